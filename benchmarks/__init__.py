@@ -1,0 +1,1 @@
+"""Measured against peers; every result names machine, versions, date and commit."""

@@ -1,0 +1,1 @@
+"""The demo: shipped adapters and prompts, and how they were made."""

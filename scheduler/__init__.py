@@ -1,0 +1,1 @@
+"""The head: pure decisions and the simulator. Standard library, NumPy and PuLP only."""
