@@ -1,0 +1,32 @@
+"""What can go wrong in the engine.
+
+    EngineError
+    ├── UnsupportedModelError   the model folder asks for something this engine does not do exactly
+    ├── ModelFilesError         the model folder is incomplete or damaged
+    ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
+    └── PoolExhaustedError      one request needs more pages than the whole pool holds
+
+Each message names the field or file, its value, what was expected, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises on purpose."""
+
+
+class UnsupportedModelError(EngineError):
+    """The model is of a kind, or has a setting, that is not implemented exactly."""
+
+
+class ModelFilesError(EngineError):
+    """A model file is missing, unreadable, or disagrees with `config.json`."""
+
+
+class AdapterRefusedError(EngineError):
+    """The adapter cannot be applied exactly."""
+
+
+class PoolExhaustedError(EngineError):
+    """A single request cannot fit into an empty pool."""
