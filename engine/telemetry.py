@@ -1,0 +1,26 @@
+"""What an engine says about itself about once a second. Plain data: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .request import ServedMode
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTelemetry:
+    """A snapshot between two steps.
+
+    `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. Token and step
+    counts are totals since the engine started, so that a reader may take differences at any interval.
+    """
+
+    num_running: int
+    num_waiting: int
+    resident_adapter_ids: tuple[str, ...]
+    mode: ServedMode
+    pages_used: int
+    pages_total: int
+    prompt_tokens: int
+    generated_tokens: int
+    num_steps: int
