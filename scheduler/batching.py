@@ -1,0 +1,105 @@
+"""One replica, one step: which mode, which rows take part, who is admitted next.
+
+A batcher is asked before every step. It sees adapters as small integers (`BASE_MODEL` = -1 for none) and
+answers with a `StepPlan`; the engine admits in the given order while its memory lasts. Real engine and
+simulated replica ask the same objects.
+
+Shapes: `[num_running]` rows that hold memory (decoding, or paused by an earlier step), `[num_waiting]` rows
+not yet admitted, both in order of arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+ReplicaMode = Literal["unmerged", "merged", "mixture"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchView:
+    """What a batcher sees before a step.
+
+    `running_adapter`, `waiting_adapter`: int32 `[num_running]`, `[num_waiting]`. `max_batch_rows`: rows one
+    step may hold. `merged_adapter`: whose weights are merged now (None: nobody's).
+    """
+
+    running_adapter: NDArray[np.int32]
+    waiting_adapter: NDArray[np.int32]
+    max_batch_rows: int
+    merged_adapter: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What the next step does.
+
+    `merged_adapter`: whose weights must be merged (None exactly when `mode == "unmerged"`).
+    `serve`: bool `[num_running]`, the running rows that take part; the others pause and keep their memory.
+    `admit`: int64, positions among the waiting rows, in the order to admit them while memory lasts.
+    In mode `merged` every served and admitted row is of the merged adapter; in `mixture` any may join.
+    """
+
+    mode: ReplicaMode
+    merged_adapter: int | None
+    serve: NDArray[np.bool_]
+    admit: NDArray[np.int64]
+
+    def check_integrity(self, view: BatchView) -> None:
+        """Raise AssertionError when the plan breaks the rules above or overfills the batch."""
+        assert (self.mode == "unmerged") == (self.merged_adapter is None), (
+            f"{self.mode}, {self.merged_adapter}"
+        )
+        assert self.serve.shape == view.running_adapter.shape, f"serve {self.serve.shape}"
+        assert len(np.unique(self.admit)) == len(self.admit), f"admit {self.admit} repeats a row"
+        num_rows = int(self.serve.sum()) + len(self.admit)
+        assert num_rows <= view.max_batch_rows, f"{num_rows} rows in a batch of {view.max_batch_rows}"
+        if self.mode == "merged":
+            present = {*view.running_adapter[self.serve].tolist(), *view.waiting_adapter[self.admit].tolist()}
+            assert present <= {self.merged_adapter}, f"adapters {present}, merged {self.merged_adapter}"
+
+
+class Batcher(Protocol):
+    """Chooses each step of one replica. May keep state; one object per replica."""
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """Decide the next step. Must serve or admit something whenever a row is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusteredBatcher:
+    """Unmerged, everybody running is served; free places go to adapters already in the batch first.
+
+    Few distinct adapters at once is what makes an unmerged step fast. After them come the adapters with the
+    most waiting rows, so that each new adapter brings as many rows as possible. `patience` bounds the
+    unfairness: the oldest waiting row is admitted first once that many rows wait behind it.
+    """
+
+    patience: int = 1 << 30
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        free = max(0, view.max_batch_rows - len(view.running_adapter))
+        admit = clustered_order(view.running_adapter, view.waiting_adapter)
+        if len(admit) > self.patience:
+            admit = np.concatenate([[0], admit[admit != 0]])
+        return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
+
+
+def clustered_order(
+    running_adapter: NDArray[np.int32], waiting_adapter: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Positions of all waiting rows: adapters already running first, then the most wanted; stable inside.
+
+    Base rows cost no adapter and come with the first.
+    """
+    if len(waiting_adapter) == 0:
+        return np.zeros(0, np.int64)
+    present, group, waiting = np.unique(waiting_adapter, return_inverse=True, return_counts=True)
+    is_new = ~np.isin(present, running_adapter) & (present >= 0)
+    return np.lexsort((np.arange(len(group)), present[group], -waiting[group], is_new[group])).astype(
+        np.int64
+    )

@@ -1,0 +1,71 @@
+"""What happens in a cluster, real or simulated, as the scheduler is told. `time_s` counts from the job's
+start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Event(Record):
+    """Base of all events."""
+
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaJoined(Event):
+    """A replica is ready for work. `batch_rows`: sequences it decodes together."""
+
+    replica_id: str
+    batch_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost(Event):
+    """A replica is gone; what it had not committed is lost with it."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCommitted(Event):
+    """A shard's part file is whole and in place."""
+
+    shard_id: int
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFailed(Event):
+    """An attempt at a shard ended without a part although its replica lives."""
+
+    shard_id: int
+    replica_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Event):
+    """A replica's state, about once a second.
+
+    `open_rows`: unfinished rows of the shards open there; `running_rows`: those decoding now. `open_shards`:
+    (shard id, unfinished rows) of each open shard; lets a new scheduler adopt running work. `finished`:
+    (adapter name or "", rows, output tokens) completed since the last report, for length prediction.
+    """
+
+    replica_id: str
+    open_rows: int
+    running_rows: int
+    tokens_per_s: float
+    resident_adapters: tuple[str, ...]
+    open_shards: tuple[tuple[int, int], ...] = ()
+    finished: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """Time passed; nothing else happened."""

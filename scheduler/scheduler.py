@@ -1,0 +1,260 @@
+"""The cluster's head: events in, commands out.
+
+The same object drives real workers and simulated ones. It owns one mutable state, asks nobody for the time
+and draws no random numbers: the same events give the same commands (`events.jsonl` replays a run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from .backlog import Backlog
+from .commands import Command, FailJob, FinishJob, Recall, RunShard
+from .events import Event, Progress, ReplicaJoined, ReplicaLost, ShardCommitted, ShardFailed
+from .waves import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """`open_batches`: full batches of unfinished rows kept open per replica, so that no batch drains at a
+    shard's end. `max_failures`, `max_losses`: attempts of one shard that may fail, or die with their
+    replica, before the job fails. `expected_replicas`: replicas still to join count as present when a short
+    job is shared out.
+    """
+
+    open_batches: float = 2.0
+    max_failures: int = 4
+    max_losses: int = 8
+    expected_replicas: int = 1
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there."""
+
+    replica_id: str
+    batch_rows: int
+    rows_left: dict[int, int] = field(default_factory=dict)
+    resident: frozenset[str] = frozenset()
+
+    @property
+    def open_rows(self) -> int:
+        """Unfinished rows of all its open shards."""
+        return sum(self.rows_left.values())
+
+
+@dataclass(slots=True)
+class ShardState:
+    """Where one shard stands."""
+
+    shard: Shard
+    attempt: int = 0
+    failures: int = 0
+    losses: int = 0
+    owner: str | None = None
+    is_committed: bool = False
+    # Replicas where it failed: others are tried first.
+    failed_on: frozenset[str] = frozenset()
+
+
+class Scheduler:
+    """Decides which replica opens which shard, and when the job is over.
+
+    `shards`: all of the plan's, in dispatch order. `committed`: ids of those whose part exists already
+    (resume).
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        *,
+        committed: Collection[int] = (),
+        settings: SchedulerSettings | None = None,
+    ) -> None:
+        self._settings = settings or SchedulerSettings()
+        self._shards = {shard.shard_id: ShardState(shard) for shard in shards}
+        self._replicas: dict[str, ReplicaState] = {}
+        self._backlog = Backlog([shard for shard in shards if shard.has_engine_work])
+        # Error rows only: any replica may write them beside its engine's work.
+        self._idle_backlog = Backlog([shard for shard in shards if not shard.has_engine_work])
+        self._is_over = False
+        self._num_open = len(self._shards)
+        for shard_id in committed:
+            self._commit(self._shards[shard_id])
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Shards without a part."""
+        return self._num_open
+
+    @property
+    def is_over(self) -> bool:
+        """Whether FinishJob or FailJob was commanded."""
+        return self._is_over
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take in one event; return what must be done now, in order. After the job's end: nothing."""
+        if self._is_over:
+            return []
+        commands = self._absorb(event)
+        if not self._is_over:
+            commands += self._dispatch()
+        if not self._is_over and self._num_open == 0:
+            self._is_over = True
+            commands.append(FinishJob())
+        return commands
+
+    def _absorb(self, event: Event) -> list[Command]:
+        match event:
+            case ReplicaJoined():
+                known = self._replicas.get(event.replica_id)
+                if known is None:
+                    self._replicas[event.replica_id] = ReplicaState(event.replica_id, event.batch_rows)
+                else:
+                    known.batch_rows = event.batch_rows
+            case ReplicaLost():
+                return self._lose(event.replica_id)
+            case ShardCommitted():
+                return self._committed(event)
+            case ShardFailed():
+                return self._failed(event)
+            case Progress():
+                self._progress(event)
+        return []
+
+    def _committed(self, event: ShardCommitted) -> list[Command]:
+        state = self._shards[event.shard_id]
+        owner = state.owner
+        self._commit(state)
+        # An attempt we had given up made it after all: the newer one is wasted work.
+        return [Recall(event.shard_id, owner)] if owner not in (None, event.replica_id) else []
+
+    def _commit(self, state: ShardState) -> None:
+        if not state.is_committed:
+            state.is_committed = True
+            self._num_open -= 1
+        if state.owner is None:
+            self._backlog_of(state).discard(state.shard.shard_id)
+        self._release(state)
+
+    def _backlog_of(self, state: ShardState) -> Backlog:
+        return self._backlog if state.shard.has_engine_work else self._idle_backlog
+
+    def _release(self, state: ShardState) -> None:
+        if state.owner is not None:
+            self._replicas[state.owner].rows_left.pop(state.shard.shard_id)
+            self._backlog_of(state).closed(state.shard.shard_id, state.owner)
+            state.owner = None
+
+    def _failed(self, event: ShardFailed) -> list[Command]:
+        state = self._shards[event.shard_id]
+        if state.owner != event.replica_id:
+            return []
+        state.failures += 1
+        state.failed_on |= {event.replica_id}
+        if state.failures >= self._settings.max_failures:
+            return self._fail(
+                f"Shard {event.shard_id} failed {state.failures} times, "
+                f"last on {event.replica_id}: {event.reason}"
+            )
+        self._requeue(state)
+        return []
+
+    def _lose(self, replica_id: str) -> list[Command]:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return []
+        for shard_id in list(replica.rows_left):
+            state = self._shards[shard_id]
+            state.losses += 1
+            if state.losses >= self._settings.max_losses:
+                return self._fail(
+                    f"Shard {shard_id} was open on {state.losses} replicas when they were lost, "
+                    f"last on {replica_id}."
+                )
+            self._requeue(state)
+        del self._replicas[replica_id]
+        return []
+
+    def _requeue(self, state: ShardState) -> None:
+        self._release(state)
+        state.attempt += 1
+        self._backlog_of(state).put_back(state.shard.shard_id)
+
+    def _fail(self, reason: str) -> list[Command]:
+        self._is_over = True
+        return [FailJob(reason)]
+
+    def _progress(self, event: Progress) -> None:
+        replica = self._replicas.get(event.replica_id)
+        if replica is None:
+            return
+        replica.resident = frozenset(event.resident_adapters)
+        for shard_id, rows_left in event.open_shards:
+            state = self._shards.get(shard_id)
+            if state is None or state.is_committed:
+                continue
+            if state.owner is None:
+                # Opened by a scheduler before this one: its work goes on.
+                self._backlog_of(state).discard(shard_id)
+                self._assign(state, replica)
+            if state.owner == event.replica_id and state.shard.has_engine_work:
+                replica.rows_left[shard_id] = rows_left
+
+    def _assign(self, state: ShardState, replica: ReplicaState) -> None:
+        state.owner = replica.replica_id
+        replica.rows_left[state.shard.shard_id] = state.shard.num_rows if state.shard.has_engine_work else 0
+        self._backlog_of(state).opened(state.shard.shard_id, replica.replica_id)
+
+    def _dispatch(self) -> list[Command]:
+        """Open shards until every replica holds its share: two batches, or less when little is left."""
+        commands: list[Command] = []
+        remaining = self._backlog.num_rows + sum(r.open_rows for r in self._replicas.values())
+        num_replicas = max(len(self._replicas), self._settings.expected_replicas)
+        share = -(-remaining // num_replicas)
+        hungry = {
+            r.replica_id: r for r in self._replicas.values() if r.open_rows < self._wanted_rows(r, share)
+        }
+        while hungry and self._backlog:
+            replica = min(hungry.values(), key=lambda r: (r.open_rows / r.batch_rows, r.replica_id))
+            command = self._open_next(replica, self._backlog)
+            commands += command
+            if not command or replica.open_rows >= self._wanted_rows(replica, share):
+                del hungry[replica.replica_id]
+        for replica in self._replicas.values():
+            if self._idle_backlog and not any(rows == 0 for rows in replica.rows_left.values()):
+                commands += self._open_next(replica, self._idle_backlog)
+        return commands
+
+    def _wanted_rows(self, replica: ReplicaState, share: int) -> int:
+        # At least one: an idle replica always opens something.
+        return max(1, min(round(self._settings.open_batches * replica.batch_rows), share))
+
+    def _open_next(self, replica: ReplicaState, backlog: Backlog) -> list[Command]:
+        others = set(self._replicas) - {replica.replica_id}
+
+        def is_allowed(shard_id: int) -> bool:
+            failed_on = self._shards[shard_id].failed_on
+            return replica.replica_id not in failed_on or others <= failed_on
+
+        shard_id = backlog.take(replica.replica_id, is_allowed)
+        if shard_id is None:
+            return []
+        state = self._shards[shard_id]
+        self._assign(state, replica)
+        return [RunShard(shard_id, replica.replica_id, state.attempt)]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, with the failing sum, when the state contradicts itself."""
+        owned = {s: r.replica_id for r in self._replicas.values() for s in r.rows_left}
+        for shard_id, state in self._shards.items():
+            assert owned.get(shard_id) == state.owner, (
+                f"shard {shard_id}: owner {state.owner}, open on {owned}"
+            )
+            places = state.is_committed + (state.owner is not None) + (shard_id in self._backlog_of(state))
+            assert places == 1 or self._is_over, f"shard {shard_id} is in {places} places, expected 1"
+        uncommitted = sum(not s.is_committed for s in self._shards.values())
+        assert uncommitted == self._num_open, f"{uncommitted} uncommitted shards, counted {self._num_open}"
+        self._backlog.check_integrity()
+        self._idle_backlog.check_integrity()

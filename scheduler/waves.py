@@ -1,0 +1,285 @@
+"""From rows to shards: the order of all rows, cut into the pieces that become part files.
+
+Rows are ordered adapter-major, then by shared prefix, then longest predicted first. A *wave* is what shards
+of one adapter (or one pool of small adapters) have in common: their mode. A *shard* is cut where a prefix
+group ends if that is near, holds about the same work as its neighbours, and neither so much that losing it
+hurts nor so little that its overhead dominates. Shards are numbered in dispatch order, longest first.
+
+Shapes: rows `[num_rows]` unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .workload import BASE_MODEL, Workload
+
+ShardMode = Literal["none", "base", "unmerged", "merged", "mixture"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One part file to be. `mode == "none"`: no row needs an engine. `adapters`: names, without the base
+    model.
+    """
+
+    shard_id: int
+    wave_id: int
+    mode: ShardMode
+    adapters: tuple[str, ...]
+    num_rows: int
+    prompt_tokens: int
+    predicted_output_tokens: int
+
+    @property
+    def has_engine_work(self) -> bool:
+        """False when the shard holds error rows only and may run anywhere."""
+        return self.mode != "none"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready object with every field."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Shard:
+        """The shard that `to_json` wrote."""
+        return cls(**{**value, "adapters": tuple(value["adapters"])})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardPlan:
+    """All rows in order and where the shards are cut.
+
+    `row_order`: int64 `[num_rows]`, a permutation of the input rows. `shard_offsets`: int64 `[num_shards +
+    1]`; shard `i` holds `row_order[shard_offsets[i]:shard_offsets[i + 1]]`.
+    """
+
+    row_order: NDArray[np.int64]
+    shard_offsets: NDArray[np.int64]
+    shards: tuple[Shard, ...]
+
+    def rows_of(self, shard_id: int) -> NDArray[np.int64]:
+        """Input row numbers of one shard, in the plan's order."""
+        return self.row_order[self.shard_offsets[shard_id] : self.shard_offsets[shard_id + 1]]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, with the failing sum, unless every row is in exactly one shard."""
+        num_rows = len(self.row_order)
+        seen = np.bincount(self.row_order, minlength=num_rows) if num_rows else np.zeros(0, np.int64)
+        is_permutation = len(seen) == num_rows and bool((seen == 1).all())
+        assert is_permutation, "row_order is not a permutation of the rows"
+        assert len(self.shard_offsets) == len(self.shards) + 1, (
+            f"{len(self.shard_offsets)} offsets for {len(self.shards)} shards"
+        )
+        ends = (int(self.shard_offsets[0]), int(self.shard_offsets[-1]))
+        assert ends == (0, num_rows), f"offsets run from {ends[0]} to {ends[1]}, expected 0 to {num_rows}"
+        sizes = np.diff(self.shard_offsets)
+        for shard, size in zip(self.shards, sizes, strict=True):
+            assert shard.num_rows == size > 0, (
+                f"shard {shard.shard_id}: {shard.num_rows} rows, offsets say {size}"
+            )
+            assert shard.mode in get_args(ShardMode), f"shard {shard.shard_id}: mode {shard.mode!r}"
+        assert [s.shard_id for s in self.shards] == list(range(len(self.shards))), (
+            "shard ids are not 0, 1, 2, …"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLimits:
+    """How finely a job is cut.
+
+    `shards_per_replica`: at least so many shards per replica when rows allow, so that late corrections have
+    something to move and one lost shard costs little. `min_rows`: below this a shard's fixed cost (a task, a
+    file) shows. `max_batches`: a shard's rows, in full batches, unless the whole job would exceed
+    `max_shards`. `prompt_token_weight`: work of one prompt token, one output token being 1.
+    """
+
+    shards_per_replica: int = 16
+    min_rows: int = 16
+    max_batches: int = 4
+    max_shards: int = 8192
+    prompt_token_weight: float = 0.1
+
+
+def plan_shards(
+    workload: Workload,
+    *,
+    batch_rows: int,
+    num_replicas: int,
+    predicted_output_tokens: NDArray[np.float64] | None = None,
+    limits: ShardLimits | None = None,
+) -> ShardPlan:
+    """Order all rows and cut them into shards.
+
+    `batch_rows`: sequences one replica decodes together. `predicted_output_tokens`: per row, by default
+    `max_tokens`. Zero rows give a plan of zero shards. The same input gives the same plan.
+    """
+    assert min(batch_rows, num_replicas) >= 1, f"batch_rows={batch_rows}, num_replicas={num_replicas}"
+    if workload.num_rows == 0:
+        return ShardPlan(np.zeros(0, np.int64), np.zeros(1, np.int64), ())
+    limits = limits or ShardLimits()
+    output = (
+        workload.max_tokens.astype(np.float64) if predicted_output_tokens is None else predicted_output_tokens
+    )
+    work = np.where(
+        workload.max_tokens > 0, output + limits.prompt_token_weight * workload.prompt_tokens, 0.0
+    )
+    target_rows = shard_rows(workload.num_rows, batch_rows, num_replicas, limits)
+    pool = _pool_of_adapter(workload, target_rows)
+    order = _row_order(workload, output, work, pool)
+    wave = _wave_keys(workload, pool)[order]
+    cuts = _cut_shards(wave, workload.prefix_hash[order], work[order], target_rows, limits)
+    return _in_dispatch_order(workload, order, cuts, wave, output, work)
+
+
+def shard_rows(num_rows: int, batch_rows: int, num_replicas: int, limits: ShardLimits) -> int:
+    """Rows a shard of average rows should hold."""
+    wanted = -(-num_rows // (num_replicas * limits.shards_per_replica))
+    largest = max(limits.max_batches * batch_rows, -(-num_rows // limits.max_shards))
+    # A handful of rows is still spread: every replica gets two shards before `min_rows` counts.
+    smallest = max(1, min(limits.min_rows, num_rows // (2 * num_replicas)))
+    return min(max(wanted, smallest), largest)
+
+
+def _pool_of_adapter(workload: Workload, target_rows: int) -> NDArray[np.int64]:
+    """`[num_adapters + 1]`: wave of each adapter. Large adapters have their own; small ones share by rank."""
+    num_adapters = len(workload.adapters)
+    has_work = workload.max_tokens > 0
+    slots = (workload.adapter_index % (num_adapters + 1))[has_work]
+    rows = np.bincount(slots, minlength=num_adapters + 1)
+    pool = np.arange(num_adapters + 1, dtype=np.int64)
+    ranks = np.array([adapter.rank for adapter in workload.adapters] + [0], dtype=np.int64)
+    is_small = rows < target_rows
+    is_small[num_adapters] = False
+    if is_small.any():
+        _, first, same = np.unique(ranks[is_small], return_index=True, return_inverse=True)
+        pool[is_small] = np.flatnonzero(is_small)[first][same]
+    return pool
+
+
+def _wave_keys(workload: Workload, pool: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows that share a key share a wave; rows without engine work have the key after all others."""
+    slots = workload.adapter_index % (len(workload.adapters) + 1)
+    return np.where(workload.max_tokens > 0, pool[slots], len(workload.adapters) + 1)
+
+
+def _row_order(
+    workload: Workload, output: NDArray[np.float64], work: NDArray[np.float64], pool: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Heaviest wave first; inside: adapter-major, heaviest prefix group first, longest predicted first."""
+    wave = _wave_keys(workload, pool)
+    wave_work = np.bincount(wave, weights=work, minlength=len(workload.adapters) + 2)
+    group, group_size = _prefix_groups(workload)
+    longest = np.zeros(len(group_size))
+    np.maximum.at(longest, group, output)
+    keys = (-output, group, -longest[group], workload.adapter_index, wave, -wave_work[wave])
+    return np.lexsort(keys).astype(np.int64)
+
+
+def _prefix_groups(workload: Workload) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Group number of each row, and rows of each group; rows that share no prefix are group 0."""
+    key = np.empty(workload.num_rows, dtype=[("adapter", np.int32), ("prefix", np.uint64)])
+    key["adapter"], key["prefix"] = workload.adapter_index, workload.prefix_hash
+    by_key = np.lexsort((key["prefix"], key["adapter"]))
+    is_first = np.ones(workload.num_rows, dtype=bool)
+    is_first[1:] = key[by_key][1:] != key[by_key][:-1]
+    number = np.cumsum(is_first)
+    size = np.bincount(number, minlength=number[-1] + 1)
+    is_shared = (size[number] > 1) & (key["prefix"][by_key] != 0)
+    group = np.empty(workload.num_rows, dtype=np.int64)
+    group[by_key] = np.where(is_shared, number, 0)
+    return group, np.bincount(group, minlength=number[-1] + 1)
+
+
+def _cut_shards(
+    wave: NDArray[np.int64],
+    prefix: NDArray[np.uint64],
+    work: NDArray[np.float64],
+    target_rows: int,
+    limits: ShardLimits,
+) -> NDArray[np.int64]:
+    """Offsets `[num_shards + 1]` into the ordered rows: equal work within a wave, at most `2 * target_rows`
+    rows.
+    """
+    num_rows = len(wave)
+    starts = np.flatnonzero(np.concatenate([[True], wave[1:] != wave[:-1]]))
+    target_work = work.sum() * target_rows / max(num_rows, 1)
+    cuts = [0]
+    for start, end in zip(starts, np.append(starts[1:], num_rows), strict=True):
+        done = np.cumsum(work[start:end])
+        pieces = max(1, round(done[-1] / target_work)) if target_work > 0 else 1
+        pieces = min(pieces, max(1, (end - start) // min(limits.min_rows, target_rows)))
+        wanted = done[-1] * np.arange(1, pieces) / pieces
+        inner = start + np.searchsorted(done, wanted, side="left") + 1
+        for cut in np.append(inner, end):
+            cuts += _limited(cuts[-1], _at_prefix_end(int(cut), cuts[-1], int(end), prefix), 2 * target_rows)
+    return np.asarray(cuts, dtype=np.int64)
+
+
+def _at_prefix_end(cut: int, previous: int, end: int, prefix: NDArray[np.uint64]) -> int:
+    """Move a cut forward to the end of its prefix group if that is within an eighth of the shard."""
+    if cut >= end or prefix[cut] == 0:
+        return min(cut, end)
+    for moved in range(cut, min(end, cut + (cut - previous) // 8 + 1)):
+        if prefix[moved] != prefix[moved - 1]:
+            return moved
+    return cut
+
+
+def _limited(previous: int, cut: int, max_rows: int) -> list[int]:
+    """Cuts after `previous` up to `cut`, none more than `max_rows` apart; empty when there is nothing
+    between.
+    """
+    pieces = -(-(cut - previous) // max_rows)
+    return [previous + (cut - previous) * (piece + 1) // pieces for piece in range(pieces)]
+
+
+def _in_dispatch_order(
+    workload: Workload,
+    order: NDArray[np.int64],
+    cuts: NDArray[np.int64],
+    wave: NDArray[np.int64],
+    output: NDArray[np.float64],
+    work: NDArray[np.float64],
+) -> ShardPlan:
+    """Number the pieces: most work first, error rows last, ties in row order."""
+    starts = cuts[:-1]
+    piece_work = np.add.reduceat(work[order], starts)
+    # Pieces of about the same work stand in row order: heavy adapters and long rows first.
+    coarse_work = np.ceil(4 * piece_work / max(piece_work.max(), 1.0))
+    dispatch = np.lexsort((starts, -coarse_work))
+    sizes = np.diff(cuts)[dispatch]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    # Row positions of each piece, pieces in dispatch order.
+    positions = np.repeat(starts[dispatch] - offsets[:-1], sizes) + np.arange(len(order))
+    row_order = order[positions]
+    _, wave_id = np.unique(wave[starts], return_inverse=True)
+    shards = tuple(
+        _describe(workload, row_order[offsets[i] : offsets[i + 1]], i, int(wave_id[piece]), output)
+        for i, piece in enumerate(dispatch)
+    )
+    return ShardPlan(row_order, offsets, shards)
+
+
+def _describe(
+    workload: Workload, rows: NDArray[np.int64], shard_id: int, wave_id: int, output: NDArray[np.float64]
+) -> Shard:
+    has_work = workload.max_tokens[rows] > 0
+    present = np.unique(workload.adapter_index[rows][has_work])
+    mode: ShardMode = (
+        "none" if not has_work.any() else "base" if (present == BASE_MODEL).all() else "unmerged"
+    )
+    return Shard(
+        shard_id=shard_id,
+        wave_id=wave_id,
+        mode=mode,
+        adapters=tuple(workload.adapters[index].name for index in present if index != BASE_MODEL),
+        num_rows=len(rows),
+        prompt_tokens=int(workload.prompt_tokens[rows].sum()),
+        predicted_output_tokens=round(float(output[rows][has_work].sum())),
+    )

@@ -1,0 +1,95 @@
+"""All rows of a job as numbers: the planner's and the simulator's only view of the data.
+
+Shapes: every per-row array is `[num_rows]`; row `i` is the job's row `i` in input order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BASE_MODEL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """One adapter as the planner sees it. `name` is any unique identity, the same one telemetry reports.
+
+    `rank` is the largest LoRA rank over its modules; `weight_bytes` what it takes on a device.
+    """
+
+    name: str
+    rank: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Rows of a job, one array per fact.
+
+    `adapter_index`: int32, index into `adapters`, `BASE_MODEL` (-1) for the base model.
+    `prompt_tokens`, `max_tokens`: int32. `max_tokens == 0` marks a row that needs no engine (an error row).
+    `prefix_hash`: uint64, equal for rows whose prompts begin alike; 0 when unknown.
+    `release_s`: float64, when the row arrives (absent offline: everything is there at 0).
+    `output_tokens`: int32, the true output lengths; only a simulation knows them.
+    """
+
+    adapters: tuple[AdapterInfo, ...]
+    adapter_index: NDArray[np.int32]
+    prompt_tokens: NDArray[np.int32]
+    max_tokens: NDArray[np.int32]
+    prefix_hash: NDArray[np.uint64]
+    release_s: NDArray[np.float64] | None = None
+    output_tokens: NDArray[np.int32] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the job."""
+        return len(self.adapter_index)
+
+    def rows_per_adapter(self) -> NDArray[np.int64]:
+        """`[num_adapters + 1]`: rows of each adapter; the last entry counts the base model's rows."""
+        return np.bincount(
+            self.adapter_index % (len(self.adapters) + 1), minlength=len(self.adapters) + 1
+        ).astype(np.int64)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, naming the array and the first bad row, when the numbers contradict each
+        other.
+        """
+        for name, array, dtype in self._arrays():
+            assert array.dtype == dtype, f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}"
+            assert array.shape == (self.num_rows,), (
+                f"{name}: shape {array.shape}, expected ({self.num_rows},)"
+            )
+        names = [adapter.name for adapter in self.adapters]
+        assert len(set(names)) == len(names), "adapters: names must be unique"
+        _assert_rows("adapter_index", self.adapter_index, self.adapter_index >= BASE_MODEL)
+        _assert_rows("adapter_index", self.adapter_index, self.adapter_index < len(self.adapters))
+        _assert_rows("prompt_tokens", self.prompt_tokens, self.prompt_tokens >= 0)
+        _assert_rows("max_tokens", self.max_tokens, self.max_tokens >= 0)
+        if self.release_s is not None:
+            _assert_rows("release_s", self.release_s, np.isfinite(self.release_s) & (self.release_s >= 0))
+        if self.output_tokens is not None:
+            within = (self.output_tokens >= 0) & (self.output_tokens <= self.max_tokens)
+            _assert_rows("output_tokens", self.output_tokens, within)
+
+    def _arrays(self) -> list[tuple[str, NDArray[Any], type[np.generic]]]:
+        arrays: list[tuple[str, NDArray[Any] | None, type[np.generic]]] = [
+            ("adapter_index", self.adapter_index, np.int32),
+            ("prompt_tokens", self.prompt_tokens, np.int32),
+            ("max_tokens", self.max_tokens, np.int32),
+            ("prefix_hash", self.prefix_hash, np.uint64),
+            ("release_s", self.release_s, np.float64),
+            ("output_tokens", self.output_tokens, np.int32),
+        ]
+        return [(name, array, dtype) for name, array, dtype in arrays if array is not None]
+
+
+def _assert_rows(name: str, array: NDArray[Any], holds: NDArray[np.bool_]) -> None:
+    if not holds.all():
+        row = int(np.argmin(holds))
+        raise AssertionError(f"{name}: row {row} has {array[row]}, out of range")

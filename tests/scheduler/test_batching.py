@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan, clustered_order
+
+
+def make_view(running, waiting, *, batch=8, merged=None):
+    return BatchView(np.asarray(running, np.int32), np.asarray(waiting, np.int32), batch, merged)
+
+
+def test_adapters_already_running_are_admitted_before_new_ones():
+    plan = ClusteredBatcher().next_step(make_view([3, 3], [7, 3, 7, 3, 9]))
+    assert plan.admit.tolist() == [1, 3, 0, 2, 4]
+
+
+def test_a_new_adapter_with_many_rows_beats_one_with_few():
+    assert clustered_order(np.array([], np.int32), np.array([1, 2, 2], np.int32)).tolist() == [1, 2, 0]
+
+
+def test_base_rows_count_as_present():
+    assert clustered_order(np.array([], np.int32), np.array([5, 5, -1], np.int32)).tolist() == [2, 0, 1]
+
+
+def test_no_more_rows_than_the_batch_holds_are_admitted():
+    plan = ClusteredBatcher().next_step(make_view([1] * 6, [1] * 9))
+    assert len(plan.admit) == 2
+
+
+def test_the_oldest_row_is_admitted_once_too_many_wait_behind_it():
+    view = make_view([3] * 7, [7, 3, 3, 3, 3])
+    assert ClusteredBatcher().next_step(view).admit.tolist() == [1]
+    assert ClusteredBatcher(patience=4).next_step(view).admit.tolist() == [0]
+
+
+def test_an_empty_replica_has_an_empty_step():
+    plan = ClusteredBatcher().next_step(make_view([], []))
+    assert len(plan.admit) == len(plan.serve) == 0
+
+
+def test_a_plan_that_mixes_adapters_in_merged_mode_is_caught():
+    view = make_view([1, 2], [])
+    with pytest.raises(AssertionError, match="merged 1"):
+        StepPlan("merged", 1, np.ones(2, bool), np.zeros(0, np.int64)).check_integrity(view)
+
+
+@given(
+    running=st.lists(st.integers(-1, 4), max_size=8),
+    waiting=st.lists(st.integers(-1, 4), max_size=30),
+)
+def test_every_clustered_step_is_sound_and_never_idle(running, waiting):
+    view = make_view(running, waiting)
+    plan = ClusteredBatcher().next_step(view)
+    plan.check_integrity(view)
+    assert plan.serve.sum() + len(plan.admit) >= min(8, len(running) + len(waiting))

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lorabatch.scheduler.commands import Command, FailJob, FinishJob, Recall, RunShard
+from lorabatch.scheduler.events import (
+    Event,
+    Progress,
+    ReplicaJoined,
+    ReplicaLost,
+    ShardCommitted,
+    ShardFailed,
+    Tick,
+)
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.waves import Shard
+
+
+def make_shards(count, *, rows=32, waves=1, mode="unmerged"):
+    return [
+        Shard(i, i % waves, mode, (f"adapter-{i % waves}",), rows, rows * 50, rows * (200 - i % 7))
+        for i in range(count)
+    ]
+
+
+def opened(commands):
+    return [(c.shard_id, c.replica_id, c.attempt) for c in commands if isinstance(c, RunShard)]
+
+
+def test_a_job_without_shards_finishes_at_once():
+    assert Scheduler([]).handle(Tick(0.0)) == [FinishJob()]
+
+
+def test_a_replica_keeps_two_batches_of_rows_open():
+    scheduler = Scheduler(make_shards(20))
+    assert len(opened(scheduler.handle(ReplicaJoined(0.0, "a", 64)))) == 4
+    left = tuple((i, 10) for i in range(4))
+    more = opened(scheduler.handle(Progress(1.0, "a", 40, 40, 100.0, (), left)))
+    assert len(more) == 3
+    scheduler.check_integrity()
+
+
+def test_shards_go_out_longest_first_within_a_wave():
+    scheduler = Scheduler(make_shards(4), settings=SchedulerSettings(open_batches=100))
+    assert [s for s, _, _ in opened(scheduler.handle(ReplicaJoined(0.0, "a", 64)))] == [0, 1, 2, 3]
+
+
+def test_a_replica_stays_with_its_wave_while_another_takes_the_other():
+    scheduler = Scheduler(make_shards(40, waves=2), settings=SchedulerSettings(expected_replicas=2))
+    first = opened(scheduler.handle(ReplicaJoined(0.0, "a", 64)))
+    second = opened(scheduler.handle(ReplicaJoined(0.0, "b", 64)))
+    waves = [{s % 2 for s, _, _ in commands} for commands in (first, second)]
+    assert sorted(waves, key=min) == [{0}, {1}]
+
+
+def test_a_short_job_is_shared_with_replicas_still_to_come():
+    scheduler = Scheduler(make_shards(4, rows=16), settings=SchedulerSettings(expected_replicas=2))
+    first = opened(scheduler.handle(ReplicaJoined(0.0, "a", 64)))
+    second = opened(scheduler.handle(ReplicaJoined(0.5, "b", 64)))
+    assert (len(first), len(second)) == (2, 2)
+
+
+def test_shards_without_engine_work_are_opened_beside_the_others():
+    idle = [Shard(i, 9, "none", (), 500, 0, 0) for i in range(4, 8)]
+    scheduler = Scheduler(make_shards(4) + idle)
+    commands = opened(scheduler.handle(ReplicaJoined(0.0, "a", 1000)))
+    assert {s for s, _, _ in commands} == {0, 1, 2, 3, 4}
+    commands = opened(scheduler.handle(ShardCommitted(1.0, 4, "a")))
+    assert [s for s, _, _ in commands] == [5]
+
+
+def test_a_lost_replica_gives_its_shards_back_with_the_next_attempt():
+    scheduler = Scheduler(make_shards(4))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    assert scheduler.handle(ReplicaLost(1.0, "a")) == []
+    scheduler.check_integrity()
+    again = opened(scheduler.handle(ReplicaJoined(2.0, "b", 64)))
+    assert again == [(i, "b", 1) for i in range(4)]
+
+
+def test_a_failed_shard_is_tried_elsewhere_first():
+    scheduler = Scheduler(make_shards(1))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    scheduler.handle(ReplicaJoined(0.0, "b", 64))
+    assert opened(scheduler.handle(ShardFailed(1.0, 0, "a", "boom"))) == [(0, "b", 1)]
+    assert opened(scheduler.handle(ShardFailed(2.0, 0, "b", "boom"))) == [(0, "a", 2)]
+
+
+def test_a_shard_that_keeps_failing_fails_the_job():
+    scheduler = Scheduler(make_shards(2), settings=SchedulerSettings(max_failures=3))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    scheduler.handle(ShardFailed(1.0, 0, "a", "boom"))
+    scheduler.handle(ShardFailed(2.0, 0, "a", "boom"))
+    (command,) = scheduler.handle(ShardFailed(3.0, 0, "a", "the disk is full"))
+    assert isinstance(command, FailJob)
+    assert "Shard 0 failed 3 times" in command.reason
+    assert "the disk is full" in command.reason
+    assert scheduler.handle(Tick(4.0)) == []
+
+
+def test_a_shard_that_takes_replicas_down_fails_the_job():
+    scheduler = Scheduler(make_shards(1), settings=SchedulerSettings(max_losses=2))
+    commands = []
+    for i in range(2):
+        scheduler.handle(ReplicaJoined(float(i), f"w{i}", 64))
+        commands = scheduler.handle(ReplicaLost(i + 0.5, f"w{i}"))
+    assert isinstance(commands[0], FailJob)
+
+
+def test_committed_shards_are_not_run_again():
+    scheduler = Scheduler(make_shards(3), committed=[0, 2])
+    assert opened(scheduler.handle(ReplicaJoined(0.0, "a", 64))) == [(1, "a", 0)]
+    assert scheduler.handle(ShardCommitted(1.0, 1, "a")) == [FinishJob()]
+
+
+def test_a_fully_committed_job_finishes_on_the_first_event():
+    scheduler = Scheduler(make_shards(2), committed=[0, 1])
+    assert scheduler.handle(Tick(0.0)) == [FinishJob()]
+
+
+def test_a_late_commit_of_a_lost_replica_recalls_the_retry():
+    scheduler = Scheduler(make_shards(2))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    scheduler.handle(ReplicaLost(1.0, "a"))
+    scheduler.handle(ReplicaJoined(2.0, "b", 64))
+    assert scheduler.handle(ShardCommitted(3.0, 0, "a")) == [Recall(0, "b")]
+    scheduler.check_integrity()
+
+
+def test_a_late_failure_of_an_old_attempt_is_ignored():
+    scheduler = Scheduler(make_shards(1))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    scheduler.handle(ReplicaLost(1.0, "a"))
+    scheduler.handle(ReplicaJoined(2.0, "b", 64))
+    assert scheduler.handle(ShardFailed(3.0, 0, "a", "gone")) == []
+    assert scheduler.num_uncommitted == 1
+
+
+def test_a_new_scheduler_adopts_shards_already_running():
+    scheduler = Scheduler(make_shards(2, rows=100))
+    assert opened(scheduler.handle(ReplicaJoined(0.0, "a", 25))) == [(0, "a", 0)]
+    # An earlier scheduler had opened shard 1 there too: it is not opened a second time.
+    scheduler.handle(Progress(0.3, "a", 120, 25, 1.0, (), ((0, 60), (1, 60))))
+    scheduler.check_integrity()
+    assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ReplicaJoined(1.0, "a", 64),
+        ReplicaLost(2.0, "a"),
+        ShardCommitted(3.0, 7, "a"),
+        ShardFailed(4.0, 7, "a", "why"),
+        Progress(5.0, "a", 9, 8, 1.5, ("x", "y"), ((7, 9),), (("x", 2, 80),)),
+        Tick(6.0),
+    ],
+)
+def test_an_event_survives_json(event):
+    assert Event.from_json(json.loads(json.dumps(event.to_json()))) == event
+
+
+@pytest.mark.parametrize("command", [RunShard(1, "a", 0), Recall(1, "a"), FinishJob(), FailJob("why")])
+def test_a_command_survives_json(command):
+    assert Command.from_json(json.loads(json.dumps(command.to_json()))) == command
+
+
+def test_an_unknown_kind_is_refused_by_name():
+    with pytest.raises(ValueError, match="kind='RunShard': expected one of Progress"):
+        Event.from_json({"kind": "RunShard"})
+
+
+class Storm:
+    """Plays an arbitrary cluster against a scheduler and keeps the books independently."""
+
+    def __init__(self, num_shards, seed_moves):
+        self.scheduler = Scheduler(
+            make_shards(num_shards, waves=3), settings=SchedulerSettings(max_losses=10**6)
+        )
+        self.moves = seed_moves
+        self.open = {}
+        self.committed = set()
+        self.alive = set()
+
+    def send(self, event):
+        for command in self.scheduler.handle(event):
+            if isinstance(command, RunShard):
+                assert command.replica_id in self.alive
+                assert command.shard_id not in self.committed
+                assert command.shard_id not in self.open
+                self.open[command.shard_id] = command.replica_id
+        self.scheduler.check_integrity()
+
+    def play(self):
+        for kind, choice in self.moves:
+            replica_id = f"w{choice % 4}"
+            if kind == "join":
+                self.alive.add(replica_id)
+                self.send(ReplicaJoined(0.0, replica_id, 16))
+            elif kind == "lose":
+                self.alive.discard(replica_id)
+                self.open = {s: r for s, r in self.open.items() if r != replica_id}
+                self.send(ReplicaLost(0.0, replica_id))
+            elif self.open:
+                self.commit(sorted(self.open)[choice % len(self.open)])
+
+    def commit(self, shard_id):
+        replica_id = self.open.pop(shard_id)
+        self.committed.add(shard_id)
+        self.send(ShardCommitted(0.0, shard_id, replica_id))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    num_shards=st.integers(1, 30),
+    moves=st.lists(st.tuples(st.sampled_from(["join", "lose", "commit"]), st.integers(0, 99)), max_size=60),
+)
+def test_whatever_happens_every_shard_is_committed_once_in_the_end(num_shards, moves):
+    storm = Storm(num_shards, moves)
+    storm.play()
+    storm.alive.add("last")
+    storm.send(ReplicaJoined(0.0, "last", 16))
+    while storm.open:
+        storm.commit(min(storm.open))
+    assert storm.committed == set(range(num_shards))
+    assert storm.scheduler.is_over

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lorabatch.scheduler.waves import Shard, ShardLimits, plan_shards
+from lorabatch.scheduler.workload import BASE_MODEL, AdapterInfo, Workload
+
+
+def make_workload(adapter_index, *, ranks=(8, 8, 16), max_tokens=100, prompt_tokens=50, prefix_hash=0):
+    num_rows = len(adapter_index)
+
+    def column(value, dtype):
+        return np.broadcast_to(np.asarray(value, dtype=dtype), (num_rows,)).copy()
+
+    workload = Workload(
+        adapters=tuple(AdapterInfo(f"adapter-{i}", rank, rank * 1000) for i, rank in enumerate(ranks)),
+        adapter_index=np.asarray(adapter_index, dtype=np.int32),
+        prompt_tokens=column(prompt_tokens, np.int32),
+        max_tokens=column(max_tokens, np.int32),
+        prefix_hash=column(prefix_hash, np.uint64),
+    )
+    workload.check_integrity()
+    return workload
+
+
+def test_no_rows_give_no_shards():
+    plan = plan_shards(make_workload([]), batch_rows=64, num_replicas=2)
+    plan.check_integrity()
+    assert plan.shards == ()
+
+
+def test_rows_without_engine_work_come_last_in_shards_of_their_own():
+    workload = make_workload([0] * 40 + [1] * 40, max_tokens=[0, 10] * 40)
+    plan = plan_shards(workload, batch_rows=8, num_replicas=1)
+    plan.check_integrity()
+    modes = [shard.mode for shard in plan.shards]
+    assert modes == sorted(modes, key="none".__eq__)
+    idle = [s for s in plan.shards if not s.has_engine_work]
+    assert sum(s.num_rows for s in idle) == 40
+    assert all(s.adapters == () and s.predicted_output_tokens == 0 for s in idle)
+
+
+def test_the_base_model_has_its_own_wave_and_mode():
+    plan = plan_shards(make_workload([BASE_MODEL] * 100 + [0] * 100), batch_rows=8, num_replicas=2)
+    base = [shard for shard in plan.shards if shard.mode == "base"]
+    assert sum(shard.num_rows for shard in base) == 100
+    assert {shard.wave_id for shard in base}.isdisjoint(s.wave_id for s in plan.shards if s.mode != "base")
+
+
+def test_small_adapters_share_shards_with_adapters_of_their_rank_only():
+    ranks = (8,) * 50 + (64,) * 50
+    plan = plan_shards(make_workload(np.arange(100).repeat(3), ranks=ranks), batch_rows=16, num_replicas=1)
+    plan.check_integrity()
+    rank_of = {f"adapter-{i}": rank for i, rank in enumerate(ranks)}
+    for shard in plan.shards:
+        assert len(shard.adapters) > 1
+        assert len({rank_of[name] for name in shard.adapters}) == 1
+
+
+def test_within_an_adapter_the_longest_rows_come_first():
+    lengths = np.random.default_rng(1).integers(1, 500, 400)
+    plan = plan_shards(make_workload([0] * 400, max_tokens=lengths), batch_rows=16, num_replicas=2)
+    longest = [lengths[plan.rows_of(shard.shard_id)].max() for shard in plan.shards]
+    for shard in plan.shards:
+        rows = plan.rows_of(shard.shard_id)
+        assert (np.diff(lengths[rows]) <= 0).all()
+    assert longest[0] == lengths.max()
+
+
+def test_shards_are_numbered_by_falling_work():
+    lengths = np.random.default_rng(2).integers(1, 500, 1000)
+    plan = plan_shards(
+        make_workload([0] * 900 + [1] * 100, max_tokens=lengths), batch_rows=16, num_replicas=2
+    )
+    work = [shard.predicted_output_tokens + 0.1 * shard.prompt_tokens for shard in plan.shards]
+    assert all(later <= earlier + max(work) / 4 for earlier, later in pairwise(work))
+    assert min(work[:-4]) >= max(work[-2:]) - max(work) / 4
+
+
+def test_a_shared_prefix_stays_together_when_its_end_is_near():
+    prefix = np.arange(1, 65).repeat(10)
+    plan = plan_shards(make_workload([0] * 640, prefix_hash=prefix), batch_rows=16, num_replicas=1)
+    split = [set(prefix[plan.rows_of(s.shard_id)]) for s in plan.shards]
+    torn = sum(len(a & b) > 0 for i, a in enumerate(split) for b in split[i + 1 :])
+    assert torn <= len(plan.shards) // 2
+
+
+def test_every_replica_gets_work_even_from_a_tiny_job():
+    plan = plan_shards(make_workload([0] * 6), batch_rows=64, num_replicas=3)
+    assert len(plan.shards) >= 3
+
+
+def test_shards_stay_between_the_limits():
+    limits = ShardLimits()
+    workload = make_workload(np.random.default_rng(3).integers(0, 3, 20_000))
+    plan = plan_shards(workload, batch_rows=64, num_replicas=4, limits=limits)
+    sizes = np.diff(plan.shard_offsets)
+    assert len(plan.shards) >= 4 * limits.shards_per_replica * 0.8
+    assert sizes.max() <= 2 * limits.max_batches * 64
+    assert sizes.min() >= limits.min_rows
+
+
+def test_a_shard_survives_json():
+    shard = Shard(3, 1, "unmerged", ("a", "b"), 10, 500, 700)
+    assert Shard.from_json(json.loads(json.dumps(shard.to_json()))) == shard
+
+
+def test_a_workload_names_its_first_bad_row():
+    workload = make_workload([0, 1, 2])
+    workload.adapter_index[1] = 7
+    with pytest.raises(AssertionError, match=r"adapter_index: row 1 has 7"):
+        workload.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    adapters=st.lists(st.integers(-1, 5), max_size=200),
+    batch_rows=st.integers(1, 70),
+    num_replicas=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+)
+def test_every_row_is_in_exactly_one_shard(adapters, batch_rows, num_replicas, seed):
+    rng = np.random.default_rng(seed)
+    num_rows = len(adapters)
+    workload = make_workload(
+        adapters,
+        ranks=(8, 8, 8, 16, 16, 64),
+        max_tokens=rng.integers(0, 300, num_rows),
+        prompt_tokens=rng.integers(0, 300, num_rows),
+        prefix_hash=rng.integers(0, 4, num_rows),
+    )
+    plan = plan_shards(workload, batch_rows=batch_rows, num_replicas=num_replicas)
+    plan.check_integrity()
+    for shard in plan.shards:
+        rows = plan.rows_of(shard.shard_id)
+        served = workload.adapter_index[rows][workload.max_tokens[rows] > 0]
+        named = {f"adapter-{index}" for index in served if index >= 0}
+        assert named == set(shard.adapters)
+        assert shard.has_engine_work == (len(served) > 0)
