@@ -1,0 +1,67 @@
+"""What can go wrong with a job, and the exit code each kind leads to.
+
+    JobError                     1
+    ├── JobRequestError          2   the request itself is wrong; `problems` lists everything at once
+    │   └── OutputConflictError  2   the output holds another job, or files that are not ours
+    ├── StorageError             1   reading or writing failed while the job ran (disk full, …)
+    │   └── DamagedRecordError   1   a file under `_lorabatch` cannot be read back
+    ├── ErrorBudgetError         1   more rows ended in errors than `--max-errors` allows
+    ├── JobFailedError           1   the job could not go on
+    └── JobInterruptedError    130   stopped on request; `lorabatch resume` goes on from here
+
+Every message names the field or file, its value, what was expected, and what to do next. No message holds a
+value of `storage_options`. All of them survive pickling, because they travel from Dask workers.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class JobError(Exception):
+    """Base of everything a job raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class JobRequestError(JobError):
+    """The request is wrong. `JobRequestError("problem one", "problem two")` keeps every problem."""
+
+    exit_code: ClassVar[int] = 2
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Every problem found, one plain sentence each."""
+        return tuple(str(problem) for problem in self.args)
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        lines = [f"{len(self.args)} problems with this job:", *(f"  - {problem}" for problem in self.args)]
+        return "\n".join(lines)
+
+
+class OutputConflictError(JobRequestError):
+    """The output location is taken by another job or by files that are not ours."""
+
+
+class StorageError(JobError):
+    """Storage refused or failed while the job was running."""
+
+
+class DamagedRecordError(StorageError):
+    """A record under `_lorabatch` is missing or cannot be read back."""
+
+
+class ErrorBudgetError(JobError):
+    """More rows are errors than the job allows."""
+
+
+class JobFailedError(JobError):
+    """The job could not go on; the message says why and whether `resume` helps."""
+
+
+class JobInterruptedError(JobError):
+    """The job was asked to stop. Nothing is lost: what is committed stays."""
+
+    exit_code: ClassVar[int] = 130

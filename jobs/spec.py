@@ -1,0 +1,230 @@
+"""`JobSpec`: everything a job was asked to do. Every option of the command line is a field of the same name.
+
+Frozen. Built from a job file (`from_yaml`), from options (`from_values`) or in Python. Whatever is wrong with
+the values is raised at once, as one `JobRequestError`. Nothing here touches storage; `validation.py` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..engine.config import Mode
+from ..engine.request import SamplingParams
+from .error_budget import ErrorBudget
+from .errors import JobRequestError
+
+SAMPLING_FIELDS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "logprobs",
+    "ignore_eos",
+)
+PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
+COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_FIELDS)
+# Options that people write in one spelling and we keep in another.
+_SPELLINGS = {"column": "columns", "adapter": "adapters"}
+
+
+class JobSpec(BaseModel):
+    """What a job was asked to do.
+
+    `adapters`: a folder or URL with one PEFT folder per adapter, or a mapping name -> folder or URL.
+    `input`: Parquet file, folder or glob. `columns`: role -> name of the input column that plays it.
+    `storage_options`: keyword arguments for fsspec, for all URLs or one mapping per protocol; never recorded.
+    `max_errors`: rows (`"25"`) or share of rows (`"10%"`) that may end in errors.
+    `batch_rows`, `step_tokens`, `engine_threads`, `pool_bytes`: each engine; None is chosen for the machine.
+    `workers`, `rows_per_shard`: None is chosen.
+
+    Raises `JobRequestError` with every problem at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    model: str = Field(min_length=1)
+    adapters: str | dict[str, str] | None = None
+    input: str = Field(min_length=1)
+    output: str = Field(min_length=1)
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    columns: dict[str, str] = Field(default={}, validation_alias=AliasChoices("columns", "column"))
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    ignore_eos: bool = False
+
+    cluster: str = Field(default="local", min_length=1)
+    workers: int | None = Field(default=None, ge=1)
+    mode: Mode = "auto"
+    max_errors: str = "10%"
+    storage_options: dict[str, Any] = Field(default={}, repr=False)
+    overwrite: bool = False
+    rows_per_shard: int | None = Field(default=None, ge=1)
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field(default="auto", min_length=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    load_format: Literal["auto", "dummy"] = "auto"
+    batch_rows: int = Field(default=64, ge=1)
+    step_tokens: int = Field(default=512, ge=16)
+    engine_threads: int | None = Field(default=None, ge=1)
+    pool_bytes: int | None = Field(default=None, ge=1)
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None:
+            values = {_SPELLINGS.get(name, name): value for name, value in values.items()}
+            problems = _unknown_keys(values)
+            known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
+            try:
+                super().__init__(**known)
+            except ValidationError as error:
+                problems += _sentences(error, known)
+            else:
+                problems += self.sampling.problems()
+            if problems:
+                raise JobRequestError(*problems)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> JobSpec:
+        """From option names and values; hyphens in names are fine. Raises `JobRequestError`."""
+        return cls(**{name.replace("-", "_"): value for name, value in values.items()})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobSpec:
+        """From a job file, with `overrides` (options given beside it) taking precedence.
+
+        Relative paths inside are relative to the working directory, as on the command line. Raises
+        `JobRequestError` when the file is missing, is not a YAML mapping, or holds anything wrong.
+        """
+        values = {name.replace("-", "_"): value for name, value in _read_yaml(Path(path)).items()}
+        return cls.from_values(values | dict(overrides or {}))
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling of rows that do not override it."""
+        return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_FIELDS})
+
+    @property
+    def error_budget(self) -> ErrorBudget:
+        """`max_errors`, parsed."""
+        return ErrorBudget.parse(self.max_errors)
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _adapters(cls, value: Any) -> Any:
+        """A list of `NAME=URL` becomes a mapping; a list of one folder becomes that folder."""
+        if not isinstance(value, list | tuple):
+            return value
+        if len(value) == 1 and "=" not in str(value[0]):
+            return str(value[0])
+        return _pairs(value, "NAME=URL", "pirate=s3://bucket/adapters/pirate") or None
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _columns(cls, value: Any) -> Any:
+        pairs = _pairs(value, "role=name", "prompt=text") if isinstance(value, list | tuple) else value
+        return {} if pairs is None else pairs
+
+    @field_validator("columns")
+    @classmethod
+    def _column_roles(cls, value: dict[str, str]) -> dict[str, str]:
+        unknown = [_with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
+        wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("max_errors", mode="before")
+    @classmethod
+    def _max_errors(cls, value: Any) -> Any:
+        text = str(value) if isinstance(value, int | str) else value
+        if isinstance(text, str):
+            ErrorBudget.parse(text)
+        return text
+
+    @field_validator("storage_options", mode="before")
+    @classmethod
+    def _storage_options(cls, value: Any) -> Any:
+        if value is None:
+            return {}
+        if isinstance(value, str):
+            try:
+                return json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"expected a JSON object; not JSON at character {error.pos}") from None
+        return value
+
+
+def _pairs(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for item in value:
+        name, equals, target = str(item).partition("=")
+        if not (name and equals and target):
+            raise ValueError(f"{item!r}: expected {shape}, for example {example}")
+        if name in pairs:
+            raise ValueError(f"{name!r} is given twice: {pairs[name]!r} and {target!r}; keep one")
+        pairs[name] = target
+    return pairs
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobRequestError(f"job file {path}: not found. Check the path.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobRequestError(f"job file {path}: cannot be read ({error}).") from None
+    except yaml.YAMLError as error:
+        raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
+    if not isinstance(value, dict):
+        raise JobRequestError(
+            f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}."
+        )
+    return {str(name): item for name, item in value.items()}
+
+
+def _unknown_keys(values: Mapping[str, Any]) -> list[str]:
+    names = tuple(JobSpec.model_fields)
+    return [_with_suggestion(f"{name}: not an option", name, names) for name in values if name not in names]
+
+
+def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    return f"{text}; did you mean {close[0]!r}?" if close else text
+
+
+def _sentences(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """pydantic's findings in our form: `field=value: expectation`; storage options without their values."""
+    sentences = []
+    for found in error.errors(include_url=False):
+        field = ".".join(str(part) for part in found["loc"][:1])
+        expectation = found["msg"].removeprefix("Value error, ")
+        if found["type"] == "missing":
+            sentences.append(f"{field}: required and not given")
+        elif field == "storage_options":
+            sentences.append(f"{field}: {expectation}")
+        else:
+            sentences.append(f"{field}={values.get(field)!r}: {expectation}")
+    return list(dict.fromkeys(sentences))
