@@ -1,0 +1,181 @@
+"""The engine as a process of its own: `python -m lorabatch.engine.process`, driven over its standard streams.
+
+Why a process: a crash or an out-of-memory kill costs one engine, not the Dask worker with its bookkeeping,
+and the interpreter lock of the worker never waits for a step. `docs/architecture.md` lists the messages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from .config import EngineConfig
+from .errors import EngineError
+from .request import Request, Result
+from .telemetry import EngineTelemetry
+from .wire import pack_result, pack_telemetry, read_frame, unpack_request, write_frame
+
+PROGRESS_INTERVAL_S = 1.0
+
+
+class RunsRequests(Protocol):
+    """What this process needs of an engine."""
+
+    def register_adapter(self, adapter_id: str, folder: Path) -> None:
+        """Say where the adapter of this content hash lies."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """Forget requests; no result follows."""
+
+    def step(self) -> list[Result]:
+        """One forward pass; the rows it finished."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without a result."""
+
+    def telemetry(self) -> EngineTelemetry:
+        """A snapshot."""
+
+
+class EngineProcess:
+    """Feeds one engine from a queue of messages and writes what it says."""
+
+    def __init__(self, inbox: queue.SimpleQueue[dict[str, Any]], outlet: BinaryIO) -> None:
+        self._inbox = inbox
+        self._outlet = outlet
+        self._refused_adapters: dict[str, str] = {}
+        self._last_progress_s = 0.0
+
+    def run(self) -> int:
+        """Serve until `stop`; the exit code. A failure of the engine is told in a `fatal` message."""
+        try:
+            engine = self._start(self._inbox.get())
+        except Exception as error:
+            # What the model folder lacks does not come back by itself: no retry.
+            return self._fatal(error, is_permanent=isinstance(error, EngineError))
+        try:
+            while self._take_messages(engine):
+                self._step(engine)
+                self._report(engine)
+        except Exception as error:
+            return self._fatal(error, is_permanent=False)
+        return 0
+
+    def _start(self, message: dict[str, Any]) -> RunsRequests:
+        assert message["op"] == "start", f"first message was {message['op']!r}, not 'start'"
+        began_s = time.monotonic()
+        module, _, name = message["factory"].partition(":")
+        factory = getattr(importlib.import_module(module), name)
+        engine: RunsRequests = factory(Path(message["model"]), EngineConfig(**message["config"]))
+        self._send({"op": "ready", "pid": os.getpid(), "load_s": time.monotonic() - began_s})
+        return engine
+
+    def _take_messages(self, engine: RunsRequests) -> bool:
+        """Handle what has arrived, waiting only when there is nothing to compute. False: asked to stop."""
+        timeout_s = 0.0 if engine.num_unfinished else PROGRESS_INTERVAL_S
+        while True:
+            try:
+                message = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if message["op"] == "stop":
+                return False
+            self._handle(engine, message)
+            timeout_s = 0.0
+
+    def _handle(self, engine: RunsRequests, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "adapter":
+                try:
+                    engine.register_adapter(message["adapter_id"], Path(message["path"]))
+                except EngineError as error:
+                    self._refused_adapters[message["adapter_id"]] = str(error)
+            case "add":
+                self._add(engine, [unpack_request(raw) for raw in message["requests"]])
+            case "abort":
+                engine.abort(message["request_ids"])
+            case op:
+                raise AssertionError(f"unknown message {op!r}")
+
+    def _add(self, engine: RunsRequests, requests: list[Request]) -> None:
+        refused = [r for r in requests if r.adapter_id in self._refused_adapters]
+        self._send_results([self._refusal(request) for request in refused])
+        engine.add([r for r in requests if r.adapter_id not in self._refused_adapters])
+
+    def _refusal(self, request: Request) -> Result:
+        return Result(
+            request_id=request.request_id,
+            token_ids=(),
+            text="",
+            finish_reason="error",
+            prompt_tokens=len(request.prompt_token_ids),
+            mode="unmerged",
+            error=self._refused_adapters[request.adapter_id or ""],
+        )
+
+    def _step(self, engine: RunsRequests) -> None:
+        if engine.num_unfinished:
+            self._send_results(engine.step())
+
+    def _report(self, engine: RunsRequests) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
+            self._last_progress_s = now_s
+            self._send({"op": "progress", "telemetry": pack_telemetry(engine.telemetry())})
+
+    def _send_results(self, results: list[Result]) -> None:
+        if results:
+            self._send({"op": "results", "results": [pack_result(result) for result in results]})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        write_frame(self._outlet, message)
+
+    def _fatal(self, error: Exception, is_permanent: bool) -> int:
+        traceback.print_exc()
+        sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        self._send({"op": "fatal", "error": sentence, "is_permanent": is_permanent})
+        return 1
+
+
+def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Move messages from the host to the inbox; end the process with the host, even in a long step."""
+    while (message := read_frame(inlet)) is not None:
+        inbox.put(message)
+    os._exit(0)
+
+
+def claim_stdout() -> BinaryIO:
+    """A private copy of standard output; descriptor 1 becomes standard error, so no print breaks a frame."""
+    private = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return private
+
+
+def main() -> int:
+    """Entry point of the process."""
+    outlet = claim_stdout()
+    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    try:
+        return EngineProcess(inbox, outlet).run()
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    # Skip interpreter shutdown: the reader still blocks on its stream, and a device runtime may take seconds.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

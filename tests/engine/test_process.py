@@ -1,0 +1,165 @@
+"""The engine process, as its host sees it: frames in, frames out, an honest end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.wire import pack_request, read_frame, unpack_result, write_frame
+
+ENGINE_SOURCE = '''
+import os, sys, time
+from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
+from lorabatch.engine.request import Result
+from lorabatch.engine.telemetry import EngineTelemetry
+
+
+class Engine:
+    """Answers a row with the sum of its prompt; prints to spoil the stream if it can."""
+
+    def __init__(self, model_folder, config):
+        if model_folder.name == "missing":
+            raise ModelFilesError("config.json: missing")
+        print("loading on standard output")
+        os.write(1, b"raw bytes on descriptor 1")
+        self.rows = []
+        self.folder = model_folder
+
+    def register_adapter(self, adapter_id, folder):
+        if adapter_id == "bad":
+            raise AdapterRefusedError("adapter bad: no weights")
+
+    def add(self, requests):
+        self.rows += requests
+
+    def abort(self, request_ids):
+        self.rows = [row for row in self.rows if row.request_id not in request_ids]
+
+    def step(self):
+        row = self.rows.pop(0)
+        total = sum(row.prompt_token_ids)
+        if total == 666:
+            raise RuntimeError("device lost")
+        if total == 777:
+            time.sleep(3600)
+        if total == 555:
+            while not (self.folder / "go").exists():
+                time.sleep(0.05)
+        return [Result(row.request_id, (total,), str(total), "length", len(row.prompt_token_ids), "base")]
+
+    @property
+    def num_unfinished(self):
+        return len(self.rows)
+
+    def telemetry(self):
+        return EngineTelemetry(0, len(self.rows), (), "base", 0, 1, 0, 0, 0)
+'''
+
+
+class Child:
+    """A running engine process with the two ends of its pipes."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "summing_engine.py").write_text(ENGINE_SOURCE)
+        environment = dict(os.environ, PYTHONPATH=str(folder))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lorabatch.engine.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    def send(self, **message: Any) -> None:
+        assert self.process.stdin is not None
+        write_frame(self.process.stdin, message)
+
+    def start(self, model: str = "model") -> None:
+        config = {"max_batch_rows": EngineConfig().max_batch_rows}
+        self.send(op="start", model=model, factory="summing_engine:Engine", config=config)
+
+    def add(self, *rows: tuple[str, tuple[int, ...], str | None]) -> None:
+        requests = [Request(name, prompt, adapter, SamplingParams()) for name, prompt, adapter in rows]
+        self.send(op="add", requests=[pack_request(request) for request in requests])
+
+    def next(self, op: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while (message := read_frame(self.process.stdout)) is not None:
+            if message["op"] == op:
+                return message
+        raise AssertionError(f"the process ended before {op!r}")
+
+    def close(self) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Child]:
+    child = Child(tmp_path)
+    yield child
+    child.close()
+
+
+def test_rows_come_back_as_they_finish_and_prints_do_not_spoil_the_stream(child: Child) -> None:
+    child.start()
+    assert child.next("ready")["pid"] == child.process.pid
+    child.add(("a", (1, 2), None), ("b", (3, 4), None))
+    answers = [unpack_result(child.next("results")["results"][0]) for _ in range(2)]
+    assert [(answer.request_id, answer.text) for answer in answers] == [("a", "3"), ("b", "7")]
+    assert child.next("progress")["telemetry"]["num_waiting"] == 0
+
+
+def test_rows_of_an_adapter_that_cannot_be_registered_become_errors(
+    child: Child,
+) -> None:
+    child.start()
+    child.send(op="adapter", adapter_id="bad", path="somewhere")
+    child.add(("a", (1,), "bad"), ("b", (2,), None))
+    first, second = (unpack_result(child.next("results")["results"][0]) for _ in range(2))
+    assert (first.finish_reason, first.error) == ("error", "adapter bad: no weights")
+    assert (second.request_id, second.error) == ("b", None)
+
+
+def test_a_model_that_cannot_be_loaded_is_a_permanent_failure_in_one_sentence(child: Child) -> None:
+    child.start(model="missing")
+    fatal = child.next("fatal")
+    assert fatal == {"op": "fatal", "error": "config.json: missing", "is_permanent": True}
+    assert child.process.wait(timeout=30) == 1
+
+
+def test_a_failing_step_is_told_and_ends_the_process(child: Child) -> None:
+    child.start()
+    child.add(("a", (666,), None))
+    assert child.next("fatal") == {"op": "fatal", "error": "RuntimeError: device lost", "is_permanent": False}
+    assert child.process.wait(timeout=30) == 1
+
+
+def test_aborted_rows_send_nothing(child: Child, tmp_path: Path) -> None:
+    child.start(model=str(tmp_path))
+    child.add(("busy", (555,), None))
+    child.add(("a", (1,), None))
+    child.send(op="abort", request_ids=["a"])
+    child.add(("b", (2,), None))
+    (tmp_path / "go").touch()
+    names = [unpack_result(child.next("results")["results"][0]).request_id for _ in range(2)]
+    assert names == ["busy", "b"]
+    child.send(op="stop")
+    assert child.process.wait(timeout=30) == 0
+
+
+def test_the_process_ends_with_its_host_even_in_a_long_step(child: Child) -> None:
+    child.start()
+    child.next("ready")
+    child.add(("a", (777,), None))
+    assert child.close() == 0

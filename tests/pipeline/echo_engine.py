@@ -1,0 +1,115 @@
+"""An engine whose answers can be checked by arithmetic: the engine's interface without a model.
+
+`answer` computes what a row must come back with from its prompt tokens, adapter and stream, so a lost,
+repeated or mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds per step),
+`batch_rows`, and what to fail on: `crash_on_token` kills the process when a prompt with that token is in the
+batch, `raise_on_token` raises, `refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a
+sentence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
+from lorabatch.engine.request import Request, Result
+from lorabatch.engine.telemetry import EngineTelemetry
+
+
+def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, stream_id: int, max_tokens: int) -> str:
+    """The one right completion of a row."""
+    told = f"{list(prompt_token_ids)}|{adapter_id}|{stream_id}|{max_tokens}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+class EchoEngine:
+    """Finishes each row after `max_tokens` steps, `batch_rows` rows at a time, in the order they came."""
+
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        options_path = model_folder / "echo.json"
+        options: dict[str, Any] = json.loads(options_path.read_text()) if options_path.exists() else {}
+        if "fail_start" in options:
+            raise ModelFilesError(options["fail_start"])
+        self._options = options
+        self._batch_rows: int = options.get("batch_rows", config.max_batch_rows)
+        self._queue: dict[str, Request] = {}
+        self._steps_done: dict[str, int] = {}
+        self._adapters: dict[str, Path] = {}
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._num_steps = 0
+
+    def register_adapter(self, adapter_id: str, folder: Path) -> None:
+        if adapter_id in self._options.get("refuse_adapters", []):
+            raise AdapterRefusedError(f"adapter {adapter_id}: refused for the test")
+        self._adapters[adapter_id] = folder
+
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.adapter_id is None or request.adapter_id in self._adapters
+            self._queue[request.request_id] = request
+            self._steps_done[request.request_id] = 0
+            self._prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            self._queue.pop(request_id, None)
+            self._steps_done.pop(request_id, None)
+
+    def step(self) -> list[Result]:
+        time.sleep(self._options.get("step_s", 0.0))
+        self._num_steps += 1
+        batch = list(self._queue.values())[: self._batch_rows]
+        self._fail_if_asked(batch)
+        finished = []
+        for request in batch:
+            self._steps_done[request.request_id] += 1
+            self._generated_tokens += 1
+            if self._steps_done[request.request_id] >= request.sampling.max_tokens:
+                finished.append(self._result(request))
+                self.abort([request.request_id])
+        return finished
+
+    def _fail_if_asked(self, batch: list[Request]) -> None:
+        present = {token for request in batch for token in request.prompt_token_ids}
+        if self._options.get("crash_on_token") in present:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._options.get("raise_on_token") in present:
+            raise RuntimeError("asked to fail")
+
+    def _result(self, request: Request) -> Result:
+        max_tokens = request.sampling.max_tokens
+        return Result(
+            request_id=request.request_id,
+            token_ids=tuple(range(max_tokens)),
+            text=answer(request.prompt_token_ids, request.adapter_id, request.stream_id, max_tokens),
+            finish_reason="length",
+            prompt_tokens=len(request.prompt_token_ids),
+            mode="unmerged" if request.adapter_id else "base",
+        )
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue)
+
+    def telemetry(self) -> EngineTelemetry:
+        running = min(len(self._queue), self._batch_rows)
+        return EngineTelemetry(
+            num_running=running,
+            num_waiting=len(self._queue) - running,
+            resident_adapter_ids=tuple(self._adapters),
+            mode="unmerged",
+            pages_used=running,
+            pages_total=self._batch_rows,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            num_steps=self._num_steps,
+        )
