@@ -1,0 +1,111 @@
+"""Fit a cost model to measured steps: what `lorabatch profile` runs, and what refreshes the model during a
+job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost import CostModel, StepLoad
+
+_STEP_COEFFICIENTS = (
+    "step_s",
+    "prefill_token_s",
+    "decode_row_s",
+    "context_token_s",
+    "lora_step_s",
+    "adapter_s",
+    "rank_s",
+    "rank_token_s",
+)
+
+
+def _features(load: StepLoad) -> list[float]:
+    """One number per name of `_STEP_COEFFICIENTS`."""
+    adapters = float(np.asarray(load.num_adapters))
+    others = (load.prefill_tokens, load.decode_rows, load.context_tokens)
+    unmerged = (load.rank_sum, load.rank_tokens)
+    return [
+        1.0,
+        *(float(np.asarray(value)) for value in others),
+        float(adapters > 0),
+        adapters,
+        *(float(np.asarray(value)) for value in unmerged),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One measured step."""
+
+    load: StepLoad
+    seconds: float
+
+
+def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
+    """Step coefficients by non-negative least squares on relative errors; the rest is kept from `prior`.
+
+    A coefficient whose feature no sample exercises keeps the prior's value. Raises ValueError without
+    samples.
+    """
+    if not samples:
+        raise ValueError("fit needs at least one measured step; found none.")
+    seconds = np.array([sample.seconds for sample in samples])
+    features = np.array([_features(sample.load) for sample in samples])
+    is_seen = np.asarray(features.any(axis=0))
+    kept = np.array([getattr(prior, name) for name in _STEP_COEFFICIENTS])
+    weights = 1.0 / np.maximum(seconds, 1e-9)
+    found = nonnegative_least_squares(features * weights[:, None], seconds * weights)
+    coefficients = np.where(is_seen, found, kept)
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    residual = float(((seconds - features @ coefficients) ** 2).sum())
+    r_squared = 1.0 - residual / spread if spread > 0 else 1.0
+    named = dict(zip(_STEP_COEFFICIENTS, coefficients.tolist(), strict=True))
+    return CostModel.from_json({**prior.to_json(), **named, "fit_r_squared": r_squared})
+
+
+def nonnegative_least_squares(
+    matrix: NDArray[np.float64], target: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """`x >= 0` minimising `|matrix @ x - target|`, by Lawson and Hanson's active sets.
+
+    `matrix` `[num_samples, num_features]`, `target` `[num_samples]`. Columns are scaled first, so features
+    may differ by orders of magnitude.
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    num_features = scaled.shape[1]
+    x = np.zeros(num_features)
+    is_free = np.zeros(num_features, dtype=bool)
+    for _ in range(10 * num_features):
+        gradient = scaled.T @ (target - scaled @ x)
+        gradient[is_free] = -np.inf
+        if gradient.max(initial=-np.inf) <= 1e-10:
+            break
+        is_free[int(np.argmax(gradient))] = True
+        x = _within_bounds(scaled, target, x, is_free)
+    return np.asarray(x / scale)
+
+
+def _within_bounds(
+    scaled: NDArray[np.float64],
+    target: NDArray[np.float64],
+    x: NDArray[np.float64],
+    is_free: NDArray[np.bool_],
+) -> NDArray[np.float64]:
+    """Solve for the free features; step back to the boundary and fix one while any would turn negative."""
+    while True:
+        wanted = np.zeros_like(x)
+        wanted[is_free] = np.linalg.lstsq(scaled[:, is_free], target, rcond=None)[0]
+        is_bad = is_free & (wanted <= 0)
+        if not is_bad.any():
+            return wanted
+        ratio = np.where(is_bad, x / np.maximum(x - wanted, 1e-300), np.inf)
+        x = x + ratio.min() * (wanted - x)
+        is_free &= ~(is_bad & (ratio <= ratio.min()))
+        x[~is_free] = 0.0

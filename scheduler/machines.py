@@ -1,0 +1,99 @@
+"""Cost models of known machines: what to plan with before `lorabatch profile` has run.
+
+The paper presets are derived from what the papers print; they exist so that their experiments can be
+repeated in the simulator. The project's own machines carry the numbers of its benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from .cost import CostModel
+
+# Two cores, SmolLM2-135M in fp32: about 3 ms per token beyond a step's fixed cost.
+CPU_SMOLLM2_135M = CostModel(
+    step_s=0.030,
+    prefill_token_s=0.0030,
+    decode_row_s=0.0040,
+    context_token_s=1.5e-6,
+    lora_step_s=0.002,
+    adapter_s=0.0008,
+    rank_s=8e-6,
+    rank_token_s=8e-6,
+    merge_s=0.25,
+    load_s=0.05,
+    host_bytes_per_s=4e9,
+    peer_bytes_per_s=5e8,
+    storage_bytes_per_s=2e8,
+)
+
+# H200, Llama-3-8B bf16: 16 GB of weights at about 4 TB/s; 16 GFLOP per token at about 500 TFLOP/s.
+H200_LLAMA_3_8B = CostModel(
+    step_s=0.0055,
+    prefill_token_s=3.2e-5,
+    decode_row_s=1.2e-5,
+    context_token_s=3.3e-8,
+    lora_step_s=0.0002,
+    adapter_s=6e-6,
+    rank_s=4e-7,
+    rank_token_s=1.6e-8,
+    merge_s=0.0085,
+    load_s=0.002,
+    host_bytes_per_s=4e10,
+    peer_bytes_per_s=1e10,
+    storage_bytes_per_s=1e9,
+)
+
+# dLoRA (OSDI 24): one A800 80 GB, Llama-2-7B, rank 8. An iteration of decode takes 50 ms (section 7.1: the
+# SLO of
+# 0.5 s is ten of them); the unmerged product costs 38.9 % of the base computation (section 4.1, figure 5),
+# so the
+# three unmerged coefficients are 0.389 of their base ones at rank 8; switching takes about two iterations
+# (section 4.2's example).
+DLORA_A800_LLAMA_2_7B = CostModel(
+    step_s=0.040,
+    prefill_token_s=1.0e-4,
+    decode_row_s=2.5e-4,
+    context_token_s=6e-7,
+    lora_step_s=0.389 * 0.040,
+    adapter_s=0.0,
+    rank_s=0.0,
+    rank_token_s=0.389 * 1.0e-4 / 8,
+    merge_s=0.1,
+    load_s=0.005,
+    host_bytes_per_s=1.2e10,
+    peer_bytes_per_s=1.2e10,
+    storage_bytes_per_s=1e9,
+)
+
+# LoRAServe: Llama-7B on four A100 (TP 4), S-LoRA's kernels, which run at the largest rank present. Figure 3:
+# a
+# prompt of 2,000 tokens takes 2.7 times longer at rank 128 than at rank 8, so rank_token_s is 0.016 of the
+# base
+# cost of a token; figure 14: loads from a peer cost about what loads from the host do.
+LORASERVE_A100_LLAMA_7B = CostModel(
+    step_s=0.020,
+    prefill_token_s=6.0e-5,
+    decode_row_s=6.0e-5,
+    context_token_s=1e-7,
+    lora_step_s=0.002,
+    adapter_s=0.0,
+    rank_s=0.0,
+    rank_token_s=0.016 * 6.0e-5,
+    merge_s=0.1,
+    load_s=0.005,
+    host_bytes_per_s=1.2e10,
+    peer_bytes_per_s=1.0e10,
+    storage_bytes_per_s=5e8,
+    kernel="padded",
+)
+
+MACHINES: Mapping[str, CostModel] = MappingProxyType(
+    {
+        "cpu-smollm2-135m": CPU_SMOLLM2_135M,
+        "h200-llama-3-8b": H200_LLAMA_3_8B,
+        "dlora-a800-llama-2-7b": DLORA_A800_LLAMA_2_7B,
+        "loraserve-a100-llama-7b": LORASERVE_A100_LLAMA_7B,
+    }
+)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load
+from lorabatch.scheduler.machines import (
+    DLORA_A800_LLAMA_2_7B,
+    H200_LLAMA_3_8B,
+    LORASERVE_A100_LLAMA_7B,
+    MACHINES,
+)
+
+RANKS = np.array([8.0, 16.0, 128.0])
+
+
+def rows(*adapters):
+    return np.array(adapters, dtype=np.int32)
+
+
+def test_an_empty_step_costs_its_fixed_time_only():
+    assert H200_LLAMA_3_8B.step_seconds(StepLoad()) == H200_LLAMA_3_8B.step_s
+
+
+def test_loads_may_be_arrays():
+    seconds = H200_LLAMA_3_8B.step_seconds(StepLoad(decode_rows=np.array([0, 10, 20])))
+    assert seconds.shape == (3,)
+    assert (np.diff(seconds) > 0).all()
+
+
+def test_base_and_merged_rows_cost_no_adapter():
+    assert lora_load(rows(-1, -1), 1, RANKS) == StepLoad()
+    assert lora_load(rows(1, 1), 1, RANKS, merged_adapter=1) == StepLoad()
+
+
+def test_unmerged_rows_pay_their_own_rank():
+    load = lora_load(rows(0, 0, 1, -1), 1, RANKS)
+    assert (load.num_adapters, load.rank_sum, load.rank_tokens) == (2, 24.0, 32.0)
+
+
+def test_a_padded_kernel_makes_every_row_pay_the_largest_rank():
+    load = lora_load(rows(0, 0, 2), 10, RANKS, kernel="padded")
+    assert load.rank_tokens == 3 * 10 * 128
+
+
+def test_mixture_subtracts_the_merged_adapter_from_every_other_row():
+    load = lora_load(rows(1, 1, 0, -1), 1, RANKS, merged_adapter=1)
+    assert load.num_adapters == 2
+    assert load.rank_tokens == (8 + 16) + 16
+
+
+def test_no_adapters_at_all_is_a_valid_load():
+    assert lora_load(rows(-1), 5, np.zeros(0)) == StepLoad()
+
+
+def test_dlora_unmerged_overhead_is_the_papers_38_9_percent():
+    model = DLORA_A800_LLAMA_2_7B
+    base = model.step_seconds(StepLoad(prefill_tokens=1000))
+    lora = model.step_seconds(StepLoad(prefill_tokens=1000, num_adapters=4, rank_sum=32, rank_tokens=8000))
+    assert lora / base == pytest.approx(1.389, rel=0.001)
+
+
+def test_loraserve_rank_128_prefill_is_the_papers_2_7_times_rank_8():
+    model = LORASERVE_A100_LLAMA_7B
+
+    def prefill(rank):
+        return (model.prefill_token_s + rank * model.rank_token_s) * 2000
+
+    assert prefill(128) / prefill(8) == pytest.approx(2.7, rel=0.01)
+
+
+def test_operating_points_fall_with_rank():
+    points = [LORASERVE_A100_LLAMA_7B.operating_point(rank, batch_rows=64) for rank in (8, 16, 32, 64, 128)]
+    assert points == sorted(points, reverse=True)
+    assert points[0] > 1.3 * points[-1]
+
+
+def test_row_seconds_add_up_to_the_steps_of_a_full_batch():
+    model = H200_LLAMA_3_8B
+    batch, prompt, output = 64, 100, 50
+    share = batch * model.row_seconds(prompt, output, batch_rows=batch)
+    contexts = batch * (prompt + np.arange(output))
+    steps = model.step_seconds(StepLoad(decode_rows=batch, context_tokens=contexts)).sum()
+    prefill = model.prefill_token_s * batch * prompt
+    assert share == pytest.approx(steps + prefill, rel=0.01)
+
+
+def test_loading_from_a_peer_beats_storage():
+    model = H200_LLAMA_3_8B
+    assert (
+        model.load_seconds(1e9, "host") < model.load_seconds(1e9, "peer") < model.load_seconds(1e9, "storage")
+    )
+
+
+def test_a_slower_replica_keeps_its_bandwidths():
+    slow = H200_LLAMA_3_8B.scaled(2.0)
+    assert slow.step_s == 2 * H200_LLAMA_3_8B.step_s
+    assert slow.host_bytes_per_s == H200_LLAMA_3_8B.host_bytes_per_s
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_a_model_survives_json(name):
+    assert CostModel.from_json(json.loads(json.dumps(MACHINES[name].to_json()))) == MACHINES[name]
+
+
+def test_every_wrong_key_is_named_at_once():
+    value = H200_LLAMA_3_8B.to_json()
+    del value["step_s"]
+    value |= {"speed": 3, "merge_s": -1.0}
+    with pytest.raises(ValueError, match=r"step_s: missing; speed: unknown; merge_s=-1.0: must be"):
+        CostModel.from_json(value)

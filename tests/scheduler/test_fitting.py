@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lorabatch.scheduler.cost import StepLoad
+from lorabatch.scheduler.fitting import StepSample, fit, nonnegative_least_squares
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+
+
+def make_samples(model, count, noise, seed=0):
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        adapters = int(rng.integers(0, 9))
+        decode = int(rng.integers(0, 257))
+        prefill = int(rng.integers(0, 2)) * int(rng.integers(1, 4096))
+        load = StepLoad(
+            prefill_tokens=prefill,
+            decode_rows=decode,
+            context_tokens=decode * int(rng.integers(50, 2000)),
+            num_adapters=adapters,
+            rank_sum=adapters * int(rng.integers(8, 65)),
+            rank_tokens=(decode + prefill) * int(rng.integers(8, 65)) * (adapters > 0),
+        )
+        samples.append(
+            StepSample(load, float(model.step_seconds(load) * (1 + noise * rng.standard_normal())))
+        )
+    return samples
+
+
+def test_exact_measurements_give_back_the_model():
+    fitted = fit(make_samples(H200_LLAMA_3_8B, 300, 0.0), CPU_SMOLLM2_135M)
+    for name in ("step_s", "prefill_token_s", "decode_row_s", "context_token_s", "adapter_s", "rank_token_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(H200_LLAMA_3_8B, name), rel=1e-4)
+    assert fitted.fit_r_squared == pytest.approx(1.0)
+
+
+def test_noisy_measurements_still_predict_new_steps():
+    fitted = fit(make_samples(H200_LLAMA_3_8B, 500, 0.05), CPU_SMOLLM2_135M)
+    fresh = make_samples(H200_LLAMA_3_8B, 100, 0.0, seed=1)
+    errors = [abs(float(fitted.step_seconds(s.load)) / s.seconds - 1) for s in fresh]
+    assert np.mean(errors) < 0.05
+    assert 0.9 < fitted.fit_r_squared < 1.0
+
+
+def test_what_was_not_measured_keeps_the_prior():
+    samples = [StepSample(StepLoad(decode_rows=n), 0.01 + 0.001 * n) for n in range(1, 20)]
+    fitted = fit(samples, H200_LLAMA_3_8B)
+    assert fitted.step_s == pytest.approx(0.01)
+    assert fitted.rank_token_s == H200_LLAMA_3_8B.rank_token_s
+    assert fitted.storage_bytes_per_s == H200_LLAMA_3_8B.storage_bytes_per_s
+
+
+def test_no_measurement_is_refused():
+    with pytest.raises(ValueError, match="at least one measured step"):
+        fit([], H200_LLAMA_3_8B)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10_000))
+def test_least_squares_meet_the_optimality_conditions(seed):
+    rng = np.random.default_rng(seed)
+    matrix = rng.standard_normal((20, 5)) * 10.0 ** rng.integers(-4, 4, 5)
+    target = rng.standard_normal(20)
+    x = nonnegative_least_squares(matrix, target)
+    gradient = (matrix / np.linalg.norm(matrix, axis=0)).T @ (target - matrix @ x)
+    assert (x >= 0).all()
+    assert (gradient <= 1e-8).all()
+    assert np.abs(gradient[x > 0]).max(initial=0.0) < 1e-8
