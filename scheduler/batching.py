@@ -50,9 +50,7 @@ class StepPlan:
 
     def check_integrity(self, view: BatchView) -> None:
         """Raise AssertionError when the plan breaks the rules above or overfills the batch."""
-        assert (self.mode == "unmerged") == (self.merged_adapter is None), (
-            f"{self.mode}, {self.merged_adapter}"
-        )
+        assert (self.mode == "unmerged") == (self.merged_adapter is None), f"{self.mode}, {self.merged_adapter}"
         assert self.serve.shape == view.running_adapter.shape, f"serve {self.serve.shape}"
         assert len(np.unique(self.admit)) == len(self.admit), f"admit {self.admit} repeats a row"
         num_rows = int(self.serve.sum()) + len(self.admit)
@@ -89,9 +87,7 @@ class ClusteredBatcher:
         return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
 
 
-def clustered_order(
-    running_adapter: NDArray[np.int32], waiting_adapter: NDArray[np.int32]
-) -> NDArray[np.int64]:
+def clustered_order(running_adapter: NDArray[np.int32], waiting_adapter: NDArray[np.int32]) -> NDArray[np.int64]:
     """Positions of all waiting rows: adapters already running first, then the most wanted; stable inside.
 
     Base rows cost no adapter and come with the first.
@@ -100,6 +96,18 @@ def clustered_order(
         return np.zeros(0, np.int64)
     present, group, waiting = np.unique(waiting_adapter, return_inverse=True, return_counts=True)
     is_new = ~np.isin(present, running_adapter) & (present >= 0)
-    return np.lexsort((np.arange(len(group)), present[group], -waiting[group], is_new[group])).astype(
-        np.int64
-    )
+    return np.lexsort((np.arange(len(group)), present[group], -waiting[group], is_new[group])).astype(np.int64)
+
+
+def as_step_plan(
+    view: BatchView, batch: NDArray[np.int64], merged_adapter: int | None, *, mode: ReplicaMode | None = None
+) -> StepPlan:
+    """A batch of positions over running then waiting rows, as the rows to serve and the rows to admit.
+
+    `mode` is only needed for `mixture`; without it the merged adapter decides between the other two.
+    """
+    num_running = len(view.running_adapter)
+    serve = np.zeros(num_running, dtype=bool)
+    serve[batch[batch < num_running]] = True
+    admit = (batch[batch >= num_running] - num_running).astype(np.int64)
+    return StepPlan(mode or ("unmerged" if merged_adapter is None else "merged"), merged_adapter, serve, admit)
