@@ -4,6 +4,7 @@
     ├── JobRequestError          2   the request itself is wrong; `problems` lists everything at once
     │   └── OutputConflictError  2   the output holds another job, or files that are not ours
     ├── StorageError             1   reading or writing failed while the job ran (disk full, …)
+    │   ├── MissingFileError     1   a file that should be there is not
     │   └── DamagedRecordError   1   a file under `_lorabatch` cannot be read back
     ├── ErrorBudgetError         1   more rows ended in errors than `--max-errors` allows
     ├── JobFailedError           1   the job could not go on
@@ -49,8 +50,12 @@ class StorageError(JobError):
     """Storage refused or failed while the job was running."""
 
 
+class MissingFileError(StorageError, FileNotFoundError):
+    """What was to be read is not there."""
+
+
 class DamagedRecordError(StorageError):
-    """A record under `_lorabatch` is missing or cannot be read back."""
+    """A record under `_lorabatch` cannot be read back."""
 
 
 class ErrorBudgetError(JobError):

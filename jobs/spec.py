@@ -199,9 +199,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
     if not isinstance(value, dict):
-        raise JobRequestError(
-            f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}."
-        )
+        raise JobRequestError(f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}.")
     return {str(name): item for name, item in value.items()}
 
 

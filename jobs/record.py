@@ -1,0 +1,166 @@
+"""`JobRecord`: a job as frozen in `job.json`, and the question whether two jobs are the same.
+
+The record names everything that determines a row's answer, by content where content can change under a name.
+It holds no secrets: of `storage_options` only the names are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import DamagedRecordError
+from .secrets import redacted_url
+from .spec import SAMPLING_FIELDS, JobSpec
+
+RECORD_FORMAT = 1
+# A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
+IDENTITY_FIELDS = ("input", "columns", *SAMPLING_FIELDS, "mode", "dtype", "load_format", "rows_per_shard")
+
+AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelRecord(_Frozen):
+    """The base model. `sha256` covers configuration, tokenizer and weights."""
+
+    url: str
+    sha256: str
+    vocab_size: int
+    max_context_tokens: int
+
+
+class AdapterRecord(_Frozen):
+    """One adapter. `sha256` is its identity (empty when the folder could not be read)."""
+
+    name: str
+    url: str
+    verdict: AdapterVerdict
+    reasons: tuple[str, ...] = ()
+    sha256: str = ""
+    rank: int = 0
+    weight_bytes: int = 0
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether rows that ask for it become error rows."""
+        return self.verdict == "refused"
+
+
+class InputFile(_Frozen):
+    """One Parquet file. `footer_sha256` covers its schema, sizes, offsets and statistics."""
+
+    url: str
+    name: str
+    size_bytes: int
+    footer_sha256: str
+    row_group_rows: tuple[int, ...]
+
+
+class InputRecord(_Frozen):
+    """The input. `roles`: role -> column. `schema_ipc`: the Arrow schema of all files, serialised, base64."""
+
+    files: tuple[InputFile, ...]
+    roles: dict[str, str]
+    schema_ipc: str
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files together."""
+        return sum(sum(file.row_group_rows) for file in self.files)
+
+
+class JobRecord(_Frozen):
+    """What `job.json` holds. `created_at`: ISO 8601, UTC. `with_logprobs`: parts have the token columns."""
+
+    format: int = RECORD_FORMAT
+    job_id: str
+    created_at: str
+    versions: dict[str, str]
+    spec: dict[str, Any]
+    storage_option_names: tuple[str, ...] = ()
+    model: ModelRecord
+    adapters: tuple[AdapterRecord, ...]
+    input: InputRecord
+    with_logprobs: bool
+
+    def adapter(self, name: str) -> AdapterRecord | None:
+        """The adapter of that name, or None."""
+        return self._by_name().get(name)
+
+    def _by_name(self) -> dict[str, AdapterRecord]:
+        return {adapter.name: adapter for adapter in self.adapters}
+
+    def to_json(self) -> bytes:
+        """As stored."""
+        return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> JobRecord:
+        """The record that `to_json` wrote. Raises `DamagedRecordError`."""
+        try:
+            raw = json.loads(data)
+            if raw.get("format") != RECORD_FORMAT:
+                raise DamagedRecordError(
+                    f"job.json format={raw.get('format')!r}: this version reads {RECORD_FORMAT}. "
+                    f"Resume with the lorabatch that started the job ({raw.get('versions')})."
+                )
+            return cls.model_validate(raw)
+        except (ValueError, AttributeError, ValidationError) as error:
+            raise DamagedRecordError(f"job.json: cannot be read back ({error}).") from None
+
+    def job_spec(self, storage_options: dict[str, Any] | None = None, **overrides: Any) -> JobSpec:
+        """The spec again, with fresh storage options; what `resume` starts from."""
+        return JobSpec.from_values(self.spec | {"storage_options": storage_options or {}} | overrides)
+
+
+def public_spec(spec: JobSpec) -> dict[str, Any]:
+    """The spec as it may be written down: no storage options, no passwords or signatures in URLs."""
+    values = spec.model_dump(mode="json", exclude={"storage_options", "overwrite"})
+    for name in ("model", "input", "output"):
+        values[name] = redacted_url(values[name])
+    if isinstance(values["adapters"], str):
+        values["adapters"] = redacted_url(values["adapters"])
+    elif values["adapters"]:
+        values["adapters"] = {name: redacted_url(url) for name, url in values["adapters"].items()}
+    return values
+
+
+def differences(old: JobRecord, new: JobRecord) -> list[str]:
+    """Why `new` is another job than `old`, one line per reason; empty when it is the same job.
+
+    Adapters may change: their rows are recomputed. The base model, the input and what is asked may not.
+    """
+    lines = [
+        f"{name}: was {old.spec.get(name)!r}, now {new.spec.get(name)!r}"
+        for name in IDENTITY_FIELDS
+        if old.spec.get(name) != new.spec.get(name)
+    ]
+    if old.model.sha256 != new.model.sha256:
+        lines.append(f"model: the content of {old.model.url} is not the content of {new.model.url}")
+    if _content(old.input) != _content(new.input) and not any(line.startswith("input:") for line in lines):
+        lines.append("input: its files or columns have changed since the job was started")
+    return lines
+
+
+def _content(recorded: InputRecord) -> tuple[Any, ...]:
+    files = tuple((file.name, file.size_bytes, file.footer_sha256) for file in recorded.files)
+    return files, recorded.roles, recorded.schema_ipc
+
+
+def index_key(record: JobRecord) -> str:
+    """Hash of all that the index of a job depends on; prepared rows under another key are stale."""
+    basis = {
+        "format": RECORD_FORMAT,
+        "spec": {name: record.spec.get(name) for name in IDENTITY_FIELDS},
+        "model": record.model.sha256,
+        "input": _content(record.input),
+        "created_at": record.created_at,
+    }
+    return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,40 @@
+"""Keep secrets out of records, logs and messages: what is in `storage_options`, and passwords inside URLs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+_MASK = "***"
+# Shorter strings ("", "us") are no secrets, and masking them would garble ordinary text.
+_MIN_SECRET_CHARS = 4
+
+
+def redacted_url(url: str) -> str:
+    """The URL without user, password and query (signatures live there); a plain path comes back unchanged."""
+    if "://" not in url:
+        return url
+    parts = urlsplit(url)
+    _, at, host = parts.netloc.rpartition("@")
+    netloc = f"{_MASK}@{host}" if at else parts.netloc
+    return urlunsplit((parts.scheme, netloc, parts.path, _MASK if parts.query else "", ""))
+
+
+def scrubbed(text: str, storage_options: Mapping[str, Any]) -> str:
+    """`text` with every string found in `storage_options` masked, for messages made by other libraries."""
+    for secret in sorted(_strings(storage_options), key=len, reverse=True):
+        if len(secret) >= _MIN_SECRET_CHARS:
+            text = text.replace(secret, _MASK)
+    return text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,305 @@
+"""`JobStore`: the only file that knows how OUTPUT and OUTPUT/_lorabatch are laid out.
+
+It reads and writes whole files and journals; what is inside Arrow and Parquet files is the pipeline's affair.
+A part file's presence means that its shard is committed. `_SUCCESS` is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import DamagedRecordError, MissingFileError, OutputConflictError
+from .location import Location
+from .record import JobRecord
+from .secrets import redacted_url
+from .state import JobState
+
+OURS = "_lorabatch"
+_JOB = f"{OURS}/job.json"
+_PLAN = f"{OURS}/plan.arrow"
+_PLAN_FACTS = f"{OURS}/plan.json"
+_STATE = f"{OURS}/state.json"
+_EVENTS = f"{OURS}/events.jsonl"
+_SUMMARY = f"{OURS}/summary.json"
+_CANCEL = f"{OURS}/CANCEL"
+_SUCCESS = "_SUCCESS"
+_PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
+_WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
+_LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputContents:
+    """What lies at the top of OUTPUT. `foreign`: names that are not ours."""
+
+    has_job: bool
+    is_finished: bool
+    has_records: bool
+    parts: dict[int, int]
+    foreign: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is there, or only records of a job that was never frozen."""
+        return not (self.has_job or self.is_finished or self.parts or self.foreign)
+
+
+class JobStore:
+    """One job's output. Small and picklable: it travels to every worker.
+
+    Methods raise `StorageError` when storage refuses; reading what is not there raises `MissingFileError`
+    unless the method says otherwise.
+    """
+
+    def __init__(self, output_url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self.location = Location(output_url, storage_options, scratch=f"{OURS}/tmp")
+
+    def __repr__(self) -> str:
+        return f"JobStore({redacted_url(self.url)!r})"
+
+    @property
+    def url(self) -> str:
+        """OUTPUT, as given."""
+        return self.location.url
+
+    # The job as a whole
+
+    def contents(self) -> OutputContents:
+        """What OUTPUT holds now."""
+        entries = self.location.list()
+        parts = {int(m[1]): size or 0 for name, size in entries.items() if (m := _PART_NAME.fullmatch(name))}
+        foreign = [
+            name
+            for name in entries
+            if name not in (OURS, _SUCCESS) and not _PART_NAME.fullmatch(name) and not name.startswith(".")
+        ]
+        return OutputContents(
+            has_job=OURS in entries and self.location.exists(_JOB),
+            is_finished=_SUCCESS in entries,
+            has_records=OURS in entries,
+            parts=parts,
+            foreign=tuple(sorted(foreign)),
+        )
+
+    def freeze(self, record: JobRecord) -> bool:
+        """Claim OUTPUT for this job. False when a job is frozen there already."""
+        return self.location.create(_JOB, record.to_json())
+
+    def read_record(self) -> JobRecord:
+        """The frozen job. Raises `MissingFileError` when OUTPUT holds none."""
+        return JobRecord.from_json(self.location.read(_JOB))
+
+    def replace_record(self, record: JobRecord) -> None:
+        """Freeze again: the same job whose adapters have changed."""
+        self.location.write(_JOB, record.to_json())
+
+    def mark_success(self) -> None:
+        """Say that every part is there. Nothing is written to OUTPUT after this."""
+        self.location.write(_SUCCESS, b"")
+
+    def is_finished(self) -> bool:
+        """Whether `_SUCCESS` is there."""
+        return self.location.exists(_SUCCESS)
+
+    def clean_up(self) -> None:
+        """Remove what only a running job needs: prepared rows, unfinished work, temporary files."""
+        self.location.remove([f"{OURS}/rows", f"{OURS}/wip", f"{OURS}/tmp"])
+
+    def overwrite(self) -> None:
+        """Remove the job that is there, parts and records; `job.json` goes last, so that a killed removal can
+        be repeated. Raises `OutputConflictError` when OUTPUT holds anything that is not ours.
+        """
+        contents = self.contents()
+        self.check_ownership(contents)
+        if contents.is_finished:
+            self.location.remove([_SUCCESS])
+        self.location.remove([self._part(shard_id) for shard_id in contents.parts])
+        records = [f"{OURS}/{name}" for name in self.location.list(OURS)]
+        self.location.remove([name for name in records if name != _JOB])
+        self.location.remove([_JOB, OURS])
+
+    def check_ownership(self, contents: OutputContents) -> None:
+        """Raise `OutputConflictError` when OUTPUT holds files that no job of ours put there."""
+        foreign = list(contents.foreign)
+        if not contents.has_records:
+            foreign += [self._part(shard_id) for shard_id in sorted(contents.parts)]
+            foreign += [_SUCCESS] * contents.is_finished
+        if foreign:
+            shown = ", ".join(foreign[:5]) + (", …" if len(foreign) > 5 else "")
+            raise OutputConflictError(
+                f"output={redacted_url(self.url)!r}: holds {len(foreign)} files that are not this job's "
+                f"({shown}). Choose an empty folder or move them away; --overwrite does not touch them."
+            )
+
+    # Parts
+
+    def committed_parts(self) -> dict[int, int]:
+        """Shard id -> bytes of every part that is there."""
+        return self.contents().parts
+
+    def commit_part(self, shard_id: int, data: bytes | memoryview) -> bool:
+        """Put a shard's part in place, whole or not at all. False when it was there already, which is fine:
+        both hold the same rows. The shard's unfinished work is not needed any more and is removed.
+        """
+        is_ours = self.location.create(self._part(shard_id), data)
+        self.clear_wip(shard_id)
+        return is_ours
+
+    def is_committed(self, shard_id: int) -> bool:
+        """Whether the shard's part is there."""
+        return self.location.exists(self._part(shard_id))
+
+    def open_part(self, shard_id: int) -> BinaryIO:
+        """A committed part, for reading."""
+        return self.location.open(self._part(shard_id))
+
+    def remove_part(self, shard_id: int) -> None:
+        """Uncommit a shard; its still valid rows must be in `wip` by now. `_SUCCESS` goes first."""
+        self.location.remove([_SUCCESS, self._part(shard_id)])
+
+    @staticmethod
+    def _part(shard_id: int) -> str:
+        return f"part-{shard_id:05d}.parquet"
+
+    # Finished rows of shards still open
+
+    def append_wip(self, shard_id: int, attempt: str, data: bytes) -> None:
+        """Add encoded results to one attempt's journal. `attempt`: letters, digits, `_`, `-`; unique."""
+        self.location.append(f"{self._wip(shard_id)}/{attempt}.wip", data)
+
+    def read_wip(self, shard_id: int) -> list[bytes]:
+        """The journals of all attempts at a shard; the end of each may be torn."""
+        folder = self._wip(shard_id)
+        found = (_WIP_NAME.fullmatch(name) for name in self.location.list(folder))
+        attempts = sorted({match["attempt"] for match in found if match})
+        return [self.location.read_journal(f"{folder}/{attempt}.wip") for attempt in attempts]
+
+    def clear_wip(self, shard_id: int) -> None:
+        """Forget the unfinished work of a shard."""
+        self.location.remove([self._wip(shard_id)])
+
+    @staticmethod
+    def _wip(shard_id: int) -> str:
+        return f"{OURS}/wip/{shard_id:05d}"
+
+    # Prepared rows, index, plan: Arrow IPC files
+
+    def write_rows(self, chunk_id: int, data: bytes | memoryview) -> None:
+        """Store the prepared rows of one chunk."""
+        self.location.write(self._rows(chunk_id), data)
+
+    def write_index(self, chunk_id: int, data: bytes | memoryview) -> None:
+        """Store the numbers of one chunk. Written after its rows: its presence means both are there."""
+        self.location.write(self._index(chunk_id), data)
+
+    def write_plan(self, references: bytes | memoryview, facts: Mapping[str, Any]) -> None:
+        """Store the plan. The references go last: their presence means the plan is whole."""
+        self.location.write(_PLAN_FACTS, json.dumps(facts).encode())
+        self.location.write(_PLAN, references)
+
+    def has_index(self, chunk_id: int) -> bool:
+        """Whether a chunk's numbers and rows are there."""
+        return self.location.exists(self._index(chunk_id))
+
+    def has_plan(self) -> bool:
+        """Whether the plan is there."""
+        return self.location.exists(_PLAN)
+
+    def read_plan_facts(self) -> dict[str, Any]:
+        """`plan.json`."""
+        return self._read_json(_PLAN_FACTS)
+
+    def rows_source(self, chunk_id: int) -> Path | BinaryIO:
+        """The prepared rows of a chunk: a path where it can be mapped into memory, else an open file."""
+        return self._source(self._rows(chunk_id))
+
+    def index_source(self, chunk_id: int) -> Path | BinaryIO:
+        """The numbers of a chunk, likewise."""
+        return self._source(self._index(chunk_id))
+
+    def plan_source(self) -> Path | BinaryIO:
+        """The plan's row references, likewise."""
+        return self._source(_PLAN)
+
+    @staticmethod
+    def _rows(chunk_id: int) -> str:
+        return f"{OURS}/rows/chunk-{chunk_id:05d}.arrow"
+
+    @staticmethod
+    def _index(chunk_id: int) -> str:
+        return f"{OURS}/index/chunk-{chunk_id:05d}.arrow"
+
+    def _source(self, name: str) -> Path | BinaryIO:
+        if not self.location.is_local:
+            return self.location.open(name)
+        path = self.location.local_path(name)
+        if not path.exists():
+            raise MissingFileError(f"cannot read {path}: not found. Start the job again with --overwrite.")
+        return path
+
+    # State, events, logs, summary, cancel
+
+    def write_state(self, state: JobState) -> None:
+        """Replace `state.json`."""
+        self.location.write(_STATE, state.to_json())
+
+    def read_state(self) -> JobState | None:
+        """The latest state, or None when the job has not started."""
+        return JobState.from_json(self.location.read(_STATE)) if self.location.exists(_STATE) else None
+
+    def append_events(self, lines: bytes) -> None:
+        """Add whole lines of JSON to the events."""
+        self.location.append(_EVENTS, lines)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """Every event and command, in order; a torn last line is dropped."""
+        lines = self.location.read_journal(_EVENTS).split(b"\n")
+        return [json.loads(line) for line in lines[:-1] if line]
+
+    def append_log(self, source: str, text: str) -> None:
+        """Add lines to the log of `source` (letters, digits, `_`, `-`)."""
+        self.location.append(f"{OURS}/logs/{source}.log", text.encode())
+
+    def read_logs(self) -> dict[str, str]:
+        """Source -> its log."""
+        folder = f"{OURS}/logs"
+        found = (_LOG_NAME.fullmatch(name) for name in self.location.list(folder))
+        sources = sorted({match["source"] for match in found if match})
+        return {
+            source: self.location.read_journal(f"{folder}/{source}.log").decode("utf-8", "replace")
+            for source in sources
+        }
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Store the final account."""
+        self.location.write(_SUMMARY, json.dumps(summary, indent=1).encode())
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The final account, or None when the job has not ended."""
+        return self._read_json(_SUMMARY) if self.location.exists(_SUMMARY) else None
+
+    def request_cancel(self) -> None:
+        """Ask whoever runs this job to stop."""
+        self.location.write(_CANCEL, b"")
+
+    def is_cancel_requested(self) -> bool:
+        """Whether somebody asked the job to stop."""
+        return self.location.exists(_CANCEL)
+
+    def clear_cancel(self) -> None:
+        """Forget the request, as `resume` does."""
+        self.location.remove([_CANCEL])
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads(self.location.read(name))
+        except ValueError as error:
+            raise DamagedRecordError(f"{name}: cannot be read back ({error}).") from None
+        if not isinstance(value, dict):
+            raise DamagedRecordError(f"{name}: expected a JSON object, found {type(value).__name__}.")
+        return value
