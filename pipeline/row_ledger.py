@@ -1,0 +1,143 @@
+"""Which rows an engine process works on, which wait, and what a crash means for them.
+
+A crash says little about the rows that were in the process: most often they are innocent. So rows go back in
+after their first crash. Rows that saw two crashes are *suspects*: they run in groups with nothing else in the
+process, and a group that crashes is halved until single rows are left. A row that crashes the process alone,
+twice, is given up; every other row is cleared by finishing. Pure bookkeeping: no process, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..engine.request import Request
+
+CRASHES_TO_SUSPECT = 2
+CRASHES_ALONE_TO_GIVE_UP = 2
+
+
+@dataclass(slots=True)
+class LedgerRow:
+    """One unfinished row and what it has been through."""
+
+    request: Request
+    crashes: int = 0
+    crashes_alone: int = 0
+
+
+class RowLedger:
+    """Unfinished rows of one engine process. `take` what to send next, say what `finished` and `crashed`."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, LedgerRow] = {}
+        # Insertion-ordered sets of request ids.
+        self._waiting: dict[str, None] = {}
+        self._in_engine: dict[str, None] = {}
+        self._suspect_groups: deque[list[str]] = deque()
+        self._is_isolating = False
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    @property
+    def num_in_engine(self) -> int:
+        """Rows sent to the process and not finished."""
+        return len(self._in_engine)
+
+    def crashes_of(self, request_id: str) -> int:
+        """Crashes an unfinished row has been through."""
+        return self._rows[request_id].crashes
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """New rows wait to be sent."""
+        for request in requests:
+            assert request.request_id not in self._rows, f"{request.request_id} is in the ledger already"
+            self._rows[request.request_id] = LedgerRow(request)
+            self._waiting[request.request_id] = None
+
+    def take(self) -> list[Request]:
+        """Rows to send now; they count as in the process from here on."""
+        if self._is_isolating and self._in_engine:
+            return []
+        self._is_isolating = False
+        group = self._next_suspects()
+        if group and self._in_engine:
+            return []
+        if group:
+            self._suspect_groups.popleft()
+            self._is_isolating = True
+        else:
+            group = list(self._waiting)
+            self._waiting.clear()
+        self._in_engine.update(dict.fromkeys(group))
+        return [self._rows[request_id].request for request_id in group]
+
+    def _next_suspects(self) -> list[str]:
+        """The first group with unfinished rows, left at the head of the queue; others are dropped."""
+        while self._suspect_groups:
+            self._suspect_groups[0] = [r for r in self._suspect_groups[0] if r in self._rows]
+            if self._suspect_groups[0]:
+                return self._suspect_groups[0]
+            self._suspect_groups.popleft()
+        return []
+
+    def finished(self, request_id: str) -> bool:
+        """A result came. False when the row is unknown: forgotten, or answered before."""
+        self._in_engine.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+        return self._rows.pop(request_id, None) is not None
+
+    def forget(self, request_ids: Iterable[str]) -> list[str]:
+        """Drop rows nobody waits for; those the process must be told to abort."""
+        dropped = [r for r in request_ids if r in self._rows]
+        to_abort = [r for r in dropped if r in self._in_engine]
+        for request_id in dropped:
+            self.finished(request_id)
+        return to_abort
+
+    def crashed(self) -> list[str]:
+        """The process died: its rows wait again, suspects in groups. Returns the rows given up."""
+        group = list(self._in_engine)
+        self._in_engine.clear()
+        for request_id in group:
+            self._rows[request_id].crashes += 1
+        if self._is_isolating:
+            self._is_isolating = False
+            return self._split(group)
+        suspects = [r for r in group if self._rows[r].crashes >= CRASHES_TO_SUSPECT]
+        innocent = [r for r in group if self._rows[r].crashes < CRASHES_TO_SUSPECT]
+        # Re-added rows go first: they are nearer to their shard's end.
+        self._waiting = dict.fromkeys(innocent) | self._waiting
+        if suspects:
+            self._suspect_groups.append(suspects)
+        return []
+
+    def _split(self, group: list[str]) -> list[str]:
+        if len(group) > 1:
+            middle = len(group) // 2
+            self._suspect_groups.extendleft([group[middle:], group[:middle]])
+            return []
+        given_up = []
+        for request_id in group:
+            row = self._rows[request_id]
+            row.crashes_alone += 1
+            if row.crashes_alone >= CRASHES_ALONE_TO_GIVE_UP:
+                self.finished(request_id)
+                given_up.append(request_id)
+            else:
+                self._suspect_groups.appendleft([request_id])
+        return given_up
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every unfinished row is in exactly one place."""
+        suspects = [r for group in self._suspect_groups for r in group if r in self._rows]
+        places = [*self._waiting, *self._in_engine, *suspects]
+        assert sorted(places) == sorted(self._rows), (
+            f"{len(self._rows)} rows: {len(self._waiting)} wait, {len(self._in_engine)} in the engine, "
+            f"{len(suspects)} suspects"
+        )
