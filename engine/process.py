@@ -29,7 +29,7 @@ PROGRESS_INTERVAL_S = 1.0
 class RunsRequests(Protocol):
     """What this process needs of an engine."""
 
-    def register_adapter(self, adapter_id: str, folder: Path) -> None:
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Say where the adapter of this content hash lies."""
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -99,7 +99,7 @@ class EngineProcess:
         match message["op"]:
             case "adapter":
                 try:
-                    engine.register_adapter(message["adapter_id"], Path(message["path"]))
+                    engine.register_adapter(message["adapter_id"], Path(message["path"]), message["name"])
                 except EngineError as error:
                     self._refused_adapters[message["adapter_id"]] = str(error)
             case "add":

@@ -32,7 +32,7 @@ class Engine:
         self.rows = []
         self.folder = model_folder
 
-    def register_adapter(self, adapter_id, folder):
+    def register_adapter(self, adapter_id, folder, name):
         if adapter_id == "bad":
             raise AdapterRefusedError("adapter bad: no weights")
 
@@ -124,7 +124,7 @@ def test_rows_of_an_adapter_that_cannot_be_registered_become_errors(
     child: Child,
 ) -> None:
     child.start()
-    child.send(op="adapter", adapter_id="bad", path="somewhere")
+    child.send(op="adapter", adapter_id="bad", path="somewhere", name="bad")
     child.add(("a", (1,), "bad"), ("b", (2,), None))
     first, second = (unpack_result(child.next("results")["results"][0]) for _ in range(2))
     assert (first.finish_reason, first.error) == ("error", "adapter bad: no weights")

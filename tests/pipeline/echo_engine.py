@@ -47,7 +47,7 @@ class EchoEngine:
         self._generated_tokens = 0
         self._num_steps = 0
 
-    def register_adapter(self, adapter_id: str, folder: Path) -> None:
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         if adapter_id in self._options.get("refuse_adapters", []):
             raise AdapterRefusedError(f"adapter {adapter_id}: refused for the test")
         self._adapters[adapter_id] = folder
