@@ -1,0 +1,108 @@
+"""From a tensor's name in an adapter file to the module it adapts and the part it plays there."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal[
+    "lora_a",  # [rank, in_features]
+    "lora_b",  # [out_features, rank]
+    "lora_b_bias",  # [out_features]
+    "embedding_a",  # [rank, vocab_size]
+    "embedding_b",  # [hidden_size, rank]
+    "magnitude",  # [out_features], DoRA
+    "token_rows",  # [num_tokens, hidden_size], trainable_token_indices
+    "saved_base",  # a whole parameter of the layer below the adapter
+    "saved",  # a whole parameter: modules_to_save, a bias, or a saved embedding
+    "saved_copy",  # the same once more, under modules_to_save's own name
+    "original",  # the layer as it was before modules_to_save trained it
+]
+
+_ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
+_PARAMETER = r"\.(?P<parameter>weight|bias)"
+# Tried in order: the last, bare one would also match the others.
+_FORMS: tuple[tuple[Role, str], ...] = (
+    ("lora_a", rf"lora_A{_ADAPTER}\.weight"),
+    ("lora_b", rf"lora_B{_ADAPTER}\.weight"),
+    ("lora_b_bias", rf"lora_B{_ADAPTER}\.bias"),
+    ("embedding_a", rf"lora_embedding_A{_ADAPTER}"),
+    ("embedding_b", rf"lora_embedding_B{_ADAPTER}"),
+    ("magnitude", rf"lora_magnitude_vector{_ADAPTER}(?:\.weight)?"),
+    ("token_rows", rf"token_adapter\.trainable_tokens_delta{_ADAPTER}"),
+    ("saved_base", rf"(?:token_adapter\.)?base_layer{_PARAMETER}"),
+    ("saved_copy", rf"modules_to_save{_ADAPTER}{_PARAMETER}"),
+    ("original", rf"original_module{_PARAMETER}"),
+)
+_PATTERNS = tuple((role, re.compile(rf"(?P<module>.+?)\.{form}$")) for role, form in _FORMS)
+_BARE = re.compile(rf"(?P<module>.+){_PARAMETER}$")
+# Words only PEFT's own tensors carry: such a name is never a plain parameter of the base.
+_PEFT_WORDS = re.compile(r"(?:^|\.)(?:lora_|base_layer|token_adapter|modules_to_save|original_module|prompt_)")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+
+LORA_ROLES: frozenset[Role] = frozenset(("lora_a", "lora_b", "lora_b_bias", "embedding_a", "embedding_b", "magnitude"))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """One parsed name. `module` is as in the trained model; `parameter` is set for whole parameters only."""
+
+    key: str
+    module: str
+    role: Role
+    adapter: str | None = None
+    parameter: str | None = None
+
+
+def parse_name(key: str) -> TensorName | None:
+    """Parse a tensor's key; None when it is not of any known form."""
+    name = _WRAPPERS.sub("", key.removeprefix("base_model.model."))
+    for role, pattern in _PATTERNS:
+        match = pattern.match(name)
+        if match and not _PEFT_WORDS.search(match["module"]):
+            found = match.groupdict()
+            return TensorName(key, match["module"], role, found.get("adapter"), found.get("parameter"))
+    match = _BARE.match(name)
+    if match and not _PEFT_WORDS.search(name):
+        return TensorName(key, match["module"], "saved", None, match["parameter"])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """How module names of the trained model differ from the base's: pairs of (trained prefix, base prefix)."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def to_base(self, module: str) -> str:
+        """The base's name for a module of the trained model."""
+        for trained, base in self.pairs:
+            if module.startswith(trained):
+                return base + module[len(trained) :]
+        return module
+
+    def to_trained(self, module: str) -> str:
+        """The trained model's name for a module of the base."""
+        for trained, base in self.pairs:
+            if module.startswith(base):
+                return trained + module[len(base) :]
+        return module
+
+
+# The text decoder inside a vision-language model goes by other names than the same decoder alone.
+RENAMINGS: tuple[Renaming, ...] = (
+    Renaming(()),
+    Renaming((("model.language_model.", "model."),)),
+    Renaming((("language_model.", ""),)),
+    Renaming((("", "model."),)),
+)
+
+
+def choose_renaming(modules: Iterable[str], base_modules: Collection[str]) -> Renaming:
+    """The one renaming under which most modules are found in the base; the plainest wins a draw."""
+    names = tuple(modules)
+    found = Counter({i: sum(r.to_base(name) in base_modules for name in names) for i, r in enumerate(RENAMINGS)})
+    return RENAMINGS[max(found, key=lambda i: (found[i], -i))]

@@ -1,0 +1,199 @@
+"""Whole parameters that an adapter brings along: modules_to_save, trained biases, saved embeddings.
+
+Two kinds differ when the base ties its head to the embedding (PEFT 0.21, seen in its forward pass):
+- a modules_to_save copy stands beside the base's parameter, so only its own module sees it;
+- a saved base layer is loaded into the base's parameter itself, so embedding and tied head both see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .base_layout import HEAD
+from .ledger import Ledger
+from .names import LORA_ROLES, Role, TensorName
+from .sites import Contents
+from .targets import is_saved_module, ties_saved
+
+SAVED_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy", "original"))
+CLASSIFIER_NAMES = ("score", "classifier", "classification_head", "qa_outputs")
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Two tensors that PEFT keeps equal; the second is stored transposed when `is_transposed`."""
+
+    first: str
+    second: str
+    is_transposed: bool = False
+
+
+@dataclass(slots=True)
+class SavedParameters:
+    """Key of the tensor that takes a base parameter's place, by parameter; pairs that must be equal."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    twins: list[Twins] = field(default_factory=list)
+
+
+def find_saved(contents: Contents, ledger: Ledger) -> SavedParameters:
+    """All whole parameters, each checked against base and configuration."""
+    found = SavedParameters()
+    shared: dict[str, str] = {}
+    groups: dict[tuple[str, str], dict[Role, TensorName]] = {}
+    for name in contents.names:
+        if name.role in SAVED_ROLES and _fits_base(contents, name, ledger):
+            groups.setdefault((name.module, str(name.parameter)), {})[name.role] = name
+    for (trained, kind), parts in groups.items():
+        parameter = f"{contents.renaming.to_base(trained)}.{kind}"
+        if _is_saved(contents, trained):
+            _take_saved(parameter, parts, found, ledger)
+        else:
+            _take_base(contents, parameter, parts, found, shared, ledger)
+    _share(contents, shared, found)
+    _judge_originals(contents, groups, found, ledger)
+    _check_complete(contents, found, ledger)
+    return found
+
+
+def _is_saved(contents: Contents, trained: str) -> bool:
+    if is_saved_module(contents.config, trained):
+        return True
+    is_table = contents.renaming.to_base(trained) in (contents.layout.embedding, HEAD)
+    return is_table and contents.layout.is_tied and ties_saved(contents.config)
+
+
+def _fits_base(contents: Contents, name: TensorName, ledger: Ledger) -> bool:
+    parameter = f"{contents.renaming.to_base(name.module)}.{name.parameter}"
+    expected = contents.shapes.get(parameter)
+    shape = contents.entries[name.key].shape
+    if expected is None:
+        why = f"the base has no parameter {parameter!r}"
+        if name.module.rpartition(".")[2] in CLASSIFIER_NAMES:
+            why += ", and a classification head does not generate text"
+        ledger.refuse_tensors([name.key], "no such parameter", f"{why}. Use the base it was trained on")
+    elif shape != expected:
+        why = f"has shape {list(shape)}, expected {list(expected)}. The adapter belongs to another base"
+        ledger.refuse_tensors([name.key], "shape", why)
+    return shape == expected
+
+
+def _take_saved(parameter: str, parts: Mapping[Role, TensorName], found: SavedParameters, ledger: Ledger) -> None:
+    """A parameter of a module in modules_to_save."""
+    copies = [parts[role] for role in ("saved", "saved_copy") if role in parts]
+    if "saved_base" in parts:
+        why = "this module is in modules_to_save, expected no adapter on top of it. Save the adapter again"
+        ledger.refuse_tensors([parts["saved_base"].key], "saved and adapted", why)
+    if not copies:
+        return
+    found.replaced[parameter] = copies[0].key
+    found.twins.extend(Twins(copies[0].key, copy.key) for copy in copies[1:])
+    for copy in copies:
+        ledger.use_tensor(copy.key)
+    ledger.merge_only("modules_to_save: whole layers change, so it runs as its own merged wave", "modules_to_save")
+
+
+def _take_base(
+    contents: Contents,
+    parameter: str,
+    parts: Mapping[Role, TensorName],
+    found: SavedParameters,
+    shared: dict[str, str],
+    ledger: Ledger,
+) -> None:
+    """A bias, or a saved embedding or head, that takes the place of the base's own."""
+    trained = next(iter(parts.values())).module
+    adapted = {name.module for name in contents.names if name.role in LORA_ROLES or name.role == "token_rows"}
+    role: Role = "saved_base" if trained in adapted else "saved"
+    strays = [name.key for other, name in parts.items() if other not in (role, "original")]
+    if strays:
+        why = (
+            "PEFT would load this for a layer that is wrapped by an adapter only, which this one is not"
+            if role == "saved"
+            else "PEFT would leave this out, as the layer is wrapped by an adapter. Save again with a recent PEFT"
+        )
+        ledger.refuse_tensors(strays, f"stray {role}", why)
+    if role not in parts:
+        return
+    key = parts[role].key
+    if parameter.endswith(".bias") and _is_trained_bias(contents, trained, trained in adapted):
+        found.replaced[parameter] = key
+        ledger.merge_only(f"bias={contents.config.bias!r}: trained biases, so it runs as its own merged wave", "bias")
+    elif parameter in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight"):
+        shared[parameter] = key
+        ledger.merge_only(f"{key}: a whole layer, so it runs as its own merged wave", "saved embedding")
+    else:
+        why = "a whole parameter that neither modules_to_save nor bias speaks of. Correct the configuration"
+        ledger.refuse_tensors([key], "parameter outside the configuration", why)
+        return
+    ledger.use_tensor(key)
+
+
+def _is_trained_bias(contents: Contents, trained: str, is_adapted: bool) -> bool:
+    return contents.config.bias == "all" or (contents.config.bias == "lora_only" and is_adapted)
+
+
+def _share(contents: Contents, shared: Mapping[str, str], found: SavedParameters) -> None:
+    """Enter saved base layers; in a tied base either one stands for both embedding and head."""
+    if not contents.layout.is_tied:
+        found.replaced |= shared
+        return
+    keys = list(shared.values())
+    found.twins.extend(Twins(keys[0], key) for key in keys[1:])
+    if keys:
+        for table in (f"{contents.layout.embedding}.weight", f"{HEAD}.weight"):
+            found.replaced.setdefault(table, shared.get(table, keys[0]))
+
+
+def _judge_originals(
+    contents: Contents,
+    groups: Mapping[tuple[str, str], Mapping[Role, TensorName]],
+    found: SavedParameters,
+    ledger: Ledger,
+) -> None:
+    """The layer as it was before modules_to_save: irrelevant once every user of it has a parameter of its own."""
+    tables = {f"{contents.layout.embedding}.weight", f"{HEAD}.weight"}
+    for (trained, kind), parts in groups.items():
+        if "original" not in parts:
+            continue
+        users = {f"{contents.renaming.to_base(trained)}.{kind}"}
+        if contents.layout.is_tied and users <= tables:
+            users = tables
+        if users <= found.replaced.keys():
+            ledger.ignore_tensor(parts["original"].key, "the layer before modules_to_save trained it")
+        else:
+            why = f"changes {', '.join(sorted(users - found.replaced.keys()))} too. Save that layer as well"
+            ledger.refuse_tensors([parts["original"].key], "original module", why)
+
+
+def _check_complete(contents: Contents, found: SavedParameters, ledger: Ledger) -> None:
+    """Everything the configuration says was trained must be there."""
+    config, layout = contents.config, contents.layout
+    trained_names = {module: contents.renaming.to_trained(module) for module in layout.modules}
+    for parameter in layout.parameters:
+        if parameter not in found.replaced and _is_saved(contents, trained_names[parameter.rpartition(".")[0]]):
+            why = "missing, expected because modules_to_save names its module. Save the adapter again"
+            ledger.refuse(f"{parameter}: {why}", "modules_to_save missing")
+    if layout.is_tied and ties_saved(config):
+        tables = [found.replaced.get(f"{module}.weight") for module in (layout.embedding, HEAD)]
+        if tables[0] and tables[1]:
+            found.twins.append(Twins(tables[0], tables[1]))
+    for name in config.modules_to_save:
+        if name in CLASSIFIER_NAMES:
+            ledger.refuse_key("modules_to_save", config.modules_to_save, f"{name!r} does not generate text")
+        elif not any(name in f".{trained}" for trained in trained_names.values()):
+            ledger.notes.append(f"modules_to_save names {name!r}, which this base does not have; PEFT ignores it too")
+    _check_biases(contents, found, ledger)
+
+
+def _check_biases(contents: Contents, found: SavedParameters, ledger: Ledger) -> None:
+    if contents.config.bias == "none":
+        return
+    adapted = {contents.renaming.to_base(name.module) for name in contents.names if name.role in LORA_ROLES}
+    for parameter in contents.layout.parameters:
+        module, _, kind = parameter.rpartition(".")
+        is_expected = kind == "bias" and (contents.config.bias == "all" or module in adapted)
+        if is_expected and parameter not in found.replaced:
+            why = f"missing, expected because bias={contents.config.bias!r}. Save the adapter with a recent PEFT"
+            ledger.refuse(f"{parameter}: {why}", "bias missing")

@@ -1,0 +1,148 @@
+"""The weights of an audited adapter: pairs for unmerged batches, and merged values of base parameters.
+
+Shapes: A [rank, in_features], B [out_features, rank], a layer's weight [out_features, in_features], the embedding
+[vocab_size, hidden_size]. Merged values are computed in fp32 from the stored numbers and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import AdapterRefusedError
+from .audit import AdapterAudit
+from .changes import ParameterChange
+from .content import verify_content
+from .folder import open_folder
+from .sites import LoraSite
+from .tensor_file import TensorBytes, TensorEntry
+
+_TORCH_TYPES: Mapping[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """`y += scaling * (x Aᵀ) Bᵀ`, with a [rank, in_features] and b [out_features, rank], both contiguous."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there."""
+
+    audit: AdapterAudit
+    stored: Mapping[str, Tensor] = field(repr=False)
+    pairs: Mapping[str, LoraPair] = field(repr=False)
+
+    @property
+    def lora(self) -> Mapping[str, LoraPair]:
+        """Pairs by layer name, for unmerged batches.
+
+        Raises `AdapterRefusedError` for an adapter that is exact by merge only: its pairs alone would be wrong.
+        """
+        if self.audit.verdict != "exact":
+            raise AdapterRefusedError(
+                f"adapter {self.audit.name!r}: verdict {self.audit.verdict}, it cannot run unmerged. Merge it."
+            )
+        return self.pairs
+
+    @property
+    def touched_parameters(self) -> tuple[str, ...]:
+        """Names of the base parameters that merging changes."""
+        return self.audit.touched_parameters
+
+    def effective(self, parameter_name: str, pristine: Tensor) -> Tensor:
+        """Merged value of one base parameter, in `pristine`'s dtype and device; `pristine` is left as it is.
+
+        An untouched parameter is returned as given. For a tied base, pass the embedding as the pristine value of
+        `lm_head.weight`. The result has other rows than `pristine` when the adapter resized the vocabulary.
+        """
+        change = next((c for c in self.audit.changes if c.parameter == parameter_name), None)
+        if change is None:
+            return pristine
+        value: Tensor = self._start(change, pristine)
+        if change.rows_key:
+            index = torch.tensor(change.rows, device=value.device)
+            value = value.index_copy(0, index, self._exact(change.rows_key, value.device))
+        if change.site and parameter_name.endswith(".bias"):
+            value = value + change.site.scaling * self._exact(change.site.bias_key, value.device)
+        elif change.site:
+            value = self._with_pair(change.site, value)
+        return value.to(pristine.dtype)
+
+    def _start(self, change: ParameterChange, pristine: Tensor) -> Tensor:
+        if change.replaced_by:
+            return self._exact(change.replaced_by, pristine.device)
+        if tuple(pristine.shape) != change.shape:
+            raise ValueError(
+                f"{change.parameter}: pristine value has shape {list(pristine.shape)}, audited {list(change.shape)}"
+            )
+        return pristine.to(torch.float32)
+
+    def _with_pair(self, site: LoraSite, weight: Tensor) -> Tensor:
+        """W + scaling·B·A; with DoRA each row then gets the length of its magnitude (Liu 2024, section 4)."""
+        a, b = self._exact(site.a_key, weight.device), self._exact(site.b_key, weight.device)
+        delta = b @ a  # [out_features, in_features]
+        if site.is_embedding:
+            delta = delta.T  # [vocab_size, hidden_size]
+        value = weight + site.scaling * delta
+        if site.magnitude_key is None:
+            return value
+        magnitude = self._exact(site.magnitude_key, weight.device)  # [out_features]
+        norms = torch.linalg.vector_norm(value, dim=0 if site.is_embedding else 1)
+        factor: Tensor = magnitude / norms  # [out_features]
+        return value * factor if site.is_embedding else value * factor[:, None]
+
+    def _exact(self, key: str | None, device: torch.device) -> Tensor:
+        assert key is not None
+        return self.stored[key].to(device=device, dtype=torch.float32)
+
+
+def load_adapter(audit: AdapterAudit, dtype: torch.dtype, device: torch.device | str) -> AdapterWeights:
+    """Read an audited adapter; `lora` pairs come as `dtype` on `device`.
+
+    Raises `AdapterRefusedError` when the audit refused it, did not read its values, or when the files have changed.
+    """
+    if audit.verdict == "refused":
+        raise AdapterRefusedError(" ".join(audit.reasons))
+    if audit.content_sha256 is None:
+        raise AdapterRefusedError(f"adapter {audit.name!r}: its values were not audited. Use check_values=True.")
+    entries = open_folder(audit.folder).entries
+    keys = dict.fromkeys(key for change in audit.changes for key in change.keys)
+    missing = sorted(key for key in keys if key not in entries)
+    if missing:
+        raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit. Start again.")
+    with TensorBytes() as data:
+        verify_content(audit.changes, entries, data, audit.content_sha256)
+        stored = {key: _tensor(entries[key], data).to(device) for key in keys}
+    pairs = {
+        site.module: LoraPair(
+            stored[site.a_key].to(dtype).contiguous(), stored[site.b_key].to(dtype).contiguous(), site.scaling
+        )
+        for site in audit.sites
+        if audit.verdict == "exact"
+    }
+    return AdapterWeights(audit, stored, pairs)
+
+
+def _tensor(entry: TensorEntry, data: TensorBytes) -> Tensor:
+    """A tensor of its own memory with the stored type and values."""
+    if entry.num_bytes == 0:
+        return torch.empty(entry.shape, dtype=_TORCH_TYPES[entry.dtype])
+    raw = bytearray(data.view(entry))
+    return torch.frombuffer(raw, dtype=_TORCH_TYPES[entry.dtype]).reshape(entry.shape)
