@@ -73,10 +73,10 @@ class ModelConfig:
         """Features of all key (or value) heads together."""
         return self.num_kv_heads * self.head_dim
 
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """`(out_features, in_features)` of every linear layer, by its name in the checkpoint (no `.weight`)."""
+    def site_shapes(self) -> dict[str, tuple[int, int]]:
+        """`(out_features, in_features)` of one decoder layer's linear layers, by name below `model.layers.N.`."""
         h, i = self.hidden_size, self.intermediate_size
-        of_site = {
+        return {
             "self_attn.q_proj": (self.q_size, h),
             "self_attn.k_proj": (self.kv_size, h),
             "self_attn.v_proj": (self.kv_size, h),
@@ -85,12 +85,15 @@ class ModelConfig:
             "mlp.up_proj": (i, h),
             "mlp.down_proj": (h, i),
         }
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """`(out_features, in_features)` of every linear layer, by its name in the checkpoint (no `.weight`)."""
         shapes = {
             f"model.layers.{layer}.{site}": shape
             for layer in range(self.num_layers)
-            for site, shape in of_site.items()
+            for site, shape in self.site_shapes().items()
         }
-        shapes["lm_head"] = (self.vocab_size, h)
+        shapes["lm_head"] = (self.vocab_size, self.hidden_size)
         return shapes
 
 

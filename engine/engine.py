@@ -1,0 +1,217 @@
+"""One engine: one device, one base model, many adapters, one running batch.
+
+`add` hands rows over, `step` makes one forward pass and returns what finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as Items
+from pathlib import Path
+
+import torch
+
+from ..scheduler.batching import Batcher, StepPlan
+from .adapter_registry import AdapterRegistry
+from .batcher import choose_batcher
+from .completion import Completion
+from .config import EngineConfig, ModelConfig, read_model_config
+from .decoder import Decoder
+from .linear import can_pack
+from .live_weights import LiveWeights
+from .memory_plan import choose_device, plan_memory
+from .pool import PagePool
+from .request import Request, Result, ServedMode
+from .residency import AdapterResidency
+from .running_batch import RunningBatch
+from .sampler import sample
+from .sequence import Sequence
+from .step_batch import StepEntry, build_step
+from .telemetry import EngineTelemetry
+from .tokenizer import Tokenizer
+from .weights import dummy_weights, read_weights
+
+
+class Engine:
+    """Serves rows of many adapters over one base model.
+
+    Raises `ModelFilesError` or `UnsupportedModelError` when the model folder cannot be served exactly.
+    """
+
+    def __init__(self, model_folder: Path, config: EngineConfig, batcher: Batcher | None = None) -> None:
+        self.config = config
+        self.model: ModelConfig = read_model_config(model_folder)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._device, self._dtype = choose_device(config)
+        with torch.inference_mode():
+            weights = self._read_weights(model_folder)
+            self._decoder = Decoder(self.model, weights, is_packed=can_pack(self._device, self._dtype))
+            memory = plan_memory(config, self.model)
+            self._layout = memory.layout
+            num_elements = memory.num_pages * memory.layout.page_elements
+            self._memory = torch.zeros(num_elements, dtype=self._dtype, device=self._device)
+        pool = PagePool(memory.num_pages)
+        self._registry = AdapterRegistry(self.model, self._dtype, self._device)
+        residency = AdapterResidency(pool, self._memory, self._layout.page_elements, self.model)
+        self._batch = RunningBatch(pool, self._layout, residency, self._registry)
+        self._live = LiveWeights(self._decoder)
+        self._batcher = batcher or choose_batcher(config, self._registry.must_merge)
+        self._completion = Completion(Tokenizer.from_folder(model_folder), self.model)
+        self._stop_token_ids = torch.tensor(self._completion.stop_token_ids, dtype=torch.int64, device=self._device)
+        self._rejected: list[Result] = []
+        self._num_steps = self._prompt_tokens = self._generated_tokens = 0
+
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
+        """Make an adapter known by its content hash; its tensors are read on first use.
+
+        Raises `AdapterRefusedError` when it cannot be applied exactly.
+        """
+        self._registry.register(adapter_id, folder, name or folder.name)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Hand rows over, in the order in which they should be served. A bad row becomes an error result.
+
+        Raises ValueError when a row of the same `request_id` is unfinished.
+        """
+        for request in requests:
+            problem = self._problem_with(request)
+            if problem is None:
+                self._batch.append(request)
+            else:
+                self._rejected.append(_error_result(request, problem))
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """Forget rows, waiting or running. Unknown ids are ignored: they may have just finished."""
+        for sequence in self._batch.remove(request_ids):
+            self._completion.forget(sequence)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows that still owe a result."""
+        return self._batch.num_waiting + self._batch.num_running + len(self._rejected)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """Serve rows to the end, yielding each result as soon as it is there."""
+        self.add(requests)
+        while self.num_unfinished:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Result]:
+        """One forward pass. Returns the rows that finished, rejected ones included."""
+        finished, self._rejected = self._rejected, []
+        if self._batch.num_waiting + self._batch.num_running:
+            plan = self._plan_step()
+            entries = self._batch.entries(plan, self.config.max_step_tokens)
+            if entries:
+                finished += self._forward(entries)
+        return finished
+
+    def telemetry(self) -> EngineTelemetry:
+        """A snapshot between two steps."""
+        pool = self._batch.pool
+        return EngineTelemetry(
+            num_running=self._batch.num_running,
+            num_waiting=self._batch.num_waiting,
+            resident_adapter_ids=self._batch.residency.resident_ids,
+            mode=self._mode(),
+            pages_used=pool.num_pages - pool.num_free,
+            pages_total=pool.num_pages,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            num_steps=self._num_steps,
+        )
+
+    def weights_sha256(self) -> str:
+        """Hash of the live weights; equal before and after any number of switches."""
+        return self._live.content_sha256()
+
+    def check_integrity(self) -> None:
+        """Pool, pins and running rows agree with each other."""
+        self._batch.check_integrity()
+
+    def _read_weights(self, model_folder: Path) -> dict[str, torch.Tensor]:
+        if self.config.load_format == "dummy":
+            return dummy_weights(self.model, self._dtype, self._device)
+        return read_weights(model_folder, self.model, self._dtype, self._device)
+
+    def _problem_with(self, request: Request) -> str | None:
+        """Why a request cannot be served, as a plain sentence."""
+        problems = request.sampling.problems()
+        if problems:
+            return "; ".join(problems)
+        ids, model = request.prompt_token_ids, self.model
+        if not ids:
+            return "the prompt has no tokens"
+        if min(ids) < 0 or max(ids) >= model.vocab_size:
+            return f"prompt_token_ids must lie in 0..{model.vocab_size - 1}"
+        max_tokens = request.sampling.max_tokens
+        if len(ids) + max_tokens > model.max_context_tokens:
+            return (
+                f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of "
+                f"{model.max_context_tokens} tokens"
+            )
+        if request.adapter_id is not None and request.adapter_id not in self._registry:
+            return f"adapter {request.adapter_id[:12]} is not known to this engine"
+        pages, num_pages = self._batch.pages_of_row(request), self._batch.pool.num_pages
+        if pages > num_pages:
+            return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"
+        return None
+
+    def _mode(self) -> ServedMode:
+        if self._live.merged_adapter_id is not None:
+            return "merged"
+        return "unmerged" if self._batch.residency.resident_ids else "base"
+
+    def _plan_step(self) -> StepPlan:
+        """Ask the batcher, and switch weights if it wants others: all running rows are then of the new kind."""
+        plan = self._batcher.next_step(self._batch.view(self.config.max_batch_rows, self._live.merged_adapter_id))
+        if plan.merged_adapter is None:
+            self._live.restore()
+            return plan
+        adapter_id = self._registry.id_of(plan.merged_adapter)
+        if self._live.merged_adapter_id != adapter_id:
+            self._live.merge(adapter_id, self._registry.load(adapter_id))
+        return plan
+
+    def _forward(self, entries: Items[StepEntry]) -> list[Result]:
+        if self._device.type == "cpu":
+            batch = build_step(entries, self.model, self._layout, self._dtype)
+        else:
+            with torch.device(self._device):
+                batch = build_step(entries, self.model, self._layout, self._dtype)
+        logits = self._decoder.forward(batch, self._memory)
+        for entry in entries:
+            sequence = entry.sequence
+            prompt_left = max(sequence.prompt_tokens - sequence.num_stored, 0)
+            self._prompt_tokens += min(entry.num_tokens, prompt_left)
+            sequence.num_stored += entry.num_tokens
+        self._num_steps += 1
+        if not batch.sampled:
+            return []
+        tokens, logprobs = sample(logits, batch.sampled, self._stop_token_ids)
+        self._generated_tokens += len(tokens)
+        return [r for r in map(self._append_token, batch.sampled, tokens, logprobs) if r is not None]
+
+    def _append_token(self, sequence: Sequence, token: int, logprob: float) -> Result | None:
+        sequence.token_ids.append(token)
+        if sequence.request.sampling.logprobs:
+            sequence.token_logprobs.append(logprob)
+        result = self._completion.finish(sequence)
+        if result is not None:
+            self._batch.release(sequence)
+            self._completion.forget(sequence)
+        return result
+
+
+def _error_result(request: Request, problem: str) -> Result:
+    return Result(
+        request_id=request.request_id,
+        token_ids=(),
+        text="",
+        finish_reason="error",
+        prompt_tokens=len(request.prompt_token_ids),
+        mode="base" if request.adapter_id is None else "unmerged",
+        error=problem,
+    )

@@ -1,0 +1,64 @@
+"""A linear layer whose weight can be replaced and restored bit for bit.
+
+`pristine` is never written to. On CPU in fp32 the layer computes with a copy in oneDNN's packed layout, which on
+the measured machine lifts 64-row multiplications from 140 to 200 GFLOP/s; replacing means packing another
+weight, restoring means packing `pristine` again (packing is a pure function of its input). Elsewhere the layer
+computes with `pristine` itself until the first replacement, then with a live buffer of a fixed address.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+_PACKING_HINT_ROWS = 64
+
+
+class Linear:
+    """`y = x W^T + bias`, `x` [num_tokens, in_features], W [out_features, in_features]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_packed: bool) -> None:
+        self.pristine = weight
+        self.bias = bias
+        self._pristine_bias = bias
+        self._is_packed = is_packed
+        self._live = _pack(weight) if is_packed else weight
+
+    @property
+    def live(self) -> Tensor:
+        """The weight in use, in the plain layout, [out_features, in_features]."""
+        return self._live.to_dense() if self._is_packed else self._live
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._is_packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._live, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return linear(x, self._live, self.bias)
+
+    def replace(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Compute with `weight` (and `bias`) from now on."""
+        self.bias = bias
+        if self._is_packed:
+            self._live = _pack(weight)
+            return
+        if self._live is self.pristine:
+            self._live = torch.empty_like(self.pristine)
+        self._live.copy_(weight)
+
+    def restore(self) -> None:
+        """Compute with the pristine weight again."""
+        self.bias = self._pristine_bias
+        if self._is_packed:
+            self._live = _pack(self.pristine)
+        elif self._live is not self.pristine:
+            self._live.copy_(self.pristine)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of torch has the packed layout for this kind of weight."""
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_HINT_ROWS)
+    return packed

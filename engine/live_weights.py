@@ -1,0 +1,100 @@
+"""The base model's weights as they are now: pristine, or with one adapter merged in.
+
+`W_live = round(W_base + sum of scaling * B A)` is computed from the pristine copy every time and never
+subtracted, so weights are bit-identical after any number of switches. (Adding and subtracting in bf16 changes
+2-10 % of all weights after one cycle.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .adapter.weights import AdapterWeights
+from .decoder import Decoder
+from .linear import Linear
+from .packed_sites import PACKED_SITES, PackedMember, packed_members
+
+
+class LiveWeights:
+    """Merges one adapter at a time into a decoder and takes it out again."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._pristine_tensors = dict(decoder.tensors)
+        self._replaced_linears: list[Linear] = []
+        self.merged_adapter_id: str | None = None
+        self.num_switches = 0
+
+    def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
+        """Make the weights those of the merged adapter, whatever they were before."""
+        if self.merged_adapter_id == adapter_id:
+            return
+        self.restore()
+        touched = set(adapter.touched_parameters)
+        for members, linear in self._packed_linears():
+            if any(f"{m.module}.weight" in touched or f"{m.module}.bias" in touched for m in members):
+                linear.replace(*_effective(adapter, members, linear))
+                self._replaced_linears.append(linear)
+        self._merge_tensors(adapter, touched)
+        self.merged_adapter_id = adapter_id
+        self.num_switches += 1
+
+    def restore(self) -> None:
+        """Make the weights those of the base model."""
+        if self.merged_adapter_id is None:
+            return
+        for linear in self._replaced_linears:
+            linear.restore()
+        self._replaced_linears.clear()
+        self._decoder.tensors.update(self._pristine_tensors)
+        self.merged_adapter_id = None
+        self.num_switches += 1
+
+    def content_sha256(self) -> str:
+        """Hash over every live number, in the order of the layers."""
+        digest = hashlib.sha256()
+        for _, linear in self._packed_linears():
+            digest.update(_bytes(linear.live))
+            if linear.bias is not None:
+                digest.update(_bytes(linear.bias))
+        digest.update(_bytes(self._decoder.lm_head.live))
+        for name in sorted(self._decoder.tensors):
+            digest.update(_bytes(self._decoder.tensors[name]))
+        return digest.hexdigest()
+
+    def _merge_tensors(self, adapter: AdapterWeights, touched: set[str]) -> None:
+        """Embeddings, norms and the head: whatever is no packed linear layer."""
+        for name in touched & self._pristine_tensors.keys():
+            self._decoder.tensors[name] = adapter.effective(name, self._pristine_tensors[name])
+        head = self._decoder.lm_head
+        if "lm_head.weight" in touched:
+            head.replace(adapter.effective("lm_head.weight", head.pristine), None)
+            self._replaced_linears.append(head)
+
+    def _packed_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
+        for index, layer in enumerate(self._decoder.layers):
+            for site in PACKED_SITES:
+                yield packed_members(self._decoder.model, index, site), layer.linears[site]
+
+
+def _effective(
+    adapter: AdapterWeights, members: tuple[PackedMember, ...], linear: Linear
+) -> tuple[Tensor, Tensor | None]:
+    """Merged weight and bias of one packed layer."""
+    weight = torch.cat([adapter.effective(f"{m.module}.weight", linear.pristine[m.start : m.end]) for m in members])
+    # an adapter may bring a bias to a layer that has none: zeros then stand for the base's
+    bias_names = [f"{m.module}.bias" for m in members]
+    if linear.bias is None and not set(bias_names) & set(adapter.touched_parameters):
+        return weight, None
+    pristine = linear.bias if linear.bias is not None else weight.new_zeros(weight.shape[0])
+    return weight, torch.cat(
+        [adapter.effective(name, pristine[m.start : m.end]) for name, m in zip(bias_names, members, strict=True)]
+    )
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())

@@ -1,0 +1,63 @@
+"""How much memory an engine takes: sizes that depend on the machine, computed once at the start."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from .config import EngineConfig, ModelConfig
+from .errors import PoolExhaustedError
+from .step_batch import PageLayout
+
+_GIB = 1 << 30
+_DEFAULT_CPU_POOL_BYTES = 2 * _GIB
+_GPU_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Pages of the pool and their layout, the compute device and dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    layout: PageLayout
+    num_pages: int
+
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype: bf16 on a GPU, fp32 on a CPU (where bf16 multiplies far more slowly), unless told."""
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if config.dtype == "auto":
+        return device, torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if config.dtype not in dtypes:
+        raise ValueError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
+    return device, dtypes[config.dtype]
+
+
+def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
+    """Size the pool. Call after the weights are on the device, so that free memory means what is left.
+
+    Raises `PoolExhaustedError` when not even one page fits into `pool_bytes`.
+    """
+    device, dtype = choose_device(config)
+    layout = PageLayout.of(model, config.page_tokens)
+    page_bytes = layout.page_elements * dtype.itemsize
+    pool_bytes = config.pool_bytes if config.pool_bytes is not None else _default_pool_bytes(device)
+    num_pages = pool_bytes // page_bytes
+    if num_pages < 1:
+        raise PoolExhaustedError(
+            f"pool_bytes={pool_bytes}: one page of this model takes {page_bytes} bytes; raise pool_bytes."
+        )
+    return MemoryPlan(device, dtype, layout, num_pages)
+
+
+def _default_pool_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _GPU_SHARE)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(_DEFAULT_CPU_POOL_BYTES, total // 8)

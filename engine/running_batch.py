@@ -1,0 +1,182 @@
+"""Rows waiting and running in one engine, and the pages they hold.
+
+Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter
+is resident, so a running row is never pushed out again. Adapters that no running row uses make room, the one
+needed furthest in the future first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from math import inf
+
+import numpy as np
+
+from ..scheduler.batching import BatchView, StepPlan
+from .adapter_registry import AdapterRegistry
+from .pool import PagePool
+from .request import Request, ServedMode
+from .residency import AdapterResidency
+from .sequence import Sequence
+from .step_batch import PageLayout, StepEntry
+from .waiting_rows import WaitingRows
+
+_NextUse = Callable[[str], float]
+
+
+class RunningBatch:
+    """Bookkeeping between requests and steps; no arithmetic on tensors."""
+
+    def __init__(
+        self, pool: PagePool, layout: PageLayout, residency: AdapterResidency, registry: AdapterRegistry
+    ) -> None:
+        self.pool = pool
+        self.residency = residency
+        self._layout = layout
+        self._registry = registry
+        self._waiting = WaitingRows()
+        self._running: dict[str, Sequence] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def append(self, request: Request) -> None:
+        """Queue a row behind all others. Raises ValueError when a row of that id is unfinished."""
+        if request.request_id in self._running or request.request_id in self._waiting:
+            raise ValueError(f"request_id={request.request_id!r}: a row of this id is not finished yet")
+        self._waiting.append(Sequence(request))
+
+    def view(self, max_batch_rows: int, merged_adapter_id: str | None) -> BatchView:
+        """What the batcher sees."""
+        code_of = self._registry.code_of
+        running = (code_of[s.request.adapter_id] for s in self._running.values())
+        return BatchView(
+            running_adapter=np.fromiter(running, np.int32, len(self._running)),
+            waiting_adapter=self._waiting.adapter_codes(code_of),
+            max_batch_rows=max_batch_rows,
+            merged_adapter=None if merged_adapter_id is None else code_of[merged_adapter_id],
+        )
+
+    def pages_of_row(self, request: Request) -> int:
+        """Pages of the whole pool that one row occupies by itself, its adapter included."""
+        pages = self._layout.pages_for_tokens(Sequence(request).capacity_tokens)
+        if request.adapter_id is not None and not self._registry.must_merge_id(request.adapter_id):
+            pages += self._adapter_pages(request.adapter_id)
+        return pages
+
+    def entries(self, plan: StepPlan, max_step_tokens: int) -> list[StepEntry]:
+        """Admit what the plan wants and memory allows, then list the step's rows: every served decoding row,
+        and prompts in order of admission until `max_step_tokens` are reached."""
+        before = list(self._running.values())
+        paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
+        self._admit(plan)
+        served = [s for s in self._running.values() if id(s) not in paused]
+        entries = [self._entry(s, 1) for s in served if s.is_decoding]
+        budget = max(max_step_tokens - len(entries), 1)
+        for sequence in served:
+            if sequence.is_decoding:
+                continue
+            num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
+            if num_tokens == 0:
+                break
+            entries.append(self._entry(sequence, num_tokens))
+            budget -= num_tokens
+        return entries
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a running row out and give its pages back."""
+        del self._running[sequence.request.request_id]
+        self.pool.release(_owner(sequence))
+        if sequence.mode == "unmerged":
+            assert sequence.request.adapter_id is not None
+            self.residency.unpin(sequence.request.adapter_id)
+
+    def remove(self, request_ids: Collection[str]) -> list[Sequence]:
+        """Take rows out wherever they stand; unknown ids are ignored."""
+        removed = []
+        for request_id in request_ids:
+            if request_id in self._waiting:
+                removed.append(self._waiting.remove(request_id))
+            elif request_id in self._running:
+                removed.append(self._running[request_id])
+                self.release(self._running[request_id])
+        return removed
+
+    def check_integrity(self) -> None:
+        """Pool, pins and running rows agree with each other."""
+        self.pool.check_integrity()
+        unmerged = [s.request.adapter_id for s in self._running.values() if s.mode == "unmerged"]
+        self.residency.check_integrity([a for a in unmerged if a is not None])
+        for sequence in self._running.values():
+            held = self.pool.run_of(_owner(sequence)).num_pages * self._layout.page_tokens
+            needed = sequence.capacity_tokens
+            assert held >= needed, f"row {sequence.request.request_id} holds {held} token places, needs {needed}"
+
+    def _entry(self, sequence: Sequence, num_tokens: int) -> StepEntry:
+        adapter = None
+        if sequence.mode == "unmerged" and sequence.request.adapter_id is not None:
+            adapter = self.residency.get(sequence.request.adapter_id)
+            assert adapter is not None, f"row {sequence.request.request_id}: its adapter left the pool"
+        return StepEntry(sequence, num_tokens, self.pool.run_of(_owner(sequence)), adapter)
+
+    def _admit(self, plan: StepPlan) -> None:
+        if len(plan.admit) == 0:
+            return
+        rows = list(self._waiting)
+        positions = self._waiting.first_positions()
+
+        def next_use(adapter_id: str) -> float:
+            return positions.get(adapter_id, inf)
+
+        for position in plan.admit.tolist():
+            if not self._admit_row(rows[position], plan, next_use):
+                break
+
+    def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: _NextUse) -> bool:
+        """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
+        adapter_id = sequence.request.adapter_id if plan.mode == "unmerged" else None
+        pages = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        if not self._make_room(pages, next_use, keep=adapter_id):
+            if self._running:
+                return False
+            # nothing runs: only the row's own adapter can stand in the middle of the pool
+            self._make_room(pages, next_use, keep=None)
+        self.pool.allocate(_owner(sequence), pages)
+        if adapter_id is not None and not self._make_resident(adapter_id, next_use):
+            self.pool.release(_owner(sequence))
+            assert self._running, f"row {sequence.request.request_id} does not fit into an empty pool"
+            return False
+        sequence.mode = _served_mode(sequence.request.adapter_id, plan)
+        if adapter_id is not None:
+            self.residency.pin(adapter_id)
+        self._running[sequence.request.request_id] = self._waiting.remove(sequence.request.request_id)
+        return True
+
+    def _make_resident(self, adapter_id: str, next_use: _NextUse) -> bool:
+        if self.residency.get(adapter_id) is not None:
+            return True
+        pages = self._adapter_pages(adapter_id)
+        if not self._make_room(pages, next_use, keep=None):
+            return False
+        return self.residency.load(adapter_id, self._registry.load(adapter_id), pages) is not None
+
+    def _make_room(self, num_pages: int, next_use: _NextUse, keep: str | None) -> bool:
+        return self.residency.make_room(lambda: self.pool.largest_free_run >= num_pages, next_use, keep)
+
+    def _adapter_pages(self, adapter_id: str) -> int:
+        return max(1, self._layout.pages_for_elements(self._registry.num_elements(adapter_id)))
+
+
+def _owner(sequence: Sequence) -> tuple[str, str]:
+    return ("sequence", sequence.request.request_id)
+
+
+def _served_mode(adapter_id: str | None, plan: StepPlan) -> ServedMode:
+    if adapter_id is None:
+        return "base"
+    return "merged" if plan.mode == "merged" else "unmerged"

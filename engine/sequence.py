@@ -1,0 +1,60 @@
+"""A request while the engine works on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .request import FinishReason, Request, Result, ServedMode
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`num_stored`: tokens (prompt first, then generated) whose keys and values are in the pool.
+
+    `prompt_tokens` counts the prompt alone; a sequence moved here from another engine brings `token_ids` along.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)  # generated
+    token_logprobs: list[float] = field(default_factory=list)
+    num_stored: int = 0
+    mode: ServedMode = "base"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens known so far, prompt and generated."""
+        return self.prompt_tokens + len(self.token_ids)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose keys and values the sequence may have to store: the last one is never read back."""
+        return self.prompt_tokens + self.request.sampling.max_tokens - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token is left to compute, and it yields the next one."""
+        return self.num_stored == self.total_tokens - 1 and bool(self.token_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions `start:end` of prompt and completion together."""
+        prompt = self.request.prompt_token_ids
+        if end <= len(prompt):
+            return list(prompt[start:end])
+        generated = self.token_ids[max(start - len(prompt), 0) : end - len(prompt)]
+        return [*prompt[start:], *generated]
+
+    def result(self, text: str, finish_reason: FinishReason) -> Result:
+        """The outcome, once nothing more will be generated."""
+        return Result(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            text=text,
+            finish_reason=finish_reason,
+            prompt_tokens=self.prompt_tokens,
+            mode=self.mode,
+            token_logprobs=tuple(self.token_logprobs) if self.request.sampling.logprobs else None,
+        )

@@ -1,0 +1,58 @@
+"""Waves on one replica: adapters worth merging get the engine to themselves, all others share it unmerged.
+
+A wave ends when no row of its kind is left, running or waiting; only then are weights switched, so that no
+running row ever sees two sets of weights. Merging pays only when one adapter alone can fill the batch for a
+while (dLoRA, section 4.1); adapters that are exact only when merged always get a wave of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .batching import Batcher, BatchView, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class MergeWaveBatcher:
+    """Chooses between a merged wave and the unmerged rest, which `inner` orders.
+
+    `must_merge(adapter)`: exact only when merged. `min_rows`: waiting rows from which any adapter gets a
+    merged wave; None: never unless it must.
+    """
+
+    inner: Batcher
+    must_merge: Callable[[int], bool]
+    min_rows: int | None
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        everybody = np.ones(len(view.running_adapter), bool)
+        merged = view.merged_adapter
+        if merged is not None:
+            own = np.flatnonzero(view.waiting_adapter == merged)
+            if len(everybody) or len(own):
+                free = max(0, view.max_batch_rows - len(everybody))
+                return StepPlan("merged", merged, everybody, own[:free])
+        shared = np.flatnonzero(~np.isin(view.waiting_adapter, self._deserving(view.waiting_adapter)))
+        if len(shared) or len(everybody):
+            return self._unmerged(view, shared)
+        first = int(view.waiting_adapter[0])
+        own = np.flatnonzero(view.waiting_adapter == first)
+        return StepPlan("merged", first, everybody, own[: view.max_batch_rows])
+
+    def _deserving(self, waiting: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Adapters whose waiting rows are to be served merged."""
+        adapters, counts = np.unique(waiting[waiting >= 0], return_counts=True)
+        enough = counts >= self.min_rows if self.min_rows is not None else np.zeros(len(adapters), bool)
+        forced = np.array([self.must_merge(int(a)) for a in adapters], bool)
+        return adapters[enough | forced]
+
+    def _unmerged(self, view: BatchView, shared: NDArray[np.int64]) -> StepPlan:
+        plan = self.inner.next_step(
+            BatchView(view.running_adapter, view.waiting_adapter[shared], view.max_batch_rows, None)
+        )
+        return StepPlan("unmerged", None, plan.serve, shared[plan.admit])

@@ -1,0 +1,127 @@
+"""Tiny random models and adapters, made by transformers and PEFT themselves: the oracle's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog. ",
+    "name: Ada Lovelace, phone 555-0199, city London. ",
+    "once upon a midnight dreary, while I pondered, weak and weary. ",
+    "SELECT id, adapter FROM rows WHERE error IS NULL ORDER BY id; ",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path) -> int:
+    """A byte-level BPE tokenizer with a chat template; returns its vocabulary size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(folder)
+    return tokenizer.get_vocab_size()
+
+
+def write_model(folder: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+    """A random model of a family, with its tokenizer. Weights are large enough for logits that differ."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(folder)
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "eos_token_id": 2,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    config = AutoConfig.for_model(family, **(settings | overrides))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_adapter(folder: Path, model_folder: Path, seed: int = 0, **lora: Any) -> Path:
+    """A random PEFT adapter (B not zero) for a model folder, saved by PEFT."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    settings: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(**(settings | lora)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "lora_A" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Path]:
+    """`make_model(folder, family="llama", seed=0, **config)`: see `write_model`."""
+    return write_model
+
+
+@pytest.fixture(scope="session")
+def make_adapter() -> Callable[..., Path]:
+    """`make_adapter(folder, model_folder, seed=0, **lora_config)`: see `write_adapter`."""
+    return write_adapter
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with grouped-query attention."""
+    return write_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters of ranks 1, 8, 20 and 64 on different layers of `tiny_llama`, one of them rank-stabilised."""
+    root = tmp_path_factory.mktemp("adapters")
+    settings: dict[str, dict[str, Any]] = {
+        "rank1": {"r": 1, "lora_alpha": 2},
+        "rank8": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+        "rank20": {"r": 20, "lora_alpha": 10, "target_modules": ["gate_proj", "down_proj", "o_proj"]},
+        "rank64": {"r": 64, "lora_alpha": 8, "use_rslora": True},
+    }
+    return {
+        name: write_adapter(root / name, tiny_llama, seed=i + 1, **lora)
+        for i, (name, lora) in enumerate(settings.items())
+    }

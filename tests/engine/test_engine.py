@@ -1,0 +1,277 @@
+"""The engine against its oracle: transformers and PEFT in fp32, row by row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from lorabatch.engine.adapter import audit_adapter
+from lorabatch.engine.config import EngineConfig, Mode, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.errors import AdapterRefusedError
+from lorabatch.engine.request import Request, Result, SamplingParams
+
+POOL_BYTES = 4 << 20
+
+
+def make_engine(model: Path, mode: Mode = "unmerged", **config: object) -> Engine:
+    settings = {"max_batch_rows": 8, "max_step_tokens": 24, "pool_bytes": POOL_BYTES} | config
+    return Engine(model, EngineConfig(mode=mode, **settings))  # type: ignore[arg-type]
+
+
+def register_all(engine: Engine, adapters: dict[str, Path]) -> dict[str, str]:
+    """Content hash of each adapter by name."""
+    ids = {}
+    for name, folder in adapters.items():
+        content = audit_adapter(folder, engine.model, name).content_sha256
+        assert content is not None
+        engine.register_adapter(content, folder, name)
+        ids[name] = content
+    return ids
+
+
+def prompts(count: int, vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 40))) for _ in range(count)]
+
+
+def serve(engine: Engine, requests: Iterable[Request]) -> dict[str, Result]:
+    """All results by request id; the engine proves itself after each step."""
+    engine.add(requests)
+    results: dict[str, Result] = {}
+    while engine.num_unfinished:
+        for result in engine.step():
+            assert result.request_id not in results
+            results[result.request_id] = result
+        engine.check_integrity()
+    return results
+
+
+class Oracle:
+    """Greedy generation by transformers + PEFT, one row at a time, without batching or caching tricks."""
+
+    def __init__(self, model_folder: Path, adapters: dict[str, Path]) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        self._model = base
+        for name, folder in adapters.items():
+            if self._model is base:
+                self._model = PeftModel.from_pretrained(base, folder, adapter_name=name)
+            else:
+                self._model.load_adapter(folder, adapter_name=name)
+        self._has_adapters = bool(adapters)
+        self._model.eval()
+
+    @torch.no_grad()
+    def logits(self, token_ids: Iterable[int], adapter: str | None) -> torch.Tensor:
+        """Logits at the last position, [vocab_size]."""
+        inputs = torch.tensor([list(token_ids)])
+        if adapter is None and self._has_adapters:
+            with self._model.disable_adapter():
+                return self._model(inputs).logits[0, -1]
+        if adapter is not None:
+            self._model.set_adapter(adapter)
+        return self._model(inputs).logits[0, -1]
+
+    def greedy(self, prompt: tuple[int, ...], adapter: str | None, max_tokens: int, stop_id: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        while len(tokens) < max_tokens and (not tokens or tokens[-1] != stop_id):
+            tokens.append(int(self.logits([*prompt, *tokens], adapter).argmax()))
+        return tuple(tokens)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> Oracle:
+    return Oracle(tiny_llama, tiny_adapters)
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "merged", "auto", "exact"])
+def test_greedy_tokens_of_a_mixed_batch_equal_peft_row_by_row(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle, mode: Mode
+) -> None:
+    engine = make_engine(tiny_llama, mode)
+    ids = register_all(engine, tiny_adapters)
+    names = [None, *tiny_adapters]
+    rows = {f"row-{i}": (p, names[i % len(names)]) for i, p in enumerate(prompts(20, engine.model.vocab_size))}
+    sampling = SamplingParams(max_tokens=12)
+    results = serve(
+        engine, [Request(key, p, None if name is None else ids[name], sampling) for key, (p, name) in rows.items()]
+    )
+    assert results.keys() == rows.keys()
+    for key, (prompt, name) in rows.items():
+        assert results[key].token_ids == oracle.greedy(prompt, name, 12, stop_id=2), f"{key} under {name}"
+    modes = {results[key].mode for key, (_, name) in rows.items() if name is not None}
+    assert modes == {"merged" if mode == "merged" else "unmerged"}
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "merged"])
+def test_log_probabilities_equal_those_of_peft(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle, mode: Mode
+) -> None:
+    engine = make_engine(tiny_llama, mode)
+    ids = register_all(engine, tiny_adapters)
+    sampling = SamplingParams(max_tokens=6, logprobs=True, ignore_eos=True)
+    for name in [None, *tiny_adapters]:
+        (prompt,) = prompts(1, engine.model.vocab_size, seed=5)
+        result = serve(engine, [Request("row", prompt, ids.get(name or ""), sampling)])["row"]
+        assert result.token_logprobs is not None
+        for i, (token, logprob) in enumerate(zip(result.token_ids, result.token_logprobs, strict=True)):
+            expected = oracle.logits([*prompt, *result.token_ids[:i]], name).log_softmax(-1)[token]
+            assert abs(logprob - float(expected)) < 1e-3
+
+
+def test_weights_are_identical_by_hash_after_a_thousand_random_switches(
+    tiny_llama: Path, tiny_adapters: dict[str, Path]
+) -> None:
+    from lorabatch.engine.adapter.weights import load_adapter
+
+    engine = make_engine(tiny_llama)
+    live = engine._live
+    before = engine.weights_sha256()
+    audits = {n: audit_adapter(f, engine.model, n) for n, f in tiny_adapters.items()}
+    loaded = {n: load_adapter(a, torch.float32, torch.device("cpu")) for n, a in audits.items()}
+    merged_hashes: dict[str, str] = {}
+    rng = random.Random(7)
+    for switch in range(1000):
+        name = rng.choice([*loaded, None])
+        if name is None:
+            live.restore()
+        else:
+            live.merge(name, loaded[name])
+        if switch % 100 == 99 and name is not None:
+            assert merged_hashes.setdefault(name, engine.weights_sha256()) == engine.weights_sha256() != before
+    live.restore()
+    assert engine.weights_sha256() == before
+
+
+def test_a_sampled_row_draws_the_same_tokens_alone_and_in_any_company(
+    tiny_llama: Path, tiny_adapters: dict[str, Path]
+) -> None:
+    engine = make_engine(tiny_llama)
+    ids = list(register_all(engine, tiny_adapters).values())
+    requests = [
+        Request(
+            f"row-{i}",
+            prompt,
+            ids[i % len(ids)],
+            SamplingParams(max_tokens=10, temperature=1.0, top_k=i % 3 * 20, top_p=(1.0, 0.9)[i % 2], seed=3),
+            stream_id=1000 + i,
+        )
+        for i, prompt in enumerate(prompts(12, engine.model.vocab_size))
+    ]
+    together = serve(engine, requests)
+    for request in requests:
+        assert serve(engine, [request])[request.request_id].token_ids == together[request.request_id].token_ids
+    assert len({r.token_ids for r in together.values()}) > 6
+
+
+def test_rows_of_one_prompt_get_different_draws_from_different_streams(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    sampling = SamplingParams(max_tokens=8, temperature=1.5, ignore_eos=True)
+    results = serve(engine, [Request(f"{i}", (5, 6, 7), None, sampling, stream_id=i) for i in range(8)])
+    assert len({r.token_ids for r in results.values()}) > 4
+
+
+def test_a_bad_row_becomes_an_error_and_leaves_the_others_alone(tiny_llama: Path, oracle: Oracle) -> None:
+    engine = make_engine(tiny_llama)
+    good = SamplingParams(max_tokens=5)
+    results = serve(
+        engine,
+        [
+            Request("good", (5, 6, 7), None, good),
+            Request("unknown adapter", (5, 6, 7), "f" * 64, good),
+            Request("empty", (), None, good),
+            Request("outside vocabulary", (5, 10**6), None, good),
+            Request("too long", tuple([5] * 300), None, good),
+            Request("bad parameter", (5, 6), None, SamplingParams(temperature=-1)),
+        ],
+    )
+    assert results["good"].token_ids == oracle.greedy((5, 6, 7), None, 5, stop_id=2)
+    for key, word in {
+        "unknown adapter": "adapter",
+        "empty": "no tokens",
+        "outside vocabulary": "prompt_token_ids",
+        "too long": "context",
+        "bad parameter": "temperature",
+    }.items():
+        assert results[key].finish_reason == "error"
+        assert word in (results[key].error or "")
+
+
+def test_many_adapters_pass_through_a_pool_that_holds_few(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle
+) -> None:
+    # room for a few rows and about one large adapter at a time
+    engine = make_engine(tiny_llama, pool_bytes=650_000)
+    ids = register_all(engine, tiny_adapters)
+    names = list(tiny_adapters)
+    rows = {f"row-{i}": (p, names[i % 4]) for i, p in enumerate(prompts(24, engine.model.vocab_size, seed=2))}
+    sampling = SamplingParams(max_tokens=6)
+    results = serve(engine, [Request(k, p, ids[n], sampling) for k, (p, n) in rows.items()])
+    for key, (prompt, name) in rows.items():
+        assert results[key].token_ids == oracle.greedy(prompt, name, 6, stop_id=2)
+
+
+def test_an_adapter_that_changed_since_planning_is_refused(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
+    engine = make_engine(tiny_llama)
+    with pytest.raises(AdapterRefusedError, match="changed"):
+        engine.register_adapter("0" * 64, tiny_adapters["rank8"], "rank8")
+
+
+def test_stop_strings_end_a_completion_and_are_not_part_of_it(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    free = SamplingParams(max_tokens=30, ignore_eos=True)
+    text = serve(engine, [Request("free", (5, 6, 7), None, free)])["free"].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    stopped = serve(
+        engine, [Request("stopped", (5, 6, 7), None, SamplingParams(max_tokens=30, ignore_eos=True, stop=(stop,)))]
+    )["stopped"]
+    assert stopped.text == text[: text.index(stop)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_min_tokens_withholds_the_stop_token(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    # a prompt whose greedy continuation stops early under some seed: all rows must still reach min_tokens
+    requests = [
+        Request(f"{i}", p, None, SamplingParams(max_tokens=9, min_tokens=9, temperature=2.0), stream_id=i)
+        for i, p in enumerate(prompts(16, engine.model.vocab_size, seed=9))
+    ]
+    results = serve(engine, requests)
+    assert {r.completion_tokens for r in results.values()} == {9}
+    assert all(2 not in r.token_ids[:-1] for r in results.values())
+
+
+def test_aborted_rows_give_their_pages_back(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.add([Request(f"{i}", (5, 6, 7), None, sampling) for i in range(12)])
+    for _ in range(3):
+        engine.step()
+    engine.abort([f"{i}" for i in range(12)] + ["unknown"])
+    engine.check_integrity()
+    assert engine.num_unfinished == 0
+    assert engine.telemetry().pages_used == 0
+
+
+def test_logits_equal_transformers_within_a_thousandth(tiny_llama: Path, oracle: Oracle) -> None:
+    engine = make_engine(tiny_llama)
+    (prompt,) = prompts(1, engine.model.vocab_size, seed=11)
+    seen: list[torch.Tensor] = []
+    forward = engine._decoder.forward
+    engine._decoder.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1].clone()  # type: ignore
+    result = serve(engine, [Request("row", prompt, None, SamplingParams(max_tokens=6, ignore_eos=True))])["row"]
+    steps = [logits for logits in seen if len(logits)]
+    assert len(steps) == 6
+    for i, logits in enumerate(steps):
+        expected = oracle.logits([*prompt, *result.token_ids[:i]], None)
+        assert (logits[0] - expected).abs().max() < 1e-3
+
+
+def test_reading_the_model_needs_no_torch() -> None:
+    assert read_model_config.__module__ == "lorabatch.engine.config"
