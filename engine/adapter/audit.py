@@ -16,13 +16,14 @@ from ..errors import AdapterRefusedError
 from .base_layout import BaseLayout, base_layout
 from .changes import Changes, ParameterChange, find_changes
 from .config import AdapterConfig, read_adapter_config
-from .content import check_content
+from .contents import Contents
 from .folder import CONFIG_NAME, AdapterFolder, has_own_tokenizer, open_folder, read_config_json
 from .ledger import Ledger, Verdict
-from .names import LORA_ROLES, TensorName, choose_renaming, parse_name
+from .names import LORA_ROLES, Renaming, TensorName, choose_renaming, parse_name
 from .rules import judge_keys
-from .sites import Contents, LoraSite, find_sites
+from .sites import LoraSite, find_sites
 from .tensor_file import FLOAT_TYPES, TensorEntry
+from .values import check_all_values
 from .vocabulary import resized_shapes
 
 AUDIT_THREADS = 4
@@ -89,7 +90,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         changes = find_changes(contents, sites, ledger)
         _check_all_told(contents, changes, ledger)
         if check_values and not ledger.is_refused:
-            content = check_content(changes, files.entries, ledger)
+            content = check_all_values(changes, files.entries, ledger)
     return AdapterAudit(
         name=name,
         folder=folder,
@@ -148,6 +149,9 @@ def _contents(config: AdapterConfig, layout: BaseLayout, files: AdapterFolder, l
     names = _parse_names(files.entries, ledger)
     adaptable = frozenset(layout.adaptable)
     renaming = choose_renaming((n.module for n in names if n.role in LORA_ROLES), adaptable)
+    _check_one_to_one(names, renaming, ledger)
+    if renaming.note:
+        ledger.notes.append(renaming.note)
     draft = Contents(config, layout, renaming, names, files.entries, layout.parameters)
     return Contents(config, layout, renaming, names, files.entries, resized_shapes(draft, ledger))
 
@@ -176,6 +180,16 @@ def _parse_names(entries: Mapping[str, TensorEntry], ledger: Ledger) -> tuple[Te
             "Save each adapter to its own folder"
         )
     return tuple(parsed.values())
+
+
+def _check_one_to_one(names: tuple[TensorName, ...], renaming: Renaming, ledger: Ledger) -> None:
+    """Two modules of the file must not stand for one module of the base: one of them would be lost."""
+    trained_of: dict[str, str] = {}
+    for name in names:
+        first = trained_of.setdefault(renaming.to_base(name.module), name.module)
+        if first != name.module:
+            why = f"means the same layer as {first}, unclear which one is meant. Remove one"
+            ledger.refuse_tensors([name.key], "same layer", why)
 
 
 def _check_all_told(contents: Contents, changes: Changes, ledger: Ledger) -> None:

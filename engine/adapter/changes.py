@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .base_layout import HEAD
+from .contents import Contents
 from .ledger import Ledger
 from .saved import Twins, find_saved
-from .sites import Contents, LoraSite
+from .sites import LoraSite
 from .targets import ties_targets
 from .token_rows import find_token_rows
 
@@ -18,7 +19,7 @@ class ParameterChange:
 
     Start from the base's value, or from tensor `replaced_by`; put row i of `rows_key` in place of row `rows[i]`;
     add the pair of `site` (for a weight: scaling·B·A, then DoRA; for a bias: scaling times B's bias).
-    `shape` is that of the result.
+    `shape` is that of the result. A bias may be new to the base; its value there counts as zeros.
     """
 
     parameter: str
@@ -74,7 +75,8 @@ def find_changes(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
         changes.append(
             ParameterChange(
                 parameter,
-                contents.shapes.get(parameter, ()),
+                # A bias that lora_bias brings to a layer without one is new: zeros stand for the base's.
+                contents.shapes.get(parameter) or (pairs[parameter].out_features,),
                 saved.replaced.get(parameter),
                 token_rows.indices if token_rows else (),
                 token_rows.key if token_rows else None,

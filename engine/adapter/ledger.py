@@ -57,7 +57,9 @@ class Ledger:
 
     def merge_only(self, what: str, cause: str) -> None:
         """The adapter is exact only when merged into the base; same-caused findings are told together."""
-        self._merges.setdefault(cause, []).append(what)
+        told = self._merges.setdefault(cause, [])
+        if what not in told:
+            told.append(what)
 
     def use_key(self, key: str, note: str = "") -> None:
         """A key that takes part in the computation."""

@@ -76,6 +76,7 @@ class Renaming:
     """How module names of the trained model differ from the base's: pairs of (trained prefix, base prefix)."""
 
     pairs: tuple[tuple[str, str], ...]
+    note: str = ""
 
     def to_base(self, module: str) -> str:
         """The base's name for a module of the trained model."""
@@ -95,9 +96,9 @@ class Renaming:
 # The text decoder inside a vision-language model goes by other names than the same decoder alone.
 RENAMINGS: tuple[Renaming, ...] = (
     Renaming(()),
-    Renaming((("model.language_model.", "model."),)),
-    Renaming((("language_model.", ""),)),
-    Renaming((("", "model."),)),
+    Renaming((("model.language_model.", "model."),), "tensor names begin with model.language_model, read as model"),
+    Renaming((("language_model.", ""),), "tensor names begin with language_model, which is left out"),
+    Renaming((("", "model."),), "tensor names begin below model, which is put in front"),
 )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .base_layout import HEAD
+from .contents import Contents
 from .ledger import Ledger
 from .names import LORA_ROLES, Role, TensorName
-from .sites import Contents
 from .targets import is_saved_module, ties_saved
 
 SAVED_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy", "original"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .base_layout import HEAD, BaseLayout
-from .config import AdapterConfig
+from .base_layout import HEAD
+from .contents import Contents
 from .ledger import Ledger
-from .names import LORA_ROLES, Renaming, Role, TensorName
+from .names import LORA_ROLES, Role, TensorName
 from .targets import targeted, ties_targets, unmatched_targets
 from .tensor_file import TensorEntry
 
@@ -36,31 +36,17 @@ class LoraSite:
     is_embedding: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """All that is known of an adapter before its values are read."""
-
-    config: AdapterConfig
-    layout: BaseLayout
-    renaming: Renaming
-    names: tuple[TensorName, ...]
-    entries: Mapping[str, TensorEntry]
-    # Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def by_module(self, roles: frozenset[Role]) -> dict[str, dict[Role, TensorName]]:
-        """Tensors of some roles, by the trained model's module."""
-        grouped: dict[str, dict[Role, TensorName]] = {}
-        for name in self.names:
-            if name.role in roles:
-                grouped.setdefault(name.module, {})[name.role] = name
-        return grouped
-
-
 def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
     """All LoRA pairs that can be applied; everything that stands against one is entered in the ledger."""
     found = contents.by_module(LORA_ROLES)
-    sites = [site for module, parts in found.items() if (site := _site(contents, module, parts, ledger)) is not None]
+    sites = []
+    for module, parts in found.items():
+        site = _site(contents, module, parts, ledger)
+        if site is not None:
+            sites.append(site)
+            continue
+        for name in parts.values():
+            ledger.tensor_uses.setdefault(name.key, "refused: its partner is refused")
     _compare_with_targets(contents, set(found), ledger)
     return tuple(sorted(sites, key=lambda site: site.module))
 
@@ -151,10 +137,6 @@ def _extras(
         elif name is not None and contents.entries[name.key].shape != (out_features,):
             why = f"has shape {list(contents.entries[name.key].shape)}, expected [{out_features}]"
             ledger.refuse_tensors([name.key], f"{key} shape", why)
-    module = contents.renaming.to_base(trained)
-    if bias is not None and f"{module}.bias" not in contents.layout.parameters:
-        why = "the base's layer has no bias that this one could be merged into. Train without lora_bias"
-        ledger.refuse_tensors([bias.key], "no bias in the base", why)
     return (magnitude.key if magnitude else None, bias.key if bias else None)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .base_layout import HEAD
+from .contents import Contents
 from .ledger import Ledger
 from .names import TensorName
 from .saved import SavedParameters, Twins
-from .sites import Contents
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from .base_layout import HEAD
+from .contents import Contents
 from .ledger import Ledger
 from .names import Role
 from .targets import is_saved_module
-
-if TYPE_CHECKING:
-    from .sites import Contents
 
 WHOLE_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy"))
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from ..errors import AdapterRefusedError
 from .audit import AdapterAudit
 from .changes import ParameterChange
-from .content import verify_content
 from .folder import open_folder
 from .sites import LoraSite
 from .tensor_file import TensorBytes, TensorEntry
+from .values import verify_content
 
 _TORCH_TYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
@@ -48,6 +48,7 @@ class AdapterWeights:
     audit: AdapterAudit
     stored: Mapping[str, Tensor] = field(repr=False)
     pairs: Mapping[str, LoraPair] = field(repr=False)
+    changes: Mapping[str, ParameterChange] = field(repr=False)
 
     @property
     def lora(self) -> Mapping[str, LoraPair]:
@@ -70,9 +71,10 @@ class AdapterWeights:
         """Merged value of one base parameter, in `pristine`'s dtype and device; `pristine` is left as it is.
 
         An untouched parameter is returned as given. For a tied base, pass the embedding as the pristine value of
-        `lm_head.weight`. The result has other rows than `pristine` when the adapter resized the vocabulary.
+        `lm_head.weight`; for a bias the base's layer does not have, pass zeros. The result has other rows than
+        `pristine` when the adapter resized the vocabulary. Raises `AdapterRefusedError` when merging overflows.
         """
-        change = next((c for c in self.audit.changes if c.parameter == parameter_name), None)
+        change = self.changes.get(parameter_name)
         if change is None:
             return pristine
         value: Tensor = self._start(change, pristine)
@@ -83,7 +85,13 @@ class AdapterWeights:
             value = value + change.site.scaling * self._exact(change.site.bias_key, value.device)
         elif change.site:
             value = self._with_pair(change.site, value)
-        return value.to(pristine.dtype)
+        merged = value.to(pristine.dtype)
+        if not torch.isfinite(merged).all():
+            raise AdapterRefusedError(
+                f"adapter {self.audit.name!r}: {parameter_name} merged in {pristine.dtype} is not finite. Use a wider "
+                "--dtype, or an earlier checkpoint."
+            )
+        return merged
 
     def _start(self, change: ParameterChange, pristine: Tensor) -> Tensor:
         if change.replaced_by:
@@ -137,7 +145,7 @@ def load_adapter(audit: AdapterAudit, dtype: torch.dtype, device: torch.device |
         for site in audit.sites
         if audit.verdict == "exact"
     }
-    return AdapterWeights(audit, stored, pairs)
+    return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
 
 
 def _tensor(entry: TensorEntry, data: TensorBytes) -> Tensor:

@@ -28,7 +28,7 @@ _BITS: Mapping[str, tuple[str, int, int]] = {
 _CHUNK_ELEMENTS = 1 << 20
 
 
-def check_content(changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:
+def check_all_values(changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:
     """Read every value once: enter what is wrong, return the content hash (None when refused)."""
     keys = dict.fromkeys(key for change in changes.by_parameter for key in change.keys)
     with TensorBytes() as data:
