@@ -6,17 +6,21 @@ It holds no secrets: of `storage_options` only the names are kept.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ..engine.request import SamplingParams
 from .errors import DamagedRecordError
 from .secrets import redacted_url
 from .spec import SAMPLING_FIELDS, JobSpec
 
 RECORD_FORMAT = 1
+_NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
 IDENTITY_FIELDS = ("input", "columns", *SAMPLING_FIELDS, "mode", "dtype", "load_format", "rows_per_shard")
 
@@ -90,12 +94,11 @@ class JobRecord(_Frozen):
     input: InputRecord
     with_logprobs: bool
 
-    def adapter(self, name: str) -> AdapterRecord | None:
-        """The adapter of that name, or None."""
-        return self._by_name().get(name)
-
-    def _by_name(self) -> dict[str, AdapterRecord]:
-        return {adapter.name: adapter for adapter in self.adapters}
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling of rows that do not override it."""
+        values = {name: self.spec[name] for name in SAMPLING_FIELDS}
+        return SamplingParams(**values | {"stop": tuple(values["stop"])})
 
     def to_json(self) -> bytes:
         """As stored."""
@@ -147,6 +150,20 @@ def differences(old: JobRecord, new: JobRecord) -> list[str]:
     if _content(old.input) != _content(new.input) and not any(line.startswith("input:") for line in lines):
         lines.append("input: its files or columns have changed since the job was started")
     return lines
+
+
+def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> str | None:
+    """Why rows of this adapter cannot be answered, or None. None as a name asks the base model."""
+    if name is None:
+        return None
+    if name in adapters:
+        adapter = adapters[name]
+        why = " ".join(adapter.reasons) or "its folder could not be read."
+        return f"adapter={name!r}: refused. {why}" if adapter.is_refused else None
+    close = difflib.get_close_matches(name, adapters, n=1)
+    known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else "")
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {known or 'none'}."
+    return f"adapter={name!r}: not among this job's adapters; {hint}"
 
 
 def _content(recorded: InputRecord) -> tuple[Any, ...]:

@@ -1,0 +1,77 @@
+"""`FinishedRow`: what the output says about one row, and its form in the journals of unfinished shards.
+
+A journal is a run of frames: length and CRC-32 (four bytes each, little-endian), then msgpack. A process may
+die in the middle of a write, so a journal is read up to its first frame that is not whole.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+
+import msgpack
+
+from ..engine.request import FinishReason, Request, Result, ServedMode
+
+_HEAD = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """The answer to one row. `fingerprint` and `adapter_sha256` (None: base model) say what it answers.
+
+    `mode` is None for rows that no engine served. `token_ids` and `token_logprobs` are kept only where the
+    row asked for log-probabilities. `attempts`: how often an engine started on the row.
+    """
+
+    fingerprint: bytes
+    adapter_sha256: str | None
+    completion: str | None
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    mode: ServedMode | None
+    attempts: int
+    error: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    token_logprobs: tuple[float, ...] | None = None
+
+    @classmethod
+    def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> FinishedRow:
+        """What an engine answered to `request`."""
+        has_logprobs = request.sampling.logprobs and result.token_logprobs is not None
+        return cls(
+            fingerprint=fingerprint,
+            adapter_sha256=request.adapter_id,
+            completion=None if result.error is not None else result.text,
+            finish_reason=result.finish_reason,
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+            mode=result.mode,
+            attempts=attempts,
+            error=result.error,
+            token_ids=result.token_ids if has_logprobs else None,
+            token_logprobs=result.token_logprobs if has_logprobs else None,
+        )
+
+
+def encode_finished(rows: Iterable[FinishedRow]) -> bytes:
+    """Frames to append to a journal."""
+    bodies = (msgpack.packb(astuple(row), use_bin_type=True) for row in rows)
+    return b"".join(_HEAD.pack(len(body), zlib.crc32(body)) + body for body in bodies)
+
+
+def decode_finished(journal: bytes) -> Iterator[FinishedRow]:
+    """The rows of a journal, up to the first frame that is torn or damaged."""
+    start = 0
+    while start + _HEAD.size <= len(journal):
+        size, checksum = _HEAD.unpack_from(journal, start)
+        start += _HEAD.size
+        body = journal[start : start + size]
+        if len(body) < size or zlib.crc32(body) != checksum:
+            return
+        values = msgpack.unpackb(body, raw=False, use_list=False)
+        yield FinishedRow(*values)
+        start += size

@@ -1,0 +1,123 @@
+"""From a shard's rows and their answers to the bytes of its part file, and back.
+
+A part holds the input's columns with their exact types, then ours. Its schema is the same in every part of a
+job, so that readers may take the folder as one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..jobs.errors import DamagedRecordError
+from .finished_row import FinishedRow
+from .prepared_rows import passthrough_schema
+from .reader import RowError, ShardRows
+
+ANSWER_FIELDS = (
+    pa.field("completion", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int32()),
+    pa.field("completion_tokens", pa.int32()),
+    pa.field("error", pa.string()),
+    pa.field("adapter_sha256", pa.string()),
+    pa.field("mode", pa.string()),
+    pa.field("attempts", pa.int32()),
+)
+LOGPROB_FIELDS = (
+    pa.field("token_ids", pa.list_(pa.int32())),
+    pa.field("token_logprobs", pa.list_(pa.float32())),
+)
+
+
+def part_bytes(rows: ShardRows, finished: Mapping[str, FinishedRow], *, with_logprobs: bool) -> memoryview:
+    """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`.
+
+    Raises AssertionError naming the rows when an answer is missing: a part is whole or it is nothing.
+    """
+    missing = [r.request_id for r in rows.requests if not isinstance(r, RowError) and r.request_id not in finished]
+    assert not missing, f"shard {rows.shard_id}: {len(missing)} rows have no answer, first {missing[0]}"
+    answers = [
+        error_answer(request, fingerprint) if isinstance(request, RowError) else finished[request.request_id]
+        for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
+    ]
+    return _parquet(_with_answers(rows.table, answers, with_logprobs))
+
+
+def error_answer(row: RowError, fingerprint: bytes) -> FinishedRow:
+    """What the output says about a row that no engine saw."""
+    return FinishedRow(
+        fingerprint=fingerprint,
+        adapter_sha256=row.adapter_sha256 or None,
+        completion=None,
+        finish_reason="error",
+        prompt_tokens=row.prompt_tokens,
+        completion_tokens=0,
+        mode=None,
+        attempts=0,
+        error=row.sentence,
+    )
+
+
+def part_schema(prepared_schema: pa.Schema, *, with_logprobs: bool) -> pa.Schema:
+    """The schema of every part of a job whose prepared rows have this one."""
+    ours = ANSWER_FIELDS + (LOGPROB_FIELDS if with_logprobs else ())
+    return pa.schema([*passthrough_schema(prepared_schema), *ours])
+
+
+def finished_in_part(part: BinaryIO, rows: ShardRows, id_column: str) -> dict[str, FinishedRow]:
+    """Answers of a committed part that still hold: request id -> answer.
+
+    A row's answer holds when the row is asked today of the same adapter content. Error rows never hold: what
+    caused the error may have been repaired. Raises `DamagedRecordError` when the part does not fit the shard.
+    """
+    names = [field.name for field in ANSWER_FIELDS]
+    try:
+        table = pq.read_table(part)
+    except pa.ArrowInvalid as error:
+        raise DamagedRecordError(f"part of shard {rows.shard_id}: cannot be read back ({error}).") from None
+    is_ours = {id_column, *names} <= set(table.column_names)
+    if not is_ours or not table.column(id_column).equals(rows.table.column(id_column)):
+        raise DamagedRecordError(
+            f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {rows.num_rows} rows of the "
+            f"plan, compared by {id_column!r}. Start the job again with --overwrite."
+        )
+    names += [field.name for field in LOGPROB_FIELDS if field.name in table.column_names]
+    answers = table.select(names).to_pylist()
+    return {
+        request.request_id: _answer(answer, fingerprint)
+        for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
+        if not isinstance(request, RowError)
+        and answer["error"] is None
+        and answer["adapter_sha256"] == request.adapter_id
+    }
+
+
+def still_valid(finished: FinishedRow, adapter_id: str | None, fingerprint: bytes) -> bool:
+    """Whether an answer found in a journal answers this row as it is asked today."""
+    return finished.fingerprint == fingerprint and finished.adapter_sha256 == adapter_id
+
+
+def _answer(values: dict[str, Any], fingerprint: bytes) -> FinishedRow:
+    for name in ("token_ids", "token_logprobs"):
+        values[name] = None if values.get(name) is None else tuple(values[name])
+    return FinishedRow(fingerprint=fingerprint, **values)
+
+
+def _with_answers(table: pa.Table, answers: list[FinishedRow], with_logprobs: bool) -> pa.Table:
+    schema = part_schema(table.schema, with_logprobs=with_logprobs)
+    kept = passthrough_schema(table.schema).names
+    ours = [
+        pa.array([getattr(answer, field.name) for answer in answers], type=field.type)
+        for field in list(schema)[len(kept) :]
+    ]
+    return pa.Table.from_arrays([*(table.column(name) for name in kept), *ours], schema=schema)
+
+
+def _parquet(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return memoryview(sink.getvalue())
