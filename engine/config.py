@@ -144,7 +144,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """`ModelConfig` from the two JSON objects; both spellings (transformers 4 and 5) of every key."""
-    model_type = raw.get("model_type")
+    model_type = str(raw.get("model_type"))
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"config.json model_type={model_type!r}: not supported. Supported: {', '.join(sorted(FAMILIES))}."
@@ -189,7 +189,7 @@ def _decoder_config(family: str, raw: Mapping[str, Any], generation: Mapping[str
 def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     parameters = dict(raw.get("rope_parameters") or {})
     scaling = parameters or dict(raw.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    kind: RopeKind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0)
     if kind not in ("default", "linear", "llama3"):
         raise UnsupportedModelError(

@@ -88,7 +88,7 @@ class Decoder:
         )
         rotated = qkv[:, : model.num_heads + model.num_kv_heads]
         if model.has_qk_norm:
-            q, k = rotated.split((model.num_heads, model.num_kv_heads), dim=1)
+            q, k = rotated[:, : model.num_heads], rotated[:, model.num_heads :]
             q.copy_(self._norm(q, layer.prefix + "self_attn.q_norm.weight"))
             k.copy_(self._norm(k, layer.prefix + "self_attn.k_norm.weight"))
         rotate_(rotated, *rotary)

@@ -56,7 +56,7 @@ class Linear:
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of torch has the packed layout for this kind of weight."""
-    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def _pack(weight: Tensor) -> Tensor:

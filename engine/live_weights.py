@@ -96,5 +96,5 @@ def _effective(
     )
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

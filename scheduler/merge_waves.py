@@ -49,7 +49,8 @@ class MergeWaveBatcher:
         adapters, counts = np.unique(waiting[waiting >= 0], return_counts=True)
         enough = counts >= self.min_rows if self.min_rows is not None else np.zeros(len(adapters), bool)
         forced = np.array([self.must_merge(int(a)) for a in adapters], bool)
-        return adapters[enough | forced]
+        deserving: NDArray[np.int32] = adapters[enough | forced]
+        return deserving
 
     def _unmerged(self, view: BatchView, shared: NDArray[np.int64]) -> StepPlan:
         plan = self.inner.next_step(

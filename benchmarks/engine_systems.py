@@ -1,0 +1,170 @@
+"""One timed run of one system over an engine workload, in a process of its own.
+
+`python -m lorabatch.benchmarks.engine_systems SYSTEM WORKLOAD.json` prints one JSON object: seconds of serving (loading
+the base model excluded; adapters are loaded or merged inside the time), tokens out, memory, and the tokens
+themselves for comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.adapter import audit_adapter
+from ..engine.config import EngineConfig, Mode, read_model_config
+from ..engine.engine import Engine
+from ..engine.request import Request, SamplingParams
+from .engine_workload import BenchRow, EngineWorkload
+
+PEFT_BATCH = 32
+Tokens = list[list[int]]
+
+
+def run_ours(workload: EngineWorkload, mode: Mode, *, with_adapters: bool = True) -> tuple[float, Tokens]:
+    """Our engine; without adapters every row asks the base."""
+    engine = Engine(Path(workload.model), EngineConfig(mode=mode, max_batch_rows=64))
+    ids: dict[str, str] = {}
+    for name, folder in workload.adapters.items():
+        content = audit_adapter(Path(folder), engine.model, name).content_sha256
+        assert content is not None, f"{name}: refused"
+        engine.register_adapter(content, Path(folder), name)
+        ids[name] = content
+    warm = Request("warm", (100, 101, 102), None, SamplingParams(max_tokens=2, ignore_eos=True))
+    list(engine.run([warm]))
+    requests = [
+        Request(
+            str(i),
+            tuple(row.prompt_token_ids),
+            ids[row.adapter] if with_adapters else None,
+            SamplingParams(max_tokens=row.max_tokens, ignore_eos=True),
+        )
+        for i, row in enumerate(workload.rows)
+    ]
+    began = time.perf_counter()
+    results = {r.request_id: list(r.token_ids) for r in engine.run(requests)}
+    seconds = time.perf_counter() - began
+    return seconds, [results[str(i)] for i in range(len(requests))]
+
+
+def run_peft_merged(workload: EngineWorkload) -> tuple[float, Tokens]:
+    """transformers + PEFT: one adapter after another, merged, batches of 32 rows, left-padded `generate`."""
+    model = _peft_model(workload)
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(workload.rows):
+        rows_of[row.adapter].append(i)
+    tokens: Tokens = [[] for _ in workload.rows]
+    began = time.perf_counter()
+    for name, rows in rows_of.items():
+        model.set_adapter(name)
+        model.merge_adapter([name])
+        for batch in _batches(rows, workload):
+            _generate(model, batch, workload, tokens, {})
+        model.unmerge_adapter()
+    return time.perf_counter() - began, tokens
+
+
+def run_peft_mixed(workload: EngineWorkload) -> tuple[float, Tokens]:
+    """transformers + PEFT: mixed batches of 32 rows through `adapter_names`."""
+    model = _peft_model(workload)
+    tokens: Tokens = [[] for _ in workload.rows]
+    began = time.perf_counter()
+    for batch in _batches(list(range(len(workload.rows))), workload):
+        _generate(model, batch, workload, tokens, {"adapter_names": [workload.rows[i].adapter for i in batch]})
+    return time.perf_counter() - began, tokens
+
+
+def run_gemm_ceiling(workload: EngineWorkload) -> tuple[float, Tokens]:
+    """Nothing but the base model's matrix multiplications for the same tokens, in steps of the same sizes: prompts in
+    steps of 512 rows, answers as one batch that shrinks as rows end."""
+    model = read_model_config(Path(workload.model))
+    weights = [torch.randn(shape) for name, shape in model.linear_shapes().items() if name != "lm_head"]
+    head = torch.randn(model.linear_shapes()["lm_head"])
+    inputs = {n: torch.randn(512, n) for n in {w.shape[1] for w in [*weights, head]}}
+
+    def multiply(rows: int, sampled: int) -> None:
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]][:rows], weight)
+        if sampled:
+            torch.nn.functional.linear(inputs[head.shape[1]][:sampled], head)
+
+    lengths = sorted(row.max_tokens for row in workload.rows)
+    with torch.inference_mode():
+        multiply(64, 64)
+        began = time.perf_counter()
+        full, rest = divmod(workload.prompt_tokens, 512)
+        for rows in [512] * full + ([rest] if rest else []):
+            multiply(rows, 8)
+        for position in range(1, lengths[-1]):
+            alive = sum(length > position for length in lengths)
+            multiply(alive, alive)
+        return time.perf_counter() - began, []
+
+
+SYSTEMS: dict[str, Callable[[EngineWorkload], tuple[float, Tokens]]] = {
+    "lorabatch unmerged": lambda w: run_ours(w, "unmerged"),
+    "lorabatch merged": lambda w: run_ours(w, "merged"),
+    "lorabatch auto": lambda w: run_ours(w, "auto"),
+    "lorabatch no LoRA": lambda w: run_ours(w, "unmerged", with_adapters=False),
+    "PEFT merged": run_peft_merged,
+    "PEFT mixed": run_peft_mixed,
+    "GEMM ceiling": run_gemm_ceiling,
+}
+
+
+def _peft_model(workload: EngineWorkload) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32)
+    names = list(workload.adapters)
+    model = PeftModel.from_pretrained(base, workload.adapters[names[0]], adapter_name=names[0])
+    for name in names[1:]:
+        model.load_adapter(workload.adapters[name], adapter_name=name)
+    return model.eval()
+
+
+def _batches(rows: list[int], workload: EngineWorkload) -> list[list[int]]:
+    """Batches of rows of similar answer length, the favourable order for a batch that ends with its longest row."""
+    ordered = sorted(rows, key=lambda i: workload.rows[i].max_tokens)
+    return [ordered[i : i + PEFT_BATCH] for i in range(0, len(ordered), PEFT_BATCH)]
+
+
+@torch.inference_mode()
+def _generate(model: Any, batch: list[int], workload: EngineWorkload, tokens: Tokens, extra: dict[str, Any]) -> None:
+    rows: list[BenchRow] = [workload.rows[i] for i in batch]
+    width = max(len(r.prompt_token_ids) for r in rows)
+    ids = torch.tensor([[0] * (width - len(r.prompt_token_ids)) + r.prompt_token_ids for r in rows])
+    mask = torch.tensor([[0] * (width - len(r.prompt_token_ids)) + [1] * len(r.prompt_token_ids) for r in rows])
+    longest = max(r.max_tokens for r in rows)
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        min_new_tokens=longest,
+        max_new_tokens=longest,
+        pad_token_id=0,
+        **extra,
+    )
+    for i, row, generated in zip(batch, rows, out[:, width:].tolist(), strict=True):
+        tokens[i] = generated[: row.max_tokens]
+
+
+def main() -> None:
+    """Run the named system once and print its measurement."""
+    system, path = sys.argv[1], Path(sys.argv[2])
+    workload = EngineWorkload.read(path)
+    seconds, tokens = SYSTEMS[system](workload)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"system": system, "seconds": seconds, "peak_bytes": peak_bytes, "tokens": tokens}))
+
+
+if __name__ == "__main__":
+    main()
