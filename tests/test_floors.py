@@ -1,0 +1,34 @@
+"""Imports point down, and light rooms stay light: checked in fresh interpreters, where no other test has imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "triton", "dask", "distributed", "pyarrow", "transformers", "typer", "pandas")
+FORBIDDEN = {
+    "lorabatch": HEAVY,
+    "lorabatch.scheduler.scheduler": HEAVY,
+    "lorabatch.scheduler.waves": HEAVY,
+    "lorabatch.engine": HEAVY,
+    "lorabatch.engine.config": HEAVY,
+    "lorabatch.engine.request": HEAVY,
+    "lorabatch.engine.adapter": HEAVY,
+    "lorabatch.engine.tokenizer": HEAVY,
+    "lorabatch.engine.engine": ("dask", "distributed", "pyarrow", "transformers", "typer"),
+    "lorabatch.jobs.spec": ("torch", "triton", "dask", "distributed", "transformers", "typer"),
+    "lorabatch.jobs.store": ("torch", "triton", "dask", "distributed", "transformers", "typer"),
+    "lorabatch.kernels.segment_lora": ("dask", "distributed", "pyarrow", "transformers"),
+    "lorabatch.cli": ("torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas"),
+}
+
+
+@pytest.mark.parametrize("module", FORBIDDEN)
+def test_a_room_does_not_load_what_it_must_not(module: str) -> None:
+    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert loaded.isdisjoint(FORBIDDEN[module]), f"{module} loads {loaded & set(FORBIDDEN[module])}"
