@@ -1,0 +1,188 @@
+"""A zoo of adapters over tiny bases: built, changed and saved by PEFT itself, then damaged by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lorabatch.engine.adapter import AdapterAudit, audit_adapter
+from lorabatch.engine.config import ModelConfig, read_model_config
+
+VOCAB_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Base:
+    """A tiny random model on disk and in memory. Use `fresh()`: PEFT changes the models it is given."""
+
+    folder: Path
+    config: ModelConfig
+    model: Any
+
+    def fresh(self) -> Any:
+        """A copy of the model in memory."""
+        return copy.deepcopy(self.model)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An adapter as its trainer has it in memory, and its folder."""
+
+    base: Base
+    folder: Path
+    model: Any
+    vocab_size: int
+
+    def audit(self, **options: Any) -> AdapterAudit:
+        """The audit of the folder against the base it was made for."""
+        return audit_adapter(self.folder, self.base.config, "zoo", **options)
+
+    def logits(self) -> Any:
+        """PEFT's logits, unmerged: see `compute_logits`."""
+        return compute_logits(self.model, self.vocab_size)
+
+    def tensors(self) -> dict[str, Any]:
+        """All tensors of the folder, as NumPy arrays."""
+        from safetensors.numpy import load_file
+
+        return load_file(self.folder / "adapter_model.safetensors")
+
+    def write(self, tensors: Mapping[str, Any]) -> None:
+        """Replace the tensors of the folder."""
+        from safetensors.numpy import save_file
+
+        arrays = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
+        save_file(arrays, self.folder / "adapter_model.safetensors")
+
+    def rename(self, rename: Callable[[str], str]) -> None:
+        """Rename every tensor of the folder."""
+        self.write({rename(key): value for key, value in self.tensors().items()})
+
+    def configure(self, **changes: Any) -> None:
+        """Set keys of `adapter_config.json`; the value `...` removes a key."""
+        file = self.folder / "adapter_config.json"
+        value = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
+
+
+def logits(self) -> Any:
+        """PEFT's logits for every token of the vocabulary in turn, unmerged: [1, vocab_size, vocab_size]."""
+        return compute_logits(self.model, self.vocab_size)
+
+
+def compute_logits(model: Any, vocab_size: int) -> Any:
+    """Logits of a transformers or PEFT model over the whole vocabulary as one prompt."""
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.arange(vocab_size)[None]).logits
+
+
+def build_base(folder: Path, family: str, is_tied: bool) -> Base:
+    """A random two-layer model with grouped-query attention."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=is_tied,
+        pad_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Base(folder, read_model_config(folder), model)
+
+
+def train_adapter(base: Base, folder: Path, vocab_size: int = VOCAB_SIZE, **lora: Any) -> Trained:
+    """Have PEFT build an adapter, move everything trainable away from its start, and save it."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    settings: dict[str, Any] = {
+        "r": 2,
+        "lora_alpha": 5,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+        "init_lora_weights": False,
+    }
+    torch.manual_seed(1)
+    model = base.fresh()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if vocab_size != VOCAB_SIZE:
+            model.resize_token_embeddings(vocab_size)
+        trained = get_peft_model(model, LoraConfig(**(settings | lora))).eval()
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        trained.save_pretrained(folder)
+    return Trained(base, folder, trained, vocab_size)
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Base]:
+    """`bases(family, is_tied)`: each is built once."""
+    built: dict[tuple[str, bool], Base] = {}
+
+    def get(family: str, is_tied: bool) -> Base:
+        if (family, is_tied) not in built:
+            folder = tmp_path_factory.mktemp("bases") / f"{family}-{'tied' if is_tied else 'untied'}"
+            built[family, is_tied] = build_base(folder, family, is_tied)
+        return built[family, is_tied]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def llama(bases: Callable[[str, bool], Base]) -> Base:
+    """An untied Llama, without biases."""
+    return bases("llama", False)
+
+
+@pytest.fixture
+def logits() -> Callable[[Any, int], Any]:
+    """`logits(model, vocab_size)`: see `compute_logits`."""
+    return compute_logits
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., Trained]:
+    """`train(base, vocab_size=32, **lora_config)`: see `train_adapter`."""
+
+    def build(base: Base, **settings: Any) -> Trained:
+        return train_adapter(base, tmp_path / "adapter", **settings)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def plain_once(llama: Base, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("plain") / "adapter"
+    return train_adapter(llama, folder, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+@pytest.fixture
+def plain(plain_once: Trained, tmp_path: Path) -> Trained:
+    """A plain adapter on all projections of attention, in a folder that may be damaged."""
+    return replace(plain_once, folder=shutil.copytree(plain_once.folder, tmp_path / "plain"))
