@@ -22,6 +22,9 @@ from .step_batch import PageLayout, StepEntry
 from .waiting_rows import WaitingRows
 
 _NextUse = Callable[[str], float]
+# Where memory allows, runs are rounded up to this many pages: sequences of equal runs share attention calls.
+# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
+_RUN_PAGES = 4
 
 
 class RunningBatch:
@@ -133,9 +136,20 @@ class RunningBatch:
         def next_use(adapter_id: str) -> float:
             return positions.get(adapter_id, inf)
 
-        for position in plan.admit.tolist():
-            if not self._admit_row(rows[position], plan, next_use):
+        admitted = [rows[position] for position in plan.admit.tolist()]
+        if sum(map(self._rounded_pages, admitted)) <= self.pool.largest_free_run // 2:
+            # Memory is no concern: adapters first, then runs of equal size side by side.
+            if plan.mode == "unmerged":
+                for adapter_id in dict.fromkeys(s.request.adapter_id for s in admitted):
+                    if adapter_id is not None:
+                        self._make_resident(adapter_id, next_use)
+            admitted.sort(key=self._rounded_pages)
+        for sequence in admitted:
+            if not self._admit_row(sequence, plan, next_use):
                 break
+
+    def _rounded_pages(self, sequence: Sequence) -> int:
+        return -(-self._layout.pages_for_tokens(sequence.capacity_tokens) // _RUN_PAGES) * _RUN_PAGES
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: _NextUse) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
@@ -146,7 +160,8 @@ class RunningBatch:
                 return False
             # nothing runs: only the row's own adapter can stand in the middle of the pool
             self._make_room(pages, next_use, keep=None)
-        self.pool.allocate(_owner(sequence), pages)
+        if self.pool.allocate(_owner(sequence), self._rounded_pages(sequence)) is None:
+            self.pool.allocate(_owner(sequence), pages)
         if adapter_id is not None and not self._make_resident(adapter_id, next_use):
             self.pool.release(_owner(sequence))
             assert self._running, f"row {sequence.request.request_id} does not fit into an empty pool"
