@@ -3,6 +3,7 @@
     EngineError
     ├── UnsupportedModelError   the model folder asks for something this engine does not do exactly
     ├── ModelFilesError         the model folder is incomplete or damaged
+    ├── ChatTemplateError       the chat template cannot render these messages
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
     └── PoolExhaustedError      one request needs more pages than the whole pool holds
 
@@ -22,6 +23,10 @@ class UnsupportedModelError(EngineError):
 
 class ModelFilesError(EngineError):
     """A model file is missing, unreadable, or disagrees with `config.json`."""
+
+
+class ChatTemplateError(EngineError):
+    """The chat template cannot render these messages."""
 
 
 class AdapterRefusedError(EngineError):

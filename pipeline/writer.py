@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..jobs.errors import DamagedRecordError
-from .finished_row import FinishedRow
 from .prepared_rows import passthrough_schema
 from .reader import RowError, ShardRows
+from .row_answer import RowAnswer
 
 ANSWER_FIELDS = (
     pa.field("completion", pa.string()),
@@ -33,7 +33,7 @@ LOGPROB_FIELDS = (
 )
 
 
-def part_bytes(rows: ShardRows, finished: Mapping[str, FinishedRow], *, with_logprobs: bool) -> memoryview:
+def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], *, with_logprobs: bool) -> memoryview:
     """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`.
 
     Raises AssertionError naming the rows when an answer is missing: a part is whole or it is nothing.
@@ -47,9 +47,9 @@ def part_bytes(rows: ShardRows, finished: Mapping[str, FinishedRow], *, with_log
     return _parquet(_with_answers(rows.table, answers, with_logprobs))
 
 
-def error_answer(row: RowError, fingerprint: bytes) -> FinishedRow:
+def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
     """What the output says about a row that no engine saw."""
-    return FinishedRow(
+    return RowAnswer(
         fingerprint=fingerprint,
         adapter_sha256=row.adapter_sha256 or None,
         completion=None,
@@ -68,7 +68,7 @@ def part_schema(prepared_schema: pa.Schema, *, with_logprobs: bool) -> pa.Schema
     return pa.schema([*passthrough_schema(prepared_schema), *ours])
 
 
-def finished_in_part(part: BinaryIO, rows: ShardRows, id_column: str) -> dict[str, FinishedRow]:
+def answers_in_part(part: BinaryIO, rows: ShardRows, id_column: str) -> dict[str, RowAnswer]:
     """Answers of a committed part that still hold: request id -> answer.
 
     A row's answer holds when the row is asked today of the same adapter content. Error rows never hold: what
@@ -96,18 +96,18 @@ def finished_in_part(part: BinaryIO, rows: ShardRows, id_column: str) -> dict[st
     }
 
 
-def still_valid(finished: FinishedRow, adapter_id: str | None, fingerprint: bytes) -> bool:
+def still_valid(finished: RowAnswer, adapter_id: str | None, fingerprint: bytes) -> bool:
     """Whether an answer found in a journal answers this row as it is asked today."""
     return finished.fingerprint == fingerprint and finished.adapter_sha256 == adapter_id
 
 
-def _answer(values: dict[str, Any], fingerprint: bytes) -> FinishedRow:
+def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
     for name in ("token_ids", "token_logprobs"):
         values[name] = None if values.get(name) is None else tuple(values[name])
-    return FinishedRow(fingerprint=fingerprint, **values)
+    return RowAnswer(fingerprint=fingerprint, **values)
 
 
-def _with_answers(table: pa.Table, answers: list[FinishedRow], with_logprobs: bool) -> pa.Table:
+def _with_answers(table: pa.Table, answers: list[RowAnswer], with_logprobs: bool) -> pa.Table:
     schema = part_schema(table.schema, with_logprobs=with_logprobs)
     kept = passthrough_schema(table.schema).names
     ours = [

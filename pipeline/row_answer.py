@@ -1,4 +1,4 @@
-"""`FinishedRow`: what the output says about one row, and its form in the journals of unfinished shards.
+"""`RowAnswer`: what the output says about one row, and its form in the journals of unfinished shards.
 
 A journal is a run of frames: length and CRC-32 (four bytes each, little-endian), then msgpack. A process may
 die in the middle of a write, so a journal is read up to its first frame that is not whole.
@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<II")
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRow:
+class RowAnswer:
     """The answer to one row. `fingerprint` and `adapter_sha256` (None: base model) say what it answers.
 
     `mode` is None for rows that no engine served. `token_ids` and `token_logprobs` are kept only where the
@@ -39,7 +39,7 @@ class FinishedRow:
     token_logprobs: tuple[float, ...] | None = None
 
     @classmethod
-    def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> FinishedRow:
+    def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
         """What an engine answered to `request`."""
         has_logprobs = request.sampling.logprobs and result.token_logprobs is not None
         return cls(
@@ -57,13 +57,13 @@ class FinishedRow:
         )
 
 
-def encode_finished(rows: Iterable[FinishedRow]) -> bytes:
+def encode_answers(rows: Iterable[RowAnswer]) -> bytes:
     """Frames to append to a journal."""
     bodies = (msgpack.packb(astuple(row), use_bin_type=True) for row in rows)
     return b"".join(_HEAD.pack(len(body), zlib.crc32(body)) + body for body in bodies)
 
 
-def decode_finished(journal: bytes) -> Iterator[FinishedRow]:
+def decode_answers(journal: bytes) -> Iterator[RowAnswer]:
     """The rows of a journal, up to the first frame that is torn or damaged."""
     start = 0
     while start + _HEAD.size <= len(journal):
@@ -73,5 +73,5 @@ def decode_finished(journal: bytes) -> Iterator[FinishedRow]:
         if len(body) < size or zlib.crc32(body) != checksum:
             return
         values = msgpack.unpackb(body, raw=False, use_list=False)
-        yield FinishedRow(*values)
+        yield RowAnswer(*values)
         start += size
