@@ -118,9 +118,7 @@ class CostModel:
         self, rank: int, *, batch_rows: int, prompt_tokens: float = 512.0, output_tokens: float = 128.0
     ) -> float:
         """Tokens per second of one replica serving only adapters of this rank (LoRAServe section IV-A)."""
-        seconds = self.row_seconds(
-            prompt_tokens, output_tokens, batch_rows=batch_rows, rank=rank, num_adapters=1
-        )
+        seconds = self.row_seconds(prompt_tokens, output_tokens, batch_rows=batch_rows, rank=rank, num_adapters=1)
         return float((prompt_tokens + output_tokens) / seconds)
 
     def scaled(self, factor: float) -> CostModel:

@@ -26,9 +26,7 @@ class LengthModel:
     row has finished, a row is expected to use this share of its `max_tokens`.
     """
 
-    def __init__(
-        self, adapter_names: Sequence[str], *, prior_share: float = 0.5, prior_rows: float = 8.0
-    ) -> None:
+    def __init__(self, adapter_names: Sequence[str], *, prior_share: float = 0.5, prior_rows: float = 8.0) -> None:
         assert 0 < prior_share <= 1, f"prior_share={prior_share}"
         self._slot = {name: i for i, name in enumerate(adapter_names)}
         self._slot[""] = len(adapter_names)

@@ -68,9 +68,7 @@ def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
     return CostModel.from_json({**prior.to_json(), **named, "fit_r_squared": r_squared})
 
 
-def nonnegative_least_squares(
-    matrix: NDArray[np.float64], target: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
     """`x >= 0` minimising `|matrix @ x - target|`, by Lawson and Hanson's active sets.
 
     `matrix` `[num_samples, num_features]`, `target` `[num_samples]`. Columns are scaled first, so features

@@ -155,8 +155,7 @@ class Scheduler:
         state.failed_on |= {event.replica_id}
         if state.failures >= self._settings.max_failures:
             return self._fail(
-                f"Shard {event.shard_id} failed {state.failures} times, "
-                f"last on {event.replica_id}: {event.reason}"
+                f"Shard {event.shard_id} failed {state.failures} times, last on {event.replica_id}: {event.reason}"
             )
         self._requeue(state)
         return []
@@ -170,8 +169,7 @@ class Scheduler:
             state.losses += 1
             if state.losses >= self._settings.max_losses:
                 return self._fail(
-                    f"Shard {shard_id} was open on {state.losses} replicas when they were lost, "
-                    f"last on {replica_id}."
+                    f"Shard {shard_id} was open on {state.losses} replicas when they were lost, last on {replica_id}."
                 )
             self._requeue(state)
         del self._replicas[replica_id]
@@ -213,9 +211,7 @@ class Scheduler:
         remaining = self._backlog.num_rows + sum(r.open_rows for r in self._replicas.values())
         num_replicas = max(len(self._replicas), self._settings.expected_replicas)
         share = -(-remaining // num_replicas)
-        hungry = {
-            r.replica_id: r for r in self._replicas.values() if r.open_rows < self._wanted_rows(r, share)
-        }
+        hungry = {r.replica_id: r for r in self._replicas.values() if r.open_rows < self._wanted_rows(r, share)}
         while hungry and self._backlog:
             replica = min(hungry.values(), key=lambda r: (r.open_rows / r.batch_rows, r.replica_id))
             command = self._open_next(replica, self._backlog)
@@ -249,9 +245,7 @@ class Scheduler:
         """Raise AssertionError, with the failing sum, when the state contradicts itself."""
         owned = {s: r.replica_id for r in self._replicas.values() for s in r.rows_left}
         for shard_id, state in self._shards.items():
-            assert owned.get(shard_id) == state.owner, (
-                f"shard {shard_id}: owner {state.owner}, open on {owned}"
-            )
+            assert owned.get(shard_id) == state.owner, f"shard {shard_id}: owner {state.owner}, open on {owned}"
             places = state.is_committed + (state.owner is not None) + (shard_id in self._backlog_of(state))
             assert places == 1 or self._is_over, f"shard {shard_id} is in {places} places, expected 1"
         uncommitted = sum(not s.is_committed for s in self._shards.values())

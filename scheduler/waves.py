@@ -80,13 +80,9 @@ class ShardPlan:
         assert ends == (0, num_rows), f"offsets run from {ends[0]} to {ends[1]}, expected 0 to {num_rows}"
         sizes = np.diff(self.shard_offsets)
         for shard, size in zip(self.shards, sizes, strict=True):
-            assert shard.num_rows == size > 0, (
-                f"shard {shard.shard_id}: {shard.num_rows} rows, offsets say {size}"
-            )
+            assert shard.num_rows == size > 0, f"shard {shard.shard_id}: {shard.num_rows} rows, offsets say {size}"
             assert shard.mode in get_args(ShardMode), f"shard {shard.shard_id}: mode {shard.mode!r}"
-        assert [s.shard_id for s in self.shards] == list(range(len(self.shards))), (
-            "shard ids are not 0, 1, 2, …"
-        )
+        assert [s.shard_id for s in self.shards] == list(range(len(self.shards))), "shard ids are not 0, 1, 2, …"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +119,8 @@ def plan_shards(
     if workload.num_rows == 0:
         return ShardPlan(np.zeros(0, np.int64), np.zeros(1, np.int64), ())
     limits = limits or ShardLimits()
-    output = (
-        workload.max_tokens.astype(np.float64) if predicted_output_tokens is None else predicted_output_tokens
-    )
-    work = np.where(
-        workload.max_tokens > 0, output + limits.prompt_token_weight * workload.prompt_tokens, 0.0
-    )
+    output = workload.max_tokens.astype(np.float64) if predicted_output_tokens is None else predicted_output_tokens
+    work = np.where(workload.max_tokens > 0, output + limits.prompt_token_weight * workload.prompt_tokens, 0.0)
     target_rows = shard_rows(workload.num_rows, batch_rows, num_replicas, limits)
     pool = _pool_of_adapter(workload, target_rows)
     order = _row_order(workload, output, work, pool)
@@ -271,9 +263,7 @@ def _describe(
 ) -> Shard:
     has_work = workload.max_tokens[rows] > 0
     present = np.unique(workload.adapter_index[rows][has_work])
-    mode: ShardMode = (
-        "none" if not has_work.any() else "base" if (present == BASE_MODEL).all() else "unmerged"
-    )
+    mode: ShardMode = "none" if not has_work.any() else "base" if (present == BASE_MODEL).all() else "unmerged"
     return Shard(
         shard_id=shard_id,
         wave_id=wave_id,

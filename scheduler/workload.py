@@ -52,9 +52,9 @@ class Workload:
 
     def rows_per_adapter(self) -> NDArray[np.int64]:
         """`[num_adapters + 1]`: rows of each adapter; the last entry counts the base model's rows."""
-        return np.bincount(
-            self.adapter_index % (len(self.adapters) + 1), minlength=len(self.adapters) + 1
-        ).astype(np.int64)
+        return np.bincount(self.adapter_index % (len(self.adapters) + 1), minlength=len(self.adapters) + 1).astype(
+            np.int64
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming the array and the first bad row, when the numbers contradict each
@@ -62,9 +62,7 @@ class Workload:
         """
         for name, array, dtype in self._arrays():
             assert array.dtype == dtype, f"{name}: dtype {array.dtype}, expected {np.dtype(dtype)}"
-            assert array.shape == (self.num_rows,), (
-                f"{name}: shape {array.shape}, expected ({self.num_rows},)"
-            )
+            assert array.shape == (self.num_rows,), f"{name}: shape {array.shape}, expected ({self.num_rows},)"
         names = [adapter.name for adapter in self.adapters]
         assert len(set(names)) == len(names), "adapters: names must be unique"
         _assert_rows("adapter_index", self.adapter_index, self.adapter_index >= BASE_MODEL)

@@ -88,9 +88,7 @@ def test_row_seconds_add_up_to_the_steps_of_a_full_batch():
 
 def test_loading_from_a_peer_beats_storage():
     model = H200_LLAMA_3_8B
-    assert (
-        model.load_seconds(1e9, "host") < model.load_seconds(1e9, "peer") < model.load_seconds(1e9, "storage")
-    )
+    assert model.load_seconds(1e9, "host") < model.load_seconds(1e9, "peer") < model.load_seconds(1e9, "storage")
 
 
 def test_a_slower_replica_keeps_its_bandwidths():

@@ -24,9 +24,7 @@ def make_samples(model, count, noise, seed=0):
             rank_sum=adapters * int(rng.integers(8, 65)),
             rank_tokens=(decode + prefill) * int(rng.integers(8, 65)) * (adapters > 0),
         )
-        samples.append(
-            StepSample(load, float(model.step_seconds(load) * (1 + noise * rng.standard_normal())))
-        )
+        samples.append(StepSample(load, float(model.step_seconds(load) * (1 + noise * rng.standard_normal()))))
     return samples
 
 

@@ -177,9 +177,7 @@ class Storm:
     """Plays an arbitrary cluster against a scheduler and keeps the books independently."""
 
     def __init__(self, num_shards, seed_moves):
-        self.scheduler = Scheduler(
-            make_shards(num_shards, waves=3), settings=SchedulerSettings(max_losses=10**6)
-        )
+        self.scheduler = Scheduler(make_shards(num_shards, waves=3), settings=SchedulerSettings(max_losses=10**6))
         self.moves = seed_moves
         self.open = {}
         self.committed = set()

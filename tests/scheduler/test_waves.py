@@ -74,9 +74,7 @@ def test_within_an_adapter_the_longest_rows_come_first():
 
 def test_shards_are_numbered_by_falling_work():
     lengths = np.random.default_rng(2).integers(1, 500, 1000)
-    plan = plan_shards(
-        make_workload([0] * 900 + [1] * 100, max_tokens=lengths), batch_rows=16, num_replicas=2
-    )
+    plan = plan_shards(make_workload([0] * 900 + [1] * 100, max_tokens=lengths), batch_rows=16, num_replicas=2)
     work = [shard.predicted_output_tokens + 0.1 * shard.prompt_tokens for shard in plan.shards]
     assert all(later <= earlier + max(work) / 4 for earlier, later in pairwise(work))
     assert min(work[:-4]) >= max(work[-2:]) - max(work) / 4

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lorabatch.scheduler.loraserve import Routing, assign_loraserve, moved_bytes, server_budget
+
+POINTS = {8: 1000.0, 16: 900.0, 32: 800.0, 64: 600.0, 128: 400.0}
+
+
+def place(ranks, demand, num_servers, **more):
+    routing = assign_loraserve(np.array(ranks), np.array(demand, float), POINTS, num_servers, **more)
+    routing.check_integrity()
+    return routing
+
+
+def utilisation_of(routing, ranks, demand):
+    return (np.array(demand) / [POINTS[r] for r in ranks]) @ routing.fraction
+
+
+def test_step_1_and_2_give_each_rank_its_share_of_servers():
+    # Utilisation 2.0 at rank 8 and 2.0 at rank 128 over four servers: two servers each.
+    ranks, utilisation = np.array([8, 8, 128]), np.array([1.5, 0.5, 2.0])
+    assert server_budget(ranks, utilisation, 4) == {8: 2, 128: 2}
+
+
+def test_rounding_never_hands_out_more_servers_than_there_are():
+    ranks = np.array([8, 16, 32, 64])
+    assert sum(server_budget(ranks, np.full(4, 1.5), 6).values()) == 6
+
+
+def test_ranks_with_a_budget_are_kept_apart():
+    routing = place([8, 8, 128, 128], [500, 500, 200, 200], 2)
+    for server in range(2):
+        present = np.flatnonzero(routing.fraction[:, server])
+        assert len({(8, 8, 128, 128)[a] for a in present}) == 1
+
+
+def test_a_popular_adapter_is_split_over_servers():
+    routing = place([8, 8], [3000, 1000], 4)
+    assert (routing.fraction[0] > 0).sum() == 3
+    assert utilisation_of(routing, [8, 8], [3000, 1000]) == pytest.approx([1.0] * 4)
+
+
+def test_a_rank_without_a_budget_joins_the_server_of_the_next_higher_one():
+    # Rank 64 wants 0.1 of a server, so it is left over; rank 128's server has room and is not slowed by it.
+    ranks, demand = [8, 64, 128], [1000, 60, 360]
+    routing = place(ranks, demand, 2)
+    server_of_128 = int(np.argmax(routing.fraction[2]))
+    assert routing.fraction[1, server_of_128] > 0.5
+    assert routing.fraction[0, server_of_128] < 0.1
+
+
+def test_moves_are_avoided_when_nothing_changed():
+    ranks, demand = [8, 8, 16, 128, 128, 64], [900, 300, 500, 100, 200, 300]
+    first = place(ranks, demand, 4)
+    shuffled = Routing(first.fraction[:, [2, 0, 3, 1]])
+    again = place(ranks, demand, 4, previous=shuffled)
+    assert moved_bytes(again, shuffled, np.ones(6)) == 0
+    assert np.allclose(again.fraction, shuffled.fraction)
+
+
+def test_big_adapters_stay_when_something_must_move():
+    previous = Routing(np.array([[1.0, 0.0], [0.0, 1.0]]))
+    routing = place([8, 128], [1000, 400], 2, previous=previous, weight_bytes=np.array([1.0, 100.0]))
+    assert routing.fraction[1, 1] == 1.0
+
+
+def test_the_routing_table_of_figure_13_splits_an_adapter():
+    routing = Routing(np.array([[0.7, 0.3]]))
+    assert routing.table() == [(0, 0, 0.7), (0, 1, 0.3)]
+    assert [routing.server_of(0, u) for u in (0.0, 0.69, 0.71, 0.999)] == [0, 0, 1, 1]
+
+
+def test_one_server_takes_everything():
+    assert place([8, 64, 128], [1, 2, 3], 1).fraction.tolist() == [[1.0], [1.0], [1.0]]
+
+
+def test_no_adapter_is_an_empty_routing():
+    assert place([], [], 3).table() == []
+
+
+def test_without_any_demand_adapters_are_still_spread():
+    routing = place([8] * 8, [0.0] * 8, 4)
+    assert (routing.fraction > 0).sum(axis=0).max() <= 3
+
+
+def test_an_unprofiled_rank_is_named():
+    with pytest.raises(KeyError, match="24"):
+        place([24], [1.0], 1)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    ranks=st.lists(st.sampled_from(sorted(POINTS)), min_size=1, max_size=40),
+    num_servers=st.integers(1, 12),
+    seed=st.integers(0, 10**6),
+)
+def test_requests_are_never_lost_and_load_is_even(ranks, num_servers, seed):
+    rng = np.random.default_rng(seed)
+    demand = rng.pareto(1.2, len(ranks)) * rng.integers(0, 2, len(ranks))
+    routing = place(ranks, demand, num_servers)
+    if demand.any():
+        used = utilisation_of(routing, ranks, demand)
+        assert used.max() <= used.sum() / num_servers * (1 + 1e-6) + 1e-9
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 10**6))
+def test_permuting_never_moves_more_than_leaving_names_alone(num_adapters, num_servers, seed):
+    rng = np.random.default_rng(seed)
+    ranks = rng.choice(sorted(POINTS), num_adapters)
+    size = rng.integers(1, 100, num_adapters).astype(float)
+    before = place(ranks, rng.random(num_adapters) + 0.01, num_servers)
+    demand = rng.random(num_adapters) + 0.01
+    plain = place(ranks, demand, num_servers)
+    permuted = place(ranks, demand, num_servers, previous=before, weight_bytes=size)
+    assert moved_bytes(permuted, before, size) <= moved_bytes(plain, before, size) + 1e-9
