@@ -1,0 +1,178 @@
+"""The Parquet files behind `--input`, and what their footers say. No row is read here."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+
+from .errors import JobRequestError
+from .location import options_for, storage_reason
+from .record import InputFile
+from .secrets import redacted_url
+
+_SUFFIXES = (".parquet", ".pq", ".parq")
+_MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
+_TAIL_BYTES = 8
+_PARALLEL_FOOTERS = 16
+_PROBLEMS_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """One file and its Arrow schema."""
+
+    file: InputFile
+    schema: pa.Schema
+
+
+def read_footers(url: str, storage_options: Mapping[str, Any]) -> tuple[Footer, ...]:
+    """Footers of all files, in the order of their names.
+
+    `url`: a file, a folder (all Parquet files below it, without names that start with `_` or `.`) or a glob.
+    Raises `JobRequestError` naming every file that cannot be used.
+    """
+    options = options_for(url, storage_options)
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **options)
+        paths = _find(fs, path)
+    except JobRequestError:
+        raise
+    except Exception as error:
+        raise JobRequestError(f"input={redacted_url(url)!r}: {storage_reason(error, options)}") from None
+    if not paths:
+        raise JobRequestError(
+            f"input={redacted_url(url)!r}: no Parquet files there. Expected a .parquet file, a folder with such "
+            "files, or a glob that matches some."
+        )
+    names = _names(paths, path)
+
+    def read(path: str) -> Footer | str:
+        return _read_footer(fs, path, names[path], options)
+
+    with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
+        outcomes = list(pool.map(read, paths))
+    problems = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    if len(problems) > _PROBLEMS_SHOWN:
+        problems[_PROBLEMS_SHOWN:] = [f"input: {len(problems) - _PROBLEMS_SHOWN} more files cannot be read."]
+    if problems:
+        raise JobRequestError(*problems)
+    return tuple(outcome for outcome in outcomes if isinstance(outcome, Footer))
+
+
+def unified_schema(footers: tuple[Footer, ...]) -> pa.Schema:
+    """One schema for all files: a column that a file lacks is null there.
+
+    Raises `JobRequestError` naming the file and the column when two files disagree on a type, and when a file
+    has two columns of one name.
+    """
+    problems = []
+    unified = pa.schema([])
+    for footer in footers:
+        repeated = sorted({name for name in footer.schema.names if footer.schema.names.count(name) > 1})
+        if repeated:
+            problems.append(f"input file {footer.file.name!r}: has several columns named {repeated[0]!r}.")
+            continue
+        for field in footer.schema.remove_metadata():
+            try:
+                unified = pa.unify_schemas([unified, pa.schema([field])], promote_options="default")
+            except (pa.ArrowInvalid, pa.ArrowTypeError):
+                problems.append(
+                    f"input file {footer.file.name!r}: column {field.name!r} is {field.type}, but "
+                    f"{unified.field(field.name).type} in {footers[0].file.name!r}. Give all files one type."
+                )
+    if problems:
+        raise JobRequestError(*dict.fromkeys(problems))
+    return unified
+
+
+def pack_schema(schema: pa.Schema) -> str:
+    """A schema as text, for records."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def unpack_schema(text: str) -> pa.Schema:
+    """The schema that `pack_schema` packed."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+def _find(fs: Any, path: str) -> list[str]:
+    if any(sign in path for sign in "*?[") and not fs.exists(path):
+        return sorted(found for found in fs.glob(path) if fs.isfile(found))
+    if fs.isfile(path):
+        return [path]
+    if not fs.exists(path):
+        raise FileNotFoundError(path)
+    root = path.rstrip("/")
+    below = {found: found[len(root) :].strip("/").split("/") for found in fs.find(root)}
+    visible = {found: parts for found, parts in below.items() if not any(part.startswith(("_", ".")) for part in parts)}
+    partitioned = [part for parts in visible.values() for part in parts[:-1] if "=" in part]
+    if partitioned:
+        raise JobRequestError(
+            f"input: the folder is partitioned by {partitioned[0].split('=')[0]!r} ({partitioned[0]}/…), and "
+            "columns kept in folder names are not read. Write that column into the files."
+        )
+    return sorted(found for found in visible if found.lower().endswith(_SUFFIXES))
+
+
+def _names(paths: list[str], root: str) -> dict[str, str]:
+    """Path -> a short name, unique in the job: below the folder given, or the file name."""
+    folder = root.rstrip("/") + "/"
+    short = {path: path.removeprefix(folder).rsplit("/", 1)[-1] for path in paths}
+    if len(set(short.values())) == len(paths):
+        return short
+    parts = [path.split("/") for path in paths]
+    common = 0
+    while len({tuple(p[: common + 1]) for p in parts}) == 1:
+        common += 1
+    return {path: "/".join(p[common:]) for path, p in zip(paths, parts, strict=True)}
+
+
+def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any]) -> Footer | str:
+    """The footer, or a sentence that says why the file is refused."""
+    try:
+        with fs.open(path, "rb") as file:
+            footer, size = _footer_bytes(file)
+            metadata = pq.read_metadata(io.BytesIO(_MAGIC + footer))
+    except (pa.ArrowException, ValueError) as error:
+        return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
+    except Exception as error:
+        return f"input file {name!r}: {storage_reason(error, options)}"
+    url = path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
+    return Footer(
+        InputFile(
+            url=url,
+            name=name,
+            size_bytes=size,
+            footer_sha256=hashlib.sha256(footer).hexdigest(),
+            row_group_rows=tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)),
+        ),
+        metadata.schema.to_arrow_schema(),
+    )
+
+
+def _footer_bytes(file: BinaryIO) -> tuple[bytes, int]:
+    """The footer with its length and magic, and the file's size. Raises ValueError."""
+    size = file.seek(0, io.SEEK_END)
+    if size < len(_MAGIC) + _TAIL_BYTES:
+        raise ValueError(f"{size} bytes are too few")
+    file.seek(size - _TAIL_BYTES)
+    tail = file.read(_TAIL_BYTES)
+    if tail.endswith(_ENCRYPTED_MAGIC):
+        raise ValueError("its footer is encrypted, which is not supported")
+    if not tail.endswith(_MAGIC):
+        raise ValueError("it does not end as Parquet files do; it may be cut off")
+    length = int.from_bytes(tail[:4], "little")
+    if length + len(_MAGIC) + _TAIL_BYTES > size:
+        raise ValueError(f"its footer of {length} bytes is larger than the file")
+    file.seek(size - _TAIL_BYTES - length)
+    return file.read(length + _TAIL_BYTES), size
