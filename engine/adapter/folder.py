@@ -5,13 +5,13 @@ Nothing of the folder is executed or unpickled, and an index file cannot point o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterRefusedError
+from .strict_json import parse_object
 from .tensor_file import TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"
@@ -54,11 +54,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise AdapterRefusedError(f"{path}: not a folder. Name the folder that holds {CONFIG_NAME}.")
     try:
-        value = json.loads(
-            file.read_bytes().decode("utf-8-sig"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant,
-        )
+        return parse_object(file.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise AdapterRefusedError(
             f"{CONFIG_NAME}: missing. Without it rank and scaling are unknown; save the adapter with "
@@ -66,24 +62,10 @@ def read_config_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise AdapterRefusedError(f"{CONFIG_NAME}: cannot be read ({error.strerror}).") from None
-    except (ValueError, RecursionError) as error:
-        raise AdapterRefusedError(f"{CONFIG_NAME}: not valid JSON ({error}). Save the adapter again.") from None
-    if not isinstance(value, dict):
-        raise AdapterRefusedError(f"{CONFIG_NAME}: holds {type(value).__name__}, expected a JSON object.")
-    return value
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"key {twice[0]!r} is given twice")
-    return value
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number")
+    except ValueError as error:
+        raise AdapterRefusedError(
+            f"{CONFIG_NAME}: not a valid JSON object ({error}). Save the adapter again."
+        ) from None
 
 
 def open_folder(path: Path) -> AdapterFolder:
@@ -145,10 +127,9 @@ def _sharded(path: Path, index: Path) -> dict[str, TensorEntry]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        value = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-        weight_map = value["weight_map"]
+        weight_map = parse_object(index.read_bytes())["weight_map"]
         shards = set(weight_map.values())
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AdapterRefusedError(
             f"{INDEX_NAME}: expected a JSON object with weight_map ({type(error).__name__}: {error}). "
             "Copy the adapter again."

@@ -98,7 +98,7 @@ RENAMINGS: tuple[Renaming, ...] = (
     Renaming(()),
     Renaming((("model.language_model.", "model."),), "tensor names begin with model.language_model, read as model"),
     Renaming((("language_model.", ""),), "tensor names begin with language_model, which is left out"),
-    Renaming((("", "model."),), "tensor names begin below model, which is put in front"),
+    Renaming((("lm_head", "lm_head"), ("", "model.")), "tensor names begin below model, which is put in front"),
 )
 
 

@@ -144,7 +144,7 @@ def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -
     """Modules with tensors and modules the configuration targets must be the same."""
     layout, config, renaming = contents.layout, contents.config, contents.renaming
     modules = [renaming.to_trained(module) for module in layout.adaptable]
-    expected = targeted(config, modules, renaming.to_trained(HEAD))
+    expected = targeted(config, modules, renaming.to_trained(HEAD), layout.family)
     if layout.is_tied and ties_targets(config):
         expected |= {renaming.to_trained(layout.embedding), renaming.to_trained(HEAD)}
     for module in sorted(expected - found):

@@ -6,32 +6,34 @@ All names here are those of the trained model, because the patterns in the confi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .config import AdapterConfig
 
 ALL_LINEAR = "all-linear"
 EMBEDDING_NAMES = ("embed_tokens", "lm_head")
-# What PEFT targets when target_modules is null, for each family.
-DEFAULT_TARGETS: tuple[str, ...] = ("q_proj", "v_proj")
-FAMILIES_WITH_DEFAULT_TARGETS = ("llama", "mistral", "qwen2", "qwen3")
+# What PEFT targets when target_modules is null; it names nothing for other families.
+DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("llama", "mistral", "qwen2", "qwen3"), ("q_proj", "v_proj")
+)
 
 
-def targeted(config: AdapterConfig, modules: Iterable[str], head: str) -> set[str]:
+def targeted(config: AdapterConfig, modules: Iterable[str], head: str, family: str) -> set[str]:
     """Those of `modules` that the configuration targets. `head` is the output layer, which all-linear leaves out."""
-    return {module for module in modules if not _is_excluded(config, module) and _is_target(config, module, head)}
+    names = DEFAULT_TARGETS.get(family, ()) if config.target_modules is None else config.target_modules
+    return {
+        module for module in modules if not _is_excluded(config, module) and _is_target(config, names, module, head)
+    }
 
 
-def _is_target(config: AdapterConfig, module: str, head: str) -> bool:
-    targets = config.target_modules
+def _is_target(config: AdapterConfig, targets: str | tuple[str, ...], module: str, head: str) -> bool:
     if isinstance(targets, str):
         if targets.lower() == ALL_LINEAR:
             return module != head and module.rpartition(".")[2] != "embed_tokens"
         return re.fullmatch(targets, module) is not None
-    names = DEFAULT_TARGETS if targets is None else targets
-    if module in names:
+    if module in targets:
         return True
-    return any(module.endswith(f".{name}") for name in names) and _is_layer_chosen(config, module)
+    return any(module.endswith(f".{name}") for name in targets) and _is_layer_chosen(config, module)
 
 
 def _is_layer_chosen(config: AdapterConfig, module: str) -> bool:

@@ -8,7 +8,6 @@ and never touches tensor bytes unless asked.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import struct
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterRefusedError
+from .strict_json import parse_object
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 # Bytes per element; only the float types of FLOAT_TYPES can hold adapter weights.
@@ -53,13 +53,11 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 raise _damaged(path, f"its header claims {header_bytes} bytes of a file of {file_bytes}")
-            header = json.loads(file.read(header_bytes))
+            header = parse_object(file.read(header_bytes))
     except OSError as error:
         raise AdapterRefusedError(f"{path.name}: cannot be read ({error.strerror}). Check its permissions.") from None
     except ValueError as error:
-        raise _damaged(path, f"its header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
+        raise _damaged(path, f"its header is not a JSON object ({error})") from None
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
     entries = tuple(_entry(path, key, value, data_start) for key, value in header.items())

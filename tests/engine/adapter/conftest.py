@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from lorabatch.engine.adapter import AdapterAudit, audit_adapter
 from lorabatch.engine.config import ModelConfig, read_model_config
 
@@ -72,11 +71,6 @@ class Trained:
         file = self.folder / "adapter_config.json"
         value = json.loads(file.read_text()) | changes
         file.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
-
-
-def logits(self) -> Any:
-        """PEFT's logits for every token of the vocabulary in turn, unmerged: [1, vocab_size, vocab_size]."""
-        return compute_logits(self.model, self.vocab_size)
 
 
 def compute_logits(model: Any, vocab_size: int) -> Any:
