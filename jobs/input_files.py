@@ -92,7 +92,8 @@ def unified_schema(footers: tuple[Footer, ...]) -> pa.Schema:
                 )
     if problems:
         raise JobRequestError(*dict.fromkeys(problems))
-    return unified
+    everywhere = set.intersection(*(set(footer.schema.names) for footer in footers)) if footers else set()
+    return pa.schema([f if f.name in everywhere else f.with_nullable(True) for f in unified])
 
 
 def pack_schema(schema: pa.Schema) -> str:

@@ -1,0 +1,203 @@
+"""The rows of one chunk while it is indexed: added batch by batch, then ordered by adapter and written.
+
+Shapes: rows `[num_rows]` in input order; after `order()`, in the chunk file's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ..engine.request import SamplingParams
+from ..engine.tokenizer import Tokenizer
+from ..jobs.input_columns import DEFAULT_ID_COLUMN
+from ..jobs.spec import PROMPT_ROLES, SAMPLING_FIELDS
+from . import prepared_rows as prepared
+from .chunk_file import ChunkRef
+from .fingerprints import id_hash, prefix_hash, row_fingerprint
+from .index_job import IndexJob
+from .row_checks import (
+    ErrorKind,
+    RowDraft,
+    check_length,
+    check_messages,
+    check_text,
+    check_token_ids,
+    read_sampling,
+)
+from .row_sampling import sampling_overrides
+
+_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "fingerprint", "error_kind")
+
+
+class ChunkRows:
+    """Collects checked rows. Holds one row group in memory, as Arrow columns."""
+
+    def __init__(self, chunk: ChunkRef, job: IndexJob, tokenizer: Tokenizer) -> None:
+        self._chunk = chunk
+        self._job = job
+        self._tokenizer = tokenizer
+        self._prompt_role = next(role for role in PROMPT_ROLES if role in job.roles)
+        self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
+        self._batches: list[pa.RecordBatch] = []
+        self._numbers: list[pa.RecordBatch] = []
+        self._num_rows = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Check and tokenise the next rows of the chunk."""
+        columns = {role: _values(batch.column(name)) for role, name in self._job.roles.items()}
+        undecodable = _take_undecodable(columns)
+        drafts = self._drafts(columns, batch.num_rows)
+        for row, problem in undecodable:
+            drafts[row].reject(ErrorKind.PROMPT, problem)
+        self._tokenise(drafts)
+        for draft in drafts:
+            check_length(draft, self._job.max_context_tokens)
+        adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
+        self._append(batch, drafts, adapters)
+        self._num_rows += batch.num_rows
+
+    def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows sorted by adapter, the base model first, otherwise as in the input; and where record batches
+        begin: `[num_batches + 1]` offsets into that order.
+        """
+        names = pa.chunked_array([batch.column("adapter") for batch in self._numbers])
+        codes = names.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
+        rank = np.argsort(np.argsort(codes.dictionary.to_numpy(zero_copy_only=False)))
+        adapter = rank[codes.indices.to_numpy(zero_copy_only=False)]
+        order = np.argsort(adapter, kind="stable")
+        starts = np.flatnonzero(np.diff(adapter[order], prepend=-1))
+        ends = np.append(starts[1:], len(order))
+        cuts = [np.arange(start, end, prepared.BATCH_ROWS) for start, end in zip(starts, ends, strict=True)]
+        return order, np.append(np.concatenate(cuts), len(order))
+
+    def prepared_batches(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[pa.RecordBatch]:
+        """The rows as the chunk file holds them."""
+        table = pa.Table.from_batches(self._batches).unify_dictionaries().combine_chunks()
+        return [
+            table.take(pa.array(order[start:end])).combine_chunks().to_batches()[0]
+            for start, end in pairwise(offsets.tolist())
+        ]
+
+    def index(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> pa.Table:
+        """The numbers of the rows, in the same order, with the place of each: record batch and row in it."""
+        sizes = np.diff(offsets)
+        batch = np.repeat(np.arange(len(sizes)), sizes)
+        row = np.arange(len(order)) - offsets[:-1][batch]
+        numbers = pa.Table.from_batches(self._numbers).take(pa.array(order))
+        columns = {
+            "adapter": numbers.column("adapter").combine_chunks().dictionary_encode(),
+            **{name: numbers.column(name) for name in _NUMBERS},
+            "batch": pa.array(batch, pa.int32()),
+            "row": pa.array(row, pa.int32()),
+        }
+        return pa.table(columns, schema=prepared.INDEX_SCHEMA)
+
+    def _drafts(self, columns: Mapping[str, list[Any]], num_rows: int) -> list[RowDraft]:
+        own = [name for name in SAMPLING_FIELDS if name in columns]
+        drafts = []
+        for row in range(num_rows):
+            row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
+            sampling, problems = self._sampling({name: columns[name][row] for name in own})
+            draft = RowDraft(row_id, sampling)
+            if row_id is None:
+                draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row.")
+            self._check_prompt(draft, columns[self._prompt_role][row])
+            for problem in problems:
+                draft.reject(ErrorKind.SAMPLING, f"{problem}.")
+            drafts.append(draft)
+        return drafts
+
+    def _made_up_id(self, row: int) -> str:
+        return f"{self._chunk.file_name}:{self._chunk.first_row + self._num_rows + row}"
+
+    def _sampling(self, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
+        """Rows mostly repeat a few combinations of values."""
+        key = tuple(tuple(v) if isinstance(v, list) else (type(v), v) for v in values.values())
+        if key not in self._samplings:
+            self._samplings[key] = read_sampling(self._job.sampling, values)
+        return self._samplings[key]
+
+    def _check_prompt(self, draft: RowDraft, value: Any) -> None:
+        if self._prompt_role == "prompt":
+            check_text(draft, value)
+        elif self._prompt_role == "messages":
+            check_messages(draft, value, self._tokenizer.render)
+        else:
+            check_token_ids(draft, value, self._job.vocab_size)
+
+    def _tokenise(self, drafts: list[RowDraft]) -> None:
+        waiting = [draft for draft in drafts if draft.text is not None]
+        texts = [draft.text or "" for draft in waiting]
+        encoded = self._tokenizer.encode_batch(texts, is_rendered=self._prompt_role == "messages")
+        for draft, tokens in zip(waiting, encoded, strict=True):
+            draft.tokens, draft.text = tokens, None
+
+    def _append(self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None]) -> None:
+        first = self._num_rows
+        places = range(first, first + len(drafts))
+        fingerprints = [row_fingerprint(d.row_id, d.tokens or (), d.sampling) for d in drafts]
+        ours = (
+            [f"{self._chunk.chunk_id}:{place}" for place in places],
+            adapters,
+            [draft.tokens for draft in drafts],
+            [None if d.problems else sampling_overrides(self._job.sampling, d.sampling) for d in drafts],
+            [" ".join(draft.problems) or None for draft in drafts],
+            fingerprints,
+            [f"{self._chunk.file_name}:{self._chunk.first_row + place}" for place in places],
+        )
+        fields = list(batch.schema)
+        columns = list(batch.columns)
+        if "id" not in self._job.roles:
+            fields.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
+            columns.append(pa.array([draft.row_id for draft in drafts], pa.string()))
+        for column, values in zip(prepared.PREPARED_FIELDS, ours, strict=True):
+            fields.append(column)
+            columns.append(pa.array(values, column.type))
+        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
+        self._numbers.append(_numbers(drafts, adapters, fingerprints))
+
+
+def _numbers(drafts: list[RowDraft], adapters: list[str | None], fingerprints: list[bytes]) -> pa.RecordBatch:
+    """The index's numbers of a few rows. Error rows have `max_tokens` 0: they need no engine."""
+    values = {
+        "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
+        "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
+        "prefix_hash": [prefix_hash(draft.tokens or ()) for draft in drafts],
+        "id_hash": [id_hash(draft.row_id) for draft in drafts],
+        "fingerprint": fingerprints,
+        "error_kind": [int(draft.kind) for draft in drafts],
+    }
+    columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
+    return pa.RecordBatch.from_pydict({"adapter": pa.array(adapters, pa.string()), **columns})
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Python values; text that is not UTF-8 becomes the error that says so, in its own row only."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(item) for item in column]
+
+
+def _take_undecodable(columns: Mapping[str, list[Any]]) -> list[tuple[int, str]]:
+    """(row, problem) of values that are not UTF-8; they are null from here on."""
+    found = []
+    for role, values in columns.items():
+        for row, value in enumerate(values):
+            if isinstance(value, UnicodeDecodeError):
+                found.append((row, f"{role}: not valid UTF-8 text ({value.reason})."))
+                values[row] = None
+    return found
+
+
+def _value(item: pa.Scalar) -> Any:
+    try:
+        return item.as_py()
+    except UnicodeDecodeError as error:
+        return error

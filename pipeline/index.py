@@ -1,0 +1,105 @@
+"""The index: every input row checked, rendered, tokenised and fingerprinted, one chunk per Parquet row group.
+
+A chunk becomes two Arrow files (`prepared_rows.py`): its rows, ready to run, and a few numbers per row for the
+planner. Rows never leave the machine that indexes them; only counts are returned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+
+from ..engine.tokenizer import Tokenizer
+from ..jobs.local_copy import local_folder
+from ..jobs.record import JobRecord
+from ..jobs.store import JobStore
+from .chunk_file import ChunkRef, DamagedChunkError, read_chunk
+from .chunk_rows import ChunkRows
+from .index_job import IndexJob
+from .prepared_rows import arrow_file
+from .row_checks import ErrorKind
+
+_KEY = b"lorabatch.index_key"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSummary:
+    """Counts of one chunk. `rows_per_adapter`: "" counts the base model's rows. `errors`: kind -> rows.
+
+    `damage`: why the row group cannot be read; then nothing was written and all counts are 0.
+    """
+
+    chunk_id: int
+    num_rows: int = 0
+    prompt_tokens: int = 0
+    rows_per_adapter: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, int] = field(default_factory=dict)
+    damage: str | None = None
+
+
+def list_chunks(record: JobRecord) -> tuple[ChunkRef, ...]:
+    """One chunk per row group that has rows, in input order."""
+    chunks: list[ChunkRef] = []
+    for file in record.input.files:
+        first_row = 0
+        for row_group, num_rows in enumerate(file.row_group_rows):
+            if num_rows:
+                chunks.append(ChunkRef(len(chunks), file.url, file.name, row_group, first_row, num_rows))
+            first_row += num_rows
+    return tuple(chunks)
+
+
+def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary:
+    """Index one chunk, unless that is done already. Safe to repeat, and to run twice at once.
+
+    Bad rows become error rows. A row group that cannot be read is reported in the summary. Raises
+    `StorageError` when the model cannot be had or the output cannot be written.
+    """
+    if store.has_index(chunk.chunk_id):
+        with arrow_file(store.index_source(chunk.chunk_id)) as reader:
+            if (reader.schema.metadata or {}).get(_KEY) == job.key.encode():
+                return _summary(chunk.chunk_id, reader.read_all())
+    folder = local_folder(job.model_url, job.storage_options)
+    rows = ChunkRows(chunk, job, _tokenizer(folder, job.now))
+    try:
+        for batch in read_chunk(chunk, job.schema_ipc, job.storage_options):
+            rows.add(batch)
+    except DamagedChunkError as damage:
+        return ChunkSummary(chunk.chunk_id, damage=str(damage))
+    order, batches = rows.order()
+    store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches)))
+    index = rows.index(order, batches).replace_schema_metadata({_KEY: job.key.encode()})
+    store.write_index(chunk.chunk_id, _ipc_bytes(index.combine_chunks().to_batches()))
+    return _summary(chunk.chunk_id, index)
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(folder: Path, now: str) -> Tokenizer:
+    return Tokenizer.from_folder(folder, now=datetime.fromisoformat(now))
+
+
+def _ipc_bytes(batches: list[pa.RecordBatch]) -> memoryview:
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(sink, batches[0].schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return memoryview(sink.getvalue())
+
+
+def _summary(chunk_id: int, index: pa.Table) -> ChunkSummary:
+    kinds = Counter(index.column("error_kind").to_pylist())
+    adapters = Counter(index.column("adapter").to_pylist())
+    return ChunkSummary(
+        chunk_id=chunk_id,
+        num_rows=index.num_rows,
+        prompt_tokens=sum(index.column("prompt_tokens").to_pylist()),
+        rows_per_adapter={name or "": count for name, count in adapters.items()},
+        errors={ErrorKind(kind).name.lower(): count for kind, count in kinds.items() if kind},
+    )

@@ -1,0 +1,43 @@
+"""`IndexJob`: what indexing a chunk needs to know of the job. Travels to the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.request import SamplingParams
+from ..jobs.record import JobRecord, index_key
+
+
+@dataclass(frozen=True, slots=True)
+class IndexJob:
+    """What indexing a chunk needs to know. `key`: index files written under another key are stale.
+
+    `now`: the time that chat templates are told; that of the job's start, so that a resumed job asks the same.
+    """
+
+    model_url: str
+    sampling: SamplingParams
+    roles: Mapping[str, str]
+    schema_ipc: str
+    vocab_size: int
+    max_context_tokens: int
+    key: str
+    now: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_record(cls, record: JobRecord, storage_options: Mapping[str, Any]) -> IndexJob:
+        """For a frozen job."""
+        return cls(
+            model_url=record.model.url,
+            sampling=record.sampling,
+            roles=record.input.roles,
+            schema_ipc=record.input.schema_ipc,
+            vocab_size=record.model.vocab_size,
+            max_context_tokens=record.model.max_context_tokens,
+            key=index_key(record),
+            now=record.created_at,
+            storage_options=storage_options,
+        )
