@@ -122,8 +122,8 @@ def _refuse_duplicates(store: JobStore, index: JobIndex) -> None:
         f"{request_id!r} at {', '.join(found[:3])}" for request_id, found in list(repeated.items())[:_IDS_SHOWN]
     )
     raise JobRequestError(
-        f"id: {len(repeated)} ids occur more than once ({shown}). Every row needs an id of its own; make them unique, or "
-        "leave the id column out with --column id=OTHER and ids are made from file and row number."
+        f"id: {len(repeated)} ids occur more than once ({shown}). Every row needs an id of its own: make them unique, "
+        "or name another column with --column id=OTHER."
     )
 
 

@@ -1,0 +1,117 @@
+"""The Dask cluster a job runs on: embedded in this process, or one that runs already."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import dask
+from distributed import Client, LocalCluster
+
+from .. import __version__
+from ..jobs.errors import JobFailedError, JobRequestError
+from ..jobs.spec import JobSpec
+
+DEFAULT_WORKERS = 2
+_CONNECT_TIMEOUT = "10s"
+# Index tasks use one thread each; shard tasks secede and do not count.
+_TASK_THREADS = 1
+# For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
+# not to blame; a job without workers must end some day.
+_SETTINGS: dict[str, Any] = {
+    "distributed.scheduler.work-stealing": False,
+    "distributed.scheduler.allowed-failures": 100,
+    "distributed.scheduler.worker-ttl": "60s",
+    "distributed.scheduler.no-workers-timeout": "10m",
+    "distributed.comm.timeouts.connect": _CONNECT_TIMEOUT,
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+}
+
+
+@contextmanager
+def connected(spec: JobSpec) -> Iterator[Client]:
+    """A client of the cluster that `spec.cluster` names: `local` starts one and ends it afterwards.
+
+    Raises `JobRequestError` when the address is malformed or nobody answers, and `JobFailedError` when the
+    cluster's workers cannot run this version of lorabatch.
+    """
+    if spec.cluster == "local":
+        with _embedded(spec.workers or DEFAULT_WORKERS) as client:
+            yield client
+        return
+    with _existing(spec.cluster) as client:
+        check_workers(client)
+        yield client
+
+
+def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
+    """CPU threads of one engine. An embedded cluster shares this machine's cores; elsewhere engines choose."""
+    if spec.engine_threads is not None:
+        return spec.engine_threads
+    if spec.cluster != "local":
+        return None
+    return max(1, _usable_cores() // num_workers)
+
+
+def check_workers(client: Client) -> None:
+    """Raise `JobFailedError` naming the workers that lack lorabatch or have another version of it."""
+    found = client.run(_version_on_worker)
+    wrong = {address: have for address, have in found.items() if have != __version__}
+    if wrong:
+        shown = ", ".join(f"{address} has {have or 'none'}" for address, have in list(wrong.items())[:5])
+        raise JobFailedError(
+            f"cluster: {len(wrong)} of {len(found)} workers do not have lorabatch {__version__} ({shown}). Install "
+            "this version in the workers' environment."
+        )
+
+
+def _version_on_worker() -> str | None:
+    try:
+        from lorabatch import __version__ as version
+    except ImportError:
+        return None
+    return version
+
+
+@contextmanager
+def _embedded(num_workers: int) -> Iterator[Client]:
+    with dask.config.set(_SETTINGS), warnings.catch_warnings():
+        # another dashboard on the default port is no reason to worry a user
+        warnings.filterwarnings("ignore", message="Port .* is already in use")
+        cluster = LocalCluster(
+            n_workers=num_workers,
+            threads_per_worker=_TASK_THREADS,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+            memory_limit=None,
+            silence_logs=False,
+        )
+        try:
+            with Client(cluster, set_as_default=False) as client:
+                yield client
+        finally:
+            cluster.close()
+
+
+@contextmanager
+def _existing(address: str) -> Iterator[Client]:
+    try:
+        client = Client(address, set_as_default=False, timeout=_CONNECT_TIMEOUT)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise JobRequestError(
+            f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected 'local' or "
+            "an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached."
+        ) from None
+    with client:
+        yield client
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
