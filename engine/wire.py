@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgpack
 
@@ -19,14 +19,14 @@ from .telemetry import EngineTelemetry
 _LENGTH = struct.Struct("<I")
 
 
-def write_frame(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+def write_frame(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     """Write one message and flush. Raises `OSError` when the other side is gone."""
     body = msgpack.packb(message, use_bin_type=True)
     stream.write(_LENGTH.pack(len(body)) + body)
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
+def read_frame(stream: IO[bytes]) -> dict[str, Any] | None:
     """The next message, or None at the end of the stream (also when it ends inside a frame)."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:

@@ -100,7 +100,7 @@ class RowLedger:
             self.finished(request_id)
         return to_abort
 
-    def crashed(self) -> list[str]:
+    def crashed(self) -> list[LedgerRow]:
         """The process died: its rows wait again, suspects in groups. Returns the rows given up."""
         group = list(self._in_engine)
         self._in_engine.clear()
@@ -117,7 +117,7 @@ class RowLedger:
             self._suspect_groups.append(suspects)
         return []
 
-    def _split(self, group: list[str]) -> list[str]:
+    def _split(self, group: list[str]) -> list[LedgerRow]:
         if len(group) > 1:
             middle = len(group) // 2
             self._suspect_groups.extendleft([group[middle:], group[:middle]])
@@ -128,7 +128,7 @@ class RowLedger:
             row.crashes_alone += 1
             if row.crashes_alone >= CRASHES_ALONE_TO_GIVE_UP:
                 self.finished(request_id)
-                given_up.append(request_id)
+                given_up.append(row)
             else:
                 self._suspect_groups.appendleft([request_id])
         return given_up

@@ -27,7 +27,7 @@ def run_until_empty(ledger: RowLedger, poison: set[str], accidents: int = 0, see
         if poison.intersection(in_process) or has_accident:
             accidents -= has_accident
             num_crashes += 1
-            given_up |= set(ledger.crashed())
+            given_up |= {row.request.request_id for row in ledger.crashed()}
             in_process = []
             ledger.check_integrity()
         else:

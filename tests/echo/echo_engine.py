@@ -1,10 +1,10 @@
 """An engine whose answers can be checked by arithmetic: the engine's interface without a model.
 
-`answer` computes what a row must come back with from its prompt tokens, adapter and stream, so a lost,
-repeated or mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds per step),
-`batch_rows`, and what to fail on: `crash_on_token` kills the process when a prompt with that token is in the
-batch, `raise_on_token` raises, `refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a
-sentence.
+`answer` computes what a row must come back with from its prompt tokens, adapter and stream, so a lost, repeated or
+mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds per step), `batch_rows`, `gate` (a
+file; while it is missing nothing moves on), and what to fail on: `crash_on_token` kills the process when a prompt with
+that token is in the batch, `raise_on_token` raises, `refuse_adapters` lists adapter ids that cannot be loaded,
+`fail_start` is a sentence.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class EchoEngine:
 
     def step(self) -> list[Result]:
         time.sleep(self._options.get("step_s", 0.0))
+        if not Path(self._options.get("gate", "/")).exists():
+            time.sleep(0.01)
+            return []
         self._num_steps += 1
         batch = list(self._queue.values())[: self._batch_rows]
         self._fail_if_asked(batch)

@@ -1,0 +1,112 @@
+"""One engine process as its host sees it: start it, send to it, hear from it, end it.
+
+`multiprocessing` children are refused in nannied workers, so this is a plain subprocess; closing its standard
+input ends it, also when this process is killed. Its standard error goes to a log file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..engine.errors import EngineError
+from ..engine.wire import read_frame, write_frame
+from .messages import EngineSettings
+
+Listener = Callable[["EngineChild", dict[str, Any]], None]
+
+# Libraries read these before they load; the nanny has set some of them to 1 for the worker itself.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class EngineChild:
+    """A child process that may still be starting. `listener` hears every message, in a thread of the child's
+    own, and last of all `{"op": "exited", "reason": …}`, exactly once.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, find_model: Callable[[], Path], log_path: Path, listener: Listener
+    ) -> None:
+        self._settings = settings
+        self._find_model = find_model
+        self._log_path = log_path
+        self._listener = listener
+        self._process: subprocess.Popen[bytes] | None = None
+        self._write_lock = threading.Lock()
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="engine child", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, once it runs."""
+        return self._process.pid if self._process else None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message. A process that is gone is no error here: its exit is reported on its own."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        with self._write_lock, contextlib.suppress(OSError, ValueError):
+            write_frame(process.stdin, message)
+
+    def stop(self) -> None:
+        """End the process now: its work in progress is lost, its finished rows were sent already."""
+        self._is_stopped.set()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the process and its thread are gone."""
+        self._thread.join(timeout_s)
+
+    def _live(self) -> None:
+        reason = "it was stopped"
+        try:
+            model = self._find_model()
+            if not self._is_stopped.is_set():
+                reason = self._converse(model)
+        except Exception as error:
+            self._listener(self, {"op": "fatal", "error": str(error), "is_permanent": isinstance(error, EngineError)})
+            reason = "it could not be started"
+        self._listener(self, {"op": "exited", "reason": reason})
+
+    def _converse(self, model: Path) -> str:
+        """Run the process to its end; how it ended."""
+        with self._log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lorabatch.engine.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment(),
+                # Ctrl-C in a terminal reaches the whole foreground group; engines end when they are told to.
+                start_new_session=True,
+            )
+        self._process = process
+        if self._is_stopped.is_set():
+            process.kill()
+        assert process.stdout is not None
+        assert process.stdin is not None
+        config = asdict(self._settings.config)
+        self.send({"op": "start", "model": str(model), "factory": self._settings.factory, "config": config})
+        while (message := read_frame(process.stdout)) is not None:
+            self._listener(self, message)
+        code = process.wait()
+        process.stdout.close()
+        with self._write_lock, contextlib.suppress(OSError):
+            process.stdin.close()
+        return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+
+    def _environment(self) -> dict[str, str]:
+        threads = self._settings.config.num_threads
+        chosen = dict.fromkeys(_THREAD_VARIABLES, str(threads)) if threads else {}
+        return {**os.environ, **chosen}

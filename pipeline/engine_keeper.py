@@ -1,0 +1,266 @@
+"""Keeps one engine process alive and its rows accounted for. No Dask: `engine_host.py` puts it on a worker.
+
+All state belongs to one thread, which takes messages from a queue: from the engine process, from tasks that
+open or give up shards, and from `close`. Results go straight to the shard that waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..engine.request import Request, Result
+from ..engine.wire import pack_request, unpack_result, unpack_telemetry
+from .engine_child import EngineChild
+from .errors import EngineFailedError, ShardAbandonedError
+from .host_meter import HostMeter
+from .messages import AdapterSource, EngineSettings, HostReport
+from .open_shard import OpenShard, ServedRow
+from .restart_policy import GiveUp, RestartPolicy
+from .row_ledger import RowLedger
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 1.0
+# A step of a big prefill may take long; a stopped or hung process takes longer.
+SILENCE_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAdapter:
+    """An adapter's content in a local folder."""
+
+    source: AdapterSource
+    folder: Path
+
+
+class EngineKeeper:
+    """One engine process, restarted when it dies, and the open shards whose rows it works on.
+
+    `find_model` returns the local model folder (it may download). `send_report` is called about once a second.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        find_model: Callable[[], Path],
+        log_path: Path,
+        send_report: Callable[[HostReport], None],
+        worker: str,
+    ) -> None:
+        self._new_child = partial(EngineChild, settings, find_model, log_path, self._overhear)
+        self._send_report = send_report
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._ledger = RowLedger()
+        self._policy = RestartPolicy()
+        self._meter = HostMeter(worker, settings.config.max_batch_rows)
+        self._shards: list[OpenShard] = []
+        # request id -> the shard that waits for it, and the request.
+        self._waits: dict[str, tuple[OpenShard, Request]] = {}
+        self._adapters: dict[str, LocalAdapter] = {}
+        self._known_to_child: set[str] = set()
+        self._fatal: dict[str, Any] = {}
+        self._failure: Exception | None = None
+        self._is_closed = False
+        self._restart_at_s: float | None = None
+        self._report_at_s = 0.0
+        self._heard_s = time.monotonic()
+        self._child = self._new_child()
+        self._thread = threading.Thread(target=self._run, name="engine keeper", daemon=True)
+        self._thread.start()
+
+    # Called from other threads
+
+    def open(self, shard_id: int, requests: Iterable[Request], adapters: Iterable[LocalAdapter]) -> OpenShard:
+        """Give rows to the engine; results arrive at the returned shard under the same request ids, which must
+        be unique among all rows open here.
+        """
+        shard = OpenShard(shard_id, requests)
+        self._inbox.put(("open", (shard, tuple(adapters))))
+        return shard
+
+    def abandon(self, shard: OpenShard) -> None:
+        """Nobody waits for this shard any more; its rows leave the engine."""
+        self._inbox.put(("abandon", shard))
+
+    def close(self, timeout_s: float) -> None:
+        """Fail what is open with `ShardAbandonedError` and end the process; wait for both."""
+        self._inbox.put(("close", None))
+        self._thread.join(timeout_s)
+        self._child.join(timeout_s)
+
+    def _overhear(self, child: EngineChild, message: dict[str, Any]) -> None:
+        self._inbox.put(("child", (child, message)))
+
+    # Everything below runs in the keeper's own thread
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                kind, content = self._inbox.get(timeout=self._patience_s())
+            except queue.Empty:
+                pass
+            else:
+                self._handle(kind, content)
+            self._watch_silence()
+            self._restart_if_due()
+            self._feed()
+            self._report_if_due()
+
+    def _patience_s(self) -> float:
+        due_s = min(self._report_at_s, self._restart_at_s or self._report_at_s)
+        return max(0.001, due_s - time.monotonic())
+
+    def _handle(self, kind: str, content: Any) -> None:
+        match kind:
+            case "open":
+                self._open(*content)
+            case "abandon":
+                self._abandon(content)
+            case "close":
+                self._close()
+            case "child":
+                child, message = content
+                if child is self._child:
+                    self._heard_s = time.monotonic()
+                    self._hear(message)
+
+    def _open(self, shard: OpenShard, adapters: Sequence[LocalAdapter]) -> None:
+        if self._failure is not None:
+            shard.fail(self._failure)
+            return
+        self._shards.append(shard)
+        self._adapters.update({adapter.source.adapter_id: adapter for adapter in adapters})
+        self._waits.update({request.request_id: (shard, request) for request in shard.requests})
+        self._ledger.add(shard.requests)
+
+    def _abandon(self, shard: OpenShard) -> None:
+        if shard in self._shards:
+            self._shards.remove(shard)
+            names = [request.request_id for request in shard.requests]
+            for name in names:
+                self._waits.pop(name, None)
+            to_abort = self._ledger.forget(names)
+            if to_abort:
+                self._child.send({"op": "abort", "request_ids": to_abort})
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._child.stop()
+        self._fail(ShardAbandonedError("The worker stopped before the shard was done."))
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = failure
+        for shard in self._shards:
+            shard.fail(failure)
+        self._shards.clear()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "ready":
+                logger.info("engine process %d ready after %.1f s", message["pid"], message["load_s"])
+                self._policy.started()
+                self._meter.process_started(message["pid"])
+                self._report_at_s = 0.0
+            case "results":
+                self._policy.row_finished()
+                for raw in message["results"]:
+                    self._finish(unpack_result(raw))
+            case "progress":
+                self._meter.engine_said(unpack_telemetry(message["telemetry"]))
+            case "fatal":
+                self._fatal = message
+            case "exited":
+                self._child_exited(str(self._fatal.get("error", message["reason"])))
+
+    def _finish(self, result: Result) -> None:
+        """Hand a result on, unless nobody waits for it any more."""
+        if result.request_id in self._ledger:
+            num_crashes = self._ledger.crashes_of(result.request_id)
+            self._ledger.finished(result.request_id)
+            self._hand_on(ServedRow(result, num_crashes))
+
+    def _hand_on(self, row: ServedRow) -> None:
+        shard, request = self._waits.pop(row.result.request_id)
+        self._meter.row_finished(request.adapter_id, row.result.completion_tokens)
+        shard.deliver(row)
+        if not shard.num_unfinished:
+            self._shards.remove(shard)
+
+    def _child_exited(self, reason: str) -> None:
+        logger.warning("engine process ended: %s (%d rows in it)", reason, self._ledger.num_in_engine)
+        is_permanent = bool(self._fatal.get("is_permanent", False))
+        self._fatal = {}
+        self._known_to_child.clear()
+        self._meter.process_died(reason)
+        self._give_up_rows(reason)
+        verdict = self._policy.died(reason, is_permanent)
+        if isinstance(verdict, GiveUp):
+            self._meter.set(state="failed", error=verdict.reason)
+            self._fail(EngineFailedError(f"The engine on {self._meter.latest.worker}: {verdict.reason}"))
+        else:
+            self._restart_at_s = time.monotonic() + verdict.delay_s
+        self._report_at_s = 0.0
+
+    def _give_up_rows(self, reason: str) -> None:
+        for row in self._ledger.crashed():
+            error = f"the engine process died each time it worked on this row, last because {reason}"
+            self._hand_on(ServedRow(_error_result(row.request, error), row.crashes))
+
+    def _watch_silence(self) -> None:
+        is_working = self._meter.latest.state == "ready" and self._ledger.num_in_engine > 0
+        if is_working and time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
+            logger.error("engine process silent for %.0f s; it is replaced", SILENCE_LIMIT_S)
+            self._heard_s = time.monotonic()
+            self._child.stop()
+
+    def _restart_if_due(self) -> None:
+        if self._restart_at_s is not None and time.monotonic() >= self._restart_at_s and not self._is_closed:
+            self._restart_at_s = None
+            self._child = self._new_child()
+
+    def _feed(self) -> None:
+        """Send the rows that may run, and first the adapters this process has not heard of."""
+        if self._meter.latest.state != "ready" or self._is_closed:
+            return
+        requests = self._ledger.take()
+        needed = dict.fromkeys(r.adapter_id for r in requests if r.adapter_id is not None)
+        for adapter_id in needed:
+            if adapter_id not in self._known_to_child:
+                adapter = self._adapters[adapter_id]
+                self._child.send(
+                    {
+                        "op": "adapter",
+                        "adapter_id": adapter_id,
+                        "path": str(adapter.folder),
+                        "name": adapter.source.name,
+                    }
+                )
+                self._known_to_child.add(adapter_id)
+        if requests:
+            self._child.send({"op": "add", "requests": [pack_request(request) for request in requests]})
+
+    def _report_if_due(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._report_at_s:
+            self._report_at_s = now_s + REPORT_INTERVAL_S
+            self._send_report(self._meter.report(self._shards))
+
+
+def _error_result(request: Request, error: str) -> Result:
+    return Result(
+        request_id=request.request_id,
+        token_ids=(),
+        text="",
+        finish_reason="error",
+        prompt_tokens=len(request.prompt_token_ids),
+        mode="base" if request.adapter_id is None else "unmerged",
+        error=error,
+    )

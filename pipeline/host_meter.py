@@ -1,0 +1,81 @@
+"""Turns what an engine process says and what its host counts into one `HostReport` after another."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ..engine.telemetry import EngineTelemetry
+from .messages import FinishedRows, HostReport
+from .open_shard import OpenShard
+
+
+class HostMeter:
+    """The latest state of one host, and what finished since its last report."""
+
+    def __init__(self, worker: str, batch_rows: int) -> None:
+        self._latest = HostReport(worker, "starting", batch_rows)
+        self._rows: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._counted_s = time.monotonic()
+        self._counted: tuple[int, int] = (0, 0)
+
+    @property
+    def latest(self) -> HostReport:
+        """The state as last set."""
+        return self._latest
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the coming reports."""
+        self._latest = replace(self._latest, **changes)
+
+    def process_started(self, pid: int) -> None:
+        """A new engine process is ready: its token counts start at 0."""
+        self._counted_s, self._counted = time.monotonic(), (0, 0)
+        self.set(state="ready", engine_pid=pid)
+
+    def process_died(self, reason: str) -> None:
+        """The engine process is gone."""
+        self.set(
+            state="restarting",
+            error=reason,
+            engine_pid=None,
+            num_crashes=self._latest.num_crashes + 1,
+            running_rows=0,
+            tokens_per_s=0.0,
+            prompt_tokens_per_s=0.0,
+            resident_adapter_ids=(),
+        )
+
+    def row_finished(self, adapter_id: str | None, output_tokens: int) -> None:
+        """A row came back."""
+        self._rows[adapter_id or ""] += 1
+        self._tokens[adapter_id or ""] += output_tokens
+
+    def engine_said(self, telemetry: EngineTelemetry) -> None:
+        """A snapshot from the engine process; rates are over the time since the one before."""
+        now_s = time.monotonic()
+        seconds = max(now_s - self._counted_s, 1e-3)
+        prompt_before, generated_before = self._counted
+        self._counted_s = now_s
+        self._counted = (telemetry.prompt_tokens, telemetry.generated_tokens)
+        self.set(
+            running_rows=telemetry.num_running,
+            tokens_per_s=(telemetry.generated_tokens - generated_before) / seconds,
+            prompt_tokens_per_s=(telemetry.prompt_tokens - prompt_before) / seconds,
+            mode=telemetry.mode,
+            resident_adapter_ids=telemetry.resident_adapter_ids,
+            pages_used=telemetry.pages_used,
+            pages_total=telemetry.pages_total,
+        )
+
+    def report(self, open_shards: Iterable[OpenShard]) -> HostReport:
+        """The next report; what finished is counted in one report only."""
+        finished = tuple(FinishedRows(a, n, self._tokens[a]) for a, n in self._rows.items())
+        self._rows.clear()
+        self._tokens.clear()
+        shards = tuple((shard.shard_id, shard.num_unfinished) for shard in open_shards)
+        return replace(self._latest, open_shards=shards, finished=finished)

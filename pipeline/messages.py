@@ -1,0 +1,106 @@
+"""What travels between client, scheduler and workers: small, frozen, plain values. Prompts never do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from ..engine.config import EngineConfig
+
+ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
+
+HostState = Literal["starting", "ready", "restarting", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How every worker sets up its engine.
+
+    `model_url`: local folder (or GGUF file), hub id or fsspec URL. `factory`: `module:callable` that makes an
+    engine of a model folder and an `EngineConfig`; tests put an engine without a model there.
+    """
+
+    model_url: str
+    config: EngineConfig
+    factory: str = ENGINE_FACTORY
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Where the content behind an adapter id lies: a local folder or an fsspec URL."""
+
+    adapter_id: str
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRows:
+    """Rows of one adapter ("": base model) that an engine finished, and the tokens it generated for them."""
+
+    adapter_id: str
+    num_rows: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """One worker's state, about once a second.
+
+    `worker`: its Dask address. `open_shards`: (shard id, unfinished rows). `finished`: since the last report.
+    `error`: why the host failed, or why the last engine process ended. `num_crashes`: engine processes lost.
+    """
+
+    worker: str
+    state: HostState
+    batch_rows: int
+    error: str | None = None
+    engine_pid: int | None = None
+    num_crashes: int = 0
+    open_shards: tuple[tuple[int, int], ...] = ()
+    running_rows: int = 0
+    tokens_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    mode: str = "base"
+    resident_adapter_ids: tuple[str, ...] = ()
+    pages_used: int = 0
+    pages_total: int = 0
+    finished: tuple[FinishedRows, ...] = ()
+
+    @property
+    def open_rows(self) -> int:
+        """Unfinished rows of all open shards."""
+        return sum(rows for _, rows in self.open_shards)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As msgpack can carry it."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, raw: Mapping[str, Any]) -> HostReport:
+        """The report that `to_plain` wrote; lists become tuples again."""
+        known = {f.name: raw[f.name] for f in fields(cls)}
+        known["open_shards"] = tuple((int(shard), int(rows)) for shard, rows in raw["open_shards"])
+        known["resident_adapter_ids"] = tuple(raw["resident_adapter_ids"])
+        known["finished"] = tuple(FinishedRows(**rows) for rows in raw["finished"])
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOutcome:
+    """What a committed shard holds. `num_reused`: rows taken from earlier attempts instead of computed."""
+
+    shard_id: int
+    worker: str
+    num_rows: int
+    num_errors: int
+    num_reused: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def report_topic(job_id: str) -> str:
+    """The Dask event topic on which the hosts of a job report."""
+    return f"lorabatch-{job_id}"

@@ -1,0 +1,62 @@
+"""A shard that an engine works on: where its results arrive and where its task waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..engine.request import Request, Result
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRow:
+    """One result, and how many engine processes had died under the row before it came."""
+
+    result: Result
+    num_crashes: int
+
+
+class OpenShard:
+    """Results of one shard, handed from the engine's thread to the task's thread."""
+
+    def __init__(self, shard_id: int, requests: Iterable[Request]) -> None:
+        self.shard_id = shard_id
+        self.requests = tuple(requests)
+        self._unfinished = {request.request_id for request in self.requests}
+        self._fresh: list[ServedRow] = []
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows without a result."""
+        with self._changed:
+            return len(self._unfinished)
+
+    def deliver(self, row: ServedRow) -> None:
+        """A row is done. A second result for the same row is dropped."""
+        with self._changed:
+            if row.result.request_id in self._unfinished:
+                self._unfinished.remove(row.result.request_id)
+                self._fresh.append(row)
+                if not self._unfinished:
+                    self._changed.notify_all()
+
+    def fail(self, failure: Exception) -> None:
+        """No more results will come; whoever waits gets `failure` once the finished rows are taken."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> list[ServedRow]:
+        """Rows finished since the last call, after at most `timeout_s` seconds, sooner when all are done.
+
+        Raises what `fail` was given, when no finished row is left to take.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished or self._failure is not None, timeout_s)
+            fresh, self._fresh = self._fresh, []
+            if self._failure is not None and self._unfinished and not fresh:
+                raise self._failure
+            return fresh

@@ -1,0 +1,193 @@
+"""One engine process under its keeper: answers, crashes, restarts, poison rows, an honest failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_engine
+import pytest
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.pipeline.engine_keeper import EngineKeeper, LocalAdapter
+from lorabatch.pipeline.errors import EngineFailedError, ShardAbandonedError
+from lorabatch.pipeline.messages import AdapterSource, EngineSettings, HostReport
+from lorabatch.pipeline.open_shard import OpenShard, ServedRow
+
+POISON = 13
+
+
+class Reports:
+    """What the keeper reports, and a way to wait for a report."""
+
+    def __init__(self) -> None:
+        self.all: list[HostReport] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, report: HostReport) -> None:
+        with self._changed:
+            self.all.append(report)
+            self._changed.notify_all()
+
+    def wait_for(self, claim: Callable[[HostReport], bool]) -> HostReport:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(map(claim, self.all)), timeout=30)
+            return next(report for report in reversed(self.all) if claim(report))
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def start(tmp_path: Path, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineKeeper]]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent))
+    keepers: list[EngineKeeper] = []
+
+    def start_with(**options: Any) -> EngineKeeper:
+        (tmp_path / "echo.json").write_text(json.dumps(options))
+        settings = EngineSettings("model", EngineConfig(num_threads=1), factory="echo_engine:EchoEngine")
+        log_path = tmp_path / "engine.log"
+        keepers.append(EngineKeeper(settings, lambda: tmp_path, log_path, reports, "tcp://worker"))
+        return keepers[-1]
+
+    yield start_with
+    for keeper in keepers:
+        keeper.close(10)
+
+
+def make_requests(prompts: range, adapter_id: str | None = None, max_tokens: int = 2) -> list[Request]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return [Request(f"row-{i}", (i,), adapter_id, sampling, stream_id=i) for i in prompts]
+
+
+def collect(shard: OpenShard) -> dict[str, ServedRow]:
+    rows: dict[str, ServedRow] = {}
+    while True:
+        done = shard.num_unfinished == 0
+        fresh = shard.take(timeout_s=30)
+        rows.update({row.result.request_id: row for row in fresh})
+        if done:
+            return rows
+
+
+def assert_right(requests: list[Request], rows: dict[str, ServedRow]) -> None:
+    assert rows.keys() == {request.request_id for request in requests}
+    for request in requests:
+        expected = echo_engine.answer(
+            request.prompt_token_ids, request.adapter_id, request.stream_id, request.sampling.max_tokens
+        )
+        assert rows[request.request_id].result.text == expected
+
+
+def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineKeeper]) -> None:
+    keeper = start()
+    first, second = make_requests(range(20)), make_requests(range(20, 50), adapter_id="sha-a")
+    adapter = LocalAdapter(AdapterSource("sha-a", "a", "/nowhere"), Path("/nowhere"))
+    shards = [keeper.open(0, first, []), keeper.open(1, second, [adapter])]
+    assert_right(first, collect(shards[0]))
+    assert_right(second, collect(shards[1]))
+
+
+def test_reports_tell_what_is_open_and_count_each_finished_row_once(
+    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    keeper = start(gate=str(gate))
+    requests = make_requests(range(40), max_tokens=40)
+    shard = keeper.open(7, requests, [])
+    open_report = reports.wait_for(lambda report: report.running_rows > 0)
+    assert open_report.state == "ready"
+    assert open_report.open_shards == ((7, 40),)
+    gate.touch()
+    collect(shard)
+    reports.wait_for(lambda report: report.open_shards == () and report.engine_pid is not None)
+    finished = [rows for report in reports.all for rows in report.finished]
+    assert sum(rows.num_rows for rows in finished) == 40
+    assert sum(rows.output_tokens for rows in finished) == 40 * 40
+    assert {rows.adapter_id for rows in finished} == {""}
+
+
+def test_a_killed_engine_is_replaced_and_its_rows_start_again(
+    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    keeper = start(gate=str(gate), batch_rows=4)
+    requests = make_requests(range(24), max_tokens=10)
+    shard = keeper.open(0, requests, [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGKILL)
+    gate.touch()
+    rows = collect(shard)
+    assert_right(requests, rows)
+    assert max(row.num_crashes for row in rows.values()) == 1
+    died = reports.wait_for(lambda report: report.num_crashes == 1)
+    assert died.error == "it was killed by signal 9"
+
+
+@pytest.mark.parametrize("failure", ["crash_on_token", "raise_on_token"])
+def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineKeeper], failure: str) -> None:
+    keeper = start(batch_rows=8, **{failure: POISON})
+    requests = make_requests(range(16))
+    rows = collect(keeper.open(0, requests, []))
+    poisoned = rows.pop(f"row-{POISON}").result
+    assert poisoned.finish_reason == "error"
+    assert "died each time" in str(poisoned.error)
+    assert_right([request for request in requests if POISON not in request.prompt_token_ids], rows)
+
+
+def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_later(
+    start: Callable[..., EngineKeeper], reports: Reports
+) -> None:
+    keeper = start(fail_start="config.json: missing")
+    for _ in range(2):
+        with pytest.raises(EngineFailedError, match=r"config\.json: missing"):
+            collect(keeper.open(0, make_requests(range(3)), []))
+    assert reports.wait_for(lambda report: report.state == "failed").error == "config.json: missing"
+
+
+def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineKeeper]) -> None:
+    keeper = start(refuse_adapters=["sha-b"])
+    adapter = LocalAdapter(AdapterSource("sha-b", "b", "/nowhere"), Path("/nowhere"))
+    rows = collect(keeper.open(0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
+    assert {row.result.error for row in rows.values()} == {"adapter sha-b: refused for the test"}
+
+
+def test_closing_hands_out_finished_rows_before_it_says_that_the_rest_is_given_up(
+    start: Callable[..., EngineKeeper], reports: Reports
+) -> None:
+    keeper = start(step_s=0.01, batch_rows=2)
+    shard = keeper.open(0, make_requests(range(100), max_tokens=4), [])
+    reports.wait_for(lambda report: bool(report.finished))
+    keeper.close(10)
+    finished = shard.take(timeout_s=0)
+    assert 0 < len(finished) < 100
+    with pytest.raises(ShardAbandonedError):
+        shard.take(timeout_s=0)
+
+
+def test_an_abandoned_shard_leaves_the_engine(start: Callable[..., EngineKeeper], reports: Reports) -> None:
+    keeper = start(step_s=0.01, batch_rows=2)
+    keeper.abandon(keeper.open(0, make_requests(range(1000), max_tokens=1000), []))
+    requests = make_requests(range(1000, 1004))
+    assert_right(requests, collect(keeper.open(1, requests, [])))
+    assert reports.wait_for(lambda report: report.state == "ready").worker == "tcp://worker"
+
+
+def test_the_engine_process_ends_with_its_keeper(start: Callable[..., EngineKeeper], reports: Reports) -> None:
+    keeper = start()
+    pid = reports.wait_for(lambda report: report.engine_pid is not None).engine_pid
+    assert pid is not None
+    began_s = time.monotonic()
+    keeper.close(10)
+    assert time.monotonic() - began_s < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
