@@ -1,6 +1,200 @@
-"""The command line: parse, one call, print, exit code."""
+"""The command line: parse, one call, print, exit code.
+
+Heavy packages (torch, dask, pyarrow) are imported inside the commands that need them, so that `--help` and
+`status` answer at once.
+
+Exit codes: 0 done; 1 the job failed or its error budget ran out; 2 the request itself was wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .jobs.spec import JobSpec
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Offline batch inference for many LoRA adapters over one base model, on Dask.",
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
+app.add_typer(bench_app, name="bench")
+
+# Option -> type and help. Each is a key of the job file too, and `JobSpec` checks the values.
+_JOB_OPTIONS: dict[str, tuple[Any, str]] = {
+    "model": (str, "Base model: local folder, GGUF file, Hugging Face hub id or fsspec URL."),
+    "adapters": (list[str], "Folder or URL with one PEFT folder per adapter; or NAME=URL, repeated."),
+    "input": (str, "Parquet file, folder or glob; any fsspec URL."),
+    "output": (str, "Folder or fsspec URL for the answers."),
+    "name": (str, "A name for the job, shown by the dashboard."),
+    "column": (list[str], "role=name: an input column under another name. Repeatable."),
+    "cluster": (str, "local, or the address of a Dask scheduler.  [default: local]"),
+    "workers": (int, "Workers of an embedded cluster."),
+    "mode": (str, "auto, unmerged, merged or exact.  [default: auto]"),
+    "max_tokens": (int, "Most tokens to generate per row.  [default: 128]"),
+    "min_tokens": (int, "Fewest tokens to generate per row.  [default: 0]"),
+    "temperature": (float, "0 is greedy.  [default: 0]"),
+    "top_p": (float, "Draw from the likeliest tokens that reach this probability.  [default: 1]"),
+    "top_k": (int, "Draw from this many likeliest tokens; 0 is all.  [default: 0]"),
+    "seed": (int, "Seed of the rows' random streams.  [default: 0]"),
+    "stop": (list[str], "A string that ends a completion. Repeatable."),
+    "logprobs": (bool, "Add token ids and their log-probabilities to the output."),
+    "ignore_eos": (bool, "Go on after the model's stop token, up to max-tokens."),
+    "max_errors": (str, "Rows, as a count or a percentage, that may end in errors.  [default: 10%]"),
+    "storage_options": (str, "JSON object for fsspec (keys, endpoint); never recorded."),
+    "rows_per_shard": (int, "Rows per part file; chosen by default."),
+    "batch_rows": (int, "Rows an engine decodes together.  [default: 64]"),
+    "step_tokens": (int, "Tokens of one forward pass at most.  [default: 512]"),
+    "pool_bytes": (int, "Memory of an engine's page pool; chosen by default."),
+    "engine_threads": (int, "CPU threads of an engine; shared out by default."),
+    "dtype": (str, "auto, float32, bfloat16 or float16.  [default: auto]"),
+    "tensor_parallel": (int, "Devices per engine.  [default: 1]"),
+    "overwrite": (bool, "Remove the job that is in the output and start over."),
+}
 
 
 def main() -> None:
     """Entry point of the console script."""
-    raise SystemExit(0)
+    app()
+
+
+def job_command(call: Callable[[Path | None, dict[str, Any]], None]) -> Callable[..., None]:
+    """Give a command the job file argument and all job options; it gets those that were given."""
+
+    def command(job_file: Path | None = None, **options: Any) -> None:
+        call(job_file, {name: value for name, value in options.items() if value not in (None, [])})
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    argument = Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; options take precedence.")]
+    parameters = [inspect.Parameter("job_file", keyword, default=None, annotation=argument)]
+    for name, (kind, text) in _JOB_OPTIONS.items():
+        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]
+        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__name__, command.__doc__ = call.__name__, call.__doc__
+    return command
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command("run")
+@job_command
+def run(job_file: Path | None, options: dict[str, Any]) -> None:
+    """Run a job in the foreground with live progress. The same command again resumes it."""
+    with _errors_told():
+        from .jobs.spec import JobSpec
+
+        _run(JobSpec.from_yaml(job_file, options) if job_file else JobSpec.from_values(options))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the answers.")] = Path("demo-output"),
+    workers: Annotated[int, typer.Option(min=1, help="Workers of the embedded cluster.")] = 2,
+    overwrite: Annotated[bool, typer.Option(help="Start over if the folder holds an earlier run.")] = False,
+) -> None:
+    """The main job on a small real model: trained adapters, a Parquet file of prompts, two workers."""
+    with _errors_told():
+        from .pipeline.demo_job import demo_spec, print_answers
+
+        spec = demo_spec(output, workers=workers, overwrite=overwrite)
+        _run(spec)
+        print_answers(output)
+
+
+@app.command()
+def audit(
+    adapters: Annotated[list[Path], typer.Argument(help="Adapter folders, or folders of adapter folders.")],
+    model: Annotated[str, typer.Option(help="Base model: folder, GGUF file, hub id or URL.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print every key and tensor as JSON.")] = False,
+    headers_only: Annotated[bool, typer.Option(help="Do not read weights: no check for NaN, no hash.")] = False,
+) -> None:
+    """Say of each adapter whether it is applied exactly, exactly when merged, or refused, and why.
+
+    Exit code 1 when any is refused.
+    """
+    with _errors_told():
+        from .pipeline.adapter_audits import audit_folders, print_audits
+
+        audits = audit_folders(adapters, model, check_values=not headers_only)
+        if as_json:
+            typer.echo(json.dumps([found.to_json() for found in audits], indent=1))
+        else:
+            print_audits(audits)
+    if any(found.verdict == "refused" for found in audits):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    output: Annotated[str, typer.Argument(help="The job's output folder or URL.")],
+    storage_options: Annotated[str | None, typer.Option(help="JSON object for fsspec.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Where a job stands, from its output location alone."""
+    with _errors_told():
+        from .jobs.status import read_status
+
+        found = read_status(output, json.loads(storage_options or "{}"))
+        typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.to_text())
+
+
+@bench_app.command("engine")
+def bench_engine(
+    model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
+    vs: Annotated[list[str] | None, typer.Option(help="Peers to run beside: peft. Repeatable.")] = None,
+    rows: Annotated[int, typer.Option(min=1)] = 64,
+    adapters: Annotated[int, typer.Option(min=1)] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+) -> None:
+    """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
+    with _errors_told():
+        from .benchmarks.engine_bench import main as run_benchmark
+
+        run_benchmark(model, tuple(vs or ()), rows, adapters, repeats, save)
+
+
+def _run(spec: JobSpec) -> None:
+    from .pipeline.progress import ConsoleProgress
+    from .pipeline.run import run as run_job
+
+    with ConsoleProgress() as progress:
+        result = run_job(spec, progress=progress)
+    typer.echo(result.to_text())
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """An error of ours becomes its message and its exit code; anything else is a defect and shows its trace."""
+    from .engine.errors import EngineError
+    from .jobs.errors import JobError
+
+    try:
+        yield
+    except JobError as error:
+        typer.secho(f"lorabatch: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except EngineError as error:
+        typer.secho(f"lorabatch: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.secho("lorabatch: interrupted. Run the same command again to go on.", err=True)
+        raise typer.Exit(130) from None

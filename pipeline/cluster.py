@@ -106,7 +106,7 @@ def _existing(address: str) -> Iterator[Client]:
         client = Client(address, set_as_default=False, timeout=_CONNECT_TIMEOUT)
     except (OSError, ValueError, TimeoutError) as error:
         raise JobRequestError(
-            f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected 'local' or "
+            f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected local or "
             "an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached."
         ) from None
     with client:
