@@ -1,193 +1,190 @@
-"""From the index of all rows to the plan: duplicate ids refused, errors counted, rows cut into shards.
+"""From the index of all rows to the plan: bad input refused, errors counted, rows cut into shards.
 
-Reads only numbers (`INDEX_SCHEMA`), some 60 bytes a row; prompts stay where they are. Nothing has run yet, so
-whatever is wrong here costs no work.
+Nothing has run yet, so whatever is wrong here costs no work.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ..jobs.errors import ErrorBudgetError, JobRequestError
+from ..jobs.error_budget import ErrorBudget
+from ..jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError
+from ..jobs.input_columns import DEFAULT_ID_COLUMN
 from ..jobs.record import JobRecord, adapter_problem
-from ..jobs.spec import JobSpec
 from ..jobs.store import JobStore
-from ..scheduler.waves import Shard, ShardLimits, ShardPlan, plan_shards
+from ..scheduler.waves import Shard, ShardPlan, plan_shards
 from ..scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 from . import prepared_rows as prepared
+from .index import ChunkSummary
+from .job_index import JobIndex, read_index, read_row, refuse_duplicate_ids
+from .row_checks import ErrorKind
 
-_CHUNK_READS = 8
-_IDS_SHOWN = 5
+ADAPTER_ERROR = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
-class JobIndex:
-    """All rows of a job as numbers, `[num_rows]` each, chunk after chunk.
+class KindOfError:
+    """Rows with one kind of error, and the first of them: its place and its sentence."""
 
-    `adapter`: dictionary-encoded names, null for the base model. `error_kind` 0: no error. `chunk`, `batch`, `row`:
-    where the prepared row lies.
+    kind: str
+    num_rows: int
+    location: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What planning found. `errors`: rows that no engine will see, by kind; a row counts once.
+
+    `rows_per_adapter`: "" counts the base model's rows. `adapter_names`: per shard, every name its rows ask
+    for, refused and unknown ones included.
     """
-
-    table: pa.Table
-    chunk: NDArray[np.int32]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.chunk)
-
-    def column(self, name: str) -> NDArray[np.generic]:
-        """One column as an array."""
-        values: NDArray[np.generic] = self.table.column(name).to_numpy()
-        return values
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedJob:
-    """What planning found. `error_rows`: rows that no engine will see, because of the index or their adapter."""
 
     shards: tuple[Shard, ...]
     num_rows: int
-    error_rows: int
     prompt_tokens: int
+    errors: tuple[KindOfError, ...]
+    rows_per_adapter: Mapping[str, int]
+    adapter_names: tuple[tuple[str, ...], ...]
+
+    @property
+    def num_errors(self) -> int:
+        """Rows that no engine will see."""
+        return sum(kind.num_rows for kind in self.errors)
 
 
-def plan_job(store: JobStore, record: JobRecord, spec: JobSpec, num_chunks: int, num_replicas: int) -> PlannedJob:
-    """Read the index, check it and write the plan.
+def plan_job(
+    store: JobStore,
+    record: JobRecord,
+    summaries: Sequence[ChunkSummary],
+    *,
+    batch_rows: int,
+    num_replicas: int,
+) -> JobPlan:
+    """Check the whole index, cut it into shards, and write the plan.
 
-    Raises `JobRequestError` for duplicate ids and `ErrorBudgetError` when more rows are wrong than
-    `max_errors` allows.
+    Raises `JobRequestError` for row groups that cannot be read and for duplicate ids, all at once, and
+    `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.
     """
-    index = read_index(store, num_chunks)
-    _refuse_duplicates(store, index)
-    workload = _workload(index, record)
-    error_rows = int((workload.max_tokens == 0).sum())
-    _check_budget(spec, error_rows, index.num_rows)
-    limits = None if spec.rows_per_shard is None else _fixed_size(spec.rows_per_shard)
-    plan = plan_shards(workload, batch_rows=spec.batch_rows, num_replicas=num_replicas, limits=limits)
-    plan.check_integrity()
-    planned = PlannedJob(plan.shards, index.num_rows, error_rows, int(workload.prompt_tokens.sum()))
-    _write_plan(store, index, plan, planned)
-    return planned
+    damages = [summary.damage for summary in summaries if summary.damage is not None]
+    if damages:
+        raise JobRequestError(*damages)
+    index = read_index(store, len(summaries))
+    refuse_duplicate_ids(store, index, record.input.roles.get("id", DEFAULT_ID_COLUMN))
+    errors, workload = _errors_and_workload(store, record, index)
+    _check_budget(ErrorBudget.parse(record.spec["max_errors"]), errors, index.num_rows)
+    cut = plan_shards(
+        workload,
+        batch_rows=batch_rows,
+        num_replicas=num_replicas,
+        rows_per_shard=record.spec["rows_per_shard"],
+    )
+    cut.check_integrity()
+    plan = JobPlan(
+        shards=cut.shards,
+        num_rows=index.num_rows,
+        prompt_tokens=int(workload.prompt_tokens.sum()),
+        errors=errors,
+        rows_per_adapter=_rows_per_adapter(index),
+        adapter_names=tuple(_names(index, cut.rows_of(shard.shard_id)) for shard in cut.shards),
+    )
+    store.write_plan(_references(index, cut), _to_json(plan))
+    return plan
 
 
-def read_plan(store: JobStore) -> PlannedJob:
-    """The plan that `plan_job` wrote."""
+def read_plan(store: JobStore) -> JobPlan:
+    """The plan that `plan_job` wrote. Raises `MissingFileError` or `DamagedRecordError`."""
     facts = store.read_plan_facts()
-    return PlannedJob(
-        shards=tuple(Shard.from_json(shard) for shard in facts["shards"]),
-        num_rows=facts["num_rows"],
-        error_rows=facts["error_rows"],
-        prompt_tokens=facts["prompt_tokens"],
+    try:
+        return JobPlan(
+            **facts
+            | {
+                "shards": tuple(Shard.from_json(shard) for shard in facts["shards"]),
+                "errors": tuple(KindOfError(**kind) for kind in facts["errors"]),
+                "adapter_names": tuple(tuple(names) for names in facts["adapter_names"]),
+            }
+        )
+    except (KeyError, TypeError) as error:
+        raise DamagedRecordError(f"plan.json: cannot be read back ({error}). Start again with --overwrite.") from None
+
+
+def _to_json(plan: JobPlan) -> dict[str, object]:
+    return asdict(plan) | {"shards": [shard.to_json() for shard in plan.shards]}
+
+
+def _errors_and_workload(
+    store: JobStore, record: JobRecord, index: JobIndex
+) -> tuple[tuple[KindOfError, ...], Workload]:
+    """Kinds of errors, and the planner's view: error rows ask for no tokens and no adapter."""
+    known = {adapter.name: adapter for adapter in record.adapters}
+    problems = [adapter_problem(name, known) for name in index.adapter_names]
+    serving = [adapter for adapter in record.adapters if not adapter.is_refused]
+    place = {adapter.name: number for number, adapter in enumerate(serving)}
+    # One entry more than there are names: index -1, the base model, reads the last.
+    number = np.array([place.get(name, BASE_MODEL) for name in index.adapter_names] + [BASE_MODEL], np.int32)
+    has_bad_adapter = np.array([problem is not None for problem in problems] + [False])[index.adapter]
+    is_error = (index.error_kind != 0) | has_bad_adapter
+    workload = Workload(
+        adapters=tuple(AdapterInfo(a.name, max(a.rank, 1), a.weight_bytes) for a in serving),
+        adapter_index=np.where(is_error, BASE_MODEL, number[index.adapter]).astype(np.int32),
+        prompt_tokens=np.where(is_error, 0, index.prompt_tokens).astype(np.int32),
+        max_tokens=np.where(is_error, 0, index.max_tokens).astype(np.int32),
+        prefix_hash=np.where(is_error, np.uint64(0), index.prefix_hash),
     )
+    return tuple(_kinds(store, index, has_bad_adapter, problems)), workload
 
 
-def read_index(store: JobStore, num_chunks: int) -> JobIndex:
-    """The numbers of all chunks, in order."""
+def _kinds(
+    store: JobStore, index: JobIndex, has_bad_adapter: NDArray[np.bool_], problems: Sequence[str | None]
+) -> list[KindOfError]:
+    kinds = []
+    for kind in ErrorKind:
+        positions = np.flatnonzero(index.error_kind == kind)
+        if kind and len(positions):
+            first = read_row(store, index, int(positions[0]), (prepared.LOCATION, prepared.ERROR))
+            name = kind.name.lower()
+            kinds.append(KindOfError(name, len(positions), first[prepared.LOCATION], first[prepared.ERROR]))
+    # A row that the index has rejected already is not counted again.
+    positions = np.flatnonzero(has_bad_adapter & (index.error_kind == 0))
+    if len(positions):
+        first = read_row(store, index, int(positions[0]), (prepared.LOCATION,))
+        sentence = problems[int(index.adapter[positions[0]])] or ""
+        kinds.append(KindOfError(ADAPTER_ERROR, len(positions), first[prepared.LOCATION], sentence))
+    return kinds
 
-    def read(chunk_id: int) -> pa.Table:
-        with prepared.arrow_file(store.index_source(chunk_id)) as reader:
-            return reader.read_all()
 
-    with ThreadPoolExecutor(_CHUNK_READS) as pool:
-        tables = list(pool.map(read, range(num_chunks)))
-    chunk = np.repeat(np.arange(num_chunks, dtype=np.int32), [table.num_rows for table in tables])
-    if not tables:
-        return JobIndex(prepared.INDEX_SCHEMA.empty_table(), chunk)
-    return JobIndex(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), chunk)
-
-
-def _refuse_duplicates(store: JobStore, index: JobIndex) -> None:
-    """Ids are compared by 64-bit hash first; equal hashes are looked up, so that no collision is taken for a
-    duplicate."""
-    hashes = index.column("id_hash")
-    has_id = np.flatnonzero(hashes != 0)
-    order = has_id[np.argsort(hashes[has_id], kind="stable")]
-    is_repeated = hashes[order[1:]] == hashes[order[:-1]]
-    suspects = np.unique(np.concatenate([order[1:][is_repeated], order[:-1][is_repeated]]))
-    if not len(suspects):
+def _check_budget(budget: ErrorBudget, errors: Sequence[KindOfError], num_rows: int) -> None:
+    num_errors = sum(kind.num_rows for kind in errors)
+    if budget.allows(num_errors, num_rows):
         return
-    places: dict[str, list[str]] = {}
-    for position in suspects.tolist():
-        request_id, location = _identity(store, index, position)
-        places.setdefault(request_id, []).append(location)
-    repeated = {request_id: found for request_id, found in places.items() if len(found) > 1}
-    if not repeated:
-        return
-    shown = "; ".join(
-        f"{request_id!r} at {', '.join(found[:3])}" for request_id, found in list(repeated.items())[:_IDS_SHOWN]
-    )
-    raise JobRequestError(
-        f"id: {len(repeated)} ids occur more than once ({shown}). Every row needs an id of its own: make them unique, "
-        "or name another column with --column id=OTHER."
-    )
-
-
-def _identity(store: JobStore, index: JobIndex, position: int) -> tuple[str, str]:
-    """Id and location of one row."""
-    batch, row = int(index.column("batch")[position]), int(index.column("row")[position])
-    with prepared.arrow_file(store.rows_source(int(index.chunk[position]))) as reader:
-        record_batch = reader.get_batch(batch)
-        request_id = record_batch.column(prepared.REQUEST_ID)[row].as_py()
-        return request_id, record_batch.column(prepared.LOCATION)[row].as_py()
-
-
-def _workload(index: JobIndex, record: JobRecord) -> Workload:
-    """The planner's view: rows that no engine can serve have `max_tokens` 0 and no adapter."""
-    adapters = {adapter.name: adapter for adapter in record.adapters if not adapter.is_refused}
-    names = list(adapters)
-    infos = tuple(AdapterInfo(name, max(adapters[name].rank, 1), adapters[name].weight_bytes) for name in names)
-    column = index.table.column("adapter").combine_chunks()
-    values = column.dictionary.to_pylist()
-    number = {name: i for i, name in enumerate(names)}
-    problems = {record_.name: record_ for record_ in record.adapters}
-    code_of_value = np.array([number.get(value, BASE_MODEL) for value in values] or [BASE_MODEL], np.int32)
-    is_unknown = np.array([adapter_problem(value, problems) is not None for value in values] or [False])
-    codes = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    is_base = codes < 0
-    adapter_index = np.where(is_base, BASE_MODEL, code_of_value[codes]).astype(np.int32)
-    is_error = (index.column("error_kind") != 0) | (~is_base & is_unknown[codes])
-    max_tokens = np.where(is_error, 0, index.column("max_tokens")).astype(np.int32)
-    return Workload(
-        adapters=infos,
-        adapter_index=np.where(is_error, BASE_MODEL, adapter_index).astype(np.int32),
-        prompt_tokens=np.where(is_error, 0, index.column("prompt_tokens")).astype(np.int32),
-        max_tokens=max_tokens,
-        prefix_hash=index.column("prefix_hash").astype(np.uint64),
-    )
-
-
-def _check_budget(spec: JobSpec, error_rows: int, num_rows: int) -> None:
-    if spec.error_budget.allows(error_rows, num_rows):
-        return
+    kinds = "; ".join(f"{k.num_rows} x {k.kind}, first at {k.location}: {k.sentence}" for k in errors)
     raise ErrorBudgetError(
-        f"max_errors={spec.max_errors}: {error_rows} of {num_rows} rows are wrong before any work has started "
-        f"({error_rows / num_rows:.1%}). Nothing was run. Correct the rows, or raise --max-errors to run "
-        "the others; the summary lists the kinds of errors."
+        f"max_errors={budget}: {num_errors} of {num_rows} rows cannot be answered, {budget.limit(num_rows)} are "
+        f"allowed ({kinds}) Nothing was run. Correct these rows, or raise --max-errors to run the others."
     )
 
 
-def _fixed_size(rows_per_shard: int) -> ShardLimits:
-    """Shards of about the asked number of rows, however the job is shaped."""
-    return ShardLimits(shards_per_replica=1, min_rows=rows_per_shard, max_batches=1, max_shards=1 << 30)
+def _rows_per_adapter(index: JobIndex) -> dict[str, int]:
+    counts = Counter(index.adapter.tolist())
+    return {index.adapter_names[code] if code >= 0 else "": count for code, count in sorted(counts.items())}
 
 
-def _write_plan(store: JobStore, index: JobIndex, plan: ShardPlan, planned: PlannedJob) -> None:
-    batch, row = index.column("batch"), index.column("row")
+def _names(index: JobIndex, rows: NDArray[np.int64]) -> tuple[str, ...]:
+    return tuple(index.adapter_names[code] for code in np.unique(index.adapter[rows]) if code >= 0)
+
+
+def _references(index: JobIndex, cut: ShardPlan) -> memoryview:
+    """`plan.arrow`: record batch i tells where the rows of shard i lie."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, prepared.REFERENCE_SCHEMA) as writer:
-        for shard in plan.shards:
-            rows = plan.rows_of(shard.shard_id)
-            columns = [pa.array(values[rows], pa.int32()) for values in (index.chunk, batch, row)]
+        for shard in cut.shards:
+            rows = cut.rows_of(shard.shard_id)
+            columns = [pa.array(values[rows]) for values in (index.chunk, index.batch, index.row)]
             writer.write_batch(pa.record_batch(columns, schema=prepared.REFERENCE_SCHEMA))
-    facts = {
-        "shards": [shard.to_json() for shard in plan.shards],
-        "num_rows": planned.num_rows,
-        "error_rows": planned.error_rows,
-        "prompt_tokens": planned.prompt_tokens,
-    }
-    store.write_plan(memoryview(sink.getvalue()), facts)
+    return memoryview(sink.getvalue())

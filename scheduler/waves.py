@@ -109,11 +109,13 @@ def plan_shards(
     num_replicas: int,
     predicted_output_tokens: NDArray[np.float64] | None = None,
     limits: ShardLimits | None = None,
+    rows_per_shard: int | None = None,
 ) -> ShardPlan:
     """Order all rows and cut them into shards.
 
     `batch_rows`: sequences one replica decodes together. `predicted_output_tokens`: per row, by default
-    `max_tokens`. Zero rows give a plan of zero shards. The same input gives the same plan.
+    `max_tokens`. `rows_per_shard`: what a shard of average rows holds, instead of what `limits` make of the
+    job. Zero rows give a plan of zero shards. The same input gives the same plan.
     """
     assert min(batch_rows, num_replicas) >= 1, f"batch_rows={batch_rows}, num_replicas={num_replicas}"
     if workload.num_rows == 0:
@@ -121,7 +123,7 @@ def plan_shards(
     limits = limits or ShardLimits()
     output = workload.max_tokens.astype(np.float64) if predicted_output_tokens is None else predicted_output_tokens
     work = np.where(workload.max_tokens > 0, output + limits.prompt_token_weight * workload.prompt_tokens, 0.0)
-    target_rows = shard_rows(workload.num_rows, batch_rows, num_replicas, limits)
+    target_rows = rows_per_shard or shard_rows(workload.num_rows, batch_rows, num_replicas, limits)
     pool = _pool_of_adapter(workload, target_rows)
     order = _row_order(workload, output, work, pool)
     wave = _wave_keys(workload, pool)[order]
