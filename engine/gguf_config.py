@@ -99,7 +99,7 @@ def _llama3_rope(gguf: GgufFile, head_dim: int) -> dict[str, Any]:
     import numpy as np
 
     found = gguf.array(ROPE_FACTORS).astype(np.float64)
-    factor, low, high, original = float(found.max()), 1.0, 4.0, 8192
+    factor, low, high, original = round(float(found.max()), 4), 1.0, 4.0, 8192
     turns = original / (2 * np.pi) * _rope_theta(gguf) ** (-np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
