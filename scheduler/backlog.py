@@ -11,50 +11,66 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from .waves import Shard
 
 
 class Backlog:
-    """Pending shards by wave. Shards given at construction are all pending."""
+    """Pending shards by wave. Shards given at construction are all pending.
+
+    Taking a shard costs one pass over an array of waves, however many shards there are.
+    """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = {shard.shard_id: shard for shard in shards}
         self._position = {shard.shard_id: i for i, shard in enumerate(shards)}
-        self._pending: defaultdict[int, list[int]] = defaultdict(list)
-        self._num_rows = 0
-        self._pending_work: Counter[int] = Counter()
-        # wave -> replica -> shards of that wave open there; empty entries are removed.
-        self._open: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        waves = sorted({shard.wave_id for shard in shards})
+        self._number = {wave: i for i, wave in enumerate(waves)}
+        # By wave number; each list is in reverse order of the plan, so that the next shard is cheap to remove.
+        self._pending: list[list[int]] = [[] for _ in waves]
+        self._pending_work = np.zeros(len(waves))
+        self._num_servers = np.zeros(len(waves))
+        self._num_rows = self._num_shards = 0
+        # replica -> wave number -> shards of that wave open there; empty entries are removed.
+        self._open: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for shard in reversed(shards):
             self._insert(shard)
 
     def __len__(self) -> int:
-        return sum(len(shard_ids) for shard_ids in self._pending.values())
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
+        return self._num_shards
 
     def __contains__(self, shard_id: int) -> bool:
-        return shard_id in self._pending.get(self._shards[shard_id].wave_id, ())
+        return shard_id in self._pending[self._wave(shard_id)]
 
     @property
     def num_rows(self) -> int:
         """Rows with engine work in pending shards."""
         return self._num_rows
 
+    def _wave(self, shard_id: int) -> int:
+        return self._number[self._shards[shard_id].wave_id]
+
     def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
         """Remove and return the shard this replica should open next; None when none is allowed."""
-        waves = sorted(self._pending, key=lambda wave: self._preference(wave, replica_id))
+        score = np.where(self._pending_work > 0, self._pending_work / (1 + self._num_servers), -1.0)
+        own = sorted(self._open.get(replica_id, ()), key=lambda wave: (-score[wave], wave))
+        found = self._first_allowed(own, is_allowed)
+        if found is None and self._num_shards:
+            best = int(np.argmax(score))
+            found = self._first_allowed([best], is_allowed)
+            if found is None:
+                found = self._first_allowed(np.argsort(-score, kind="stable").tolist(), is_allowed)
+        if found is not None:
+            self.discard(found)
+        return found
+
+    def _first_allowed(self, waves: Sequence[int], is_allowed: Callable[[int], bool]) -> int | None:
         for wave in waves:
             for shard_id in reversed(self._pending[wave]):
                 if is_allowed(shard_id):
-                    self.discard(shard_id)
                     return shard_id
         return None
-
-    def _preference(self, wave: int, replica_id: str) -> tuple[bool, float, int]:
-        open_here = self._open.get(wave, Counter())
-        return (replica_id not in open_here, -self._pending_work[wave] / (1 + len(open_here)), wave)
 
     def put_back(self, shard_id: int) -> None:
         """A shard that was taken is pending again, at its place in the plan's order."""
@@ -62,37 +78,48 @@ class Backlog:
 
     def discard(self, shard_id: int) -> None:
         """A shard is pending no more."""
-        shard = self._shards[shard_id]
-        pending = self._pending[shard.wave_id]
-        pending.remove(shard_id)
-        self._num_rows -= _engine_rows(shard)
-        self._pending_work[shard.wave_id] -= _work(shard)
-        if not pending:
-            del self._pending[shard.wave_id], self._pending_work[shard.wave_id]
+        wave = self._wave(shard_id)
+        pending = self._pending[wave]
+        if pending[-1] == shard_id:
+            pending.pop()
+        else:
+            pending.remove(shard_id)
+        self._num_rows -= _engine_rows(self._shards[shard_id])
+        self._num_shards -= 1
+        self._pending_work[wave] = self._pending_work[wave] - _work(self._shards[shard_id]) if pending else 0.0
 
     def opened(self, shard_id: int, replica_id: str) -> None:
         """A shard is open on a replica."""
-        self._open[self._shards[shard_id].wave_id][replica_id] += 1
+        wave = self._wave(shard_id)
+        self._num_servers[wave] += self._open[replica_id][wave] == 0
+        self._open[replica_id][wave] += 1
 
     def closed(self, shard_id: int, replica_id: str) -> None:
         """A shard is open on a replica no more."""
-        replicas = self._open[self._shards[shard_id].wave_id]
-        replicas[replica_id] -= 1
-        if not replicas[replica_id]:
-            del replicas[replica_id]
+        wave, waves = self._wave(shard_id), self._open[replica_id]
+        waves[wave] -= 1
+        if not waves[wave]:
+            del waves[wave]
+            self._num_servers[wave] -= 1
 
     def _insert(self, shard: Shard) -> None:
-        # Each list is kept in reverse order of the plan, so that the next shard is cheap to remove.
-        bisect.insort(self._pending[shard.wave_id], shard.shard_id, key=lambda s: -self._position[s])
+        wave = self._number[shard.wave_id]
+        bisect.insort(self._pending[wave], shard.shard_id, key=lambda s: -self._position[s])
         self._num_rows += _engine_rows(shard)
-        self._pending_work[shard.wave_id] += _work(shard)
+        self._num_shards += 1
+        self._pending_work[wave] += _work(shard)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the failing sum, when the totals contradict the lists."""
-        pending = [self._shards[s] for shard_ids in self._pending.values() for s in shard_ids]
+        pending = [self._shards[s] for shard_ids in self._pending for s in shard_ids]
         num_rows = sum(_engine_rows(shard) for shard in pending)
         assert num_rows == self._num_rows, f"{num_rows} pending rows, counted {self._num_rows}"
-        assert all(self._pending.values()), "an empty wave is kept"
+        assert len(pending) == self._num_shards, f"{len(pending)} pending shards, counted {self._num_shards}"
+        for wave, shard_ids in enumerate(self._pending):
+            work = sum(_work(self._shards[s]) for s in shard_ids)
+            assert work == self._pending_work[wave], f"wave {wave}: {work} of work, counted otherwise"
+            servers = sum(wave in waves for waves in self._open.values())
+            assert servers == self._num_servers[wave], f"wave {wave}: {servers} replicas, counted otherwise"
 
 
 def _engine_rows(shard: Shard) -> int:
@@ -100,4 +127,5 @@ def _engine_rows(shard: Shard) -> int:
 
 
 def _work(shard: Shard) -> int:
-    return shard.predicted_output_tokens + shard.prompt_tokens // 10
+    # At least 1, so that a wave with pending shards is never mistaken for an empty one.
+    return 1 + shard.predicted_output_tokens + shard.prompt_tokens // 10

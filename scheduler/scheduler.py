@@ -36,12 +36,17 @@ class ReplicaState:
     replica_id: str
     batch_rows: int
     rows_left: dict[int, int] = field(default_factory=dict)
+    open_rows: int = 0
     resident: frozenset[str] = frozenset()
 
-    @property
-    def open_rows(self) -> int:
-        """Unfinished rows of all its open shards."""
-        return sum(self.rows_left.values())
+    def set_rows_left(self, shard_id: int, rows: int) -> None:
+        """A shard is open here with so many unfinished rows."""
+        self.open_rows += rows - self.rows_left.get(shard_id, 0)
+        self.rows_left[shard_id] = rows
+
+    def close(self, shard_id: int) -> None:
+        """A shard is open here no more."""
+        self.open_rows -= self.rows_left.pop(shard_id)
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class Scheduler:
         self._idle_backlog = Backlog([shard for shard in shards if not shard.has_engine_work])
         self._is_over = False
         self._num_open = len(self._shards)
+        self._open_rows = 0
         for shard_id in committed:
             self._commit(self._shards[shard_id])
 
@@ -99,11 +105,19 @@ class Scheduler:
             return []
         commands = self._absorb(event)
         if not self._is_over:
-            commands += self._dispatch()
+            commands += self._dispatch(self._maybe_hungry(event, commands))
         if not self._is_over and self._num_open == 0:
             self._is_over = True
             commands.append(FinishJob())
         return commands
+
+    def _maybe_hungry(self, event: Event, commands: list[Command]) -> list[ReplicaState]:
+        """Replicas that this event may have left with too few open rows; the others need no look."""
+        match event:
+            case ReplicaJoined() | ShardCommitted() | Progress():
+                names = {event.replica_id} | {c.replica_id for c in commands if isinstance(c, Recall)}
+                return [self._replicas[name] for name in sorted(names) if name in self._replicas]
+        return list(self._replicas.values())
 
     def _absorb(self, event: Event) -> list[Command]:
         match event:
@@ -134,7 +148,7 @@ class Scheduler:
         if not state.is_committed:
             state.is_committed = True
             self._num_open -= 1
-        if state.owner is None:
+        if state.shard.shard_id in self._backlog_of(state):
             self._backlog_of(state).discard(state.shard.shard_id)
         self._release(state)
 
@@ -143,7 +157,9 @@ class Scheduler:
 
     def _release(self, state: ShardState) -> None:
         if state.owner is not None:
-            self._replicas[state.owner].rows_left.pop(state.shard.shard_id)
+            replica = self._replicas[state.owner]
+            self._open_rows -= replica.rows_left[state.shard.shard_id]
+            replica.close(state.shard.shard_id)
             self._backlog_of(state).closed(state.shard.shard_id, state.owner)
             state.owner = None
 
@@ -198,27 +214,31 @@ class Scheduler:
                 self._backlog_of(state).discard(shard_id)
                 self._assign(state, replica)
             if state.owner == event.replica_id and state.shard.has_engine_work:
-                replica.rows_left[shard_id] = rows_left
+                self._set_rows_left(replica, shard_id, rows_left)
+
+    def _set_rows_left(self, replica: ReplicaState, shard_id: int, rows: int) -> None:
+        self._open_rows += rows - replica.rows_left.get(shard_id, 0)
+        replica.set_rows_left(shard_id, rows)
 
     def _assign(self, state: ShardState, replica: ReplicaState) -> None:
         state.owner = replica.replica_id
-        replica.rows_left[state.shard.shard_id] = state.shard.num_rows if state.shard.has_engine_work else 0
+        rows = state.shard.num_rows if state.shard.has_engine_work else 0
+        self._set_rows_left(replica, state.shard.shard_id, rows)
         self._backlog_of(state).opened(state.shard.shard_id, replica.replica_id)
 
-    def _dispatch(self) -> list[Command]:
-        """Open shards until every replica holds its share: two batches, or less when little is left."""
+    def _dispatch(self, candidates: list[ReplicaState]) -> list[Command]:
+        """Open shards until every candidate holds its share: two batches, or less when little is left."""
         commands: list[Command] = []
-        remaining = self._backlog.num_rows + sum(r.open_rows for r in self._replicas.values())
         num_replicas = max(len(self._replicas), self._settings.expected_replicas)
-        share = -(-remaining // num_replicas)
-        hungry = {r.replica_id: r for r in self._replicas.values() if r.open_rows < self._wanted_rows(r, share)}
+        share = -(-(self._backlog.num_rows + self._open_rows) // num_replicas)
+        hungry = {r.replica_id: r for r in candidates if r.open_rows < self._wanted_rows(r, share)}
         while hungry and self._backlog:
             replica = min(hungry.values(), key=lambda r: (r.open_rows / r.batch_rows, r.replica_id))
             command = self._open_next(replica, self._backlog)
             commands += command
             if not command or replica.open_rows >= self._wanted_rows(replica, share):
                 del hungry[replica.replica_id]
-        for replica in self._replicas.values():
+        for replica in candidates:
             if self._idle_backlog and not any(rows == 0 for rows in replica.rows_left.values()):
                 commands += self._open_next(replica, self._idle_backlog)
         return commands
@@ -228,11 +248,9 @@ class Scheduler:
         return max(1, min(round(self._settings.open_batches * replica.batch_rows), share))
 
     def _open_next(self, replica: ReplicaState, backlog: Backlog) -> list[Command]:
-        others = set(self._replicas) - {replica.replica_id}
-
         def is_allowed(shard_id: int) -> bool:
             failed_on = self._shards[shard_id].failed_on
-            return replica.replica_id not in failed_on or others <= failed_on
+            return replica.replica_id not in failed_on or failed_on >= set(self._replicas)
 
         shard_id = backlog.take(replica.replica_id, is_allowed)
         if shard_id is None:
@@ -250,5 +268,8 @@ class Scheduler:
             assert places == 1 or self._is_over, f"shard {shard_id} is in {places} places, expected 1"
         uncommitted = sum(not s.is_committed for s in self._shards.values())
         assert uncommitted == self._num_open, f"{uncommitted} uncommitted shards, counted {self._num_open}"
+        open_rows = [sum(r.rows_left.values()) for r in self._replicas.values()]
+        assert open_rows == [r.open_rows for r in self._replicas.values()], f"open rows are {open_rows}"
+        assert sum(open_rows) == self._open_rows, f"{sum(open_rows)} open rows, counted {self._open_rows}"
         self._backlog.check_integrity()
         self._idle_backlog.check_integrity()

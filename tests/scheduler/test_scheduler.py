@@ -130,6 +130,15 @@ def test_a_late_commit_of_a_lost_replica_recalls_the_retry():
     scheduler.check_integrity()
 
 
+def test_a_commit_told_twice_counts_once():
+    scheduler = Scheduler(make_shards(2))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    scheduler.handle(ShardCommitted(1.0, 0, "a"))
+    assert scheduler.handle(ShardCommitted(1.1, 0, "a")) == []
+    assert scheduler.num_uncommitted == 1
+    scheduler.check_integrity()
+
+
 def test_a_late_failure_of_an_old_attempt_is_ignored():
     scheduler = Scheduler(make_shards(1))
     scheduler.handle(ReplicaJoined(0.0, "a", 64))

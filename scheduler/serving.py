@@ -1,0 +1,165 @@
+"""Requests that arrive over time on simulated replicas: the papers' online experiments.
+
+A dispatcher sends each request to a replica; optionally dLoRA's reactive migration moves waiting rows, and a
+placement is recomputed each time step from the demand seen (LoRAServe). Predicted work per request is what the
+dispatcher may know: its prompt, and the mean output length.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost import CostModel
+from .dispatch import ClusterView, Dispatcher
+from .migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
+from .simulated_replica import SimulatedReplica, StepOutcome
+from .workload import Workload
+
+# Tokens per second of each adapter, `[num_steps, num_adapters]`, oldest first -> where requests go from now on.
+Replan = Callable[[NDArray[np.float64]], Dispatcher]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSettings:
+    """`migrate_every_s`: dLoRA's reactive mechanism (None: off). `replan_every_s`: a new placement (None: never).
+
+    `give_up_s`: a run is cut off there; rows not done by then stay NaN in the timeline.
+    """
+
+    batch_rows: int
+    migrate_every_s: float | None = None
+    migration: MigrationSettings = field(default_factory=MigrationSettings)
+    replan_every_s: float | None = None
+    give_up_s: float = float("inf")
+
+
+class ServingSimulation:
+    """One run over a workload with release times. The timeline given to the replicas holds the result."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        replicas: Sequence[SimulatedReplica],
+        dispatcher: Dispatcher,
+        cost: CostModel,
+        settings: ServingSettings,
+        replan: Replan | None = None,
+    ) -> None:
+        assert workload.release_s is not None, "requests need release times"
+        self._workload, self._replicas, self._dispatcher = workload, list(replicas), dispatcher
+        self._settings, self._replan, self._release = settings, replan, workload.release_s
+        self._row_s = self._predicted_row_s(cost)
+        self._queue_s = np.zeros(len(self._replicas))
+        num_adapters = len(workload.adapters)
+        self._is_resident = np.zeros((num_adapters, len(self._replicas)), dtype=bool)
+        self._load_s = np.array([cost.load_seconds(a.weight_bytes, "host") for a in workload.adapters])
+        self._place = np.full(workload.num_rows, -1, np.int64)
+        self._heap: list[tuple[float, int, int, StepOutcome]] = []
+        self._is_stepping = [False] * len(self._replicas)
+        self._order = 0
+        self._history: list[NDArray[np.float64]] = []
+        self.num_migrated = 0
+
+    def _predicted_row_s(self, cost: CostModel) -> NDArray[np.float64]:
+        workload = self._workload
+        assert workload.output_tokens is not None
+        ranks = np.array([a.rank for a in workload.adapters] + [0], dtype=np.float64)
+        mean_output = float(workload.output_tokens.mean()) if workload.num_rows else 0.0
+        return cost.row_seconds(
+            workload.prompt_tokens,
+            mean_output,
+            batch_rows=self._settings.batch_rows,
+            rank=ranks[workload.adapter_index],
+        )
+
+    def run(self) -> None:
+        """Play every arrival and every step in order of time."""
+        arrivals = np.argsort(self._release, kind="stable")
+        next_arrival = 0
+        timers = {"migrate": self._settings.migrate_every_s, "replan": self._settings.replan_every_s}
+        due = {name: every for name, every in timers.items() if every is not None}
+        while next_arrival < len(arrivals) or self._heap:
+            arrival_s = self._release[arrivals[next_arrival]] if next_arrival < len(arrivals) else float("inf")
+            step_s = self._heap[0][0] if self._heap else float("inf")
+            now = min(arrival_s, step_s)
+            if now > self._settings.give_up_s:
+                return
+            for name in sorted(due):
+                if now >= due[name]:
+                    (self._migrate if name == "migrate" else self._replace)(now)
+                    due[name] = now + (timers[name] or 0.0)
+            if arrival_s <= step_s:
+                self._arrive(now, int(arrivals[next_arrival]))
+                next_arrival += 1
+            else:
+                self._stepped(now, arrival_s)
+
+    def _arrive(self, now: float, row: int) -> None:
+        adapter = int(self._workload.adapter_index[row])
+        view = ClusterView(self._queue_s, self._is_resident, self._load_s)
+        replica = self._dispatcher.choose(adapter, float(self._row_s[row]), view)
+        self._give(now, replica, np.array([row]))
+
+    def _give(self, now: float, replica: int, rows: NDArray[np.int64]) -> None:
+        self._place[rows] = replica
+        self._queue_s[replica] += self._row_s[rows].sum()
+        adapters = self._workload.adapter_index[rows]
+        self._is_resident[adapters[adapters >= 0], replica] = True
+        self._replicas[replica].add(rows)
+        if not self._is_stepping[replica]:
+            self._start(now, replica, now)
+
+    def _start(self, now: float, replica: int, until_s: float) -> None:
+        if self._replicas[replica].num_rows == 0:
+            return
+        outcome = self._replicas[replica].step(now, until_s)
+        self._is_stepping[replica] = True
+        self._order += 1
+        heapq.heappush(self._heap, (outcome.end_s, self._order, replica, outcome))
+
+    def _stepped(self, now: float, next_arrival_s: float) -> None:
+        _, _, replica, outcome = heapq.heappop(self._heap)
+        self._is_stepping[replica] = False
+        self._queue_s[replica] = max(0.0, self._queue_s[replica] - self._row_s[outcome.finished].sum())
+        self._is_resident[:, replica] = False
+        self._is_resident[self._replicas[replica].resident, replica] = True
+        waiting = self._workload.adapter_index[self._replicas[replica].waiting]
+        self._is_resident[waiting[waiting >= 0], replica] = True
+        self._start(now, replica, next_arrival_s)
+
+    def _migrate(self, now: float) -> None:
+        names = {str(i): i for i in range(len(self._replicas))}
+        loads = [self._load_of(replica) for replica in range(len(self._replicas))]
+        plan = plan_migration(loads, {}, self._settings.migration)
+        for move in plan.moves:
+            source, target = names[move.from_replica_id], names[move.to_replica_id]
+            rows = self._replicas[source].take_waiting(int(move.adapter), move.num_rows)
+            if len(rows):
+                self._queue_s[source] = max(0.0, self._queue_s[source] - self._row_s[rows].sum())
+                self._give(now, target, rows)
+                self.num_migrated += len(rows)
+
+    def _load_of(self, replica: int) -> ReplicaLoad:
+        engine = self._replicas[replica]
+        rows_s = self._row_s[engine.waiting]
+        adapter = self._workload.adapter_index[engine.waiting]
+        present, group, counts = np.unique(adapter, return_inverse=True, return_counts=True)
+        means = np.bincount(group, weights=rows_s, minlength=len(present)) / np.maximum(counts, 1)
+        groups = tuple(RowGroup(str(a), int(n), float(s)) for a, n, s in zip(present, counts, means, strict=True))
+        resident = frozenset(str(a) for a in np.flatnonzero(self._is_resident[:, replica]))
+        fixed_s = max(0.0, float(self._queue_s[replica] - rows_s.sum()))
+        return ReplicaLoad(str(replica), groups, resident | {"-1"}, fixed_s)
+
+    def _replace(self, now: float) -> None:
+        assert self._replan is not None, "replan_every_s without a replan"
+        every = self._settings.replan_every_s or 1.0
+        arrived = (self._release <= now) & (self._release > now - every) & (self._workload.adapter_index >= 0)
+        tokens = self._workload.prompt_tokens[arrived] + self._workload.max_tokens[arrived]
+        adapters = self._workload.adapter_index[arrived]
+        self._history.append(np.bincount(adapters, weights=tokens, minlength=len(self._load_s)) / every)
+        self._dispatcher = self._replan(np.array(self._history))

@@ -1,0 +1,257 @@
+"""A replica that keeps books instead of computing: the real batching policy over the cost model.
+
+One `step` may stand for several forward passes (a *leap*). Where nothing can change meanwhile, a leap is exact: it
+ends when the first row ends. A coarse replica always leaps `leap_steps` passes; rows that end inside leave their
+place empty until its end, so it overstates time slightly and runs many times faster.
+
+Not modelled: prefix reuse, and rows that stop at a wrong moment; true lengths come from the workload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .batching import Batcher, BatchView, StepPlan
+from .cost import AdapterSource, CostModel, StepLoad, lora_load
+from .timeline import Timeline
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """`max_step_tokens`: prompt tokens admitted per pass beside the decoding rows (at least one row always).
+
+    `kv_tokens`: KV slots, reserved per row up to its `max_tokens`; None: endless. `adapter_slots`: adapters resident
+    at once, least recently used goes first; None: endless. `look_ahead`: waiting rows the batcher sees.
+    """
+
+    max_batch_rows: int = 64
+    max_step_tokens: int = 2048
+    kv_tokens: int | None = None
+    adapter_slots: int | None = None
+    adapter_source: AdapterSource = "host"
+    look_ahead: int = 512
+    leap_steps: int = 1
+    is_coarse: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutcome:
+    """`end_s`: when the step (or leap) is over. `finished` int64: rows that ended in it."""
+
+    end_s: float
+    finished: NDArray[np.int64]
+
+
+class SimulatedReplica:
+    """One engine of the simulator. Row numbers are the workload's; `number` is its place in the timeline."""
+
+    def __init__(
+        self,
+        number: int,
+        workload: Workload,
+        cost: CostModel,
+        batcher: Batcher,
+        settings: ReplicaSettings,
+        timeline: Timeline,
+    ) -> None:
+        assert workload.output_tokens is not None, "a simulation needs the true output lengths"
+        self.number = number
+        self.waiting: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.running: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._remaining: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._context: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._workload, self._output = workload, workload.output_tokens
+        self._ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
+        self._cost, self._batcher, self._settings, self._timeline = cost, batcher, settings, timeline
+        self._merged: int | None = None
+        self._last_use: dict[int, int] = {}
+        self._clock = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows waiting and running."""
+        return len(self.waiting) + len(self.running)
+
+    @property
+    def resident(self) -> list[int]:
+        """Adapters in its memory."""
+        return list(self._last_use)
+
+    def add(self, rows: NDArray[np.int64]) -> None:
+        """Rows join the end of the queue."""
+        self.waiting = np.concatenate([self.waiting, rows])
+
+    def take_waiting(self, adapter: int, num_rows: int) -> NDArray[np.int64]:
+        """Remove and return up to `num_rows` waiting rows of one adapter, the last to arrive first."""
+        positions = np.flatnonzero(self._workload.adapter_index[self.waiting] == adapter)[-num_rows:]
+        taken = self.waiting[positions]
+        self.waiting = np.delete(self.waiting, positions)
+        return taken
+
+    def clear(self) -> NDArray[np.int64]:
+        """Lose everything; returns the rows that were here."""
+        lost = np.concatenate([self.waiting, self.running])
+        self.waiting = self.running = self._remaining = self._context = np.zeros(0, np.int64)
+        self._merged, self._last_use = None, {}
+        return lost
+
+    def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
+        """Run one step, or one leap that ends about `until_s` at the latest. There must be rows."""
+        seen = self.waiting[: self._settings.look_ahead]
+        adapters = self._workload.adapter_index
+        view = BatchView(adapters[self.running], adapters[seen], self._settings.max_batch_rows, self._merged)
+        plan = self._batcher.next_step(view)
+        admitted = self._admissible(plan, seen)
+        serve = plan.serve
+        if not serve.any() and len(admitted) == 0:
+            # Paused rows hold the memory that the policy wants for others: let them finish.
+            serve = np.ones(len(self.running), bool)
+        overhead_s = self._switch(plan.merged_adapter) + self._load(np.concatenate([self.running[serve], admitted]))
+        is_served = self._join(serve, admitted)
+        passes = self._passes(plan, is_served, len(admitted), now_s, until_s)
+        return self._advance(now_s, overhead_s, is_served, len(admitted), passes)
+
+    def _admissible(self, plan: StepPlan, seen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The plan's admissions as far as this step's tokens and the KV memory reach."""
+        rows = seen[plan.admit]
+        if len(rows) == 0:
+            return rows
+        budget = self._settings.max_step_tokens - int(plan.serve.sum())
+        fits = np.cumsum(self._workload.prompt_tokens[rows]) <= budget
+        fits[0] |= not plan.serve.any()
+        if self._settings.kv_tokens is not None:
+            held = int(self._reserved(self.running).sum())
+            has_room = held + np.cumsum(self._reserved(rows)) <= self._settings.kv_tokens
+            has_room[0] |= len(self.running) == 0
+            fits &= has_room
+        num_admitted = len(fits) if fits.all() else int(np.argmin(fits))
+        return rows[:num_admitted]
+
+    def _reserved(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        return self._workload.prompt_tokens[rows] + self._workload.max_tokens[rows]
+
+    def _switch(self, merged: int | None) -> float:
+        seconds = self._cost.merge_s if merged != self._merged else 0.0
+        self._merged = merged
+        self._timeline.switch_s[self.number] += seconds
+        return seconds
+
+    def _load(self, rows: NDArray[np.int64]) -> float:
+        """Seconds to fetch the absent adapters of these rows; evicts the least recently used beyond the slots."""
+        needed = np.unique(self._workload.adapter_index[rows])
+        seconds = 0.0
+        self._clock += 1
+        for adapter in needed[needed >= 0].tolist():
+            if self._last_use.pop(adapter, None) is None:
+                info = self._workload.adapters[adapter]
+                seconds += self._cost.load_seconds(info.weight_bytes, self._settings.adapter_source)
+            self._last_use[adapter] = self._clock
+        slots = self._settings.adapter_slots
+        while slots is not None and len(self._last_use) > max(slots, len(needed)):
+            del self._last_use[next(iter(self._last_use))]
+        timeline = self._timeline
+        timeline.load_s[self.number] += seconds
+        timeline.peak_adapters[self.number] = max(timeline.peak_adapters[self.number], len(self._last_use))
+        return seconds
+
+    def _join(self, serve: NDArray[np.bool_], admitted: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Admitted rows become running ones at the end; returns who takes part, `[num_running]`."""
+        if len(admitted) == 0:
+            return serve
+        self.waiting = self.waiting[~np.isin(self.waiting, admitted)]
+        self.running = np.concatenate([self.running, admitted])
+        self._remaining = np.concatenate([self._remaining, np.maximum(1, self._output[admitted])])
+        self._context = np.concatenate([self._context, self._workload.prompt_tokens[admitted]])
+        return np.concatenate([serve, np.ones(len(admitted), bool)])
+
+    def _passes(
+        self, plan: StepPlan, is_served: NDArray[np.bool_], num_admitted: int, now_s: float, until_s: float
+    ) -> int:
+        """Forward passes this step stands for."""
+        limit = self._settings.leap_steps
+        if limit == 1:
+            return 1
+        if self._settings.is_coarse:
+            return int(min(limit, self._remaining[is_served].max()))
+        is_full = len(self.running) >= self._settings.max_batch_rows
+        if num_admitted or not is_served.all() or not (is_full or len(self.waiting) == 0):
+            return 1
+        passes = int(min(limit, self._remaining.min()))
+        if not is_full and until_s < float("inf"):
+            load = StepLoad(decode_rows=len(self.running), context_tokens=self._context.sum())
+            passes = min(passes, max(1, int((until_s - now_s) / float(self._cost.step_seconds(load)))))
+        return passes
+
+    def _advance(
+        self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_admitted: int, passes: int
+    ) -> StepOutcome:
+        """Every served row gets up to `passes` tokens; the first of an admitted row comes with its prefill."""
+        rows = self.running[is_served]
+        tokens = np.minimum(self._remaining[is_served], passes)
+        num_passes = int(tokens.max())
+        prompts = self._workload.prompt_tokens[rows[len(rows) - num_admitted :]] if num_admitted else np.zeros(0)
+        seconds = overhead_s + self._seconds(rows, tokens, num_passes, self._context[is_served], prompts)
+        # Linear in between: exact when all rows of the leap last to its end.
+        finish_s = now_s + seconds * tokens / num_passes
+        timeline = self._timeline
+        new = rows[len(rows) - num_admitted :] if num_admitted else rows[:0]
+        timeline.admit_s[new] = now_s
+        timeline.first_token_s[new] = now_s + seconds / num_passes
+        timeline.replica[new] = self.number
+        self._remaining[is_served] -= tokens
+        self._context[is_served] += tokens
+        is_done = self._remaining[is_served] <= 0
+        finished = rows[is_done]
+        timeline.finish_s[finished] = finish_s[is_done]
+        timeline.busy_s[self.number] += seconds
+        timeline.num_steps[self.number] += num_passes
+        timeline.row_steps[self.number] += int(tokens.sum())
+        timeline.merged_steps[self.number] += num_passes * (self._merged is not None)
+        stays = self._remaining > 0
+        self.running, self._remaining, self._context = (
+            self.running[stays],
+            self._remaining[stays],
+            self._context[stays],
+        )
+        return StepOutcome(now_s + seconds, finished)
+
+    def _seconds(
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        num_passes: int,
+        context: NDArray[np.int64],
+        prompts: NDArray[np.generic],
+    ) -> float:
+        """Predicted seconds of the passes together; the cost model is linear, so sums are enough."""
+        adapter = self._workload.adapter_index[rows]
+        computed = tokens.astype(np.float64)
+        decode_rows = float(computed.sum())
+        if len(prompts):
+            # The first token of an admitted row comes out of its prefill.
+            decode_rows -= len(prompts)
+            computed[len(rows) - len(prompts) :] += np.asarray(prompts, dtype=np.float64) - 1
+        unmerged = lora_load(adapter, computed, self._ranks, merged_adapter=self._merged, kernel=self._cost.kernel)
+        load = StepLoad(
+            prefill_tokens=float(np.asarray(prompts, dtype=np.float64).sum()),
+            decode_rows=decode_rows,
+            context_tokens=float((context * tokens + tokens * (tokens - 1) / 2).sum()),
+            num_adapters=unmerged.num_adapters,
+            rank_sum=unmerged.rank_sum,
+            rank_tokens=unmerged.rank_tokens,
+        )
+        again = StepLoad(num_adapters=unmerged.num_adapters, rank_sum=unmerged.rank_sum)
+        repeated = float(self._cost.step_seconds(again)) * (num_passes - 1) if num_passes > 1 else 0.0
+        return float(self._cost.step_seconds(load)) + repeated
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books of running rows disagree."""
+        sizes = {len(self.running), len(self._remaining), len(self._context)}
+        assert len(sizes) == 1, f"running arrays of different lengths {sizes}"
+        assert (self._remaining > 0).all(), "a finished row is still running"
+        both = np.intersect1d(self.running, self.waiting)
+        assert len(both) == 0, f"rows {both[:5]} wait and run"
