@@ -213,6 +213,11 @@ class Location:
             raise kind(f"cannot {doing} {where}: {storage_reason(error, self.storage_options)}") from None
 
 
+def absolute(url: str) -> str:
+    """A local path made independent of the working directory; URLs come back as they are."""
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
+
+
 def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """The options meant for this URL: `{"s3": {…}, "gs": {…}}` is one mapping per protocol."""
     protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"

@@ -19,6 +19,7 @@ from ..engine.config import Mode
 from ..engine.request import SamplingParams
 from .error_budget import ErrorBudget
 from .errors import JobRequestError
+from .location import absolute
 
 SAMPLING_FIELDS = (
     "max_tokens",
@@ -126,6 +127,22 @@ class JobSpec(BaseModel):
         """`max_errors`, parsed."""
         return ErrorBudget.parse(self.max_errors)
 
+    def with_absolute_paths(self) -> JobSpec:
+        """The same job seen from any working directory. A model that is no local path may be a hub id."""
+        adapters = self.adapters
+        if isinstance(adapters, str):
+            adapters = absolute(adapters)
+        elif adapters is not None:
+            adapters = {name: _absolute_if_there(url) for name, url in adapters.items()}
+        return self.model_copy(
+            update={
+                "model": _absolute_if_there(self.model),
+                "adapters": adapters,
+                "input": absolute(self.input),
+                "output": absolute(self.output),
+            }
+        )
+
     @field_validator("adapters", mode="before")
     @classmethod
     def _adapters(cls, value: Any) -> Any:
@@ -175,6 +192,11 @@ class JobSpec(BaseModel):
             except json.JSONDecodeError as error:
                 raise ValueError(f"expected a JSON object; not JSON at character {error.pos}") from None
         return value
+
+
+def _absolute_if_there(url: str) -> str:
+    path = absolute(url)
+    return path if Path(path).exists() else url
 
 
 def _pairs(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict[str, str]:

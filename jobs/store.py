@@ -194,17 +194,21 @@ class JobStore:
         self.location.write(self._rows(chunk_id), data)
 
     def write_index(self, chunk_id: int, data: bytes | memoryview) -> None:
-        """Store the numbers of one chunk. Written after its rows: its presence means both are there."""
+        """Store the numbers of one chunk, after its rows."""
         self.location.write(self._index(chunk_id), data)
 
     def write_plan(self, references: bytes | memoryview, facts: Mapping[str, Any]) -> None:
         """Store the plan. The references go last: their presence means the plan is whole."""
-        self.location.write(_PLAN_FACTS, json.dumps(facts).encode())
+        self.write_plan_facts(facts)
         self.location.write(_PLAN, references)
 
     def has_index(self, chunk_id: int) -> bool:
-        """Whether a chunk's numbers and rows are there."""
-        return self.location.exists(self._index(chunk_id))
+        """Whether a chunk's numbers and its rows are both there."""
+        return self.location.exists(self._index(chunk_id)) and self.location.exists(self._rows(chunk_id))
+
+    def write_plan_facts(self, facts: Mapping[str, Any]) -> None:
+        """Replace `plan.json` alone: what is known of the shards changed, not the shards."""
+        self.location.write(_PLAN_FACTS, json.dumps(facts).encode())
 
     def has_plan(self) -> bool:
         """Whether the plan is there."""

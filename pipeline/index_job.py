@@ -8,6 +8,7 @@ from typing import Any
 
 from ..engine.request import SamplingParams
 from ..jobs.record import JobRecord, index_key
+from ..jobs.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,10 @@ class IndexJob:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_record(cls, record: JobRecord, storage_options: Mapping[str, Any]) -> IndexJob:
-        """For a frozen job."""
+    def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
+        """For a frozen job. The spec gives what the record does not hold: storage options."""
         return cls(
-            model_url=record.model.url,
+            model_url=spec.model,
             sampling=record.sampling,
             roles=record.input.roles,
             schema_ipc=record.input.schema_ipc,
@@ -39,5 +40,5 @@ class IndexJob:
             max_context_tokens=record.model.max_context_tokens,
             key=index_key(record),
             now=record.created_at,
-            storage_options=storage_options,
+            storage_options=spec.storage_options,
         )

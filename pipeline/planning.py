@@ -94,7 +94,7 @@ def plan_job(
         rows_per_adapter=_rows_per_adapter(index),
         adapter_names=tuple(_names(index, cut.rows_of(shard.shard_id)) for shard in cut.shards),
     )
-    store.write_plan(_references(index, cut), _to_json(plan))
+    store.write_plan(_references(index, cut), plan_facts(plan))
     return plan
 
 
@@ -114,7 +114,8 @@ def read_plan(store: JobStore) -> JobPlan:
         raise DamagedRecordError(f"plan.json: cannot be read back ({error}). Start again with --overwrite.") from None
 
 
-def _to_json(plan: JobPlan) -> dict[str, object]:
+def plan_facts(plan: JobPlan) -> dict[str, object]:
+    """The plan as `plan.json` holds it."""
     return asdict(plan) | {"shards": [shard.to_json() for shard in plan.shards]}
 
 

@@ -1,0 +1,152 @@
+"""Opening a job: check, audit, and freeze it in its output, or recognise it there and go on with it.
+
+This is all that happens to a job before its first row is read.
+"""
+
+from __future__ import annotations
+
+import platform
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..engine.adapter.audit import audit_adapter
+from ..engine.config import ModelConfig
+from .errors import OutputConflictError, StorageError
+from .local_copy import local_folder
+from .model_content import model_sha256
+from .record import AdapterRecord, JobRecord, ModelRecord, differences, public_spec
+from .secrets import redacted_url
+from .spec import JobSpec
+from .store import JobStore
+from .validation import CheckedJob, check_job
+
+_PARALLEL_AUDITS = 4
+_RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedJob:
+    """A job that may run. `is_resumed`: it was frozen before; `is_finished`: and all its parts are there.
+    `changed_adapters`: names whose content is not what it was then; their rows must be computed again.
+    """
+
+    spec: JobSpec
+    store: JobStore
+    record: JobRecord
+    model_folder: Path
+    is_resumed: bool
+    is_finished: bool
+    changed_adapters: frozenset[str]
+
+
+def open_job(spec: JobSpec) -> OpenedJob:
+    """Freeze a new job, or resume the same one.
+
+    Raises `JobRequestError` with all problems at once, and `OutputConflictError` when the output holds another
+    job. With `overwrite`, the job that is there is removed first, once everything else has been found right.
+    """
+    checked = check_job(spec)
+    record = make_record(checked)
+    if checked.output.is_empty or spec.overwrite:
+        if not checked.output.is_empty:
+            checked.store.overwrite()
+        if checked.store.freeze(record):
+            return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, False, frozenset())
+    return _resumed(checked, record)
+
+
+def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
+    """The job that is frozen in the output, if it is this one."""
+    shown = redacted_url(checked.spec.output)
+    contents = checked.store.contents()
+    if not contents.has_job:
+        raise OutputConflictError(
+            f"output={shown!r}: holds {len(contents.parts)} parts of a job whose record is gone. Choose another "
+            "output, or start over with --overwrite."
+        )
+    frozen = checked.store.read_record()
+    reasons = differences(frozen, record)
+    if reasons:
+        raise OutputConflictError(
+            f"output={shown!r}: holds another job, {frozen.job_id} of {frozen.created_at}: {'; '.join(reasons)}. "
+            "Choose another output, or start over with --overwrite."
+        )
+    resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec})
+    if resumed != frozen:
+        checked.store.replace_record(resumed)
+    changed = changed_adapters(frozen, record)
+    return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, True, contents.is_finished, changed)
+
+
+def make_record(checked: CheckedJob) -> JobRecord:
+    """What is frozen: the spec without secrets, and everything it names by content. Reads all weights once."""
+    spec = checked.spec
+    now = datetime.now(UTC)
+    config = checked.model.config
+    return JobRecord(
+        job_id=f"{spec.name or 'job'}-{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}",
+        created_at=now.isoformat(timespec="seconds"),
+        versions=_versions(),
+        spec=public_spec(spec),
+        storage_option_names=tuple(sorted(spec.storage_options)),
+        model=ModelRecord(
+            url=redacted_url(spec.model),
+            sha256=model_sha256(checked.model.folder, with_weights=spec.load_format != "dummy"),
+            vocab_size=config.vocab_size,
+            max_context_tokens=config.max_context_tokens,
+        ),
+        adapters=audit_all(checked.adapters, config, spec.storage_options),
+        input=checked.input,
+        with_logprobs=spec.logprobs or "logprobs" in checked.input.roles,
+    )
+
+
+def audit_all(
+    adapters: Mapping[str, str], model: ModelConfig, storage_options: Mapping[str, Any]
+) -> tuple[AdapterRecord, ...]:
+    """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged."""
+
+    def audit(item: tuple[str, str]) -> AdapterRecord:
+        return _audit(*item, model, storage_options)
+
+    with ThreadPoolExecutor(_PARALLEL_AUDITS) as pool:
+        return tuple(pool.map(audit, adapters.items()))
+
+
+def _audit(name: str, url: str, model: ModelConfig, storage_options: Mapping[str, Any]) -> AdapterRecord:
+    try:
+        found = audit_adapter(local_folder(url, storage_options), model, name)
+    except StorageError as error:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
+    return AdapterRecord(
+        name=name,
+        url=redacted_url(url),
+        verdict=found.verdict,
+        reasons=found.reasons,
+        sha256=found.content_sha256 or "",
+        rank=found.max_rank,
+        weight_bytes=found.weight_bytes,
+    )
+
+
+def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:
+    """Names whose rows are answered differently now: another content, another verdict, added or gone."""
+    before = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in old.adapters}
+    after = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in new.adapters}
+    return frozenset(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _RECORDED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

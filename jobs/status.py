@@ -1,0 +1,111 @@
+"""What is known of a job from its output alone: no cluster is asked, and the job may run anywhere or nowhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import JobRequestError, MissingFileError
+from .record import JobRecord
+from .secrets import redacted_url
+from .state import JobState
+from .store import JobStore
+
+# A running job rewrites its state about once a second; one that has not for so long has lost its runner.
+STALE_AFTER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """One moment of a job. `is_stale`: its state says that it runs, but nobody has said so for a while."""
+
+    output: str
+    record: JobRecord
+    state: JobState | None
+    summary: Mapping[str, Any] | None
+    num_parts: int
+    is_finished: bool
+    is_cancel_requested: bool
+    is_stale: bool
+
+    @property
+    def headline(self) -> str:
+        """One word or two for where the job stands."""
+        if self.is_finished:
+            return "done"
+        if self.state is None:
+            return "not started"
+        if self.is_stale:
+            return "stopped without a word"
+        if self.is_cancel_requested and not self.state.is_final:
+            return "stopping"
+        return self.state.phase
+
+    @property
+    def next_step(self) -> str | None:
+        """What to do to get it done, when nothing is being done."""
+        is_resting = self.state is None or self.state.is_final or self.is_stale
+        return f"lorabatch resume {self.output}" if is_resting and not self.is_finished else None
+
+
+def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
+    """Read a job's status. `now_s`: seconds since the epoch, by default the clock's.
+
+    Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
+    """
+    try:
+        record = store.read_record()
+    except MissingFileError:
+        raise JobRequestError(
+            f"output={redacted_url(store.url)!r}: no job there. Check the URL; it must be the --output of a job."
+        ) from None
+    contents = store.contents()
+    state = store.read_state()
+    age_s = 0.0 if state is None else (time.time() if now_s is None else now_s) - state.updated_at_s
+    return JobStatus(
+        output=redacted_url(store.url),
+        record=record,
+        state=state,
+        summary=store.read_summary(),
+        num_parts=len(contents.parts),
+        is_finished=contents.is_finished,
+        is_cancel_requested=store.is_cancel_requested(),
+        is_stale=state is not None and not state.is_final and age_s > STALE_AFTER_S,
+    )
+
+
+def status_lines(status: JobStatus) -> list[str]:
+    """The status as plain lines of text."""
+    state = status.state
+    lines = [
+        f"job       {status.record.job_id}, started {status.record.created_at}",
+        f"output    {status.output}",
+        f"state     {status.headline}",
+    ]
+    if state is not None:
+        share = f" ({state.rows_done / state.rows:.1%})" if state.rows else ""
+        lines.append(f"rows      {state.rows_done:,} of {state.rows:,}{share}, {state.rows_error:,} errors")
+        lines.append(f"parts     {status.num_parts:,} of {state.shards:,}")
+        lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
+    if state is not None and not (state.is_final or status.is_stale or status.is_finished):
+        lines.append(f"speed     {state.tokens_per_s:,.0f} generated tokens/s{_remaining(state.eta_s)}")
+        lines += [
+            f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
+            f"{worker.mode or 'idle'}"
+            for worker in state.workers
+        ]
+    if state is not None and state.message:
+        lines.append(f"message   {state.message}")
+    if status.next_step is not None:
+        lines.append(f"next      {status.next_step}")
+    return lines
+
+
+def _remaining(eta_s: float | None) -> str:
+    if eta_s is None:
+        return ""
+    minutes, seconds = divmod(round(eta_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f", about {hours}:{minutes:02d}:{seconds:02d} to go"

@@ -1,0 +1,134 @@
+"""What can be known to be wrong before any work: everything a job names is looked at, all problems at once.
+
+Reads configuration files, Parquet footers and listings; no weights and no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from ..engine.config import ModelConfig, read_model_config
+from ..engine.errors import EngineError
+from ..engine.tokenizer import Tokenizer
+from .adapter_sources import find_adapters
+from .errors import JobRequestError, StorageError
+from .input_columns import find_roles
+from .input_files import pack_schema, read_footers, unified_schema
+from .local_copy import local_folder
+from .record import InputRecord
+from .secrets import redacted_url
+from .spec import JobSpec
+from .store import JobStore, OutputContents
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A base model's folder on this machine and what it says."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedJob:
+    """A job whose parts are all there.
+
+    `spec`: with absolute paths. `adapters`: name -> folder or URL, not audited yet.
+    """
+
+    spec: JobSpec
+    store: JobStore
+    output: OutputContents
+    model: CheckedModel
+    adapters: Mapping[str, str]
+    input: InputRecord
+
+
+def check_job(spec: JobSpec) -> CheckedJob:
+    """Look at everything the spec names. Writes nothing.
+
+    Raises `JobRequestError` with every problem of model, adapters, input, columns and output at once.
+    """
+    spec = spec.with_absolute_paths()
+    problems: list[str] = []
+    store = JobStore(spec.output, spec.storage_options)
+    model = _tried(problems, lambda: _check_model(spec))
+    adapters = _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
+    given = _tried(problems, lambda: _check_input(spec))
+    output = _tried(problems, lambda: _check_output(store))
+    if model and given:
+        problems += _check_fit(spec, model, given)
+    if problems:
+        raise JobRequestError(*dict.fromkeys(problems))
+    assert model is not None
+    assert adapters is not None
+    assert given is not None
+    assert output is not None
+    return CheckedJob(spec, store, output, model, adapters, given)
+
+
+def _tried(problems: list[str], check: Callable[[], _T]) -> _T | None:
+    try:
+        return check()
+    except JobRequestError as error:
+        problems += error.problems
+    except (StorageError, EngineError) as error:
+        problems.append(str(error))
+    return None
+
+
+def _check_model(spec: JobSpec) -> CheckedModel:
+    try:
+        folder = local_folder(spec.model, spec.storage_options)
+        config = read_model_config(folder)
+        tokenizer = Tokenizer.from_folder(folder)
+    except (StorageError, EngineError) as error:
+        raise JobRequestError(f"model={redacted_url(spec.model)!r}: {error}") from None
+    if spec.load_format != "dummy" and not any(folder.glob("*.safetensors")):
+        raise JobRequestError(
+            f"model={redacted_url(spec.model)!r}: no *.safetensors files in {folder}. Weights in other formats "
+            "are not read; convert them, or give a GGUF file."
+        )
+    return CheckedModel(folder, config, tokenizer)
+
+
+def _check_input(spec: JobSpec) -> InputRecord:
+    footers = read_footers(spec.input, spec.storage_options)
+    schema: pa.Schema = unified_schema(footers)
+    roles, problems = find_roles(schema, spec.columns)
+    if problems:
+        raise JobRequestError(*problems)
+    return InputRecord(files=tuple(footer.file for footer in footers), roles=roles, schema_ipc=pack_schema(schema))
+
+
+def _check_output(store: JobStore) -> OutputContents:
+    try:
+        contents = store.contents()
+    except StorageError as error:
+        raise JobRequestError(f"output: {error}") from None
+    store.check_ownership(contents)
+    return contents
+
+
+def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[str]:
+    """What only model and input together, or model and sampling together, get wrong."""
+    problems = []
+    if "messages" in given.roles and not model.tokenizer.has_chat_template:
+        problems.append(
+            f"input column {given.roles['messages']!r} (messages): the model at {redacted_url(spec.model)!r} has "
+            "no chat template. Take an instruction-tuned model, or give a prompt column."
+        )
+    if spec.max_tokens >= model.config.max_context_tokens:
+        problems.append(
+            f"max_tokens={spec.max_tokens}: leaves no room for a prompt in the model's context of "
+            f"{model.config.max_context_tokens} tokens. Lower it."
+        )
+    return problems
