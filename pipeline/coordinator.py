@@ -1,0 +1,257 @@
+"""The loop around the scheduler: what happens on the cluster goes in as events, its commands are enacted.
+
+    while not over: for command in scheduler.handle(next event): enact(command)
+
+The coordinator decides nothing. It keeps only what can be rebuilt: futures of shard tasks and which workers are there.
+Every event and command goes to `events.jsonl`, so that a run can be replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from distributed import Client, Future
+
+from ..jobs.errors import JobFailedError, JobInterruptedError, StorageError
+from ..jobs.state import JobState
+from ..jobs.store import JobStore
+from ..scheduler.commands import Command, FailJob, FinishJob, Recall, RunShard
+from ..scheduler.events import Event, Progress, ReplicaJoined, ReplicaLost, ShardCommitted, ShardFailed, Tick
+from ..scheduler.scheduler import Scheduler
+from .errors import EngineFailedError
+from .job_monitor import JobMonitor
+from .messages import HostReport, ShardOutcome, report_topic
+from .run_shard import ShardTask, run_shard
+
+TICK_S = 1.0
+# How often workers are counted and CANCEL is looked for.
+_WATCH_INTERVAL_S = 2.0
+# A job without a single working engine for so long is not going to get one.
+_NO_ENGINE_LIMIT_S = 600.0
+
+Observer = Callable[[JobState], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardEnded:
+    """A task's future is done."""
+
+    shard_id: int
+    attempt: int
+    worker: str
+    future: Future
+
+
+class Coordinator:
+    """Runs the shards of one planned job to the end, from a process with a Dask client."""
+
+    def __init__(
+        self,
+        client: Client,
+        store: JobStore,
+        job_id: str,
+        scheduler: Scheduler,
+        monitor: JobMonitor,
+        observe: Observer,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._job_id = job_id
+        self._scheduler = scheduler
+        self._monitor = monitor
+        self._observe = observe
+        self._inbox: queue.SimpleQueue[HostReport | _ShardEnded] = queue.SimpleQueue()
+        # (shard id, attempt) -> the task's future, and the worker it runs on.
+        self._tasks: dict[tuple[int, int], tuple[Future, str]] = {}
+        self._workers: set[str] = set()
+        self._failed_workers: dict[str, str] = {}
+        self._journal: list[str] = []
+        self._start_s = self._watched_s = self._ticked_s = self._engine_seen_s = time.monotonic()
+        self._outcome: Command | None = None
+
+    def run(self) -> None:
+        """Go on until every shard is committed.
+
+        Raises `JobFailedError` when the job cannot be completed, and `JobInterruptedError` when it was asked to
+        stop; what is finished is kept in both cases.
+        """
+        topic = report_topic(self._job_id)
+        self._client.subscribe_topic(topic, self._hear)
+        try:
+            for report in self._reports_so_far(topic):
+                self._inbox.put(report)
+            self._handle(Tick(self._now_s()))
+            while self._outcome is None:
+                self._next_event()
+        finally:
+            self._client.unsubscribe_topic(topic)
+            self._cancel(lambda shard_id, worker: True)
+            self._flush()
+        if isinstance(self._outcome, FailJob):
+            raise JobFailedError(f"{self._outcome.reason} Finished rows are kept; run the same command to go on.")
+
+    def _reports_so_far(self, topic: str) -> list[HostReport]:
+        """What was said before we listened: hosts set up earlier have told that they are ready."""
+        latest: dict[str, HostReport] = {}
+        for _, message in self._client.get_events(topic):
+            report = HostReport.from_plain(message)
+            latest[report.worker] = report
+        return list(latest.values())
+
+    def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
+        """Called by the client's thread for each report."""
+        self._inbox.put(HostReport.from_plain(event[1]))
+
+    def _next_event(self) -> None:
+        try:
+            message = self._inbox.get(timeout=TICK_S / 2)
+        except queue.Empty:
+            message = None
+        match message:
+            case HostReport():
+                self._report(message)
+            case _ShardEnded():
+                self._ended(message)
+        self._watch()
+        if time.monotonic() - self._ticked_s >= TICK_S:
+            self._ticked_s = time.monotonic()
+            self._handle(Tick(self._now_s()))
+            self._observe(self._monitor.state("running", time.time()))
+            self._flush()
+
+    def _report(self, report: HostReport) -> None:
+        self._monitor.reported(report)
+        if report.state == "failed":
+            self._engine_failed(report)
+        elif report.state == "ready" and report.worker not in self._workers:
+            self._workers.add(report.worker)
+            self._handle(ReplicaJoined(self._now_s(), report.worker, report.batch_rows))
+        if report.worker in self._workers:
+            self._handle(self._progress(report))
+
+    def _progress(self, report: HostReport) -> Progress:
+        name = self._monitor.adapter_name
+        # A host may still list a shard whose task has just failed: it is not to be adopted as running.
+        ours = {shard_id for (shard_id, _), (_, worker) in self._tasks.items() if worker == report.worker}
+        return Progress(
+            time_s=self._now_s(),
+            replica_id=report.worker,
+            open_rows=report.open_rows,
+            running_rows=report.running_rows,
+            tokens_per_s=report.tokens_per_s,
+            resident_adapters=tuple(map(name, report.resident_adapter_ids)),
+            open_shards=tuple((shard_id, rows) for shard_id, rows in report.open_shards if shard_id in ours),
+            finished=tuple(
+                (name(f.adapter_id) if f.adapter_id else "", f.num_rows, f.output_tokens) for f in report.finished
+            ),
+        )
+
+    def _engine_failed(self, report: HostReport) -> None:
+        """A worker whose engine cannot be kept alive is no replica; without any other the job is over."""
+        self._failed_workers[report.worker] = report.error or "its engine failed"
+        self._lose(report.worker)
+        alive = self._alive_workers()
+        if alive and alive <= self._failed_workers.keys():
+            self._outcome = FailJob(f"No engine works: {self._failed_workers[report.worker]}.")
+
+    def _ended(self, message: _ShardEnded) -> None:
+        if self._tasks.pop((message.shard_id, message.attempt), None) is None:
+            return
+        future = message.future
+        if future.status == "finished":
+            outcome: ShardOutcome = future.result()
+            self._monitor.committed(outcome)
+            self._handle(ShardCommitted(self._now_s(), message.shard_id, outcome.worker))
+            return
+        if future.status == "error":
+            error = future.exception()
+            if isinstance(error, StorageError):
+                raise error
+            if isinstance(error, EngineFailedError):
+                return  # its worker reports as failed, which frees all its shards
+            reason = str(error) or type(error).__name__
+        else:
+            reason = f"its task was {future.status}"
+        self._handle(ShardFailed(self._now_s(), message.shard_id, message.worker, reason))
+
+    def _watch(self) -> None:
+        """Look for workers that are gone, for a request to cancel, and for engines at all."""
+        now_s = time.monotonic()
+        if now_s - self._watched_s < _WATCH_INTERVAL_S:
+            return
+        self._watched_s = now_s
+        alive = self._alive_workers()
+        for worker in self._workers - alive:
+            self._lose(worker)
+        if self._store.is_cancel_requested():
+            raise JobInterruptedError("cancelled on request. Finished rows are kept; `lorabatch resume` goes on.")
+        if self._workers:
+            self._engine_seen_s = now_s
+        elif now_s - self._engine_seen_s > _NO_ENGINE_LIMIT_S:
+            self._outcome = FailJob(f"No engine became ready within {_NO_ENGINE_LIMIT_S:.0f} seconds.")
+
+    def _alive_workers(self) -> set[str]:
+        return set(self._client.scheduler_info(n_workers=-1)["workers"])
+
+    def _lose(self, worker: str) -> None:
+        self._monitor.lost(worker)
+        if worker in self._workers:
+            self._workers.discard(worker)
+            # pinned to this worker, its tasks would wait for it for ever
+            self._cancel(lambda shard_id, where: where == worker)
+            self._handle(ReplicaLost(self._now_s(), worker))
+
+    def _handle(self, event: Event) -> None:
+        """One event through the scheduler, and its commands done."""
+        commands = self._scheduler.handle(event)
+        if commands or not isinstance(event, Tick):
+            self._journal += [json.dumps(record.to_json()) for record in (event, *commands)]
+        for command in commands:
+            self._enact(command)
+
+    def _enact(self, command: Command) -> None:
+        match command:
+            case RunShard():
+                self._submit(command)
+            case Recall():
+                self._cancel(lambda shard_id, worker: shard_id == command.shard_id)
+            case FinishJob() | FailJob():
+                self._outcome = command
+            case _:
+                raise AssertionError(f"no way to enact {command}")
+
+    def _submit(self, command: RunShard) -> None:
+        # A new key per attempt: Dask would otherwise hand out the outcome of the one before.
+        key = (f"lora_shard-{self._job_id}", command.shard_id, command.attempt)
+        future = self._client.submit(
+            run_shard,
+            ShardTask(self._job_id, command.shard_id, command.attempt),
+            key=key,
+            workers=[command.replica_id],
+            pure=False,
+        )
+        self._tasks[(command.shard_id, command.attempt)] = (future, command.replica_id)
+        future.add_done_callback(partial(self._hear_end, command))
+
+    def _hear_end(self, command: RunShard, future: Future) -> None:
+        self._inbox.put(_ShardEnded(command.shard_id, command.attempt, command.replica_id, future))
+
+    def _cancel(self, is_unwanted: Callable[[int, str], bool]) -> None:
+        for key in [key for key, (_, worker) in self._tasks.items() if is_unwanted(key[0], worker)]:
+            future, _ = self._tasks.pop(key)
+            future.cancel()
+
+    def _flush(self) -> None:
+        if self._journal:
+            lines = "\n".join(self._journal) + "\n"
+            self._journal.clear()
+            self._store.append_events(lines.encode())
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._start_s
