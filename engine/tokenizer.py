@@ -1,8 +1,9 @@
 """Text to tokens and back, from a Hugging Face model folder. No torch, no transformers.
 
 `tokenizer.json` holds the tokenizer, `tokenizer_config.json` (and the older `special_tokens_map.json`) names the
-special tokens and may hold the chat template; `chat_template.jinja` takes precedence. Tests hold the outcome
-against transformers' `AutoTokenizer`.
+special tokens and may hold the chat template; `chat_template.jinja` takes precedence. What is put around a plain
+prompt is written in `tokenizer.json`; the flags `add_bos_token` and `add_eos_token` beside it are for tokenizers
+without that file. Tests hold the outcome against transformers' `AutoTokenizer`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerFile
-from tokenizers import processors
 
 from .chat_template import ChatTemplate
 from .config import read_json
@@ -54,7 +54,6 @@ class Tokenizer:
         special = _special_tokens(config, _read_optional(folder / "special_tokens_map.json"))
         backend = _read_backend(folder / "tokenizer.json")
         _mark_special(backend, special)
-        _apply_bos_eos_flags(backend, config, special)
         source = _template_source(folder, config)
         template = ChatTemplate(source, special, now) if source is not None else None
         eos_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
@@ -171,20 +170,6 @@ def _mark_special(backend: TokenizerFile, special: Mapping[str, str]) -> None:
     plain = [text for text in special.values() if text not in added and backend.token_to_id(text) is not None]
     if plain:
         backend.add_special_tokens(list(dict.fromkeys(plain)))
-
-
-def _apply_bos_eos_flags(backend: TokenizerFile, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, replace what the file adds around a prompt."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    pieces, tokens = ["$A:0"], []
-    for flag, name, at in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", 2)):
-        text = special.get(name)
-        token_id = backend.token_to_id(text) if text is not None else None
-        if config.get(flag) and text is not None and token_id is not None:
-            pieces.insert(at, f"{text}:0")
-            tokens.append((text, token_id))
-    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=tokens)
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
