@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Triton reads this when it is imported, so it stands before any test module is. TRITON_INTERPRET=0 tests the
+# kernels on a GPU instead.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is left open
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog. ",

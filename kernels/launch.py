@@ -1,0 +1,45 @@
+"""Where kernels run and with how many programs. No Triton is imported here, so CPU engines never load it."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+# The interpreter runs programs one after the other: two show that work is shared out, more would only be slow.
+_INTERPRETED_PROGRAMS = 2
+
+
+def is_interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter (on CPU tensors), as the tests do."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether an operator on `device` is served by its Triton form."""
+    return device.type == "cuda" or is_interpreted()
+
+
+def num_persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """Programs of a persistent grid: all are resident at once and share the work listed in device memory.
+
+    The grid depends on the device alone, never on the step, so that a captured graph serves any step.
+    """
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return _num_multiprocessors(device.index or 0) * per_multiprocessor
+
+
+def is_exact_dot(dtype: torch.dtype) -> bool:
+    """Whether `tl.dot` takes fp32 operands in full precision.
+
+    So it must for fp32 weights (TF32 keeps 10 bits of mantissa), and so it does in the interpreter, whose bf16
+    products are wrong.
+    """
+    return dtype == torch.float32 or is_interpreted()
+
+
+@cache
+def _num_multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

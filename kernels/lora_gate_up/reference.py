@@ -1,0 +1,25 @@
+"""The plain twin of `lora_gate_up`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from ..lora_table import GATE_UP, LoraTable
+from ..lora_table.reference import expanded
+from ..segments import Segments
+
+
+def gate_up(
+    out: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    table: LoraTable,
+    segments: Segments,
+    scratch: Tensor,
+    layer: int,
+) -> None:
+    """See `lora_gate_up`."""
+    gate, up = expanded(y, bias, table, segments, scratch, layer, GATE_UP).chunk(2, dim=1)
+    out.copy_((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)

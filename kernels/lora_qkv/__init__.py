@@ -1,0 +1,73 @@
+"""The end of qkv: LoRA, biases, q/k norm, rotary embedding, and keys and values straight into the page pool.
+
+`y` [num_tokens, (H + 2K) * D] is the packed base product without bias: H query heads, K key heads, K value heads
+of D = head_dim. Query heads are finished in place; keys and values go to the pool only. Rotation is that of
+`kernels.rotary`, on the first `2 * cos.shape[1]` features of a head; the rest pass (partial rotary; none for OPT).
+Norms over a head (Qwen3, Gemma 3): `x / sqrt(mean(x^2) + eps) * (weight + norm_offset)`, offset 1 for Gemma.
+
+A page holds `[num_layers, 2 (key, value), K, page_tokens, D]`; slot = page * page_tokens + place in the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..launch import uses_triton
+from ..lora_table import LoraTable
+from ..segments import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """Heads of a layer and its place in a page."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    page_tokens: int
+
+    @property
+    def page_elements(self) -> int:
+        """Numbers in a page."""
+        return self.num_layers * 2 * self.num_kv_heads * self.page_tokens * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFinish:
+    """What happens to a head after the linear layer. `cos`, `sin`: fp32 [num_tokens, rotary_dim // 2]; norm
+    weights [head_dim] or None. `slots`: int32 [num_tokens], -1 stores nothing."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+
+
+def lora_qkv_(
+    y: Tensor,
+    finish: HeadFinish,
+    layout: HeadLayout,
+    table: LoraTable,
+    segments: Segments,
+    scratch: Tensor,
+    layer: int,
+) -> Tensor:
+    """Finish `y`'s queries in place and return them as a view [num_tokens, H, D]; store keys and values in
+    `table.pool`. `scratch` must hold the shrink of the same layer's qkv."""
+    heads = layout.num_heads + 2 * layout.num_kv_heads
+    assert y.shape[1] == heads * layout.head_dim, f"y has {y.shape[1]} columns, {heads} heads of {layout.head_dim}"
+    assert y.is_contiguous(), "y must be contiguous"
+    assert (finish.q_norm is None) == (finish.k_norm is None), "q_norm and k_norm come together"
+    if uses_triton(y.device):
+        from .triton import qkv
+    else:
+        from .reference import qkv
+    qkv(y, finish, layout, table, segments, scratch, layer)
+    return y.view(len(y), heads, layout.head_dim)[:, : layout.num_heads]

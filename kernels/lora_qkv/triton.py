@@ -1,0 +1,166 @@
+"""LoRA expand of q, k and v, fused with bias, norm, rotation and the store to the pool, on a GPU.
+
+Bytes per row: y read, queries and keys and values written, 2 x 6144 x 2 = 24 KiB for 32 + 8 + 8 heads of 128; a
+separate norm, rotation and store would move them twice more. On top only B, 16 x 6144 x 2 = 192 KiB per adapter of
+rank 16 and tile. One work item is one head of one tile: a rotation needs both halves of a head, a norm all of it,
+and nothing needs more. 48 heads give 48 items per tile. A head is computed as two halves (and a rest that is not
+rotated), so that partners of a rotation meet in one thread and nothing is shuffled. 16 x 128 fp32 in 64 threads is
+32 registers each; 16 programs of 2 warps on a multiprocessor hide the chain of small loads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import finish_columns, lora_columns, tile_fields
+from ..launch import is_exact_dot, num_persistent_programs
+from ..lora_table import NUM_SITES, QKV, LoraTable
+from ..segments import SPLITS_AT, Segments
+from . import HeadFinish, HeadLayout
+
+PROGRAMS_PER_MULTIPROCESSOR = 16
+
+
+@triton.jit
+def _part(
+    y, rows, m, head, dims, in_dims, HEAD_DIM: tl.constexpr, heads,
+    scratch_row, num_rows, plus, minus, site_row, rows_per_resident,
+    num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Features `dims` of one head, fp32 [BLOCK_M, BLOCK_N]; zeros where masked."""
+    columns = head * HEAD_DIM + dims
+    acc = lora_columns(
+        columns, in_dims, head * HEAD_DIM, head * HEAD_DIM + HEAD_DIM - 1, m, scratch_row, num_rows,
+        plus, minus, site_row, rows_per_resident, num_splits,
+        pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT,
+    )  # fmt: skip
+    inside = (m < num_rows)[:, None] & in_dims[None, :]
+    y_at = y + rows[:, None] * (heads * HEAD_DIM) + columns[None, :]
+    acc += tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
+    return finish_columns(
+        acc, columns, in_dims, plus, minus, site_row, rows_per_resident, sites, pool_fp32, bias, HAS_BIAS
+    )
+
+
+@triton.jit
+def _norm_weight(q_norm, k_norm, head, H: tl.constexpr, dims, in_dims, offset):
+    if head < H:
+        weight = tl.load(q_norm + dims, mask=in_dims, other=0.0)
+    else:
+        weight = tl.load(k_norm + dims, mask=in_dims, other=0.0)
+    return (weight.to(tl.float32) + offset)[None, :]
+
+
+@triton.jit
+def _qkv(
+    y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
+    site_row, rows_per_resident,
+    pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
+    H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    heads: tl.constexpr = H + 2 * K
+    num_splits = tl.load(header + SPLITS)
+    plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
+    m = tl.arange(0, BLOCK_M)
+    halves = tl.arange(0, HALF_BLOCK)
+    in_half = halves < HALF
+    rests = 2 * HALF + tl.arange(0, REST_BLOCK)
+    in_rest = rests < HEAD_DIM
+    for work in range(tl.program_id(0), tl.load(header) * heads, tl.num_programs(0)):
+        head = work % heads
+        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, work // heads)
+        rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
+        # rows that keep this head in y, turn it, store it in the pool: all of the tile's or none
+        rows_in_y = tl.where(head < H, num_rows, 0)
+        rows_turned = tl.where(head < H + K, num_rows, 0)
+        rows_in_pool = num_rows - rows_in_y
+        # queries stay in y, keys and values go to their slot of their page
+        slot = tl.load(slots + rows, mask=m < num_rows, other=-1).to(tl.int64)
+        kv_head = (head - H) % K
+        is_value = (head - H) // K
+        at_pool = (
+            (slot // PAGE) * page_elements
+            + ((layer * 2 + is_value) * K + kv_head) * (PAGE * HEAD_DIM)
+            + (slot % PAGE) * HEAD_DIM
+        )
+        at_y = rows * (heads * HEAD_DIM) + head * HEAD_DIM
+        to_y = (m < rows_in_y)[:, None]
+        to_pool = ((m < rows_in_pool) & (slot >= 0))[:, None]
+
+        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        if HALF > 0:
+            first = _part(
+                y, rows, m, head, halves, in_half, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
+                site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
+                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT,
+            )  # fmt: skip
+            second = _part(
+                y, rows, m, head, halves + HALF, in_half, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
+                site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
+                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT,
+            )  # fmt: skip
+            squares += tl.sum(first * first + second * second, axis=1)
+        if 2 * HALF < HEAD_DIM:
+            rest = _part(
+                y, rows, m, head, rests, in_rest, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
+                site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
+                plane_stride, HAS_BIAS, BLOCK_M, REST_BLOCK, EXACT,
+            )  # fmt: skip
+            squares += tl.sum(rest * rest, axis=1)
+            if HAS_NORM:
+                if head < H + K:
+                    weight = _norm_weight(q_norm, k_norm, head, H, rests, in_rest, norm_offset)
+                    rest = rest * tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None] * weight
+            tl.store(y + at_y[:, None] + rests[None, :], rest.to(y.dtype.element_ty), mask=to_y & in_rest[None, :])
+            kept = to_pool & in_rest[None, :]
+            tl.store(pool + at_pool[:, None] + rests[None, :], rest.to(pool.dtype.element_ty), mask=kept)
+        if HALF > 0:
+            if HAS_NORM:
+                if head < H + K:
+                    inverse = tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None]
+                    first *= inverse * _norm_weight(q_norm, k_norm, head, H, halves, in_half, norm_offset)
+                    second *= inverse * _norm_weight(q_norm, k_norm, head, H, halves + HALF, in_half, norm_offset)
+            turns = (m < rows_turned)[:, None] & in_half[None, :]
+            c = tl.load(cos + rows[:, None] * HALF + halves[None, :], mask=turns, other=1.0)
+            s = tl.load(sin + rows[:, None] * HALF + halves[None, :], mask=turns, other=0.0)
+            turned_first = first * c - second * s
+            turned_second = second * c + first * s
+            kept_y, kept_pool = to_y & in_half[None, :], to_pool & in_half[None, :]
+            y_at = y + at_y[:, None] + halves[None, :]
+            tl.store(y_at, turned_first.to(y.dtype.element_ty), mask=kept_y)
+            tl.store(y_at + HALF, turned_second.to(y.dtype.element_ty), mask=kept_y)
+            pool_at = pool + at_pool[:, None] + halves[None, :]
+            tl.store(pool_at, turned_first.to(pool.dtype.element_ty), mask=kept_pool)
+            tl.store(pool_at + HALF, turned_second.to(pool.dtype.element_ty), mask=kept_pool)
+
+
+def qkv(
+    y: Tensor,
+    finish: HeadFinish,
+    layout: HeadLayout,
+    table: LoraTable,
+    segments: Segments,
+    scratch: Tensor,
+    layer: int,
+) -> None:
+    """See `lora_qkv_`."""
+    half = finish.cos.shape[1]
+    grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
+    _qkv[grid](
+        y, finish.bias, finish.q_norm, finish.k_norm, finish.norm_eps, finish.norm_offset,
+        finish.cos, finish.sin, finish.slots, layer, layout.page_elements,
+        layer * NUM_SITES + QKV, table.sites.shape[1] * NUM_SITES,
+        table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
+        segments.header, segments.perm, segments.tiles, scratch, len(scratch),
+        H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, HALF=half, PAGE=layout.page_tokens,
+        # 16 columns are the narrowest tensor core tile
+        HALF_BLOCK=max(16, triton.next_power_of_2(half)),
+        REST_BLOCK=max(16, triton.next_power_of_2(layout.head_dim - 2 * half)),
+        SPLITS=SPLITS_AT + QKV, HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
+        BLOCK_M=segments.limits.tile_rows, EXACT=is_exact_dot(y.dtype), num_warps=2, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""The end of a row-parallel linear layer (o, down): `out = residual + factor * (y + LoRA) + biases`, in place.
+
+`y` [num_tokens, out_features] is the layer's base product without bias, `residual` the stream it joins (None where
+a norm stands between them: then `y` is overwritten). LoRA comes from scratch; see `kernels.lora_table`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..launch import uses_triton
+from ..lora_table import LoraTable
+from ..segments import Segments
+
+
+def lora_residual_(
+    y: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    table: LoraTable,
+    segments: Segments,
+    scratch: Tensor,
+    layer: int,
+    site: int,
+) -> Tensor:
+    """Add into `residual` and return it (or into `y`). `scratch` must hold the same layer's and site's shrink."""
+    out = y if residual is None else residual
+    assert out.shape == y.shape, f"residual is {list(out.shape)}, y {list(y.shape)}"
+    assert y.is_contiguous(), "y must be contiguous"
+    assert out.is_contiguous(), "the residual must be contiguous"
+    if uses_triton(y.device):
+        from .triton import add_residual
+    else:
+        from .reference import add_residual
+    add_residual(out, y, residual, bias, table, segments, scratch, layer, site)
+    return out

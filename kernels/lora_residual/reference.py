@@ -1,0 +1,25 @@
+"""The plain twin of `lora_residual_`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..lora_table import LoraTable
+from ..lora_table.reference import expanded
+from ..segments import Segments
+
+
+def add_residual(
+    out: Tensor,
+    y: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    table: LoraTable,
+    segments: Segments,
+    scratch: Tensor,
+    layer: int,
+    site: int,
+) -> None:
+    """See `lora_residual_`."""
+    value = expanded(y, bias, table, segments, scratch, layer, site)
+    out.copy_(value if residual is None else value + residual.double())

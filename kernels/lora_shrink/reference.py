@@ -1,0 +1,31 @@
+"""The plain twin of the shrink: the whole sum in the first plane, zeros in the others."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..lora_table import LoraTable
+from ..lora_table.reference import shrunk_rows
+from ..segments import SPLITS_AT, Segments
+
+
+def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:
+    """See `lora_shrink`."""
+    num_splits = int(segments.header[SPLITS_AT + site])
+    plane_rows = len(scratch) // num_splits
+    for tile in segments.tiles_list():
+        rows = segments.perm[tile.row_start : tile.row_start + tile.num_rows].long()
+        position = 0
+        for resident in (tile.plus, tile.minus):
+            if resident < 0:
+                continue
+            for h in shrunk_rows(x[rows], table, (resident, layer, site)):
+                if h.shape[1] == 0:
+                    continue
+                start = tile.scratch_row + position * tile.num_rows
+                for split in range(num_splits):
+                    plane = scratch[split * plane_rows + start :][: tile.num_rows]
+                    plane.zero_()
+                    if split == 0:
+                        plane[:, : h.shape[1]] = h
+                position += 1

@@ -1,0 +1,74 @@
+"""LoRA shrink on a GPU.
+
+Bytes: each chunk of A once per tile, 16 x in_features x 2 (128 KiB for 4096 in bf16), plus the tile's rows of x,
+which stay in L2 (512 x 4096 x 2 = 4 MiB of 60). Flops are nothing: 16 per byte of A. So it is a stream of A, and
+all that counts is that enough loads are in flight: 4.8 TB/s x 700 ns / 132 multiprocessors = 25 KiB on each. One
+k-step loads 16 x 128 x 2 = 4 KiB of A and as much of x; 4 stages of it in 4 programs hold 64 KiB of A in flight.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import multiply, site_chunks, tile_fields
+from ..launch import is_exact_dot, num_persistent_programs
+from ..lora_table import NUM_SITES, LoraTable
+from ..segments import ITEMS_AT, SPLITS_AT, Segments
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+_BLOCK_K = 128
+
+
+@triton.jit
+def _shrink(
+    x, x_stride, in_features, site_row, rows_per_resident,
+    pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,
+    ITEMS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    num_splits = tl.load(header + SPLITS)
+    num_works = tl.load(header + ITEMS) * num_splits
+    plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
+    # k-steps of a split, rounded up: late splits may have none and then write zeros
+    steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), num_splits)
+    ranks = tl.arange(0, 16)
+    ks = tl.arange(0, BLOCK_K)
+    for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
+        item = work // num_splits
+        split = work % num_splits
+        c = tl.load(items + max_items + item)
+        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, tl.load(items + item))
+        first_plus, num_plus = site_chunks(sites, plus, site_row, rows_per_resident)
+        first_minus, num_minus = site_chunks(sites, minus, site_row, rows_per_resident)
+        # items are listed for the layer with most chunks; this layer may have fewer
+        if c < num_plus + num_minus:
+            chunk = tl.where(c < num_plus, first_plus + c, first_minus + c - num_plus)
+            a_offset = tl.load(chunks + chunk * 5)
+            num_ranks = tl.load(chunks + chunk * 5 + 2)
+            m = tl.arange(0, BLOCK_M)
+            rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
+            x_at = x + rows[:, None] * x_stride + ks[None, :]
+            a_at = pool + a_offset + ranks[:, None] * in_features + ks[None, :]
+            acc = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+            for k in range(split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, in_features), BLOCK_K):
+                in_k = (k + ks < in_features)[None, :]
+                x_tile = tl.load(x_at + k, mask=(m < num_rows)[:, None] & in_k, other=0.0)
+                a_tile = tl.load(a_at + k, mask=(ranks < num_ranks)[:, None] & in_k, other=0.0)
+                acc = multiply(x_tile, tl.trans(a_tile), acc, EXACT)
+            h_rows = (scratch_row + c * num_rows + m).to(tl.int64)
+            h_at = scratch + split * plane_stride + h_rows[:, None] * 16 + ranks[None, :]
+            tl.store(h_at, acc, mask=(m < num_rows)[:, None])
+
+
+def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:
+    """See `lora_shrink`."""
+    grid = (num_persistent_programs(x.device, PROGRAMS_PER_MULTIPROCESSOR),)
+    items = segments.items(site)
+    _shrink[grid](
+        x, x.stride(0), x.shape[1], layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,
+        table.pool, table.sites, table.chunks, segments.header, segments.perm, segments.tiles,
+        items, items.shape[1], scratch, len(scratch),
+        ITEMS=ITEMS_AT + site, SPLITS=SPLITS_AT + site, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K,
+        EXACT=is_exact_dot(x.dtype), num_warps=4, num_stages=4,
+    )  # fmt: skip

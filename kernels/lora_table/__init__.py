@@ -1,0 +1,99 @@
+"""Where each resident adapter's matrices lie in the pool: the device table that LoRA kernels read.
+
+A pair (A [rank, in_features], B transposed to [rank, out_features]) is cut into *chunks* of at most 16 rank rows.
+16 is the smallest depth of a tensor core multiplication: a smaller chunk would multiply padding, a larger one
+would not fit ranks like 8 and 20 any better. Only real rows are stored and read; padding exists in registers only.
+Chunks of one adapter lie anywhere in the pool (no chunk crosses a page), so its pages need not be contiguous.
+
+Per resident adapter, layer and packed site (qkv, o, gate_up, down), `sites` holds
+
+    first_chunk, num_chunks        rows of `chunks`
+    factor_offset, bias_offset     fp32 vectors over the site's packed outputs, in fp32 elements of the pool; -1: none
+
+and the operator computes, for a row x of that adapter and the base product y = W x,
+
+    y' = factor * (y + sum over chunks: scale * sign * (x A_c^T) B_c) + base bias + adapter bias
+
+`factor` is DoRA's magnitude over norm (Liu 2024, section 4; 1 where a member has none), `adapter bias` is
+lora_bias times its scaling. `sign` is -1 for the chunks of the adapter that is merged into W when another
+adapter's (or the base's) row is served beside it: mixture mode (dLoRA, OSDI 2024, section 4). A factor cannot be
+taken out that way: an adapter with factors is no half of a mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CHUNK_RANK = 16
+NUM_SITES = 4
+QKV, O_PROJ, GATE_UP, DOWN = range(NUM_SITES)
+SITE_FIELDS = 4
+CHUNK_FIELDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """At most 16 rank rows of one pair: A rows at `a_offset` ([num_rows, in_features] of the pool), B rows at
+    `b_offset` ([num_rows, num_columns]), adding to packed outputs `column_start` onwards."""
+
+    a_offset: int
+    b_offset: int
+    num_rows: int
+    column_start: int
+    num_columns: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentSite:
+    """One adapter at one packed site of one layer. Offsets are -1 where there is no such vector."""
+
+    chunks: tuple[Chunk, ...] = ()
+    factor_offset: int = -1
+    bias_offset: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTable:
+    """The table on the device. `sites` int64 [num_residents, num_layers, 4, 4], `chunks` int64 [num_chunks, 5]
+    (the fields of `Chunk` up to `num_columns`), `scales` fp32 [num_chunks]; `pool` is the flat page memory."""
+
+    pool: Tensor
+    sites: Tensor
+    chunks: Tensor
+    scales: Tensor
+    pool_fp32: Tensor = field(repr=False)
+
+    @classmethod
+    def allocate(cls, pool: Tensor, num_residents: int, num_layers: int, num_chunks: int) -> LoraTable:
+        """An empty table for adapters in `pool`, on its device. A pool of fp16 or bf16 needs an even size."""
+        device = pool.device
+        sites = torch.zeros(num_residents, num_layers, NUM_SITES, SITE_FIELDS, dtype=torch.int64, device=device)
+        chunks = torch.zeros(max(num_chunks, 1), CHUNK_FIELDS, dtype=torch.int64, device=device)
+        scales = torch.zeros(max(num_chunks, 1), dtype=torch.float32, device=device)
+        return cls(pool, sites, chunks, scales, pool.view(torch.float32))
+
+    def write(self, resident: int, first_chunk: int, layers: Sequence[Sequence[ResidentSite]]) -> int:
+        """Enter one adapter as row `resident`, its chunks from row `first_chunk` on; returns how many it has.
+
+        `layers[layer][site]`. Nothing may be running that reads these rows.
+        """
+        rows: list[tuple[int, int, int, int]] = []
+        chunks: list[Chunk] = []
+        for sites in layers:
+            assert len(sites) == NUM_SITES, f"a layer has {NUM_SITES} packed sites, got {len(sites)}"
+            for site in sites:
+                rows.append((first_chunk + len(chunks), len(site.chunks), site.factor_offset, site.bias_offset))
+                chunks.extend(site.chunks)
+        self.sites[resident] = torch.tensor(rows).view(len(layers), NUM_SITES, SITE_FIELDS)
+        if chunks:
+            last = first_chunk + len(chunks)
+            assert last <= len(self.chunks), f"chunks end at row {last}, the table has {len(self.chunks)}"
+            fields = [(c.a_offset, c.b_offset, c.num_rows, c.column_start, c.num_columns) for c in chunks]
+            self.chunks[first_chunk:last] = torch.tensor(fields)
+            self.scales[first_chunk:last] = torch.tensor([c.scale for c in chunks])
+        return len(chunks)

@@ -1,0 +1,53 @@
+"""Plain twins of the parts that LoRA operators share: one row and one chunk at a time, in fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..segments import SPLITS_AT, Segments, Tile
+from . import LoraTable
+
+
+def shrunk_rows(x: Tensor, table: LoraTable, place: tuple[int, int, int]) -> list[Tensor]:
+    """`x A_c^T` for every chunk of one (resident, layer, site), each fp64 [len(x), num_rows]."""
+    first, count, _, _ = table.sites[place].tolist()
+    shrunk = []
+    for a_offset, _, num_rows, _, _ in table.chunks[first : first + count].tolist():
+        a = table.pool[a_offset : a_offset + num_rows * x.shape[1]].view(num_rows, x.shape[1])
+        shrunk.append(x.double() @ a.double().t())
+    return shrunk
+
+
+def expanded(
+    y: Tensor, bias: Tensor | None, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int
+) -> Tensor:
+    """`factor * (y + signed chunks) + biases`, fp64 [num_tokens, out_features]; LoRA's first half from `scratch`."""
+    result = y.double().clone()
+    num_splits = int(segments.header[SPLITS_AT + site])
+    planes = scratch[: len(scratch) // num_splits * num_splits].view(num_splits, -1, scratch.shape[1])
+    for tile in segments.tiles_list():
+        for m in range(tile.num_rows):
+            row = result[int(segments.perm[tile.row_start + m])]
+            _expand_row(row, m, tile, table, planes, (layer, site))
+    return result if bias is None else result + bias.double()
+
+
+def _expand_row(y: Tensor, m: int, tile: Tile, table: LoraTable, planes: Tensor, place: tuple[int, int]) -> None:
+    position = 0
+    biases = torch.zeros_like(y)
+    for resident, sign in ((tile.plus, 1.0), (tile.minus, -1.0)):
+        if resident < 0:
+            continue
+        first, count, _, bias_offset = table.sites[(resident, *place)].tolist()
+        for index in range(first, first + count):
+            _, b_offset, num_rows, start, width = table.chunks[index].tolist()
+            h = planes[:, tile.scratch_row + position * tile.num_rows + m, :num_rows].double().sum(0)
+            b = table.pool[b_offset : b_offset + num_rows * width].view(num_rows, width).double()
+            y[start : start + width] += sign * float(table.scales[index]) * (h @ b)
+            position += 1
+        if bias_offset >= 0:
+            biases += sign * table.pool_fp32[bias_offset : bias_offset + len(y)].double()
+    if tile.plus >= 0 and (at := int(table.sites[tile.plus, place[0], place[1], 2])) >= 0:
+        y *= table.pool_fp32[at : at + len(y)].double()
+    y += biases
