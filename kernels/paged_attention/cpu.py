@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from . import AttentionPlan, DecodeGroup, PrefillChunk
 
 
 def paged_attention(
-    q: Tensor, pool: Tensor, plan: AttentionPlan, layer: int, num_kv_heads: int, scale: float
+    q: Tensor,
+    pool: Tensor,
+    plan: AttentionPlan,
+    layer: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend `q` [T, H, D] to the pool (flat) for one layer; returns [T, H * D].
 
-    The keys and values of the step's own tokens must be in the pool already.
+    The keys and values of the step's own tokens must be in the pool already. With `softcap` a score s becomes
+    `softcap * tanh(s / softcap)` before masking (Gemma 2 report, section 2).
     """
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty_like(q)
@@ -29,12 +36,12 @@ def paged_attention(
         answers = torch.empty_like(queries)
         for group in plan.groups:
             keys, values = _group_views(pool, group, layer, num_kv_heads, head_dim)
-            answers[group.start : group.end] = scaled_dot_product_attention(
-                queries[group.start : group.end], keys, values, attn_mask=group.mask, scale=scale
+            answers[group.start : group.end] = _attend(
+                queries[group.start : group.end], keys, values, group.mask, False, scale, softcap
             )
         out.index_copy_(0, plan.decode_rows, answers.view(-1, num_heads, head_dim))
     for chunk in plan.chunks:
-        out[chunk.start : chunk.end] = _attend_chunk(q, pool, chunk, layer, num_kv_heads, scale)
+        out[chunk.start : chunk.end] = _attend_chunk(q, pool, chunk, layer, num_kv_heads, scale, softcap)
     return out.view(num_tokens, num_heads * head_dim)
 
 
@@ -50,7 +57,9 @@ def _group_views(
     return keys, pool.as_strided(shape, strides, offset + num_kv_heads * head_stride)
 
 
-def _attend_chunk(q: Tensor, pool: Tensor, chunk: PrefillChunk, layer: int, num_kv_heads: int, scale: float) -> Tensor:
+def _attend_chunk(
+    q: Tensor, pool: Tensor, chunk: PrefillChunk, layer: int, num_kv_heads: int, scale: float, softcap: float | None
+) -> Tensor:
     """Attention of one chunk, [chunk tokens, H, D]."""
     _, num_heads, head_dim = q.shape
     per_kv = num_heads // num_kv_heads
@@ -63,7 +72,25 @@ def _attend_chunk(q: Tensor, pool: Tensor, chunk: PrefillChunk, layer: int, num_
     keys = pool.as_strided(shape, strides, offset)
     values = pool.as_strided(shape, strides, offset + num_kv_heads * head_stride)
     queries = q[chunk.start : chunk.end].view(length, num_kv_heads, per_kv, head_dim).permute(1, 2, 0, 3)
-    answers = scaled_dot_product_attention(
-        queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale
-    )
+    answers = _attend(queries, keys, values, chunk.mask, chunk.mask is None, scale, softcap)
     return answers.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    if softcap is None:
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
+    scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(hidden, -torch.inf)
+    if mask is not None:
+        scores += mask
+    return softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values

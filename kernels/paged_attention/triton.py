@@ -1,0 +1,157 @@
+"""Paged attention on a GPU.
+
+Decode reads every key and value once: 2 x context x K x D x 2 bytes, 4 KiB per token and layer for 8 heads of 128.
+The G query heads of a key head are rows of one tile, so keys are read once for all of them; with G = 4 a tile of 16
+rows is a quarter full, and its 2 x 16 x 128 flops per key stay far under the 200 flops per byte at which tensor
+cores would limit. BLOCK_N = 64 keys are 4 pages: 16 KiB of keys and 16 KiB of values per step, two stages in flight
+are 64 KiB of the 228 KiB of a multiprocessor, over the 25 KiB that 4.8 TB/s x 700 ns / 132 asks for. A split of 512
+keys reads 256 KiB and leaves 4 x 128 x 4 = 2 KiB of partial sums: under 1 %, read back once more.
+
+Prefill multiplies 4 x queries x keys x D per head. A tile of 64 rows (16 tokens x 4 heads) loads 32 KiB of keys and
+values for 64 x 64 x 128 x 4 = 2.1 MFLOP, 64 flops per byte, which L2 serves: neighbouring items share their keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import multiply
+from ..launch import is_exact_dot, is_interpreted, num_persistent_programs
+from ..lora_qkv import HeadLayout
+from .gpu import AttentionRule, Partials
+from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
+
+PROGRAMS_PER_MULTIPROCESSOR = 3  # 3 x 64 KiB of stages fit beside each other in 228 KiB
+_BLOCK_N = 64
+
+
+@triton.jit
+def _attend(
+    out, q, q_stride, pool, page_elements, layer, block_tables, table_stride, header, items, values, stats,
+    scale, softcap, window,
+    H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    FIELDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = H // K
+    LOG2_E: tl.constexpr = 1.4426950408889634  # weights are powers of 2, one instruction each
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    in_dims = dims < HEAD_DIM
+    for work in range(tl.program_id(0), tl.load(header) * K, tl.num_programs(0)):
+        item = items + (work // K) * FIELDS
+        kv_head = work % K
+        row = tl.load(item)
+        num_queries = tl.load(item + 1)
+        position = tl.load(item + 2)
+        sequence = tl.load(item + 3).to(tl.int64)
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+        partial = tl.load(item + 6).to(tl.int64)
+        is_query = m < num_queries * G
+        # row m of the tile: token m // G, query head m % G of this key head
+        heads = kv_head * G + m % G
+        positions = position + m // G
+        q_rows = (row + m // G).to(tl.int64)
+        inside = is_query[:, None] & in_dims[None, :]
+        q_at = q + q_rows[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        queries = tl.load(q_at, mask=inside, other=0.0)
+        if HAS_WINDOW:
+            begin = tl.maximum(begin, position - window + 1)
+        largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        head_offset = (layer * 2 * K + kv_head) * (PAGE * HEAD_DIM)
+        for start in range(begin, end, BLOCK_N):
+            keys_at = start + tl.arange(0, BLOCK_N)
+            is_key = keys_at < end
+            page = tl.load(block_tables + sequence * table_stride + keys_at // PAGE, mask=is_key, other=0).to(tl.int64)
+            at = pool + page * page_elements + head_offset + (keys_at % PAGE) * HEAD_DIM
+            keys = tl.load(at[None, :] + dims[:, None], mask=is_key[None, :] & in_dims[:, None], other=0.0)
+            scores = multiply(queries, keys, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), EXACT) * scale
+            if HAS_SOFTCAP:
+                # tanh(z) = 2 sigmoid(2 z) - 1
+                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+            seen = is_key[None, :] & (keys_at[None, :] <= positions[:, None])
+            if HAS_WINDOW:
+                seen = seen & (keys_at[None, :] > positions[:, None] - window)
+            scores = tl.where(seen, scores * LOG2_E, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+            # a row that has seen no key yet keeps 0 - (-inf) out of the exponent
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.exp2(scores - shift[:, None])
+            shrink = tl.exp2(largest - shift)
+            total = total * shrink + tl.sum(weights, axis=1)
+            vals_at = at + K * PAGE * HEAD_DIM
+            vals = tl.load(vals_at[:, None] + dims[None, :], mask=is_key[:, None] & in_dims[None, :], other=0.0)
+            acc = multiply(weights.to(vals.dtype), vals, acc * shrink[:, None], EXACT)
+            largest = new_largest
+        if partial >= 0:
+            at_head = partial * H + heads
+            tl.store(values + at_head[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+            tl.store(stats + at_head * 2, largest, mask=is_query)
+            tl.store(stats + at_head * 2 + 1, total, mask=is_query)
+        else:
+            divided = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            out_at = out + (q_rows * H + heads)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_at, divided.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _combine(
+    out, header, combines, values, stats,
+    H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    dims = tl.arange(0, BLOCK_D)
+    in_dims = dims < HEAD_DIM
+    for work in range(tl.program_id(0), tl.load(header + 1) * H, tl.num_programs(0)):
+        entry = combines + (work // H) * FIELDS
+        row = tl.load(entry).to(tl.int64)
+        first = tl.load(entry + 1).to(tl.int64)
+        head = work % H
+        largest = float("-inf")
+        total = 0.0
+        acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        for piece in range(0, tl.load(entry + 2)):
+            at = (first + piece) * H + head
+            its_largest = tl.load(stats + at * 2)
+            new_largest = tl.maximum(largest, its_largest)
+            # with a sliding window a piece may have seen no key at all
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            keep = tl.exp2(largest - shift)
+            take = tl.exp2(its_largest - shift)
+            total = total * keep + tl.load(stats + at * 2 + 1) * take
+            acc = acc * keep + tl.load(values + at * HEAD_DIM + dims, mask=in_dims, other=0.0) * take
+            largest = new_largest
+        tl.store(out + (row * H + head) * HEAD_DIM + dims, (acc / total).to(out.dtype.element_ty), mask=in_dims)
+
+
+def attend(
+    out: Tensor,
+    q: Tensor,
+    pool: Tensor,
+    block_tables: Tensor,
+    work: AttentionWork,
+    partials: Partials,
+    layout: HeadLayout,
+    layer: int,
+    rule: AttentionRule,
+) -> None:
+    """See `attend_pages`."""
+    grid = (num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR),)
+    block_d = max(16, triton.next_power_of_2(layout.head_dim))
+    _attend[grid](
+        out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
+        work.header, work.items, partials.values, partials.stats,
+        rule.scale, rule.softcap or 0.0, rule.window or 0,
+        H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, PAGE=layout.page_tokens,
+        FIELDS=ITEM_FIELDS, HAS_WINDOW=rule.window is not None, HAS_SOFTCAP=rule.softcap is not None,
+        BLOCK_M=work.limits.tile_rows, BLOCK_N=16 if is_interpreted() else _BLOCK_N, EXACT=is_exact_dot(q.dtype),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _combine[grid](
+        out, work.header, work.combines, partials.values, partials.stats,
+        H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS, num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Attention over pages against one token and one head at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from lorabatch.kernels.lora_qkv import HeadLayout
+from lorabatch.kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
+from lorabatch.kernels.paged_attention.reference import attend
+from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
+
+LAYOUT = HeadLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=2, page_tokens=4)
+RULE = AttentionRule(scale=0.25)
+NUM_PAGES = 40
+# (new tokens, tokens stored before): decoding rows of several contexts, whole prompts, chunks after a prefix
+MIXED = [(1, 0), (1, 30), (7, 0), (1, 5), (9, 6)]
+
+
+def check(
+    step: Sequence[tuple[int, int]],
+    layout: HeadLayout,
+    rule: AttentionRule,
+    limits: WorkLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+    assert_close: Callable[..., None],
+) -> None:
+    num_tokens = sum(new for new, _ in step)
+    packed = torch.randn(num_tokens, layout.num_heads + 3, layout.head_dim, device=device).to(dtype)
+    q = packed[:, : layout.num_heads]
+    pool = torch.randn(NUM_PAGES * layout.page_elements, device=device).to(dtype)
+    order = torch.randperm(NUM_PAGES).tolist()
+    tables = torch.full((len(step), 12), -1, dtype=torch.int32)  # an entry that is read by mistake faults
+    spans, row = [], 0
+    for index, (new, past) in enumerate(step):
+        pages = [order.pop() for _ in range(-(-(new + past) // layout.page_tokens))]
+        tables[index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        last = (new + past) % layout.page_tokens
+        if last:  # places behind the last token hold NaN
+            shape = (layout.num_layers * 2 * layout.num_kv_heads, layout.page_tokens, layout.head_dim)
+            page = pool[pages[-1] * layout.page_elements :][: layout.page_elements].view(shape)
+            page[:, last:] = torch.nan
+        spans.append(Span(row, new, past, index))
+        row += new
+    host = plan_attention(spans, layout.num_heads // layout.num_kv_heads, limits)
+    work = type(host)(limits, host.buffer.to(device))
+    partials = Partials.allocate(limits.max_items, layout.num_heads, layout.head_dim, device)
+    partials.values.fill_(torch.nan)
+    partials.stats.fill_(torch.nan)
+    expected = torch.empty(q.shape, dtype=torch.float64, device=device)
+    attend(expected, q, pool, tables.to(device), work, partials, layout, 1, rule)
+    found = attend_pages(q, pool, tables.to(device), work, partials, layout, 1, rule)
+    assert_close(found, expected.flatten(1))
+
+
+@pytest.mark.parametrize("split_keys", [8, 512])
+@pytest.mark.parametrize(
+    "rule",
+    [RULE, AttentionRule(0.25, window=6), AttentionRule(0.4, softcap=1.5), AttentionRule(0.3, window=3, softcap=2.0)],
+    ids=["plain", "window", "softcap", "both"],
+)
+def test_decode_and_prefill_in_one_step(
+    assert_close: Callable[..., None], dtype: torch.dtype, device: torch.device, rule: AttentionRule, split_keys: int
+) -> None:
+    check(MIXED, LAYOUT, rule, WorkLimits(40, 8, 16, split_keys), dtype, device, assert_close)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 20), (2, 2, 8), (7, 1, 16)])
+def test_groups_and_heads_of_odd_sizes(
+    assert_close: Callable[..., None],
+    dtype: torch.dtype,
+    device: torch.device,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    layout = HeadLayout(num_heads, num_kv_heads, head_dim, num_layers=2, page_tokens=4)
+    check([(1, 9), (6, 3)], layout, RULE, WorkLimits(40, 8, 16, 8), dtype, device, assert_close)
+
+
+def test_one_token_alone(assert_close: Callable[..., None], dtype: torch.dtype, device: torch.device) -> None:
+    check([(1, 0)], LAYOUT, RULE, WorkLimits(4, 4, 16, 8), dtype, device, assert_close)
