@@ -45,7 +45,7 @@ class _ShardEnded:
     shard_id: int
     attempt: int
     worker: str
-    future: Future
+    future: Future[ShardOutcome]
 
 
 class Coordinator:
@@ -55,20 +55,20 @@ class Coordinator:
         self,
         client: Client,
         store: JobStore,
-        job_id: str,
+        run_id: str,
         scheduler: Scheduler,
         monitor: JobMonitor,
         observe: Observer,
     ) -> None:
         self._client = client
         self._store = store
-        self._job_id = job_id
+        self._run_id = run_id
         self._scheduler = scheduler
         self._monitor = monitor
         self._observe = observe
         self._inbox: queue.SimpleQueue[HostReport | _ShardEnded] = queue.SimpleQueue()
         # (shard id, attempt) -> the task's future, and the worker it runs on.
-        self._tasks: dict[tuple[int, int], tuple[Future, str]] = {}
+        self._tasks: dict[tuple[int, int], tuple[Future[ShardOutcome], str]] = {}
         self._workers: set[str] = set()
         self._failed_workers: dict[str, str] = {}
         self._journal: list[str] = []
@@ -81,7 +81,7 @@ class Coordinator:
         Raises `JobFailedError` when the job cannot be completed, and `JobInterruptedError` when it was asked to
         stop; what is finished is kept in both cases.
         """
-        topic = report_topic(self._job_id)
+        topic = report_topic(self._run_id)
         self._client.subscribe_topic(topic, self._hear)
         try:
             for report in self._reports_so_far(topic):
@@ -228,10 +228,10 @@ class Coordinator:
 
     def _submit(self, command: RunShard) -> None:
         # A new key per attempt: Dask would otherwise hand out the outcome of the one before.
-        key = (f"lora_shard-{self._job_id}", command.shard_id, command.attempt)
+        key = (f"lora_shard-{self._run_id}", command.shard_id, command.attempt)
         future = self._client.submit(
             run_shard,
-            ShardTask(self._job_id, command.shard_id, command.attempt),
+            ShardTask(self._run_id, command.shard_id, command.attempt),
             key=key,
             workers=[command.replica_id],
             pure=False,
@@ -239,7 +239,7 @@ class Coordinator:
         self._tasks[(command.shard_id, command.attempt)] = (future, command.replica_id)
         future.add_done_callback(partial(self._hear_end, command))
 
-    def _hear_end(self, command: RunShard, future: Future) -> None:
+    def _hear_end(self, command: RunShard, future: Future[ShardOutcome]) -> None:
         self._inbox.put(_ShardEnded(command.shard_id, command.attempt, command.replica_id, future))
 
     def _cancel(self, is_unwanted: Callable[[int, str], bool]) -> None:

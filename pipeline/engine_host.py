@@ -6,8 +6,12 @@ returns at once: loading weights takes longer than a worker may be silent. Readi
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import tempfile
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +23,32 @@ from ..jobs.local_copy import local_folder
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from .engine_keeper import EngineKeeper, LocalAdapter
-from .messages import AdapterSource, EngineSettings, HostReport, report_topic
+from .errors import EngineFailedError
+from .log_shipper import LogShipper
+from .messages import AdapterSource, EngineSettings, HostReport, ShardOutcome, report_topic
 
 _CLOSE_TIMEOUT_S = 5.0
 
 
-def host_name(job_id: str) -> str:
-    """The plugin's name on every worker: one per job and version."""
-    return f"lorabatch-{job_id}-{__version__}"
+def host_name(run_id: str) -> str:
+    """The plugin's name on every worker."""
+    return f"lorabatch-{__version__}-{run_id}"
+
+
+def worker_log_path(worker: Worker) -> Path:
+    """Where a worker of an embedded cluster writes what it would print."""
+    return Path(worker.local_directory) / "lorabatch-worker.log"
 
 
 class EngineHost(WorkerPlugin):
-    """One engine on one worker, for one job."""
+    """One engine on one worker, for one run of a job: a new run never meets engines that know other adapters."""
 
+    # Registering it again, as a client does that reconnects, must not tear the running engine down.
     idempotent = True
 
-    def __init__(self, job_id: str, settings: EngineSettings, store: JobStore) -> None:
-        self.name = host_name(job_id)
-        self._topic = report_topic(job_id)
+    def __init__(self, run_id: str, settings: EngineSettings, store: JobStore) -> None:
+        self.name = host_name(run_id)
+        self._topic = report_topic(run_id)
         self._settings = settings
         self._store = store
 
@@ -44,17 +56,27 @@ class EngineHost(WorkerPlugin):
         """Start the engine process; called by Dask on the worker."""
         self._worker = worker
         self._record: JobRecord | None = None
-        self._record_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._claims: dict[int, Future[ShardOutcome]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="lorabatch-host-")
-        self._log_path = Path(self._folder.name) / "engine.log"
-        self._log_path.touch()
-        self._log_sent_bytes = 0
-        self.keeper = EngineKeeper(self._settings, self._find_model, self._log_path, self._send, worker.address)
+        engine_log, tag = Path(self._folder.name) / "engine.log", worker_tag(worker.address)
+        logs = {f"engine-{tag}": engine_log, f"worker-{tag}": worker_log_path(worker)}
+        self._shipper = LogShipper(self._store, logs)
+        settings = self._settings.with_threads(worker.state.nthreads)
+        self.keeper = EngineKeeper(settings, self._find_model, engine_log, self._send, worker.address)
 
-    def teardown(self, worker: Worker) -> None:
-        """End the engine; open shards are abandoned and keep their finished rows in `wip`."""
+    async def teardown(self, worker: Worker) -> None:
+        """End the engine; open shards are abandoned, and their tasks get the time to keep finished rows."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
         self.keeper.close(_CLOSE_TIMEOUT_S)
-        self.send_log()
+        with self._lock:
+            claims = list(self._claims.values())
+        for claim in claims:
+            with contextlib.suppress(Exception):
+                claim.result(_CLOSE_TIMEOUT_S)
+        self._shipper.close(_CLOSE_TIMEOUT_S)
         self._folder.cleanup()
 
     @property
@@ -69,10 +91,30 @@ class EngineHost(WorkerPlugin):
 
     def record(self) -> JobRecord:
         """The frozen job, read once."""
-        with self._record_lock:
+        with self._lock:
             if self._record is None:
                 self._record = self._store.read_record()
             return self._record
+
+    @contextlib.contextmanager
+    def claimed(self, shard_id: int) -> Iterator[tuple[Future[ShardOutcome], bool]]:
+        """The outcome of a shard, and whether the caller must produce it: a shard is worked on once per worker.
+
+        Who must, sets the result; an exception that leaves the block is set by itself.
+        """
+        with self._lock:
+            is_ours = shard_id not in self._claims
+            claim = self._claims.setdefault(shard_id, Future())
+        try:
+            yield claim, is_ours
+        except BaseException as error:
+            if is_ours:
+                claim.set_exception(error)
+            raise
+        finally:
+            if is_ours:
+                with self._lock:
+                    del self._claims[shard_id]
 
     def local_adapters(self, adapter_ids: frozenset[str]) -> list[LocalAdapter]:
         """The named adapters, by content hash, in local folders; fetched if they lie elsewhere."""
@@ -83,31 +125,25 @@ class EngineHost(WorkerPlugin):
                 found.append(LocalAdapter(AdapterSource(adapter.sha256, adapter.name, adapter.url), folder))
         return found
 
-    def send_log(self) -> None:
-        """Append what the engine process has said since the last call to the job's logs."""
-        with self._log_path.open("rb") as log:
-            log.seek(self._log_sent_bytes)
-            fresh = log.read()
-        if fresh:
-            self._log_sent_bytes += len(fresh)
-            self._store.append_log(_log_source(self.address), fresh.decode("utf-8", "replace"))
-
     def _find_model(self) -> Path:
         return local_folder(self._settings.model_url, self._settings.storage_options)
 
     def _send(self, report: HostReport) -> None:
         """Called by the keeper's thread; Dask's streams belong to the event loop's."""
-        self._worker.loop.add_callback(self._worker.log_event, self._topic, report.to_plain())
+        # A worker that ends may have closed its loop already.
+        with contextlib.suppress(RuntimeError):
+            self._worker.loop.add_callback(self._worker.log_event, self._topic, report.to_plain())
 
 
-def _log_source(address: str) -> str:
+def worker_tag(address: str) -> str:
+    """A worker's address as part of a file name."""
     kept = (character if character.isalnum() else "-" for character in address.rpartition("//")[2])
-    return f"engine-{''.join(kept)}"
+    return "".join(kept)
 
 
-def find_host(worker: Worker, job_id: str) -> EngineHost:
-    """The job's host on this worker. Raises RuntimeError when Dask has not set it up."""
-    host: Any = worker.plugins.get(host_name(job_id))
+def find_host(worker: Worker, run_id: str) -> EngineHost:
+    """The run's host on this worker. Raises `EngineFailedError` when Dask has not set it up."""
+    host: Any = worker.plugins.get(host_name(run_id))
     if not isinstance(host, EngineHost):
-        raise RuntimeError(f"worker {worker.address} has no engine for job {job_id}: its plugin was not set up")
+        raise EngineFailedError(f"Worker {worker.address} has no engine: its plugin was not set up; see its log.")
     return host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..engine.config import EngineConfig
@@ -25,6 +25,12 @@ class EngineSettings:
     config: EngineConfig
     factory: str = ENGINE_FACTORY
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def with_threads(self, num_threads: int) -> EngineSettings:
+        """The same, with so many CPU threads unless a number was chosen before."""
+        if self.config.num_threads is not None:
+            return self
+        return replace(self, config=replace(self.config, num_threads=num_threads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,6 @@ class ShardOutcome:
     completion_tokens: int
 
 
-def report_topic(job_id: str) -> str:
-    """The Dask event topic on which the hosts of a job report."""
-    return f"lorabatch-{job_id}"
+def report_topic(run_id: str) -> str:
+    """The Dask event topic on which the hosts of a run report."""
+    return f"lorabatch-{run_id}"

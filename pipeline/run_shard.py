@@ -28,21 +28,28 @@ FLUSH_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """One attempt at one shard of one job."""
+    """One attempt at one shard, in one run of a job."""
 
-    job_id: str
+    run_id: str
     shard_id: int
     attempt: int
 
 
 def run_shard(task: ShardTask) -> ShardOutcome:
-    """Run one shard on this worker and commit it.
+    """Run one shard on this worker and commit it; join the attempt that has it open here already, if there is one.
 
     Raises `ShardAbandonedError` when the worker stops first (finished rows stay in `wip`), `EngineFailedError`
     when the engine cannot be kept alive, `StorageError` when storage fails.
     """
     secede()
-    host = find_host(get_worker(), task.job_id)
+    host = find_host(get_worker(), task.run_id)
+    with host.claimed(task.shard_id) as (claim, is_ours):
+        if is_ours:
+            claim.set_result(_answer_and_commit(host, task))
+        return claim.result()
+
+
+def _answer_and_commit(host: EngineHost, task: ShardTask) -> ShardOutcome:
     record = host.record()
     rows = read_shard(host.store, record, task.shard_id)
     answers = known_answers(host.store, record, rows)
@@ -53,7 +60,6 @@ def run_shard(task: ShardTask) -> ShardOutcome:
     elif host.store.is_committed(task.shard_id):
         return _outcome(host, rows, answers, num_reused)
     host.store.commit_part(task.shard_id, part_bytes(rows, answers, with_logprobs=record.with_logprobs))
-    host.send_log()
     return _outcome(host, rows, answers, num_reused)
 
 
@@ -72,7 +78,10 @@ def known_answers(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[s
     for journal in store.read_wip(rows.shard_id):
         for answer in decode_answers(journal):
             request = by_fingerprint.get(answer.fingerprint)
-            if request is not None and still_valid(answer, request.adapter_id, answer.fingerprint):
+            # Errors are not kept: another attempt may do better.
+            if request is None or answer.error is not None:
+                continue
+            if still_valid(answer, request.adapter_id, answer.fingerprint):
                 answers[request.request_id] = answer
     if not store.is_committed(rows.shard_id):
         return answers

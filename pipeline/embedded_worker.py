@@ -1,0 +1,22 @@
+"""Preloaded into the workers of an embedded cluster: they share a terminal with the command that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from distributed import Worker
+
+from .engine_host import worker_log_path
+
+
+def dask_setup(worker: Worker) -> None:
+    """Write to a log file instead of the terminal, and leave Ctrl-C to the command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    path: Path = worker_log_path(worker)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,58 @@
+"""Engine hosts on a cluster for the time of one run: set up on every worker, taken down at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from distributed import Client
+
+from ..jobs.store import JobStore
+from .engine_host import EngineHost, host_name
+from .messages import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+# A worker that hangs must not keep the others' teardown from being told.
+_TEARDOWN_TIMEOUT_S = 20.0
+
+
+@contextmanager
+def engine_hosts(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> Iterator[str]:
+    """Start an engine on every worker, also on those that join later; yields the run's id.
+
+    Hosts of an earlier run of this job, whose client was killed, are taken down first: they know the adapters of
+    then. At the end engines stop, and what they have finished is in `wip`.
+    """
+    for name in client.run_on_scheduler(_hosts_of_job, job_id=job_id):
+        _take_down(client, name)
+    run_id = f"{job_id}-{uuid.uuid4().hex[:6]}"
+    client.register_plugin(EngineHost(run_id, settings, store))
+    try:
+        yield run_id
+    finally:
+        _take_down(client, host_name(run_id))
+
+
+def _hosts_of_job(dask_scheduler: Any, job_id: str) -> list[str]:
+    ours, run = host_name(""), f"-{job_id}-"
+    names: list[str] = [name for name in dask_scheduler.worker_plugins if run in name]
+    return [name for name in names if name.startswith(ours.split("-")[0])]
+
+
+def _take_down(client: Client, name: str) -> None:
+    def unregister() -> None:
+        # A worker that is leaving answers with an error, or not at all.
+        with contextlib.suppress(Exception):
+            client.unregister_worker_plugin(name)
+
+    thread = threading.Thread(target=unregister, name="take down engines", daemon=True)
+    thread.start()
+    thread.join(_TEARDOWN_TIMEOUT_S)
+    if thread.is_alive():
+        logger.warning("some workers did not stop their engines within %.0f s", _TEARDOWN_TIMEOUT_S)

@@ -1,0 +1,61 @@
+"""Carries log files of this process and its children into the job's own logs, every few seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..jobs.errors import StorageError
+from ..jobs.store import JobStore
+
+logger = logging.getLogger(__name__)
+
+LOCAL_INTERVAL_S = 2.0
+# On an object store every shipment is an object.
+REMOTE_INTERVAL_S = 20.0
+MAX_SHIPMENT_BYTES = 1 << 20
+
+
+class LogShipper:
+    """Ships what is appended to `files` (name of the log -> local file) until it is closed. A file may not exist yet."""
+
+    def __init__(self, store: JobStore, files: Mapping[str, Path]) -> None:
+        self._store = store
+        self._files = dict(files)
+        self._shipped_bytes = dict.fromkeys(files, 0)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log shipper", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ship what is left, and stop."""
+        self._is_closed.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        interval_s = LOCAL_INTERVAL_S if self._store.location.is_local else REMOTE_INTERVAL_S
+        while not self._is_closed.wait(interval_s):
+            self._ship_all()
+        self._ship_all()
+
+    def _ship_all(self) -> None:
+        for name, path in self._files.items():
+            try:
+                self._ship(name, path)
+            except StorageError as error:
+                # A lost log line must not cost a row; the local file keeps it for the next turn.
+                logger.warning("log %s: %s", name, error)
+
+    def _ship(self, name: str, path: Path) -> None:
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._shipped_bytes[name])
+            fresh = file.read(MAX_SHIPMENT_BYTES)
+        # Whole lines only, unless the file has ended.
+        end = len(fresh) if self._is_closed.is_set() else fresh.rfind(b"\n") + 1
+        if end:
+            self._store.append_log(name, fresh[:end].decode("utf-8", "replace"))
+            self._shipped_bytes[name] += end
