@@ -1,4 +1,4 @@
-"""The generic decoder of the Llama-shaped families: one forward pass over a step.
+"""The one decoder of all families: one forward pass over a step. `model_config` describes a layer in formulas.
 
 Legend: T tokens of the step, H query heads, K key/value heads, D head_dim. `pool` is the flat page memory.
 """
@@ -9,116 +9,164 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from ..kernels.paged_attention.cpu import paged_attention
-from ..kernels.rms_norm import rms_norm
-from ..kernels.rotary import rotary_tables, rotate_
+from ..kernels.rotary import rotate_
 from ..kernels.segment_lora import LoraSegment, add_lora_
-from .config import ModelConfig
-from .errors import UnsupportedModelError
+from .activations import activation_of
 from .linear import Linear
-from .packed_sites import PACKED_SITES, packed_members
-from .rope import rotary_frequencies
+from .model_config import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig
+from .norms import norm_of
+from .packed_sites import packed_members
+from .rope import Rope
 from .step_batch import AdapterSpan, StepBatch
 
+Rotary = tuple[Tensor, Tensor]
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: packed linear layers by site and its norms by checkpoint name below the layer."""
+    """One layer: packed linear layers by site, full names of its norms, and which of the ropes turns its heads."""
 
-    linears: dict[str, Linear]
-    prefix: str
+    index: int
+    linears: dict[PackedSite, Linear]
+    norms: LayerNorms
+    rope: int | None
 
 
 class Decoder:
-    """Base model with live weights. `tensors` holds what is not a packed linear layer, by checkpoint name."""
+    """Base model with live weights.
+
+    `linears` holds the head and projections by checkpoint name, `tensors` what is no linear layer. Both, and the
+    layers' linears, may be replaced between two steps.
+    """
 
     def __init__(self, model: ModelConfig, weights: dict[str, Tensor], *, is_packed: bool) -> None:
         self.model = model
+        embeddings = weights[f"{model.names.embedding}.weight"]
+        ropes: list[RopeConfig] = []
         self.layers = [
             DecoderLayer(
-                {site: _packed_linear(model, weights, layer, site, is_packed) for site in PACKED_SITES},
-                f"model.layers.{layer}.",
+                index,
+                {site: _packed_linear(model, weights, index, site, is_packed) for site in PACKED_SITES},
+                _full_names(model, index),
+                _number_of(rope, ropes),
             )
-            for layer in range(model.num_layers)
+            for index, rope in enumerate(model.layer_ropes)
         ]
-        embeddings = weights["model.embed_tokens.weight"]
-        head = embeddings if model.is_tied else weights.pop("lm_head.weight")
-        self.lm_head = Linear(head, None, is_packed=is_packed)
+        self._ropes = [Rope(rope, embeddings.device) for rope in ropes]
+        self.linears = {
+            module: Linear(weights.pop(f"{module}.weight"), None, is_packed=is_packed)
+            for module in (model.names.project_in, model.names.project_out, None if model.is_tied else HEAD)
+            if module is not None
+        }
+        if model.is_tied:
+            self.linears[HEAD] = Linear(embeddings, None, is_packed=is_packed)
         self.tensors = dict(weights)
-        frequencies, self._attention_factor = rotary_frequencies(model)
-        self._frequencies = frequencies.to(embeddings.device)
+        self._norm_of_kind = norm_of(model, self.tensors)
+        self._activation = activation_of(model)
         self._dtype = embeddings.dtype
-        if model.activation not in ("silu", "gelu_pytorch_tanh"):
-            raise UnsupportedModelError(
-                f"config.json hidden_act={model.activation!r}: not supported. Supported: silu, gelu_pytorch_tanh."
-            )
+        # rounded to the dtype first, as the families that scale define it
+        self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=self._dtype))
 
     def forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in `pool`."""
-        x = self.tensors["model.embed_tokens.weight"][batch.token_ids]  # [T, hidden]
-        angles = batch.positions.float()[:, None] * self._frequencies
-        rotary = rotary_tables(angles, self._attention_factor, self._dtype)
+        x = self._embed(batch)  # [T, hidden]
+        rotaries = [rope.tables(batch.positions, batch.row_lengths, self._dtype) for rope in self._ropes]
         kv_rows = batch.kv_rows.clone()
-        for index, layer in enumerate(self.layers):
-            x += self._attend(x, layer, index, batch, pool, rotary, kv_rows)
-            x += self._mlp(x, layer, index, batch)
+        for layer in self.layers:
+            norms = layer.norms
+            h = self._norm(x, norms.before_attention)
+            rotary = None if layer.rope is None else rotaries[layer.rope]
+            x += self._norm(self._attend(h, layer, batch, pool, rotary, kv_rows), norms.attention_output)
+            x = self._norm(x, norms.after_attention)
+            h = self._norm(x, norms.before_mlp)
+            x += self._norm(self._mlp(h, layer, batch), norms.mlp_output)
+            x = self._norm(x, norms.after_mlp)
             kv_rows += batch.kv_layer_stride
-        last = x.index_select(0, batch.sampled_rows)
-        return self.lm_head(self._norm(last, "model.norm.weight"))
+        return self._logits(x.index_select(0, batch.sampled_rows))
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return rms_norm(x, self.tensors[name], self.model.norm_eps)
+    def _embed(self, batch: StepBatch) -> Tensor:
+        model, names = self.model, self.model.names
+        x = self.tensors[f"{names.embedding}.weight"][batch.token_ids]
+        if model.embedding_scale != 1.0:
+            x *= self._embedding_scale
+        if names.project_in is not None:
+            x = self.linears[names.project_in](x)
+        if names.positions is not None:
+            x += self.tensors[f"{names.positions}.weight"][batch.positions + model.position_offset]
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self._norm(x, self.model.names.final_norm)
+        if self.model.names.project_out is not None:
+            x = self.linears[self.model.names.project_out](x)
+        logits = self.linears[HEAD](x)
+        cap = self.model.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _norm(self, x: Tensor, module: str | None) -> Tensor:
+        return x if module is None else self._norm_of_kind(x, module)
 
     def _attend(
-        self,
-        x: Tensor,
-        layer: DecoderLayer,
-        index: int,
-        batch: StepBatch,
-        pool: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        kv_rows: Tensor,
+        self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotary: Rotary | None, kv_rows: Tensor
     ) -> Tensor:
-        model = self.model
-        h = self._norm(x, layer.prefix + "input_layernorm.weight")
-        qkv = _linear(layer, "qkv", h, index, batch.spans).view(
-            len(x), model.num_heads + 2 * model.num_kv_heads, model.head_dim
-        )
-        rotated = qkv[:, : model.num_heads + model.num_kv_heads]
-        if model.has_qk_norm:
-            q, k = rotated[:, : model.num_heads], rotated[:, model.num_heads :]
-            q.copy_(self._norm(q, layer.prefix + "self_attn.q_norm.weight"))
-            k.copy_(self._norm(k, layer.prefix + "self_attn.k_norm.weight"))
-        rotate_(rotated, *rotary)
-        stored = qkv[:, model.num_heads :].reshape(-1, model.head_dim)  # [T * 2K, D]
+        model, num_heads, num_kv_heads = self.model, self.model.num_heads, self.model.num_kv_heads
+        qkv = _linear(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
+        if layer.norms.query is not None:
+            q, k = qkv[:, :num_heads], qkv[:, num_heads:-num_kv_heads]
+            q.copy_(self._norm(q, layer.norms.query))
+            k.copy_(self._norm(k, layer.norms.key))
+        if rotary is not None:
+            rotate_(qkv[:, : num_heads + num_kv_heads, : 2 * rotary[0].shape[-1]], *rotary)
+        stored = qkv[:, num_heads:].reshape(-1, model.head_dim)  # [T * 2K, D]
         pool.view(-1, model.head_dim).index_copy_(0, kv_rows.view(-1), stored)
-        plan = batch.attention[model.sliding_windows[index]]
         attended = paged_attention(
-            qkv[:, : model.num_heads], pool, plan, index, model.num_kv_heads, model.head_dim**-0.5
+            qkv[:, :num_heads],
+            pool,
+            batch.attention[model.sliding_windows[layer.index]],
+            layer.index,
+            num_kv_heads,
+            model.attention_scale,
+            model.attention_softcap,
         )
-        return _linear(layer, "o", attended, index, batch.spans)
+        return _linear(layer, "o", attended, batch.spans)
 
-    def _mlp(self, x: Tensor, layer: DecoderLayer, index: int, batch: StepBatch) -> Tensor:
-        h = self._norm(x, layer.prefix + "post_attention_layernorm.weight")
-        gate, up = _linear(layer, "gate_up", h, index, batch.spans).chunk(2, dim=-1)
-        active = silu(gate) if self.model.activation == "silu" else gelu(gate, approximate="tanh")
-        return _linear(layer, "down", active.mul_(up), index, batch.spans)
+    def _mlp(self, h: Tensor, layer: DecoderLayer, batch: StepBatch) -> Tensor:
+        active = self._activation(_linear(layer, "gate_up", h, batch.spans))
+        return _linear(layer, "down", active, batch.spans)
 
 
-def _linear(layer: DecoderLayer, site: str, x: Tensor, index: int, spans: tuple[AdapterSpan, ...]) -> Tensor:
+def _linear(layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
     """Packed linear layer with the unmerged LoRA of every adapter of the step."""
     y = layer.linears[site](x)
     if spans:
-        add_lora_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[index].get(site)) for s in spans])
+        add_lora_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[layer.index].get(site)) for s in spans])
     return y
 
 
-def _packed_linear(model: ModelConfig, weights: dict[str, Tensor], layer: int, site: str, is_packed: bool) -> Linear:
+def _packed_linear(
+    model: ModelConfig, weights: dict[str, Tensor], layer: int, site: PackedSite, is_packed: bool
+) -> Linear:
     """Join the members' weights (taken out of `weights`) into one layer."""
     modules = [member.module for member in packed_members(model, layer, site)]
     weight = torch.cat([weights.pop(f"{module}.weight") for module in modules])
     biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
     assert len(biases) in (0, len(modules)), f"{site}: {len(biases)} of {len(modules)} members have a bias"
     return Linear(weight, torch.cat(biases) if biases else None, is_packed=is_packed)
+
+
+def _full_names(model: ModelConfig, layer: int) -> LayerNorms:
+    """The layer's norms by their checkpoint names."""
+    below = model.names.norms
+    places = {place: getattr(below, place) for place in LayerNorms.__dataclass_fields__}
+    return LayerNorms(**{place: name and f"{model.names.layers}.{layer}.{name}" for place, name in places.items()})
+
+
+def _number_of(rope: RopeConfig | None, ropes: list[RopeConfig]) -> int | None:
+    """The rope's place in `ropes`, where it is put if it is new."""
+    if rope is None:
+        return None
+    if rope not in ropes:
+        ropes.append(rope)
+    return ropes.index(rope)

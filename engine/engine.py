@@ -23,6 +23,7 @@ from .memory_plan import choose_device, plan_memory
 from .pool import PagePool
 from .request import Request, Result, ServedMode
 from .residency import AdapterResidency
+from .rope import restarts_at
 from .running_batch import RunningBatch
 from .sampler import sample
 from .sequence import Sequence
@@ -199,6 +200,8 @@ class Engine:
         if sequence.request.sampling.logprobs:
             sequence.token_logprobs.append(logprob)
         result = self._completion.finish(sequence)
+        if result is None and restarts_at(self.model.layer_ropes, sequence.total_tokens):
+            sequence.num_stored = 0
         if result is not None:
             self._batch.release(sequence)
             self._completion.forget(sequence)

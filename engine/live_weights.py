@@ -16,7 +16,8 @@ from torch import Tensor
 from .adapter.weights import AdapterWeights
 from .decoder import Decoder
 from .linear import Linear
-from .packed_sites import PACKED_SITES, PackedMember, packed_members
+from .model_config import PACKED_SITES
+from .packed_sites import PackedMember, packed_members
 
 
 class LiveWeights:
@@ -34,14 +35,14 @@ class LiveWeights:
         if self.merged_adapter_id == adapter_id:
             return
         self.restore()
-        touched = set(adapter.touched_parameters)
-        for members, linear in self._packed_linears():
-            if any(f"{m.module}.weight" in touched or f"{m.module}.bias" in touched for m in members):
-                linear.replace(*_effective(adapter, members, linear))
-                self._replaced_linears.append(linear)
-        self._merge_tensors(adapter, touched)
         self.merged_adapter_id = adapter_id
         self.num_switches += 1
+        try:
+            self._merge_all(adapter)
+        except Exception:
+            # weights merged by half would be neither the base's nor the adapter's
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Make the weights those of the base model."""
@@ -57,23 +58,32 @@ class LiveWeights:
     def content_sha256(self) -> str:
         """Hash over every live number, in the order of the layers."""
         digest = hashlib.sha256()
-        for _, linear in self._packed_linears():
+        packed = [linear for _, linear in self._packed_linears()]
+        for linear in [*packed, *self._decoder.linears.values()]:
             digest.update(_bytes(linear.live))
             if linear.bias is not None:
                 digest.update(_bytes(linear.bias))
-        digest.update(_bytes(self._decoder.lm_head.live))
         for name in sorted(self._decoder.tensors):
             digest.update(_bytes(self._decoder.tensors[name]))
         return digest.hexdigest()
 
+    def _merge_all(self, adapter: AdapterWeights) -> None:
+        touched = set(adapter.touched_parameters)
+        for members, linear in self._packed_linears():
+            if any(f"{m.module}.weight" in touched or f"{m.module}.bias" in touched for m in members):
+                linear.replace(*_effective(adapter, members, linear))
+                self._replaced_linears.append(linear)
+        self._merge_tensors(adapter, touched)
+
     def _merge_tensors(self, adapter: AdapterWeights, touched: set[str]) -> None:
-        """Embeddings, norms and the head: whatever is no packed linear layer."""
+        """Embeddings, norms, projections and the head: whatever is in no decoder layer's packed linear layer."""
         for name in touched & self._pristine_tensors.keys():
             self._decoder.tensors[name] = adapter.effective(name, self._pristine_tensors[name])
-        head = self._decoder.lm_head
-        if "lm_head.weight" in touched:
-            head.replace(adapter.effective("lm_head.weight", head.pristine), None)
-            self._replaced_linears.append(head)
+        for module, linear in self._decoder.linears.items():
+            if f"{module}.weight" in touched or f"{module}.bias" in touched:
+                whole = (PackedMember(module, 0, linear.pristine.shape[0]),)
+                linear.replace(*_effective(adapter, whole, linear))
+                self._replaced_linears.append(linear)
 
     def _packed_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
         for index, layer in enumerate(self._decoder.layers):

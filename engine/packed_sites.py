@@ -1,18 +1,10 @@
-"""Which linear layers of a decoder layer are computed as one packed layer, and where each one's outputs lie."""
+"""Where the outputs of each linear layer lie in the packed layer that computes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import ModelConfig
-
-# Packed site -> checkpoint names of its members below `model.layers.N.`, in the order of their outputs.
-PACKED_SITES: dict[str, tuple[str, ...]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+from .model_config import ModelConfig, PackedSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +16,10 @@ class PackedMember:
     end: int
 
 
-def packed_members(model: ModelConfig, layer: int, site: str) -> tuple[PackedMember, ...]:
+def packed_members(model: ModelConfig, layer: int, site: PackedSite) -> tuple[PackedMember, ...]:
     """Members of one packed site of one layer, in output order."""
     members, start = [], 0
-    shapes = model.site_shapes()
-    for name in PACKED_SITES[site]:
-        out_features, _ = shapes[name]
-        members.append(PackedMember(f"model.layers.{layer}.{name}", start, start + out_features))
+    for name, (out_features, _) in model.members_of_site(site).items():
+        members.append(PackedMember(f"{model.names.layers}.{layer}.{name}", start, start + out_features))
         start += out_features
     return tuple(members)

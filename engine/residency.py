@@ -14,7 +14,8 @@ from torch import Tensor
 from ..kernels.segment_lora import LoraMember, LoraSiteWeights
 from .adapter.weights import AdapterWeights
 from .config import ModelConfig
-from .packed_sites import PACKED_SITES, packed_members
+from .model_config import PACKED_SITES
+from .packed_sites import packed_members
 from .pool import PagePool, PageRun
 
 

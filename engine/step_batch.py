@@ -18,6 +18,7 @@ from ..kernels.paged_attention import AttentionPlan, DecodeGroup, PrefillChunk
 from .config import ModelConfig
 from .pool import PageRun
 from .residency import ResidentAdapter
+from .rope import RowLengths
 from .sequence import Sequence
 
 
@@ -52,7 +53,8 @@ class AdapterSpan:
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """Tensors and plans of one step. `kv_rows` [T, 2K]: rows of D elements in the pool for layer 0;
-    `kv_layer_stride` [T, 1]: distance to the next layer, in rows."""
+    `kv_layer_stride` [T, 1]: distance to the next layer, in rows. `row_lengths`: only where angles depend on them.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -62,6 +64,7 @@ class StepBatch:
     attention: dict[int | None, AttentionPlan]
     sampled_rows: Tensor
     sampled: tuple[Sequence, ...]
+    row_lengths: RowLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def build_step(entries: Items[StepEntry], model: ModelConfig, layout: PageLayout
         attention=_attention_plans(ordered, starts, model, layout, dtype),
         sampled_rows=torch.tensor([row for row, _ in yielding], dtype=torch.int64),
         sampled=tuple(sequence for _, sequence in yielding),
+        row_lengths=_row_lengths(ordered, counts) if model.has_length_dependent_rope else None,
     )
 
 
@@ -118,6 +122,12 @@ def _positions(entry: StepEntry) -> Tensor:
 def _token_ids(entry: StepEntry) -> list[int]:
     first = entry.sequence.num_stored
     return entry.sequence.tokens(first, first + entry.num_tokens)
+
+
+def _row_lengths(ordered: Items[StepEntry], counts: Tensor) -> RowLengths:
+    prompt = torch.tensor([e.sequence.prompt_tokens for e in ordered])
+    known = torch.tensor([e.sequence.total_tokens for e in ordered])
+    return RowLengths(prompt.repeat_interleave(counts), known.repeat_interleave(counts))
 
 
 def _adapter_spans(ordered: Items[StepEntry], starts: Items[int]) -> tuple[AdapterSpan, ...]:

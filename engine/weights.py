@@ -16,29 +16,19 @@ from torch import Tensor
 
 from .config import ModelConfig, read_json
 from .errors import ModelFilesError
+from .model_config import HEAD
 
 # Tensors that older checkpoints carry and that the configuration determines.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$|.*\.masked_bias$")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HEAD_WEIGHT = f"{HEAD}.weight"
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the base, by checkpoint name. A tied `lm_head` is not a parameter."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, model.hidden_size)}
-    for module, (out_features, in_features) in model.linear_shapes().items():
-        if module == "lm_head" and model.is_tied:
-            continue
-        shapes[f"{module}.weight"] = (out_features, in_features)
-        if _has_bias(model, module):
-            shapes[f"{module}.bias"] = (out_features,)
-    for layer in range(model.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (model.hidden_size,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (model.hidden_size,)
-        if model.has_qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (model.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (model.head_dim,)
-    shapes["model.norm.weight"] = (model.hidden_size,)
-    return shapes
+def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the base, by checkpoint name. A tied head is not stored."""
+    return {
+        name: shape for name, shape in model.parameter_shapes().items() if not (model.is_tied and name == _HEAD_WEIGHT)
+    }
 
 
 def read_weights(folder: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -46,16 +36,18 @@ def read_weights(folder: Path, model: ModelConfig, dtype: torch.dtype, device: t
 
     Raises `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
     """
-    expected = parameter_shapes(model)
+    expected = stored_shapes(model)
     weights: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, tensor in _stored_tensors(folder):
-        if _DERIVED.match(name) or (name == "lm_head.weight" and model.is_tied):
+        if _DERIVED.match(name) or (name == _HEAD_WEIGHT and model.is_tied):
             continue
         if name not in expected:
             problems.append(f"{name}: not part of a {model.family} model with this config.json")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {expected[name]}")
+        elif tensor.dtype not in _DTYPES:
+            problems.append(f"{name}: stored as {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
         else:
             weights[name] = tensor.to(device=device, dtype=dtype)
     problems += [f"{name}: missing" for name in expected.keys() - weights.keys() if not _named(name, problems)]
@@ -69,21 +61,13 @@ def dummy_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, 
     """Random parameters of the right shapes, for benchmarks: normal with a deviation of 0.02, norms of ones."""
     generator = torch.Generator(device=device).manual_seed(seed)
     weights = {}
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in stored_shapes(model).items():
         if name.endswith("norm.weight"):
             weights[name] = torch.ones(shape, dtype=dtype, device=device)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             weights[name] = tensor.normal_(0.0, 0.02, generator=generator)
     return weights
-
-
-def _has_bias(model: ModelConfig, module: str) -> bool:
-    if module.endswith(("q_proj", "k_proj", "v_proj")):
-        return model.has_qkv_bias
-    if module.endswith("o_proj"):
-        return model.has_o_bias
-    return model.has_mlp_bias and ".mlp." in module
 
 
 def _named(name: str, problems: list[str]) -> bool:

@@ -102,9 +102,9 @@ def _tied_pairs(contents: Contents, sites: tuple[LoraSite, ...]) -> tuple[Twins,
 def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger) -> None:
     """What a pair needs beyond the batched kernels."""
     for site in sites:
-        if site.is_embedding or site.module == HEAD:
-            why = "a pair on the embedding or head, so it runs as its own merged wave"
-            ledger.merge_only(f"{site.a_key}: {why}", "embedding or head")
+        if site.module not in contents.layout.batched:
+            why = "a pair outside the decoder layers, so it runs as its own merged wave"
+            ledger.merge_only(f"{site.a_key}: {why}", "outside the layers")
     if contents.config.use_dora and sites:
         ledger.merge_only("use_dora=True: whole weights are rescaled, so it runs as its own merged wave", "dora")
     if contents.config.lora_bias and sites:

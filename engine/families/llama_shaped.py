@@ -1,0 +1,75 @@
+"""From `config.json` to `ModelConfig` for the families that differ from Llama only in data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..model_config import ModelConfig, PackedSite
+from .family import Family
+from .raw_config import RawConfig
+from .rope import context_tokens, read_ropes
+from .tokens import checkpoint_dtype, first_token_id, stop_token_ids
+from .windows import read_layer_types, read_windows
+
+
+def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """Read one file. Raises `UnsupportedModelError` or `ModelFilesError` with all its problems at once."""
+    hidden_size, num_layers = raw.integer("hidden_size"), raw.integer("num_hidden_layers")
+    num_heads = raw.integer("num_attention_heads")
+    num_kv_heads = raw.optional_integer("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raw.damage("num_key_value_heads", f"expected a divisor of num_attention_heads={num_heads}")
+    head_dim = raw.optional_integer("head_dim") or hidden_size // num_heads
+    ropes = read_ropes(raw, family, head_dim)
+    layer_types = read_layer_types(raw, family, num_layers)
+    activation = raw.choice(family.activation_key, family.activations, str(raw.get(family.activation_key)))
+    for key in family.ignored_keys:
+        if raw.get(key):
+            raw.refuse(key, "expected null or false")
+    model = ModelConfig(
+        family=family.name,
+        names=family.names,
+        hidden_size=hidden_size,
+        embedding_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=raw.integer("intermediate_size"),
+        vocab_size=raw.integer("vocab_size"),
+        max_context_tokens=context_tokens(raw.integer("max_position_embeddings"), ropes),
+        norm_kind=family.norm_kind,
+        norm_eps=raw.number("rms_norm_eps"),
+        has_norm_weights=True,
+        activation=family.activations[activation],
+        has_gate=True,
+        is_tied=raw.flag("tie_word_embeddings"),
+        biased_sites=_biased_sites(raw, family),
+        layer_ropes=tuple(ropes[kind] for kind in layer_types),
+        sliding_windows=read_windows(raw, family, layer_types),
+        embedding_scale=hidden_size**0.5 if family.scales_embeddings else 1.0,
+        position_offset=0,
+        attention_scale=(raw.number("query_pre_attn_scalar") if family.has_query_scalar else head_dim) ** -0.5,
+        attention_softcap=raw.optional_number("attn_logit_softcapping") if family.has_attention_softcap else None,
+        logit_softcap=raw.optional_number("final_logit_softcapping") if family.has_logit_softcap else None,
+        eos_token_ids=stop_token_ids(raw, generation),
+        bos_token_id=first_token_id(raw),
+        checkpoint_dtype=checkpoint_dtype(raw),
+    )
+    raw.raise_problems()
+    return model
+
+
+def _biased_sites(raw: RawConfig, family: Family) -> frozenset[PackedSite]:
+    def is_on(rule: bool | str) -> bool:
+        return raw.flag(rule) if isinstance(rule, str) else rule
+
+    sites: set[PackedSite] = set()
+    if is_on(family.qkv_bias):
+        sites.add("qkv")
+    if is_on(family.o_bias):
+        sites.add("o")
+    if is_on(family.mlp_bias):
+        sites |= {"gate_up", "down"}
+    return frozenset(sites)
