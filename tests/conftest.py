@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,25 @@ def make_model() -> Callable[..., Path]:
 def make_adapter() -> Callable[..., Path]:
     """`make_adapter(folder, model_folder, seed=0, **lora_config)`: see `write_adapter`."""
     return write_adapter
+
+
+@pytest.fixture(scope="session")
+def weightless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama folder of 128 tokens' context with configuration and tokenizer and no weights."""
+    folder = tmp_path_factory.mktemp("weightless") / "model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+        "vocab_size": write_tokenizer(folder),
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,106 @@
+"""A job taken from a table of rows to a written plan, without workers and without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from lorabatch.engine.request import Request
+from lorabatch.jobs.opening import make_record
+from lorabatch.jobs.record import AdapterRecord, JobRecord
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.store import JobStore
+from lorabatch.jobs.validation import check_job
+from lorabatch.pipeline.index import ChunkSummary, index_chunk, list_chunks
+from lorabatch.pipeline.index_job import IndexJob
+from lorabatch.pipeline.planning import JobPlan, plan_job
+from lorabatch.pipeline.reader import ShardRows, read_shard
+from lorabatch.pipeline.row_answer import RowAnswer
+
+ADAPTERS = (
+    AdapterRecord(name="alpha", url="/alpha", verdict="exact", sha256="a" * 64, rank=8, weight_bytes=1000),
+    AdapterRecord(name="beta", url="/beta", verdict="exact", sha256="b" * 64, rank=16, weight_bytes=2000),
+    AdapterRecord(name="broken", url="/broken", verdict="refused", reasons=("all of lora_B is zero.",)),
+)
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A frozen job with adapters alpha, beta and (refused) broken, and how to take it on."""
+
+    spec: JobSpec
+    store: JobStore
+    record: JobRecord
+
+    def index(self) -> list[ChunkSummary]:
+        job = IndexJob.from_record(self.record, self.spec)
+        return [index_chunk(chunk, job, self.store) for chunk in list_chunks(self.record)]
+
+    def plan(self, num_replicas: int = 1) -> JobPlan:
+        return plan_job(
+            self.store, self.record, self.index(), batch_rows=self.spec.batch_rows, num_replicas=num_replicas
+        )
+
+    def shards(self) -> list[ShardRows]:
+        return [read_shard(self.store, self.record, shard.shard_id) for shard in self.plan().shards]
+
+
+def echo(rows: ShardRows, attempts: int = 1) -> dict[str, RowAnswer]:
+    """An answer for every request of a shard that says what was asked."""
+    fingerprint = rows.fingerprint_of()
+    return {
+        request.request_id: RowAnswer(
+            fingerprint=fingerprint[request.request_id],
+            adapter_sha256=request.adapter_id,
+            completion=f"echo {request.prompt_token_ids}",
+            finish_reason="stop",
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=3,
+            mode="unmerged" if request.adapter_id else "base",
+            attempts=attempts,
+            token_ids=(1, 2, 3) if request.sampling.logprobs else None,
+            token_logprobs=(-0.5, -0.25, 0.0) if request.sampling.logprobs else None,
+        )
+        for request in rows.requests
+        if isinstance(request, Request)
+    }
+
+
+@pytest.fixture(scope="session")
+def answer_by_echo() -> Callable[..., dict[str, RowAnswer]]:
+    """See `echo`."""
+    return echo
+
+
+@pytest.fixture
+def prepare_job(weightless_model: Path, tmp_path: Path) -> Callable[..., PreparedJob]:
+    """`prepare_job(table or {file name: table}, row_group_rows=…, **spec)`: a job frozen in a folder of its own."""
+    numbers = count()
+
+    def prepare(tables: pa.Table | Mapping[str, pa.Table], row_group_rows: int = 1000, **values: Any) -> PreparedJob:
+        folder = tmp_path / f"job-{next(numbers)}"
+        (folder / "in").mkdir(parents=True)
+        files = tables if isinstance(tables, Mapping) else {"rows.parquet": tables}
+        for name, table in files.items():
+            (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(table, folder / "in" / name, row_group_size=row_group_rows, write_page_checksum=True)
+        given = {
+            "model": str(weightless_model),
+            "input": str(folder / "in"),
+            "output": str(folder / "out"),
+            "load_format": "dummy",
+            "max_tokens": 8,
+            "max_errors": "100%",
+        }
+        checked = check_job(JobSpec(**given | values))
+        record = make_record(checked).model_copy(update={"adapters": ADAPTERS})
+        checked.store.freeze(record)
+        return PreparedJob(checked.spec, checked.store, record)
+
+    return prepare
