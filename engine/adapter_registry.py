@@ -36,10 +36,11 @@ class AdapterRegistry:
         audit = audit_adapter(folder, self._model, name)
         if audit.verdict == "refused":
             raise AdapterRefusedError(f"adapter {name!r}: {'; '.join(audit.reasons)}")
-        if audit.content_sha256 != adapter_id:
+        found = audit.content_sha256 or ""
+        if found != adapter_id:
             raise AdapterRefusedError(
-                f"adapter {name!r}: {folder} holds content {audit.content_sha256[:12]}, the job was planned with "
-                f"{adapter_id[:12]}. It changed meanwhile; run `lorabatch resume` to plan again."
+                f"adapter {name!r}: {folder} holds content {found[:12]}, planned was {adapter_id[:12]}. It "
+                "changed meanwhile; run the job again, and its rows are planned anew."
             )
         self._audits[adapter_id] = audit
         self.code_of[adapter_id] = len(self._id_of_code)
@@ -56,6 +57,17 @@ class AdapterRegistry:
     def must_merge_id(self, adapter_id: str) -> bool:
         """`must_merge` by content hash."""
         return self._audits[adapter_id].verdict == "exact-by-merge"
+
+    def vocab_size(self, adapter_id: str | None) -> int:
+        """Token ids that a row may hold: an adapter with a resized vocabulary brings its own."""
+        return self._model.vocab_size if adapter_id is None else self._audits[adapter_id].vocab_size
+
+    def tokenizer_folder(self, adapter_id: str | None) -> Path | None:
+        """The adapter's folder if it ships a tokenizer of its own (a chat template alone is none)."""
+        if adapter_id is None:
+            return None
+        folder = self._audits[adapter_id].folder
+        return folder if (folder / "tokenizer.json").is_file() else None
 
     def num_elements(self, adapter_id: str) -> int:
         """Numbers the adapter's matrices take in the pool."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from .config import ModelConfig
+from collections.abc import Callable
+from pathlib import Path
+
 from .request import Result
 from .sequence import Sequence
 from .tokenizer import Detokenizer, Tokenizer
 
 
 class Completion:
-    """Watches sequences for their ends. Text is decoded while running only where stop strings need it."""
+    """Watches sequences for their ends. Text is decoded while running only where stop strings need it.
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelConfig) -> None:
-        self._tokenizer = tokenizer
-        self.stop_token_ids = tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids}))
+    `own_tokenizer(adapter_id)`: the adapter's folder if it ships a tokenizer; its rows are then decoded with it.
+    """
+
+    def __init__(
+        self, model_folder: Path, own_tokenizer: Callable[[str | None], Path | None], eos_token_ids: tuple[int, ...]
+    ) -> None:
+        base = Tokenizer.from_folder(model_folder)
+        self.stop_token_ids = tuple(sorted({*eos_token_ids, *base.eos_token_ids}))
+        self._own_tokenizer = own_tokenizer
+        self._tokenizers: dict[Path | None, Tokenizer] = {None: base}
         self._detokenizers: dict[str, Detokenizer] = {}
         self._texts: dict[str, str] = {}
 
@@ -22,19 +31,29 @@ class Completion:
         sampling = sequence.request.sampling
         is_stop_token = sequence.token_ids[-1] in self.stop_token_ids and not sampling.ignore_eos
         if is_stop_token and len(sequence.token_ids) > sampling.min_tokens:
-            return sequence.result(self._tokenizer.decode(sequence.token_ids[:-1]), "stop")
+            return sequence.result(self._decode(sequence, sequence.token_ids[:-1]), "stop")
         if sampling.stop:
             text = self._text_before_stop(sequence)
             if text is not None:
                 return sequence.result(text, "stop")
         if len(sequence.token_ids) >= sampling.max_tokens:
-            return sequence.result(self._tokenizer.decode(sequence.token_ids), "length")
+            return sequence.result(self._decode(sequence, sequence.token_ids), "length")
         return None
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a sequence that ended or was aborted."""
         self._detokenizers.pop(sequence.request.request_id, None)
         self._texts.pop(sequence.request.request_id, None)
+
+    def _tokenizer(self, sequence: Sequence) -> Tokenizer:
+        folder = self._own_tokenizer(sequence.request.adapter_id)
+        if folder not in self._tokenizers:
+            assert folder is not None
+            self._tokenizers[folder] = Tokenizer.from_folder(folder)
+        return self._tokenizers[folder]
+
+    def _decode(self, sequence: Sequence, token_ids: list[int]) -> str:
+        return self._tokenizer(sequence).decode(token_ids)
 
     def _text_before_stop(self, sequence: Sequence) -> str | None:
         """The text up to the first stop string, or None while none is complete.
@@ -43,9 +62,10 @@ class Completion:
         """
         sampling = sequence.request.sampling
         request_id = sequence.request.request_id
-        detokenizer = self._detokenizers.setdefault(request_id, self._tokenizer.detokenizer())
+        if request_id not in self._detokenizers:
+            self._detokenizers[request_id] = Detokenizer(self._tokenizer(sequence))
         known = self._texts.get(request_id, "")
-        text = known + detokenizer.add(sequence.token_ids[-1])
+        text = known + self._detokenizers[request_id].add(sequence.token_ids[-1])
         self._texts[request_id] = text
         if len(sequence.token_ids) < sampling.min_tokens:
             return None

@@ -29,7 +29,6 @@ from .sampler import sample
 from .sequence import Sequence
 from .step_batch import StepEntry, build_step
 from .telemetry import EngineTelemetry
-from .tokenizer import Tokenizer
 from .weights import dummy_weights, read_weights
 
 
@@ -58,7 +57,7 @@ class Engine:
         self._batch = RunningBatch(pool, self._layout, residency, self._registry)
         self._live = LiveWeights(self._decoder)
         self._batcher = batcher or choose_batcher(config, self._registry.must_merge)
-        self._completion = Completion(Tokenizer.from_folder(model_folder), self.model)
+        self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
         self._stop_token_ids = torch.tensor(self._completion.stop_token_ids, dtype=torch.int64, device=self._device)
         self._rejected: list[Result] = []
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
@@ -142,19 +141,16 @@ class Engine:
         problems = request.sampling.problems()
         if problems:
             return "; ".join(problems)
-        ids, model = request.prompt_token_ids, self.model
-        if not ids:
-            return "the prompt has no tokens"
-        if min(ids) < 0 or max(ids) >= model.vocab_size:
-            return f"prompt_token_ids must lie in 0..{model.vocab_size - 1}"
-        max_tokens = request.sampling.max_tokens
-        if len(ids) + max_tokens > model.max_context_tokens:
-            return (
-                f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of "
-                f"{model.max_context_tokens} tokens"
-            )
         if request.adapter_id is not None and request.adapter_id not in self._registry:
             return f"adapter {request.adapter_id[:12]} is not known to this engine"
+        ids, vocab_size = request.prompt_token_ids, self._registry.vocab_size(request.adapter_id)
+        if not ids:
+            return "the prompt has no tokens"
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            return f"prompt_token_ids must lie in 0..{vocab_size - 1}"
+        max_tokens, context = request.sampling.max_tokens, self.model.max_context_tokens
+        if len(ids) + max_tokens > context:
+            return f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of {context} tokens"
         pages, num_pages = self._batch.pages_of_row(request), self._batch.pool.num_pages
         if pages > num_pages:
             return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"

@@ -41,8 +41,9 @@ class Linear:
         if self._is_packed:
             self._live = _pack(weight)
             return
-        if self._live is self.pristine:
-            self._live = torch.empty_like(self.pristine)
+        if self._live is self.pristine or self._live.shape != weight.shape:
+            # an adapter with a resized vocabulary brings a head of another height
+            self._live = torch.empty_like(weight)
         self._live.copy_(weight)
 
     def restore(self) -> None:
@@ -50,6 +51,8 @@ class Linear:
         self.bias = self._pristine_bias
         if self._is_packed:
             self._live = _pack(self.pristine)
+        elif self._live.shape != self.pristine.shape:
+            self._live = self.pristine
         elif self._live is not self.pristine:
             self._live.copy_(self.pristine)
 

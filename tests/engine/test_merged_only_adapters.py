@@ -1,0 +1,74 @@
+"""Adapters that are exact only when merged share an engine with all others and still equal PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lorabatch.engine.adapter import audit_adapter
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request, SamplingParams
+
+MERGED_ONLY: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "saved norms": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+    "bias": {"target_modules": ["q_proj", "down_proj"], "lora_bias": True},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7, 11]},
+}
+PROMPT = (5, 7, 11, 13, 40, 41)
+
+
+def peft_greedy(model_folder: Path, adapter: Path, max_tokens: int) -> tuple[int, ...]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(max_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tuple(tokens[len(PROMPT) :])
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_of_merged_only_adapters_equal_peft_in_a_batch_with_others(
+    make_model: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path, is_tied: bool
+) -> None:
+    base = make_model(tmp_path / "base", tie_word_embeddings=is_tied, num_hidden_layers=1)
+    settings = {"plain": {"target_modules": ["q_proj", "up_proj"]}, **MERGED_ONLY}
+    engine = Engine(base, EngineConfig(mode="unmerged", pool_bytes=2 << 20, max_batch_rows=8))
+    requests, expected, before = [], {}, engine.weights_sha256()
+    for seed, (name, lora) in enumerate(settings.items()):
+        folder = make_adapter(tmp_path / name, base, seed=seed, **lora)
+        audit = audit_adapter(folder, engine.model, name)
+        if audit.verdict == "refused":
+            # what PEFT leaves ambiguous on tied weights is refused, never guessed
+            assert is_tied, audit.reasons
+            continue
+        assert audit.verdict == ("exact" if name == "plain" else "exact-by-merge"), audit.reasons
+        assert audit.content_sha256 is not None
+        engine.register_adapter(audit.content_sha256, folder, name)
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+        requests += [Request(f"{name}/{i}", PROMPT, audit.content_sha256, sampling) for i in range(2)]
+        expected[name] = peft_greedy(base, folder, 6)
+    requests.insert(3, Request("base/0", PROMPT, None, SamplingParams(max_tokens=6, ignore_eos=True)))
+    results = {result.request_id: result for result in engine.run(requests)}
+    for request in requests[:3] + requests[4:]:
+        name = request.request_id.partition("/")[0]
+        assert results[request.request_id].token_ids == expected[name], name
+        assert results[request.request_id].mode == ("unmerged" if name == "plain" else "merged")
+    assert results["base/0"].mode == "base"
+    assert len(set(expected.values())) > 2
+    while engine.num_unfinished:
+        engine.step()
+    list(engine.run([Request("after", PROMPT, None, SamplingParams(max_tokens=1))]))
+    assert engine.weights_sha256() == before
