@@ -35,7 +35,7 @@ def lora_columns(
     columns, in_columns, first_column, last_column, rows_in_tile, scratch_row, num_rows,
     plus, minus, site_row, rows_per_resident, num_splits,
     pool, sites, chunks, scales, scratch, plane_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Sum of signed chunks for one tile and BLOCK_N packed outputs, fp32 [BLOCK_M, BLOCK_N].
 
@@ -48,8 +48,8 @@ def lora_columns(
     for c in range(0, num_plus + num_minus):
         chunk = tl.where(c < num_plus, first_plus + c, first_minus + c - num_plus)
         at = chunks + chunk * 5
-        start = tl.load(at + 3)
-        count = tl.load(at + 4)
+        start = tl.multiple_of(tl.load(at + 3), ALIGN)
+        count = tl.multiple_of(tl.load(at + 4), ALIGN)
         if (start <= last_column) & (start + count > first_column):
             scale = tl.load(scales + chunk) * tl.where(c < num_plus, 1.0, -1.0)
             h_rows = (scratch_row + c * num_rows + rows_in_tile).to(tl.int64)
@@ -58,7 +58,7 @@ def lora_columns(
             for split in range(0, num_splits):
                 h += tl.load(h_at + split * plane_stride, mask=(rows_in_tile < num_rows)[:, None], other=0.0)
             inside = in_columns & (columns >= start) & (columns < start + count)
-            b_at = pool + tl.load(at + 1) + ranks[:, None] * count + (columns - start)[None, :]
+            b_at = pool + tl.multiple_of(tl.load(at + 1), ALIGN) + ranks[:, None] * count + (columns - start)[None, :]
             b = tl.load(b_at, mask=(ranks < tl.load(at + 2))[:, None] & inside[None, :], other=0.0)
             acc = multiply((h * scale).to(b.dtype), b, acc, EXACT)
     return acc

@@ -25,13 +25,13 @@ _BLOCK_N = 128
 def _side(
     y, rows, m, columns, in_columns, first, scratch_row, num_rows, plus, minus, site_row, rows_per_resident,
     num_splits, width, bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Gate or up of one block, fp32 [BLOCK_M, BLOCK_N]."""
     acc = lora_columns(
         columns, in_columns, first, first + BLOCK_N - 1, m, scratch_row, num_rows,
         plus, minus, site_row, rows_per_resident, num_splits,
-        pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT,
+        pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT, ALIGN,
     )  # fmt: skip
     inside = (m < num_rows)[:, None] & in_columns[None, :]
     acc += tl.load(y + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def _gate_up(
     out, y, bias, intermediate, site_row, rows_per_resident,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     SPLITS: tl.constexpr, IS_SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     num_splits = tl.load(header + SPLITS)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
@@ -60,12 +60,13 @@ def _gate_up(
         gate = _side(
             y, rows, m, columns, in_columns, first, scratch_row, num_rows, plus, minus, site_row, rows_per_resident,
             num_splits, 2 * intermediate, bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
-            HAS_BIAS, BLOCK_M, BLOCK_N, EXACT,
+            HAS_BIAS, BLOCK_M, BLOCK_N, EXACT, ALIGN,
         )  # fmt: skip
         up = _side(
             y, rows, m, columns + intermediate, in_columns, first + intermediate, scratch_row, num_rows,
             plus, minus, site_row, rows_per_resident, num_splits, 2 * intermediate,
-            bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride, HAS_BIAS, BLOCK_M, BLOCK_N, EXACT,
+            bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
+            HAS_BIAS, BLOCK_M, BLOCK_N, EXACT, ALIGN,
         )  # fmt: skip
         if IS_SILU:
             active = gate * tl.sigmoid(gate)
@@ -94,5 +95,6 @@ def gate_up(
         table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         SPLITS=SPLITS_AT + GATE_UP, IS_SILU=activation == "silu", HAS_BIAS=bias is not None,
-        BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype), num_warps=4, num_stages=2,
+        BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype),
+        ALIGN=table.alignment, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -28,14 +28,14 @@ def _part(
     y, rows, m, head, dims, in_dims, HEAD_DIM: tl.constexpr, heads,
     scratch_row, num_rows, plus, minus, site_row, rows_per_resident,
     num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Features `dims` of one head, fp32 [BLOCK_M, BLOCK_N]; zeros where masked."""
     columns = head * HEAD_DIM + dims
     acc = lora_columns(
         columns, in_dims, head * HEAD_DIM, head * HEAD_DIM + HEAD_DIM - 1, m, scratch_row, num_rows,
         plus, minus, site_row, rows_per_resident, num_splits,
-        pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT,
+        pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT, ALIGN,
     )  # fmt: skip
     inside = (m < num_rows)[:, None] & in_dims[None, :]
     y_at = y + rows[:, None] * (heads * HEAD_DIM) + columns[None, :]
@@ -61,7 +61,7 @@ def _qkv(
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     heads: tl.constexpr = H + 2 * K
     num_splits = tl.load(header + SPLITS)
@@ -97,19 +97,19 @@ def _qkv(
             first = _part(
                 y, rows, m, head, halves, in_half, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
                 site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
-                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT,
+                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT, ALIGN,
             )  # fmt: skip
             second = _part(
                 y, rows, m, head, halves + HALF, in_half, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
                 site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
-                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT,
+                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT, ALIGN,
             )  # fmt: skip
             squares += tl.sum(first * first + second * second, axis=1)
         if 2 * HALF < HEAD_DIM:
             rest = _part(
                 y, rows, m, head, rests, in_rest, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
                 site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
-                plane_stride, HAS_BIAS, BLOCK_M, REST_BLOCK, EXACT,
+                plane_stride, HAS_BIAS, BLOCK_M, REST_BLOCK, EXACT, ALIGN,
             )  # fmt: skip
             squares += tl.sum(rest * rest, axis=1)
             if HAS_NORM:
@@ -162,5 +162,6 @@ def qkv(
         HALF_BLOCK=max(16, triton.next_power_of_2(half)),
         REST_BLOCK=max(16, triton.next_power_of_2(layout.head_dim - 2 * half)),
         SPLITS=SPLITS_AT + QKV, HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
-        BLOCK_M=segments.limits.tile_rows, EXACT=is_exact_dot(y.dtype), num_warps=2, num_stages=2,
+        BLOCK_M=segments.limits.tile_rows, EXACT=is_exact_dot(y.dtype),
+        ALIGN=table.alignment, num_warps=2, num_stages=2,
     )  # fmt: skip

@@ -27,7 +27,7 @@ def _add_residual(
     out, y, residual, bias, out_features, site_row, rows_per_resident,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     SPLITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     num_splits = tl.load(header + SPLITS)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
@@ -41,7 +41,7 @@ def _add_residual(
         acc = lora_columns(
             columns, in_columns, first, first + BLOCK_N - 1, m, scratch_row, num_rows,
             plus, minus, site_row, rows_per_resident, num_splits,
-            pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT,
+            pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT, ALIGN,
         )  # fmt: skip
         rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
         at = rows[:, None] * out_features + columns[None, :]
@@ -73,5 +73,6 @@ def add_residual(
         table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         SPLITS=SPLITS_AT + site, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-        BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype), num_warps=4, num_stages=2,
+        BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype),
+        ALIGN=table.alignment, num_warps=4, num_stages=2,
     )  # fmt: skip

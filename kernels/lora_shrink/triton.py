@@ -26,6 +26,7 @@ def _shrink(
     x, x_stride, in_features, site_row, rows_per_resident,
     pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,
     ITEMS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     num_splits = tl.load(header + SPLITS)
     num_works = tl.load(header + ITEMS) * num_splits
@@ -44,7 +45,7 @@ def _shrink(
         # items are listed for the layer with most chunks; this layer may have fewer
         if c < num_plus + num_minus:
             chunk = tl.where(c < num_plus, first_plus + c, first_minus + c - num_plus)
-            a_offset = tl.load(chunks + chunk * 5)
+            a_offset = tl.multiple_of(tl.load(chunks + chunk * 5), ALIGN)
             num_ranks = tl.load(chunks + chunk * 5 + 2)
             m = tl.arange(0, BLOCK_M)
             rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
@@ -70,5 +71,5 @@ def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, lay
         table.pool, table.sites, table.chunks, segments.header, segments.perm, segments.tiles,
         items, items.shape[1], scratch, len(scratch),
         ITEMS=ITEMS_AT + site, SPLITS=SPLITS_AT + site, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K,
-        EXACT=is_exact_dot(x.dtype), num_warps=4, num_stages=4,
+        EXACT=is_exact_dot(x.dtype), ALIGN=table.alignment, num_warps=4, num_stages=4,
     )  # fmt: skip

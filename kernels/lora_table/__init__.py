@@ -60,22 +60,28 @@ class ResidentSite:
 @dataclass(frozen=True, slots=True)
 class LoraTable:
     """The table on the device. `sites` int64 [num_residents, num_layers, 4, 4], `chunks` int64 [num_chunks, 5]
-    (the fields of `Chunk` up to `num_columns`), `scales` fp32 [num_chunks]; `pool` is the flat page memory."""
+    (the fields of `Chunk` up to `num_columns`), `scales` fp32 [num_chunks]; `pool` is the flat page memory.
+
+    `alignment`: all offsets, in_features and columns are multiples of it. With 8 (of 2 bytes) compiled kernels load
+    16 bytes at a time; they cannot know it of numbers that they read from the table."""
 
     pool: Tensor
     sites: Tensor
     chunks: Tensor
     scales: Tensor
     pool_fp32: Tensor = field(repr=False)
+    alignment: int = 1
 
     @classmethod
-    def allocate(cls, pool: Tensor, num_residents: int, num_layers: int, num_chunks: int) -> LoraTable:
+    def allocate(
+        cls, pool: Tensor, num_residents: int, num_layers: int, num_chunks: int, alignment: int = 1
+    ) -> LoraTable:
         """An empty table for adapters in `pool`, on its device. A pool of fp16 or bf16 needs an even size."""
         device = pool.device
         sites = torch.zeros(num_residents, num_layers, NUM_SITES, SITE_FIELDS, dtype=torch.int64, device=device)
         chunks = torch.zeros(max(num_chunks, 1), CHUNK_FIELDS, dtype=torch.int64, device=device)
         scales = torch.zeros(max(num_chunks, 1), dtype=torch.float32, device=device)
-        return cls(pool, sites, chunks, scales, pool.view(torch.float32))
+        return cls(pool, sites, chunks, scales, pool.view(torch.float32), alignment)
 
     def write(self, resident: int, first_chunk: int, layers: Sequence[Sequence[ResidentSite]]) -> int:
         """Enter one adapter as row `resident`, its chunks from row `first_chunk` on; returns how many it has.
@@ -93,7 +99,13 @@ class LoraTable:
         if chunks:
             last = first_chunk + len(chunks)
             assert last <= len(self.chunks), f"chunks end at row {last}, the table has {len(self.chunks)}"
+            uneven = [c for c in chunks if any(n % self.alignment for n in _placed_numbers(c))]
+            assert not uneven, f"{uneven[0]} is not aligned to {self.alignment} elements"
             fields = [(c.a_offset, c.b_offset, c.num_rows, c.column_start, c.num_columns) for c in chunks]
             self.chunks[first_chunk:last] = torch.tensor(fields)
             self.scales[first_chunk:last] = torch.tensor([c.scale for c in chunks])
         return len(chunks)
+
+
+def _placed_numbers(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.a_offset, chunk.b_offset, chunk.column_start, chunk.num_columns

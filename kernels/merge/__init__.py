@@ -1,0 +1,70 @@
+"""Merge pass: `W_live = round(W_base + sum over pairs: scale * B A)`, for many linear layers in one launch.
+
+W_base is the pristine copy and is only read; W_live has its own fixed address. Products and sum are fp32, rounded
+once, so any number of merges gives the bits of the last one alone. Unmerging is a copy of W_base. Shapes: W
+[out_features, in_features], A [rank, in_features], B [out_features, rank], A and B in the type they were stored in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..launch import uses_triton
+
+
+@dataclass(frozen=True, slots=True)
+class MergePair:
+    """One adapter's contribution to one layer."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MergeJob:
+    """One layer, or rows of a packed one: `live` and `base` are contiguous views of equal shape."""
+
+    live: Tensor
+    base: Tensor
+    pairs: tuple[MergePair, ...]
+
+
+def merge_weights(jobs: Sequence[MergeJob]) -> None:
+    """Fill every job's `live`. All weights share a device and a dtype, and so do all pairs.
+
+    Raises ValueError when shapes do not fit or a tensor is not contiguous.
+    """
+    for index, job in enumerate(jobs):
+        _check(f"job {index}", job)
+    dtypes = {tensor.dtype for job in jobs for pair in job.pairs for tensor in (pair.a, pair.b)}
+    if len(dtypes) > 1:
+        raise ValueError(f"pairs of one merge must share a type, found {sorted(map(str, dtypes))}")
+    if not jobs:
+        return
+    if uses_triton(jobs[0].live.device):
+        from .triton import merge
+    else:
+        from .reference import merge
+    merge(jobs, dtypes.pop() if dtypes else torch.float32)
+
+
+def _check(name: str, job: MergeJob) -> None:
+    out_features, in_features = job.base.shape
+    if job.live.shape != job.base.shape or job.live.dtype != job.base.dtype:
+        raise ValueError(f"{name}: live and base must agree in shape and type")
+    if job.live.data_ptr() == job.base.data_ptr():
+        raise ValueError(f"{name}: live is base itself; merging would destroy the pristine weights")
+    for pair in job.pairs:
+        rank = pair.a.shape[0]
+        if pair.a.shape != (rank, in_features) or pair.b.shape != (out_features, rank):
+            raise ValueError(
+                f"{name}: A {list(pair.a.shape)} and B {list(pair.b.shape)} do not fit W {list(job.base.shape)}"
+            )
+    tensors = (job.live, job.base, *(t for pair in job.pairs for t in (pair.a, pair.b)))
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"{name}: every tensor must be contiguous")

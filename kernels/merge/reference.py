@@ -1,0 +1,19 @@
+"""The plain twin of `merge_weights`: one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import MergeJob
+
+
+def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
+    """See `merge_weights`."""
+    for job in jobs:
+        value = job.base.float()
+        for pair in job.pairs:
+            assert pair.a.dtype == pair_dtype, f"{pair.a.dtype} among pairs of {pair_dtype}"
+            value = value + pair.scale * (pair.b.float() @ pair.a.float())
+        job.live.copy_(value)
