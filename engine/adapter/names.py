@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -105,5 +104,9 @@ RENAMINGS: tuple[Renaming, ...] = (
 def choose_renaming(modules: Iterable[str], base_modules: Collection[str]) -> Renaming:
     """The one renaming under which most modules are found in the base; the plainest wins a draw."""
     names = tuple(modules)
-    found = Counter({i: sum(r.to_base(name) in base_modules for name in names) for i, r in enumerate(RENAMINGS)})
-    return RENAMINGS[max(found, key=lambda i: (found[i], -i))]
+    found: dict[Renaming, int] = {}
+    for renaming in RENAMINGS:
+        found[renaming] = sum(renaming.to_base(name) in base_modules for name in names)
+        if found[renaming] == len(names):
+            return renaming
+    return max(RENAMINGS, key=lambda renaming: found[renaming])  # the first of equals

@@ -14,7 +14,7 @@ ALL_LINEAR = "all-linear"
 EMBEDDING_NAMES = ("embed_tokens", "lm_head")
 # What PEFT targets when target_modules is null; it names nothing for other families.
 DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    ("llama", "mistral", "qwen2", "qwen3"), ("q_proj", "v_proj")
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt"), ("q_proj", "v_proj")
 )
 
 
@@ -68,6 +68,8 @@ def _is_excluded(config: AdapterConfig, module: str) -> bool:
 
 def is_saved_module(config: AdapterConfig, module: str) -> bool:
     """Whether modules_to_save names this module or one that holds it; PEFT compares the plain ends of names."""
+    if not config.modules_to_save:
+        return False
     parts = module.split(".")
     holders = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(holder.endswith(name) for holder in holders for name in config.modules_to_save)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import shutil
 import warnings
@@ -17,6 +18,11 @@ from lorabatch.engine.adapter import AdapterAudit, audit_adapter
 from lorabatch.engine.config import ModelConfig, read_model_config
 
 VOCAB_SIZE = 32
+# OPT calls these sizes by other names; its embedding is narrower than its layers here.
+FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 12, "init_std": 0.2},
+    "gemma3_text": {"sliding_window": 64},
+}
 
 
 @dataclass(frozen=True)
@@ -100,14 +106,23 @@ def build_base(folder: Path, family: str, is_tied: bool) -> Base:
         tie_word_embeddings=is_tied,
         pad_token_id=None,
         eos_token_id=1,
+        **FAMILY_SETTINGS.get(family, {}),
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return open_base(folder)
+
+
+def open_base(folder: Path) -> Base:
+    """A base from a model folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return Base(folder, read_model_config(folder), model)
 
 
-def train_adapter(base: Base, folder: Path, vocab_size: int = VOCAB_SIZE, **lora: Any) -> Trained:
+def train_adapter(base: Base, folder: Path, vocab_size: int | None = None, **lora: Any) -> Trained:
     """Have PEFT build an adapter, move everything trainable away from its start, and save it."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -123,7 +138,7 @@ def train_adapter(base: Base, folder: Path, vocab_size: int = VOCAB_SIZE, **lora
     model = base.fresh()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if vocab_size != VOCAB_SIZE:
+        if vocab_size is not None:
             model.resize_token_embeddings(vocab_size)
         trained = get_peft_model(model, LoraConfig(**(settings | lora))).eval()
         with torch.no_grad():
@@ -131,19 +146,16 @@ def train_adapter(base: Base, folder: Path, vocab_size: int = VOCAB_SIZE, **lora
                 if parameter.requires_grad:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         trained.save_pretrained(folder)
-    return Trained(base, folder, trained, vocab_size)
+    return Trained(base, folder, trained, vocab_size or base.config.vocab_size)
 
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Base]:
     """`bases(family, is_tied)`: each is built once."""
-    built: dict[tuple[str, bool], Base] = {}
 
+    @functools.cache
     def get(family: str, is_tied: bool) -> Base:
-        if (family, is_tied) not in built:
-            folder = tmp_path_factory.mktemp("bases") / f"{family}-{'tied' if is_tied else 'untied'}"
-            built[family, is_tied] = build_base(folder, family, is_tied)
-        return built[family, is_tied]
+        return build_base(tmp_path_factory.mktemp("bases") / family, family, is_tied)
 
     return get
 
@@ -154,6 +166,20 @@ def llama(bases: Callable[[str, bool], Base]) -> Base:
     return bases("llama", False)
 
 
+@pytest.fixture(scope="session")
+def served_base(
+    make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], Base]:
+    """`served_base(family, is_tied)`: a base with a tokenizer, as the engine needs it; each is built once."""
+
+    @functools.cache
+    def get(family: str, is_tied: bool) -> Base:
+        folder = tmp_path_factory.mktemp("served") / family
+        return open_base(make_model(folder, family=family, tie_word_embeddings=is_tied))
+
+    return get
+
+
 @pytest.fixture
 def logits() -> Callable[[Any, int], Any]:
     """`logits(model, vocab_size)`: see `compute_logits`."""
@@ -162,10 +188,10 @@ def logits() -> Callable[[Any, int], Any]:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Trained]:
-    """`train(base, vocab_size=32, **lora_config)`: see `train_adapter`."""
+    """`train(base, name="adapter", vocab_size=None, **lora_config)`: see `train_adapter`."""
 
-    def build(base: Base, **settings: Any) -> Trained:
-        return train_adapter(base, tmp_path / "adapter", **settings)
+    def build(base: Base, name: str = "adapter", **settings: Any) -> Trained:
+        return train_adapter(base, tmp_path / name, **settings)
 
     return build
 

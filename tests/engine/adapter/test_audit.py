@@ -271,7 +271,7 @@ def test_an_unknown_tensor_is_refused_by_name(plain: Any) -> None:
 
 
 def test_an_adapter_for_another_base_is_refused_with_one_reason(bases: Any, plain: Any) -> None:
-    wide = replace(plain.base.config, hidden_size=64)
+    wide = replace(plain.base.config, hidden_size=64, embedding_size=64)
     audit = audit_adapter(plain.folder, wide, "zoo")
     (reason,) = audit.reasons
     assert "has shape [2, 16], expected [2, 64]. The adapter belongs to another base (and 7 more like it)" in reason
@@ -279,7 +279,8 @@ def test_an_adapter_for_another_base_is_refused_with_one_reason(bases: Any, plai
 
 
 def test_layers_the_base_does_not_have_are_refused(plain: Any) -> None:
-    shallow = replace(plain.base.config, num_layers=1, sliding_windows=(None,))
+    base = plain.base.config
+    shallow = replace(base, num_layers=1, sliding_windows=(None,), layer_ropes=base.layer_ropes[:1])
     (reason,) = audit_adapter(plain.folder, shallow, "zoo").reasons
     assert "the base has no linear layer 'model.layers.1.self_attn." in reason
 

@@ -40,3 +40,4 @@ def test_modules_own_parameters_and_embedding_head_and_linear_layers_are_adaptab
     assert "model.norm" in layout.modules
     assert len(layout.modules) == len(set(layout.modules)) == 21
     assert set(layout.adaptable) == {module for module in layout.modules if "norm" not in module}
+    assert layout.batched == set(layout.linear) - {"lm_head"}

@@ -147,6 +147,37 @@ def test_all_other_adapters_equal_peft_when_merged(
     assert_close(logits(merged_model(trained, weights), trained.vocab_size), expected)
 
 
+OTHER_FAMILIES = ("mistral", "gemma", "gemma2", "gemma3_text", "phi3", "opt")
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["down_proj", "o_proj", "fc2", "out_proj"]], ids=["all", "outputs"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_plain_pairs_equal_peft_in_every_family(bases: Any, train: Any, logits: Any, family: str, targets: Any) -> None:
+    trained = train(bases(family, False), target_modules=targets, use_rslora=True)
+    weights = load(trained)
+    assert_close(logits(merged_model(trained, weights), 32), trained.logits())
+    # This OPT projects its embeddings, and pairs outside the decoder's layers are not batched.
+    is_batched = (family, targets) != ("opt", "all-linear")
+    assert weights.audit.verdict == ("exact" if is_batched else "exact-by-merge")
+    if is_batched:
+        assert_close(logits(with_pairs(trained, weights), 32), trained.logits())
+
+
+@pytest.mark.parametrize("name", ["dora", "embedding and head", "saved head and norms", "saved embedding", "tokens"])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_all_other_adapters_equal_peft_in_every_family(
+    bases: Any, train: Any, logits: Any, family: str, is_tied: bool, name: str
+) -> None:
+    settings = {"target_modules": "all-linear"} | BY_MERGE[name]
+    if name == "embedding and head":
+        settings["target_modules"] = r".*(embed_tokens|lm_head|o_proj|out_proj)"
+    trained = train(bases(family, is_tied), **settings)
+    weights = load(trained)
+    assert weights.audit.verdict == "exact-by-merge"
+    assert_close(logits(merged_model(trained, weights), 32), trained.logits())
+
+
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_trained_biases_replace_those_of_the_base(
