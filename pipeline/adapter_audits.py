@@ -1,0 +1,55 @@
+"""Audits of adapter folders for people: find them, audit them, print a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.adapter import AdapterAudit, audit_adapters, find_adapters
+from ..engine.adapter.report import AUDIT_COLUMNS, audit_rows
+from ..engine.config import read_model_config
+from ..jobs.errors import JobRequestError
+from ..jobs.local_copy import local_folder
+
+_STYLES = {"exact": "green", "exact-by-merge": "yellow", "refused": "red"}
+
+
+def audit_folders(folders: Sequence[Path], model: str, *, check_values: bool) -> list[AdapterAudit]:
+    """Audit each folder that is an adapter, and each adapter right below a folder that is none.
+
+    Raises `JobRequestError` naming the folders in which no adapter was found, and what `read_model_config` raises.
+    """
+    config = read_model_config(local_folder(model, {}))
+    found: dict[str, Path] = {}
+    empty = []
+    for folder in folders:
+        if not folder.is_dir():
+            empty.append(f"{folder}: not a folder. Check the path.")
+            continue
+        adapters = {folder.name: folder} if (folder / "adapter_config.json").exists() else find_adapters(folder)
+        if not adapters:
+            empty.append(
+                f"{folder}: neither an adapter (adapter_config.json) nor a folder of adapters. Check the path."
+            )
+        for name, path in adapters.items():
+            found[name if name not in found else str(path)] = path
+    if empty:
+        raise JobRequestError(*empty)
+    return list(audit_adapters(found, config, check_values=check_values))
+
+
+def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None) -> None:
+    """One line per adapter, verdicts in colour, and how many there are of each."""
+    table = Table()
+    for column in AUDIT_COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in audit_rows(audits):
+        verdict = row[1]
+        table.add_row(row[0], f"[{_STYLES[verdict]}]{verdict}[/]", *row[2:])
+    counts = {verdict: sum(audit.verdict == verdict for audit in audits) for verdict in _STYLES}
+    console = console or Console()
+    console.print(table)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), highlight=False)
