@@ -33,7 +33,8 @@ _RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "t
 @dataclass(frozen=True, slots=True)
 class OpenedJob:
     """A job that may run. `is_resumed`: it was frozen before; `is_finished`: and all its parts are there.
-    `changed_adapters`: names whose content is not what it was then; their rows must be computed again.
+    `changed_adapters`: names whose content is not what it was then; their rows must be computed again, and `record`
+    must replace the frozen one once nothing in the output speaks for the old content any more.
     """
 
     spec: JobSpec
@@ -78,8 +79,6 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
             "Choose another output, or start over with --overwrite."
         )
     resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec})
-    if resumed != frozen:
-        checked.store.replace_record(resumed)
     changed = changed_adapters(frozen, record)
     return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, True, contents.is_finished, changed)
 

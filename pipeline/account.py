@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import pyarrow.parquet as pq
 
+from ..jobs.errors import JobFailedError
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from .job_result import AdapterCount
-from .planning import KindOfError
+from .planning import JobPlan, KindOfError
 
 ENGINE_ERROR = "engine"
 
@@ -46,6 +47,14 @@ class Account:
         self.errors.update(other.errors)
         self.tokens.update(other.tokens)
         self.first_engine_error = self.first_engine_error or other.first_engine_error
+
+    def check_complete(self, plan: JobPlan) -> None:
+        """Raise `JobFailedError` unless every row of the plan was counted."""
+        if (self.num_rows, self.num_parts) != (plan.num_rows, len(plan.shards)):
+            raise JobFailedError(
+                f"output: its {self.num_parts} parts hold {self.num_rows} rows; the plan has {plan.num_rows} rows in "
+                f"{len(plan.shards)} parts. Somebody changed the output meanwhile; start over with --overwrite."
+            )
 
     def adapter_counts(self) -> tuple[AdapterCount, ...]:
         """Per adapter, by name."""

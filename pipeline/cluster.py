@@ -27,11 +27,34 @@ _SETTINGS: dict[str, Any] = {
     "distributed.scheduler.worker-ttl": "60s",
     "distributed.scheduler.no-workers-timeout": "10m",
     "distributed.comm.timeouts.connect": _CONNECT_TIMEOUT,
+    "distributed.worker.preload": ["lorabatch.pipeline.embedded_worker"],
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
 }
+
+
+@contextmanager
+def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
+    """A client for one job: of the caller's cluster when `client` is given, else of the one that `spec` names.
+
+    Raises what `connected` raises.
+    """
+    if client is None:
+        with connected(spec) as own:
+            yield own
+        return
+    check_workers(client)
+    # A client of our own: event handlers and futures of the caller's are not touched.
+    address = client.scheduler_info(n_workers=0)["address"]
+    with Client(address, security=client.security, set_as_default=False) as own:
+        yield own
+
+
+def count_workers(client: Client) -> int:
+    """Workers that are there now; at least 1, for a cluster that is still growing."""
+    return max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
 
 
 @contextmanager
@@ -106,8 +129,8 @@ def _existing(address: str) -> Iterator[Client]:
         client = Client(address, set_as_default=False, timeout=_CONNECT_TIMEOUT)
     except (OSError, ValueError, TimeoutError) as error:
         raise JobRequestError(
-            f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected local or "
-            "an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached."
+            f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected "
+            "local or an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached."
         ) from None
     with client:
         yield client

@@ -102,17 +102,34 @@ class EngineKeeper:
     # Everything below runs in the keeper's own thread
 
     def _run(self) -> None:
-        while not self._is_closed:
-            try:
-                kind, content = self._inbox.get(timeout=self._patience_s())
-            except queue.Empty:
-                pass
-            else:
-                self._handle(kind, content)
-            self._watch_silence()
-            self._restart_if_due()
-            self._feed()
+        try:
+            while not self._is_closed:
+                self._turn()
+        except Exception as error:
+            # A defect of ours must not leave tasks waiting for ever.
+            logger.exception("the engine keeper failed")
+            self._child.stop()
+            self._give_up(f"{type(error).__name__} in the engine keeper: {error}")
             self._report_if_due()
+            self._refuse_until_closed()
+
+    def _turn(self) -> None:
+        try:
+            kind, content = self._inbox.get(timeout=self._patience_s())
+        except queue.Empty:
+            pass
+        else:
+            self._handle(kind, content)
+        self._watch_silence()
+        self._restart_if_due()
+        self._feed()
+        self._report_if_due()
+
+    def _refuse_until_closed(self) -> None:
+        while not self._is_closed:
+            kind, content = self._inbox.get()
+            if kind in ("open", "close"):
+                self._handle(kind, content)
 
     def _patience_s(self) -> float:
         due_s = min(self._report_at_s, self._restart_at_s or self._report_at_s)
@@ -203,10 +220,14 @@ class EngineKeeper:
         self._give_up_rows(reason)
         verdict = self._policy.died(reason, is_permanent)
         if isinstance(verdict, GiveUp):
-            self._meter.set(state="failed", error=verdict.reason)
-            self._fail(EngineFailedError(f"The engine on {self._meter.latest.worker}: {verdict.reason}"))
+            self._give_up(verdict.reason)
         else:
             self._restart_at_s = time.monotonic() + verdict.delay_s
+        self._report_at_s = 0.0
+
+    def _give_up(self, reason: str) -> None:
+        self._meter.set(state="failed", error=reason)
+        self._fail(EngineFailedError(f"The engine on {self._meter.latest.worker}: {reason}"))
         self._report_at_s = 0.0
 
     def _give_up_rows(self, reason: str) -> None:

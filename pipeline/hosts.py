@@ -12,7 +12,10 @@ from typing import Any
 
 from distributed import Client
 
+from ..engine.config import EngineConfig
+from ..jobs.opening import OpenedJob
 from ..jobs.store import JobStore
+from .cluster import threads_per_engine
 from .engine_host import EngineHost, host_name
 from .messages import EngineSettings
 
@@ -20,6 +23,22 @@ logger = logging.getLogger(__name__)
 
 # A worker that hangs must not keep the others' teardown from being told.
 _TEARDOWN_TIMEOUT_S = 20.0
+
+
+def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str) -> EngineSettings:
+    """How the job's engines are set up on each of `num_workers` workers."""
+    spec = job.spec
+    config = EngineConfig(
+        max_batch_rows=spec.batch_rows,
+        max_step_tokens=spec.step_tokens,
+        pool_bytes=spec.pool_bytes,
+        num_threads=threads_per_engine(spec, num_workers),
+        dtype=spec.dtype,
+        device=spec.device,
+        mode=spec.mode,
+        load_format=spec.load_format,
+    )
+    return EngineSettings(spec.model, config, engine_factory, spec.storage_options)
 
 
 @contextmanager
@@ -40,9 +59,8 @@ def engine_hosts(client: Client, job_id: str, settings: EngineSettings, store: J
 
 
 def _hosts_of_job(dask_scheduler: Any, job_id: str) -> list[str]:
-    ours, run = host_name(""), f"-{job_id}-"
-    names: list[str] = [name for name in dask_scheduler.worker_plugins if run in name]
-    return [name for name in names if name.startswith(ours.split("-")[0])]
+    names: list[str] = list(dask_scheduler.worker_plugins)
+    return [name for name in names if name.startswith("lorabatch-") and f"-{job_id}-" in name]
 
 
 def _take_down(client: Client, name: str) -> None:

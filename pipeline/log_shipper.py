@@ -19,7 +19,7 @@ MAX_SHIPMENT_BYTES = 1 << 20
 
 
 class LogShipper:
-    """Ships what is appended to `files` (name of the log -> local file) until it is closed. A file may not exist yet."""
+    """Ships what is appended to `files` (name of the log -> local file, which may come later) until it is closed."""
 
     def __init__(self, store: JobStore, files: Mapping[str, Path]) -> None:
         self._store = store

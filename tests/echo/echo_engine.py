@@ -1,6 +1,6 @@
 """An engine whose answers can be checked by arithmetic: the engine's interface without a model.
 
-`answer` computes what a row must come back with from its prompt tokens, adapter and stream, so a lost, repeated or
+`answer` computes what a row must come back with from its prompt tokens and adapter, so a lost, repeated or
 mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds per step), `batch_rows`, `gate` (a
 file; while it is missing nothing moves on), and what to fail on: `crash_on_token` kills the process when a prompt with
 that token is in the batch, `raise_on_token` raises, `refuse_adapters` lists adapter ids that cannot be loaded,
@@ -24,9 +24,9 @@ from lorabatch.engine.request import Request, Result
 from lorabatch.engine.telemetry import EngineTelemetry
 
 
-def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, stream_id: int, max_tokens: int) -> str:
+def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, max_tokens: int) -> str:
     """The one right completion of a row."""
-    told = f"{list(prompt_token_ids)}|{adapter_id}|{stream_id}|{max_tokens}"
+    told = f"{list(prompt_token_ids)}|{adapter_id}|{max_tokens}"
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -93,7 +93,7 @@ class EchoEngine:
         return Result(
             request_id=request.request_id,
             token_ids=tuple(range(max_tokens)),
-            text=answer(request.prompt_token_ids, request.adapter_id, request.stream_id, max_tokens),
+            text=answer(request.prompt_token_ids, request.adapter_id, max_tokens),
             finish_reason="length",
             prompt_tokens=len(request.prompt_token_ids),
             mode="unmerged" if request.adapter_id else "base",

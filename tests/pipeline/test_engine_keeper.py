@@ -81,9 +81,7 @@ def collect(shard: OpenShard) -> dict[str, ServedRow]:
 def assert_right(requests: list[Request], rows: dict[str, ServedRow]) -> None:
     assert rows.keys() == {request.request_id for request in requests}
     for request in requests:
-        expected = echo_engine.answer(
-            request.prompt_token_ids, request.adapter_id, request.stream_id, request.sampling.max_tokens
-        )
+        expected = echo_engine.answer(request.prompt_token_ids, request.adapter_id, request.sampling.max_tokens)
         assert rows[request.request_id].result.text == expected
 
 

@@ -1,0 +1,89 @@
+"""Tells where a job stands: to whoever watches, and to `state.json` for everybody else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from ..jobs.error_budget import ErrorBudget
+from ..jobs.errors import ErrorBudgetError, JobInterruptedError, StorageError
+from ..jobs.state import JobState, Phase
+from ..jobs.store import JobStore
+from .job_result import JobResult
+from .progress import Progress
+
+INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again to go on."
+
+
+class JobReporter:
+    """The latest state of one run. Calling it with a state is how the coordinator reports."""
+
+    def __init__(self, store: JobStore, progress: Progress, budget: ErrorBudget) -> None:
+        self._store = store
+        self._progress = progress
+        self._budget = budget
+        self._latest = JobState("checking", time.time())
+
+    def __call__(self, state: JobState) -> None:
+        """A new state. Raises `ErrorBudgetError` when it shows more errors than the job allows."""
+        self._latest = state
+        self._store.write_state(state)
+        self._progress.update(state)
+        self.check_budget(state.rows_error, state.rows)
+
+    def phase(self, phase: Phase, rows: int, rows_done: int = 0) -> None:
+        """A stage of the job began, or got on."""
+        self(JobState(phase, time.time(), rows=rows, rows_done=rows_done))
+
+    def check_budget(self, num_errors: int, num_rows: int) -> None:
+        """Raise `ErrorBudgetError` when so many errors are too many."""
+        if not self._budget.allows(num_errors, num_rows):
+            raise ErrorBudgetError(
+                f"max_errors={self._budget}: {num_errors} of {num_rows} rows ended in errors, "
+                f"{self._budget.limit(num_rows)} are allowed. The column `error` of the parts says why; raise "
+                "--max-errors to go on, or correct the cause and run the same command again."
+            )
+
+    def done(self, result: JobResult) -> None:
+        """The last state of a job that has finished."""
+        self(
+            replace(
+                self._latest,
+                phase="done",
+                updated_at_s=time.time(),
+                rows=result.num_rows,
+                rows_done=result.num_rows,
+                rows_error=result.num_errors,
+                shards=result.num_parts,
+                shards_done=result.num_parts,
+                prompt_tokens=result.prompt_tokens,
+                completion_tokens=result.completion_tokens,
+                tokens_per_s=0.0,
+                eta_s=0.0,
+                workers=(),
+            )
+        )
+
+    @contextmanager
+    def ending_recorded(self) -> Iterator[None]:
+        """Whatever ends the run is the last state's message. Ctrl-C becomes `JobInterruptedError`."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._end("interrupted", INTERRUPTED)
+            raise JobInterruptedError(INTERRUPTED) from None
+        except JobInterruptedError as error:
+            self._end("cancelled", str(error))
+            raise
+        except Exception as error:
+            self._end("failed", str(error) or type(error).__name__)
+            raise
+
+    def _end(self, phase: Phase, message: str) -> None:
+        last = replace(self._latest, phase=phase, updated_at_s=time.time(), message=message, workers=(), eta_s=None)
+        self._progress.update(last)
+        # What went wrong may be the storage itself.
+        with suppress(StorageError):
+            self._store.write_state(last)
