@@ -35,7 +35,7 @@ class AdapterRegistry:
             return
         audit = audit_adapter(folder, self._model, name)
         if audit.verdict == "refused":
-            raise AdapterRefusedError(f"adapter {name!r}: {'; '.join(audit.reasons)}")
+            raise AdapterRefusedError("; ".join(audit.reasons))
         found = audit.content_sha256 or ""
         if found != adapter_id:
             raise AdapterRefusedError(
