@@ -25,7 +25,7 @@ from lorabatch.pipeline.row_answer import RowAnswer
 
 ADAPTERS = (
     AdapterRecord(name="alpha", url="/alpha", verdict="exact", sha256="a" * 64, rank=8, weight_bytes=1000),
-    AdapterRecord(name="beta", url="/beta", verdict="exact", sha256="b" * 64, rank=16, weight_bytes=2000),
+    AdapterRecord(name="beta", url="/beta", verdict="exact", sha256="b" * 64, rank=8, weight_bytes=2000),
     AdapterRecord(name="broken", url="/broken", verdict="refused", reasons=("all of lora_B is zero.",)),
 )
 

@@ -1,0 +1,159 @@
+"""The plan holds every row once; what is wrong with the whole job is said before any work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from lorabatch.jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError, MissingFileError
+from lorabatch.pipeline import job_index
+from lorabatch.pipeline.index import ChunkSummary
+from lorabatch.pipeline.planning import plan_job, read_plan
+from lorabatch.pipeline.prepared_rows import arrow_file
+
+
+def rows(num_rows: int, **columns: Any) -> pa.Table:
+    adapters = [("alpha", "beta", None, "alpha", "")[i % 5] for i in range(num_rows)]
+    return pa.table({"id": range(num_rows), "prompt": ["the fox"] * num_rows, "adapter": adapters} | columns)
+
+
+def references(job: Any) -> list[tuple[int, int, int]]:
+    with arrow_file(job.store.plan_source()) as reader:
+        table = reader.read_all()
+    return list(zip(*(table.column(name).to_pylist() for name in ("chunk", "batch", "row")), strict=True))
+
+
+@pytest.mark.parametrize("rows_per_shard", [None, 1, 7, 10_000])
+def test_every_row_is_in_one_shard_once(prepare_job: Callable[..., Any], rows_per_shard: int | None) -> None:
+    job = prepare_job(rows(700), row_group_rows=300, rows_per_shard=rows_per_shard)
+    plan = job.plan(num_replicas=2)
+    found = references(job)
+    assert len(found) == len(set(found)) == plan.num_rows == 700
+    ids = [i for shard in job.shards() for i in shard.table.column("id").to_pylist()]
+    assert sorted(ids) == list(range(700))
+    sizes = [shard.num_rows for shard in plan.shards]
+    if rows_per_shard == 7:
+        assert max(sizes) <= 14
+    assert plan.rows_per_adapter == {"": 280, "alpha": 280, "beta": 140}
+    assert plan.num_errors == 0
+
+
+def test_the_plan_read_back_is_the_plan(prepare_job: Callable[..., Any]) -> None:
+    names = ["alpha", "gamma", "broken"] * 4
+    job = prepare_job(pa.table({"id": range(12), "prompt": ["a", "", "a"] * 4, "adapter": names}))
+    plan = job.plan()
+    assert read_plan(job.store) == plan
+
+
+def test_duplicate_ids_are_refused_with_examples_and_where_they_stand(prepare_job: Callable[..., Any]) -> None:
+    files = {"a.parquet": rows(6), "b.parquet": pa.table({"id": [40, 3, 5], "prompt": ["x"] * 3})}
+    with pytest.raises(JobRequestError) as caught:
+        prepare_job(files).plan()
+    text = str(caught.value)
+    assert "2 ids stand in more than one row" in text
+    assert "3 at a.parquet:3, b.parquet:1" in text
+    assert "5 at a.parquet:5, b.parquet:2" in text
+
+
+def test_equal_hashes_of_different_ids_are_no_duplicates(
+    prepare_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.pipeline.chunk_rows.id_hash", lambda row_id: 1 + row_id % 3)
+    assert prepare_job(rows(9)).plan().num_rows == 9
+    with pytest.raises(JobRequestError, match=r"1 ids stand in more than one row: 4 at rows\.parquet:4"):
+        prepare_job(pa.table({"id": [0, 1, 2, 3, 4, 5, 4], "prompt": ["a"] * 7})).plan()
+
+
+def test_of_many_duplicates_a_few_are_looked_up(
+    prepare_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    read = job_index.read_row
+    monkeypatch.setattr(job_index, "read_row", lambda *given: (reads.append(1), read(*given))[1])
+    job = prepare_job(pa.table({"id": [*range(500), *range(500)], "prompt": ["a"] * 1000}))
+    with pytest.raises(JobRequestError, match="500 ids"):
+        job.plan()
+    assert len(reads) == 10
+
+
+def test_rows_without_an_id_are_errors_and_no_duplicates_of_each_other(prepare_job: Callable[..., Any]) -> None:
+    plan = prepare_job(pa.table({"id": pa.array([None, None, 1], pa.int64()), "prompt": ["a"] * 3})).plan()
+    assert [(kind.kind, kind.num_rows) for kind in plan.errors] == [("id", 2)]
+
+
+def test_unknown_and_refused_adapters_are_counted_with_the_other_errors(prepare_job: Callable[..., Any]) -> None:
+    adapters = ["alpha", "gamma", "broken", "broken", "alpha", "alpha"]
+    prompts = ["a", "a", "", "a", "fox " * 200, "a"]
+    plan = prepare_job(pa.table({"id": range(6), "prompt": prompts, "adapter": adapters})).plan()
+    assert {kind.kind: kind.num_rows for kind in plan.errors} == {"prompt": 1, "too_long": 1, "adapter": 2}
+    adapter = next(kind for kind in plan.errors if kind.kind == "adapter")
+    assert adapter.location == "rows.parquet:3"
+    assert adapter.sentence == "adapter='broken': refused. all of lora_B is zero."
+    with_work = [shard for shard in plan.shards if shard.has_engine_work]
+    assert sum(shard.num_rows for shard in with_work) == 2
+    named = Counter(name for names in plan.adapter_names for name in names)
+    assert set(named) == {"alpha", "gamma", "broken"}
+
+
+@pytest.mark.parametrize(
+    ("budget", "is_enough"), [("10%", False), ("20%", True), ("1", False), ("2", True), ("0", False)]
+)
+def test_errors_within_the_budget_pass_and_beyond_it_stop_the_job(
+    prepare_job: Callable[..., Any], budget: str, is_enough: bool
+) -> None:
+    table = pa.table({"id": range(10), "prompt": ["a"] * 8 + ["", ""]})
+    job = prepare_job(table, max_errors=budget)
+    if is_enough:
+        assert job.plan().num_errors == 2
+        return
+    with pytest.raises(ErrorBudgetError) as caught:
+        job.plan()
+    assert "2 of 10 rows cannot be answered" in str(caught.value)
+    assert "2 x prompt, first at rows.parquet:8: prompt=''" in str(caught.value)
+    assert not job.store.has_plan()
+
+
+def test_damaged_row_groups_stop_the_job_all_named_at_once(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(rows(4))
+    summaries = [ChunkSummary(0, damage="first is broken"), ChunkSummary(1, 5), ChunkSummary(2, damage="third too")]
+    with pytest.raises(JobRequestError) as caught:
+        plan_job(job.store, job.record, summaries, batch_rows=4, num_replicas=1)
+    assert caught.value.problems == ("first is broken", "third too")
+
+
+def test_an_empty_input_is_a_plan_without_shards(prepare_job: Callable[..., Any]) -> None:
+    empty = pa.table({"id": pa.array([], pa.int64()), "prompt": pa.array([], pa.string())})
+    job = prepare_job({"a.parquet": empty, "b.parquet": empty})
+    plan = job.plan()
+    assert (plan.num_rows, plan.shards, plan.num_errors) == (0, (), 0)
+    assert read_plan(job.store) == plan
+    assert references(job) == []
+
+
+def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(rows(4))
+    with pytest.raises(MissingFileError, match="chunk-00000"):
+        plan_job(job.store, job.record, [ChunkSummary(0, 4)], batch_rows=4, num_replicas=1)
+    job.store.write_plan_facts({"shards": []})
+    with pytest.raises(DamagedRecordError, match=r"plan\.json"):
+        read_plan(job.store)
+    job.index()
+    path = job.store.location.local_path("_lorabatch/index/chunk-00000.arrow")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DamagedRecordError, match="chunk-00000"):
+        plan_job(job.store, job.record, [ChunkSummary(0, 4)], batch_rows=4, num_replicas=1)
+
+
+def test_adapters_of_all_chunks_are_told_apart(prepare_job: Callable[..., Any]) -> None:
+    """Each chunk has its own dictionary of names; together they must mean the same."""
+    names = ["beta", "beta", "alpha", None, None, "alpha", "zeta", "beta"]
+    job = prepare_job(pa.table({"id": range(8), "prompt": ["a"] * 8, "adapter": names}), row_group_rows=2)
+    job.index()
+    index = job_index.read_index(job.store, 4)
+    found = [index.adapter_names[code] if code >= 0 else None for code in index.adapter]
+    assert Counter(found) == Counter(names)
+    assert np.array_equal(index.chunk, [0, 0, 1, 1, 2, 2, 3, 3])
