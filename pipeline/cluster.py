@@ -35,6 +35,10 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+# Worker processes read this when they import distributed, before `embedded_worker` has taken them off the terminal.
+_WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "info", "distributed.preloading": "error"}))
+
+
 @contextmanager
 def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
     """A client for one job: of the caller's cluster when `client` is given, else of the one that `spec` names.
@@ -104,7 +108,7 @@ def _version_on_worker() -> str | None:
 
 @contextmanager
 def _embedded(num_workers: int) -> Iterator[Client]:
-    with dask.config.set(_SETTINGS), warnings.catch_warnings():
+    with dask.config.set(_SETTINGS), _environment(_WORKER_LOGGING), warnings.catch_warnings():
         # another dashboard on the default port is no reason to worry a user
         warnings.filterwarnings("ignore", message="Port .* is already in use")
         cluster = LocalCluster(
@@ -121,6 +125,21 @@ def _embedded(num_workers: int) -> Iterator[Client]:
                 yield client
         finally:
             cluster.close()
+
+
+@contextmanager
+def _environment(variable: tuple[str, str]) -> Iterator[None]:
+    """An environment variable for the processes started inside."""
+    name, value = variable
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 @contextmanager
