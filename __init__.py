@@ -1,3 +1,27 @@
-"""lorabatch: offline batch inference for many LoRA adapters over one base model, on Dask."""
+"""lorabatch: offline batch inference for many LoRA adapters over one base model, on Dask.
+
+result = lorabatch.run(lorabatch.JobSpec(model=…, adapters=…, input=…, output=…), client=dask_client)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .jobs.spec import JobSpec
+    from .pipeline.job_result import JobResult
+    from .pipeline.run import run
 
 __version__ = "0.1.0"
+__all__ = ["JobResult", "JobSpec", "__version__", "run"]
+
+# Loaded when first asked for: `import lorabatch` alone costs nothing.
+_HOMES = {"JobSpec": "jobs.spec", "JobResult": "pipeline.job_result", "run": "pipeline.run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -79,7 +79,7 @@ def job_command(call: Callable[[Path | None, dict[str, Any]], None]) -> Callable
     argument = Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; options take precedence.")]
     parameters = [inspect.Parameter("job_file", keyword, default=None, annotation=argument)]
     for name, (kind, text) in _JOB_OPTIONS.items():
-        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]
+        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -150,10 +150,11 @@ def status(
 ) -> None:
     """Where a job stands, from its output location alone."""
     with _errors_told():
-        from .jobs.status import read_status
+        from .jobs.status import read_status, status_lines
+        from .jobs.store import JobStore
 
-        found = read_status(output, json.loads(storage_options or "{}"))
-        typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.to_text())
+        found = read_status(JobStore(output, _json_object("storage_options", storage_options)))
+        typer.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(status_lines(found)))
 
 
 @bench_app.command("engine")
@@ -179,6 +180,19 @@ def _run(spec: JobSpec) -> None:
     with ConsoleProgress() as progress:
         result = run_job(spec, progress=progress)
     typer.echo(result.to_text())
+
+
+def _json_object(option: str, text: str | None) -> dict[str, Any]:
+    from .jobs.errors import JobRequestError
+
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        # The text may hold keys: it is not shown.
+        raise JobRequestError(f"{option}: expected a JSON object; not JSON at character {error.pos}") from None
+    if not isinstance(value, dict):
+        raise JobRequestError(f"{option}: expected a JSON object, found {type(value).__name__}")
+    return value
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .errors import JobRequestError, MissingFileError
@@ -42,6 +42,22 @@ class JobStatus:
         if self.is_cancel_requested and not self.state.is_final:
             return "stopping"
         return self.state.phase
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready object for programs."""
+        return {
+            "job_id": self.record.job_id,
+            "output": self.output,
+            "headline": self.headline,
+            "started_at": self.record.created_at,
+            "num_parts": self.num_parts,
+            "is_finished": self.is_finished,
+            "is_cancel_requested": self.is_cancel_requested,
+            "is_stale": self.is_stale,
+            "next_step": self.next_step,
+            "state": None if self.state is None else asdict(self.state),
+            "summary": self.summary,
+        }
 
     @property
     def next_step(self) -> str | None:

@@ -69,11 +69,11 @@ class ConsoleProgress:
         now_s = time.monotonic()
         if state.phase != self._told_phase or now_s - self._told_at_s >= _LINE_INTERVAL_S:
             self._told_phase, self._told_at_s = state.phase, now_s
-            self._console.print(job_line(state, now_s - self._started_s), highlight=False)
+            self._console.print(job_line(state, now_s - self._started_s), highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """See `Progress`."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def job_line(state: JobState, elapsed_s: float) -> str:
