@@ -15,8 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..engine.adapter.audit import audit_adapter
+from ..engine.adapter.audit import AdapterAudit, audit_adapter
 from ..engine.config import ModelConfig
+from ..engine.errors import ModelFilesError
+from ..engine.tokenizer import Tokenizer
 from .errors import OutputConflictError, StorageError
 from .local_copy import local_folder
 from .model_content import model_sha256
@@ -55,7 +57,8 @@ def open_job(spec: JobSpec) -> OpenedJob:
     checked = check_job(spec)
     record = make_record(checked)
     if checked.output.is_empty or spec.overwrite:
-        if not checked.output.is_empty:
+        if checked.output.has_records:
+            # Also what a job left that was never frozen: its plan would be taken for this job's.
             checked.store.overwrite()
         if checked.store.freeze(record):
             return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, False, frozenset())
@@ -65,12 +68,6 @@ def open_job(spec: JobSpec) -> OpenedJob:
 def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
     """The job that is frozen in the output, if it is this one."""
     shown = redacted_url(checked.spec.output)
-    contents = checked.store.contents()
-    if not contents.has_job:
-        raise OutputConflictError(
-            f"output={shown!r}: holds {len(contents.parts)} parts of a job whose record is gone. Choose another "
-            "output, or start over with --overwrite."
-        )
     frozen = checked.store.read_record()
     reasons = differences(frozen, record)
     if reasons:
@@ -80,7 +77,9 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
         )
     resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec})
     changed = changed_adapters(frozen, record)
-    return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, True, contents.is_finished, changed)
+    return OpenedJob(
+        checked.spec, checked.store, resumed, checked.model.folder, True, checked.store.is_finished(), changed
+    )
 
 
 def make_record(checked: CheckedJob) -> JobRecord:
@@ -100,38 +99,63 @@ def make_record(checked: CheckedJob) -> JobRecord:
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
         ),
-        adapters=audit_all(checked.adapters, config, spec.storage_options),
+        adapters=audit_all(checked.adapters, checked.model.folder, config, spec.storage_options),
         input=checked.input,
         with_logprobs=spec.logprobs or "logprobs" in checked.input.roles,
     )
 
 
 def audit_all(
-    adapters: Mapping[str, str], model: ModelConfig, storage_options: Mapping[str, Any]
+    adapters: Mapping[str, str], model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
 ) -> tuple[AdapterRecord, ...]:
     """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged."""
 
     def audit(item: tuple[str, str]) -> AdapterRecord:
-        return _audit(*item, model, storage_options)
+        return _audit(*item, model_folder, model, storage_options)
 
     with ThreadPoolExecutor(_PARALLEL_AUDITS) as pool:
         return tuple(pool.map(audit, adapters.items()))
 
 
-def _audit(name: str, url: str, model: ModelConfig, storage_options: Mapping[str, Any]) -> AdapterRecord:
+def _audit(
+    name: str, url: str, model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
+) -> AdapterRecord:
     try:
-        found = audit_adapter(local_folder(url, storage_options), model, name)
-    except StorageError as error:
-        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
+        folder = local_folder(url, storage_options)
+        found = audit_adapter(folder, model, name)
+        problems = _tokenizer_problems(folder, model_folder, found)
+    except (StorageError, ModelFilesError) as error:
+        problems = [str(error)]
+    if problems:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=tuple(problems))
     return AdapterRecord(
         name=name,
         url=redacted_url(url),
         verdict=found.verdict,
         reasons=found.reasons,
-        sha256=found.content_sha256 or "",
+        sha256=found.identity_sha256 or "",
         rank=found.max_rank,
         weight_bytes=found.weight_bytes,
+        tokenizer_sha256=found.tokenizer_sha256,
+        vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
     )
+
+
+def _tokenizer_problems(folder: Path, model_folder: Path, audit: AdapterAudit) -> list[str]:
+    """Why the adapter's own tokenizer cannot be used with this base. Raises `ModelFilesError` when it is damaged."""
+    if not audit.has_own_tokenizer or audit.verdict == "refused":
+        return []
+    own = Tokenizer.from_folder(folder, base=model_folder)
+    problems = own.conflicts(Tokenizer.from_folder(model_folder))
+    if problems:
+        shown = "; ".join(problems[:5])
+        return [f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with."]
+    if own.vocab_size > audit.vocab_size:
+        return [
+            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
+            "resized embedding, or remove the tokenizer from its folder."
+        ]
+    return []
 
 
 def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:

@@ -50,6 +50,15 @@ class AdapterRecord(_Frozen):
     sha256: str = ""
     rank: int = 0
     weight_bytes: int = 0
+    # Of an adapter that ships a tokenizer or chat template: their hash. Its rows are tokenised with them.
+    tokenizer_sha256: str = ""
+    # Token ids its rows may hold, when it resized the vocabulary; 0: those of the base.
+    vocab_size: int = 0
+
+    @property
+    def is_prepared_apart(self) -> bool:
+        """Whether its rows are checked or tokenised otherwise than the base's."""
+        return bool(self.tokenizer_sha256 or self.vocab_size) and not self.is_refused
 
     @property
     def is_refused(self) -> bool:
@@ -161,8 +170,8 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
         why = " ".join(adapter.reasons) or "its folder could not be read."
         return f"adapter={name!r}: refused. {why}" if adapter.is_refused else None
     close = difflib.get_close_matches(name, adapters, n=1)
-    known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else "")
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {known or 'none'}."
+    known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else ".")
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {known if adapters else 'none.'}"
     return f"adapter={name!r}: not among this job's adapters; {hint}"
 
 
@@ -179,5 +188,6 @@ def index_key(record: JobRecord) -> str:
         "model": record.model.sha256,
         "input": _content(record.input),
         "created_at": record.created_at,
+        "tokenizers": [(a.name, a.tokenizer_sha256, a.vocab_size) for a in record.adapters if a.is_prepared_apart],
     }
     return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()

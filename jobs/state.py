@@ -67,7 +67,7 @@ class JobState:
                 for worker in raw.get("workers", ())
             )
             return cls(**_known(cls, raw | {"workers": workers}))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedRecordError(f"state.json: cannot be read back ({error}).") from None
 
 

@@ -35,17 +35,17 @@ _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
 
 @dataclass(frozen=True, slots=True)
 class OutputContents:
-    """What lies at the top of OUTPUT. `foreign`: names that are not ours."""
+    """What lies at the top of OUTPUT. `has_records`: `_lorabatch` is there. `foreign`: names that are not ours."""
 
     has_job: bool
-    is_finished: bool
     has_records: bool
+    is_finished: bool
     parts: dict[int, int]
     foreign: tuple[str, ...]
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is there, or only records of a job that was never frozen."""
+        """Nothing is there but, at most, records of a job that was never frozen."""
         return not (self.has_job or self.is_finished or self.parts or self.foreign)
 
 
@@ -80,8 +80,8 @@ class JobStore:
         ]
         return OutputContents(
             has_job=OURS in entries and self.location.exists(_JOB),
-            is_finished=_SUCCESS in entries,
             has_records=OURS in entries,
+            is_finished=_SUCCESS in entries,
             parts=parts,
             foreign=tuple(sorted(foreign)),
         )
@@ -124,9 +124,11 @@ class JobStore:
         self.location.remove([_JOB, OURS])
 
     def check_ownership(self, contents: OutputContents) -> None:
-        """Raise `OutputConflictError` when OUTPUT holds files that no job of ours put there."""
+        """Raise `OutputConflictError` when OUTPUT holds files that no job of ours put there. Parts without a
+        `job.json` are another tool's.
+        """
         foreign = list(contents.foreign)
-        if not contents.has_records:
+        if not contents.has_job:
             foreign += [self._part(shard_id) for shard_id in sorted(contents.parts)]
             foreign += [_SUCCESS] * contents.is_finished
         if foreign:

@@ -1,0 +1,181 @@
+"""Files are whole or absent, on local disks and in object stores."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lorabatch.jobs.errors import MissingFileError, StorageError
+from lorabatch.jobs.location import Location, absolute, options_for
+
+Place = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture
+def location(place: Place) -> Location:
+    return Location(*place, scratch="_scratch")
+
+
+def test_written_files_are_listed_and_read_back(location: Location) -> None:
+    assert location.list() == {}
+    assert not location.exists("a.txt")
+    location.write("a.txt", b"one")
+    location.write("sub/b.txt", memoryview(b"four"))
+    location.write("a.txt", b"three")
+    assert {name: size for name, size in location.list().items() if name != "_scratch"} == {"a.txt": 5, "sub": None}
+    assert location.list("sub") == {"b.txt": 4}
+    assert location.read("a.txt") == b"three"
+    with location.open("sub/b.txt") as file:
+        file.seek(1)
+        assert file.read() == b"our"
+    assert location.exists("sub/b.txt")
+    assert not location.exists("sub")
+
+
+def test_what_another_process_wrote_is_seen_at_once(place: Place) -> None:
+    here, there = Location(*place), Location(*place)
+    assert here.list() == {}
+    there.write("new.txt", b"x")
+    assert here.exists("new.txt")
+    assert set(here.list()) == {"new.txt"}
+    there.remove(["new.txt"])
+    assert not here.exists("new.txt")
+    assert "new.txt" not in here.list()
+
+
+def test_create_leaves_what_is_there(location: Location) -> None:
+    assert location.create("once", b"first")
+    assert not location.create("once", b"second")
+    assert location.read("once") == b"first"
+
+
+def test_of_many_writers_at_once_one_creates_the_file(shared_place: Place) -> None:
+    barrier = threading.Barrier(6)
+
+    def write(number: int) -> bool:
+        location = Location(*shared_place, scratch="_scratch")
+        barrier.wait()
+        return location.create("once", bytes([number]) * 1000)
+
+    with ThreadPoolExecutor(6) as pool:
+        won = list(pool.map(write, range(6)))
+    assert sum(won) == 1
+    assert Location(*shared_place).read("once") == bytes([won.index(True)]) * 1000
+
+
+def test_a_journal_is_read_in_the_order_it_was_written(location: Location) -> None:
+    assert location.read_journal("log") == b""
+    for piece in (b"a", b"b", b"c" * 1000):
+        location.append("log", piece)
+        location.append("logs/other", b"x")
+    location.append("log2", b"not this one")
+    assert location.read_journal("log") == b"ab" + b"c" * 1000
+    assert location.read_journal("logs/other") == b"xxx"
+
+
+def test_removing_takes_files_and_folders_and_minds_nothing_missing(location: Location) -> None:
+    location.write("keep", b"1")
+    for name in ("x/1", "x/2", "y"):
+        location.write(name, b"0")
+    location.remove(["x", "y", "z", "x"])
+    assert set(location.list()) - {"_scratch"} == {"keep"}
+
+
+def test_reading_what_is_missing_says_where_it_was_looked_for(location: Location) -> None:
+    with pytest.raises(MissingFileError, match=r"place/gone\.txt"):
+        location.read("gone.txt")
+    with pytest.raises(MissingFileError, match=r"place/gone\.txt"):
+        location.open("gone.txt").read()
+
+
+def test_a_location_travels_between_processes(location: Location) -> None:
+    location.write("a", b"1")
+    copy = pickle.loads(pickle.dumps(location))
+    assert copy.read("a") == b"1"
+    copy.write("b", b"2")
+    assert location.read("b") == b"2"
+
+
+def test_local_writes_leave_no_temporary_files_even_when_they_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = Location(str(tmp_path / "out"), scratch="tmp")
+    location.write("a", b"before")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for write in (location.write, location.create):
+        with pytest.raises(StorageError, match=r"cannot write .*out/a: the disk is full\. Free some space"):
+            write("a", b"after")
+    assert location.read("a") == b"before"
+    assert list((tmp_path / "out" / "tmp").iterdir()) == []
+
+
+def test_a_disk_without_hard_links_still_gets_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    location = Location(str(tmp_path))
+    assert location.create("a", b"1")
+    assert not location.create("a", b"2")
+    assert location.read("a") == b"1"
+
+
+def test_a_file_where_a_folder_should_be_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="cannot write"):
+        Location(str(tmp_path / "file")).write("a", b"1")
+
+
+def test_a_missing_bucket_is_named_when_writing(s3_options: dict[str, Any]) -> None:
+    with pytest.raises(StorageError, match=r"cannot write s3://no-such-bucket/out/a: not found .* bucket's name"):
+        Location("s3://no-such-bucket/out", s3_options).write("a", b"1")
+
+
+@pytest.mark.parametrize("url", ["zzz://bucket/out", "s3//bucket\0/out"])
+def test_an_impossible_url_is_explained(url: str) -> None:
+    with pytest.raises(StorageError):
+        Location(url).write("a", b"1")
+
+
+def test_credentials_that_are_refused_say_so_and_stay_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    location = Location("s3://bucket/out", {"key": "AKIAEXAMPLEKEY", "secret": "very-secret-value"})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied for AKIAEXAMPLEKEY with very-secret-value")
+
+    monkeypatch.setattr(location.fs, "pipe_file", refuse)
+    with pytest.raises(StorageError) as caught:
+        location.write("a", b"1")
+    assert "access was refused" in str(caught.value)
+    assert "--storage-options" in str(caught.value)
+    assert "very-secret" not in str(caught.value)
+    assert "AKIA" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert "very-secret" not in repr(location)
+
+
+def test_options_go_to_the_protocol_they_are_meant_for() -> None:
+    both = {"s3": {"key": "k"}, "gs": {"token": "t"}}
+    assert options_for("s3://b/x", both) == {"key": "k"}
+    assert options_for("gs://b/x", both) == {"token": "t"}
+    assert options_for("/local/path", both) == {}
+    assert options_for("az://b/x", both) == {}
+    plain = {"key": "k", "client_kwargs": {"endpoint_url": "http://x"}}
+    assert options_for("s3://b/x", plain) == plain
+    assert options_for("file:///x", plain) == {}
+
+
+def test_only_local_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("a/../b") == str(tmp_path / "b")
+    assert absolute("s3://bucket/x") == "s3://bucket/x"

@@ -1,0 +1,127 @@
+"""The frozen job: what makes it the same job, and what it must not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lorabatch.jobs.record import (
+    IDENTITY_FIELDS,
+    AdapterRecord,
+    JobRecord,
+    adapter_problem,
+    differences,
+    index_key,
+    public_spec,
+)
+from lorabatch.jobs.spec import JobSpec
+
+Record = Callable[..., JobRecord]
+BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}
+OTHER_VALUES: dict[str, Any] = {
+    "input": "/other.parquet",
+    "columns": {"prompt": "text"},
+    "max_tokens": 7,
+    "min_tokens": 1,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "seed": 9,
+    "stop": ["x"],
+    "logprobs": True,
+    "ignore_eos": True,
+    "mode": "exact",
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "rows_per_shard": 10,
+}
+FREE_VALUES: dict[str, Any] = {
+    "adapters": "/adapters",
+    "workers": 7,
+    "cluster": "tcp://host:1",
+    "max_errors": "5%",
+    "batch_rows": 9,
+    "engine_threads": 1,
+    "name": "renamed",
+    "tensor_parallel": 2,
+    "storage_options": {"key": "x"},
+}
+
+
+def test_a_record_read_back_is_the_record(record: Record) -> None:
+    assert JobRecord.from_json(record().to_json()) == record()
+
+
+def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
+    judged = set(OTHER_VALUES) | set(FREE_VALUES)
+    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes"}
+    assert set(JobSpec.model_fields) == judged
+    assert set(IDENTITY_FIELDS) == set(OTHER_VALUES)
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_another_value_of_what_is_asked_is_another_job(record: Record, field: str) -> None:
+    old = record(spec=public_spec(JobSpec(**BASICS)))
+    new = record(spec=public_spec(JobSpec(**BASICS | {field: OTHER_VALUES[field]})))
+    (line,) = differences(old, new)
+    assert line.startswith(f"{field}: was ")
+    assert index_key(old) != index_key(new)
+
+
+@pytest.mark.parametrize("field", FREE_VALUES)
+def test_where_and_how_fast_it_runs_is_not_part_of_the_job(record: Record, field: str) -> None:
+    old = record(spec=public_spec(JobSpec(**BASICS)))
+    new = record(spec=public_spec(JobSpec(**BASICS | {field: FREE_VALUES[field]})))
+    assert differences(old, new) == []
+    assert index_key(old) == index_key(new)
+
+
+def test_changed_content_under_the_same_name_is_another_job(record: Record) -> None:
+    old = record()
+    model = old.model.model_copy(update={"sha256": "x" * 64})
+    assert differences(old, record(model=model)) == ["model: the content of /model is not the content of /model"]
+    (file,) = old.input.files
+    changed = old.input.model_copy(update={"files": (file.model_copy(update={"footer_sha256": "y" * 64}),)})
+    (line,) = differences(old, record(input=changed))
+    assert line == "input: its files or columns have changed since the job was started"
+    moved = old.input.model_copy(update={"files": (file.model_copy(update={"url": "s3://elsewhere"}),)})
+    assert differences(old, record(input=moved)) == []
+
+
+def test_what_is_written_down_opens_nothing() -> None:
+    spec = JobSpec(
+        model="s3://me:hush@bucket/m",
+        input="https://host/in.parquet?sig=hush",
+        output="s3://me:hush@bucket/out",
+        adapters={"a": "https://u:hush@host/a"},
+        storage_options={"secret": "hush"},
+    )
+    assert "hush" not in str(public_spec(spec))
+    assert "hush" not in str(public_spec(spec.model_copy(update={"adapters": "s3://k:hush@b/x"})))
+
+
+def test_the_spec_can_be_taken_up_again_with_fresh_options(record: Record) -> None:
+    spec = JobSpec(**BASICS, stop=["a"], columns={"prompt": "t"}, adapters={"x": "/x"})
+    frozen = JobRecord.from_json(record(spec=public_spec(spec)).to_json())
+    assert frozen.job_spec() == spec
+    again = frozen.job_spec({"key": "k"}, workers=3)
+    assert (again.storage_options, again.workers) == ({"key": "k"}, 3)
+    assert frozen.sampling == spec.sampling
+
+
+def test_an_adapter_that_cannot_serve_says_why_and_what_is_near() -> None:
+    adapters = {name: AdapterRecord(name=name, url="", verdict="exact") for name in [f"tenant-{i}" for i in range(12)]}
+    adapters["bad"] = AdapterRecord(name="bad", url="", verdict="refused", reasons=("NaN in q_proj.", "No config."))
+    assert adapter_problem(None, adapters) is None
+    assert adapter_problem("tenant-3", adapters) is None
+    assert adapter_problem("bad", adapters) == "adapter='bad': refused. NaN in q_proj. No config."
+    close = adapter_problem("tenant-33", adapters)
+    assert close is not None
+    assert "did you mean 'tenant-3'?" in close
+    far = adapter_problem("zzz", adapters)
+    assert far is not None
+    assert far.endswith("tenant-4, …")
+    nobody = adapter_problem("x", {})
+    assert nobody is not None
+    assert nobody.endswith("known: none.")

@@ -1,0 +1,26 @@
+"""Secrets stay out of what is written or shown."""
+
+from __future__ import annotations
+
+import pytest
+from lorabatch.jobs.secrets import redacted_url, scrubbed
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("/plain/path?x", "/plain/path?x"),
+        ("s3://bucket/key", "s3://bucket/key"),
+        ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
+        ("https://host/f.parquet?sig=abc&x=1", "https://host/f.parquet?***"),
+        ("https://user@host:80/f", "https://***@host:80/f"),
+    ],
+)
+def test_urls_are_shown_without_what_opens_them(url: str, shown: str) -> None:
+    assert redacted_url(url) == shown
+
+
+def test_every_string_of_the_options_is_masked_wherever_it_stands() -> None:
+    options = {"key": "AKIA1", "nested": {"list": ["token-9", 5, None], "short": "us"}, "secret": "AKIA1-long"}
+    text = "AKIA1-long, AKIA1 and token-9 in us"
+    assert scrubbed(text, options) == "***, *** and *** in us"

@@ -1,0 +1,141 @@
+"""A job as people write it: every option a key, everything wrong said at once."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.spec import COLUMN_ROLES, JobSpec
+
+BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
+
+
+def problems(**values: Any) -> str:
+    with pytest.raises(JobRequestError) as caught:
+        JobSpec(**values)
+    return "\n".join(caught.value.problems)
+
+
+def test_everything_wrong_is_said_at_once_with_field_and_value() -> None:
+    found = problems(
+        model="m",
+        inptu="typo",
+        mode="fast",
+        workers=0,
+        max_errors="lots",
+        adapters=["a", "b"],
+        columns={"pompt": "text"},
+        temperature="hot",
+    )
+    for part in (
+        "inptu: not an option; did you mean 'input'?",
+        "input: required and not given",
+        "output: required and not given",
+        "mode='fast'",
+        "workers=0",
+        "max_errors='lots': 'lots': expected a count of rows",
+        "'a': expected NAME=URL",
+        "'pompt' is not a role; did you mean 'prompt'?",
+        "temperature='hot'",
+    ):
+        assert part in found
+
+
+def test_sampling_out_of_range_is_said_with_its_expectation() -> None:
+    found = problems(**BASICS, temperature=-1, top_p=0, max_tokens=0, seed=-1, stop="")
+    for part in ("temperature=-1.0", "top_p=0.0", "max_tokens=0: must be at least 1", "seed=-1", "stop=['']"):
+        assert part in found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(value: float) -> None:
+    assert "temperature" in problems(**BASICS, temperature=value)
+
+
+def test_a_job_file_has_every_option_as_a_key_and_options_beside_it_win(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: base\ninput: s3://b/in\noutput: s3://b/out\nmax-tokens: 5\nstop: [a, b]\nmax_errors: 3\n"
+        "adapters:\n  x: s3://b/x\ncolumn: {prompt: text}\nstorage_options: {key: k}\n"
+    )
+    spec = JobSpec.from_yaml(path, {"max-tokens": 9, "workers": 2})
+    assert (spec.max_tokens, spec.workers, spec.stop, spec.max_errors) == (9, 2, ("a", "b"), "3")
+    assert (spec.adapters, spec.columns) == ({"x": "s3://b/x"}, {"prompt": "text"})
+    assert spec.sampling.max_tokens == 9
+    assert spec.storage_options == {"key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "not found"),
+        ("- a\n- b", "expected a mapping such as `model: …`, found list"),
+        ("a: [", "not valid YAML"),
+        ("", "found NoneType"),
+        ("temprature: 1\nmodel: m\ninput: i\noutput: o", "temprature: not an option; did you mean 'temperature'?"),
+        ("model: m\ninput: i\noutput: o\nmax_tokens: [1]", "max_tokens=[1]"),
+    ],
+)
+def test_job_files_that_cannot_be_used_are_explained(tmp_path: Path, text: str | None, expected: str) -> None:
+    path = tmp_path / "job.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(JobRequestError) as caught:
+        JobSpec.from_yaml(path)
+    assert expected in str(caught.value)
+
+
+def test_adapters_are_one_folder_or_names_with_urls() -> None:
+    assert JobSpec(**BASICS).adapters is None
+    assert JobSpec(**BASICS, adapters="folder").adapters == "folder"
+    assert JobSpec(**BASICS, adapters=["folder"]).adapters == "folder"
+    assert JobSpec(**BASICS, adapters=["a=x", "b=s3://k=v/y"]).adapters == {"a": "x", "b": "s3://k=v/y"}
+    assert JobSpec(**BASICS, adapters=[]).adapters is None
+    assert "'a' is given twice: 'x' and 'y'" in problems(**BASICS, adapters=["a=x", "a=y"])
+
+
+def test_columns_come_as_pairs_or_as_a_mapping() -> None:
+    assert JobSpec(**BASICS, column=["prompt=my text", "id=uid"]).columns == {"prompt": "my text", "id": "uid"}
+    assert JobSpec(**BASICS, columns={"seed": "s"}).columns == {"seed": "s"}
+    found = problems(**BASICS, columns={"promt": "x", "zzz": "y"})
+    assert "'promt' is not a role; did you mean 'prompt'?" in found
+    assert "'zzz' is not a role" in found
+    assert all(role in found for role in COLUMN_ROLES)
+
+
+def test_storage_options_are_json_or_a_mapping_and_never_shown() -> None:
+    spec = JobSpec(**BASICS, storage_options='{"key": "AKIA", "secret": "hush-hush"}')
+    assert spec.storage_options == {"key": "AKIA", "secret": "hush-hush"}
+    assert "hush" not in repr(spec)
+    for broken in ('{"secret": "hush-hush"', '["hush-hush"]', 7):
+        found = problems(**BASICS, storage_options=broken)
+        assert "storage_options" in found
+        assert "hush" not in found
+
+
+def test_a_job_name_is_fit_for_file_names() -> None:
+    assert JobSpec(**BASICS, name="nightly-2024.1").name == "nightly-2024.1"
+    assert "name='../x'" in problems(**BASICS, name="../x")
+
+
+def test_local_paths_become_absolute_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    spec = JobSpec(
+        model="base", input="in/*.parquet", output="s3://b/out", adapters={"a": "base", "h": "org/adapter"}
+    ).with_absolute_paths()
+    assert spec.model == str(tmp_path / "base")
+    assert spec.input == str(tmp_path / "in/*.parquet")
+    assert spec.output == "s3://b/out"
+    assert spec.adapters == {"a": str(tmp_path / "base"), "h": "org/adapter"}
+    assert JobSpec(**BASICS | {"model": "org/model"}).with_absolute_paths().model == "org/model"
+
+
+def test_a_spec_is_frozen_and_travels() -> None:
+    spec = JobSpec(**BASICS, seed=3)
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    with pytest.raises(ValueError, match="frozen"):
+        spec.seed = 4  # type: ignore[misc]
