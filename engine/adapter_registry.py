@@ -36,7 +36,7 @@ class AdapterRegistry:
         audit = audit_adapter(folder, self._model, name)
         if audit.verdict == "refused":
             raise AdapterRefusedError("; ".join(audit.reasons))
-        found = audit.content_sha256 or ""
+        found = audit.identity_sha256 or ""
         if found != adapter_id:
             raise AdapterRefusedError(
                 f"adapter {name!r}: {folder} holds content {found[:12]}, planned was {adapter_id[:12]}. It "

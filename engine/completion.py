@@ -29,8 +29,7 @@ class Completion:
     def finish(self, sequence: Sequence) -> Result | None:
         """The result if the token just appended ends the sequence."""
         sampling = sequence.request.sampling
-        is_stop_token = sequence.token_ids[-1] in self.stop_token_ids and not sampling.ignore_eos
-        if is_stop_token and len(sequence.token_ids) > sampling.min_tokens:
+        if self._is_at_stop_token(sequence) and len(sequence.token_ids) > sampling.min_tokens:
             return sequence.result(self._decode(sequence, sequence.token_ids[:-1]), "stop")
         if sampling.stop:
             text = self._text_before_stop(sequence)
@@ -44,6 +43,12 @@ class Completion:
         """Drop what was kept for a sequence that ended or was aborted."""
         self._detokenizers.pop(sequence.request.request_id, None)
         self._texts.pop(sequence.request.request_id, None)
+
+    def _is_at_stop_token(self, sequence: Sequence) -> bool:
+        if sequence.request.sampling.ignore_eos:
+            return False
+        token_id = sequence.token_ids[-1]
+        return token_id in self.stop_token_ids or token_id in self._tokenizer(sequence).eos_token_ids
 
     def _tokenizer(self, sequence: Sequence) -> Tokenizer:
         folder = self._own_tokenizer(sequence.request.adapter_id)

@@ -43,18 +43,24 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
 
     @classmethod
-    def from_folder(cls, folder: Path, *, now: datetime | None = None) -> Tokenizer:
-        """Read a model (or adapter) folder. `now`: the time chat templates are told, by default the clock's.
+    def from_folder(cls, folder: Path, *, base: Path | None = None, now: datetime | None = None) -> Tokenizer:
+        """Read a model folder, or an adapter's, which may ship a tokenizer, a chat template, or both; `base` is then
+        the model folder that has the rest. `now`: the time chat templates are told, by default the clock's.
 
         Raises `ModelFilesError` when `tokenizer.json` is missing or damaged, or the chat template is no
         template.
         """
         folder = Path(folder)
-        config = _read_optional(folder / "tokenizer_config.json")
-        special = _special_tokens(config, _read_optional(folder / "special_tokens_map.json"))
-        backend = _read_backend(folder / "tokenizer.json")
+        home = folder if base is None or (folder / "tokenizer.json").exists() else base
+        config = _read_optional(home / "tokenizer_config.json")
+        special = _special_tokens(config, _read_optional(home / "special_tokens_map.json"))
+        backend = _read_backend(home / "tokenizer.json")
         _mark_special(backend, special)
-        source = _template_source(folder, config)
+        sources = (
+            _template_source(place, _read_optional(place / "tokenizer_config.json"))
+            for place in (folder, base or folder)
+        )
+        source = next((found for found in sources if found is not None), None)
         template = ChatTemplate(source, special, now) if source is not None else None
         eos_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
         return cls(backend, special, template, () if eos_id is None else (eos_id,))
@@ -68,6 +74,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens, added ones included. A model's embedding may be larger."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def conflicts(self, other: Tokenizer) -> list[str]:
+        """Added and special tokens that stand for another number in `other`, as plain sentences."""
+        ours, theirs = ({t.content: i for i, t in x._backend.get_added_tokens_decoder().items()} for x in (self, other))
+        moved = [(text, ours[text], theirs[text]) for text in ours.keys() & theirs.keys() if ours[text] != theirs[text]]
+        return [f"token {text!r} is {mine} here and {base} in the base" for text, mine, base in sorted(moved)]
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt that asks the assistant to answer `messages`. Raises `ChatTemplateError`."""

@@ -5,7 +5,7 @@ Shapes: rows `[num_rows]` in input order; after `order()`, in the chunk file's o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -38,10 +38,11 @@ _NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "fingerprin
 class ChunkRows:
     """Collects checked rows. Holds one row group in memory, as Arrow columns."""
 
-    def __init__(self, chunk: ChunkRef, job: IndexJob, tokenizer: Tokenizer) -> None:
+    def __init__(self, chunk: ChunkRef, job: IndexJob, tokenizer_of: Callable[[str | None], Tokenizer]) -> None:
         self._chunk = chunk
         self._job = job
-        self._tokenizer = tokenizer
+        self._tokenizer_of = tokenizer_of
+        self._tokenizers: dict[str | None, Tokenizer] = {}
         self._prompt_role = next(role for role in PROMPT_ROLES if role in job.roles)
         self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
         self._batches: list[pa.RecordBatch] = []
@@ -52,13 +53,13 @@ class ChunkRows:
         """Check and tokenise the next rows of the chunk."""
         columns = {role: _values(batch.column(name)) for role, name in self._job.roles.items()}
         undecodable = _take_undecodable(columns)
-        drafts = self._drafts(columns, batch.num_rows)
+        adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
+        drafts = self._drafts(columns, adapters)
         for row, problem in undecodable:
             drafts[row].reject(ErrorKind.PROMPT, problem)
-        self._tokenise(drafts)
+        self._tokenise(drafts, adapters)
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
-        adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
         self._append(batch, drafts, adapters)
         self._num_rows += batch.num_rows
 
@@ -98,16 +99,16 @@ class ChunkRows:
         }
         return pa.table(columns, schema=prepared.INDEX_SCHEMA)
 
-    def _drafts(self, columns: Mapping[str, list[Any]], num_rows: int) -> list[RowDraft]:
+    def _drafts(self, columns: Mapping[str, list[Any]], adapters: list[str | None]) -> list[RowDraft]:
         own = [name for name in SAMPLING_FIELDS if name in columns]
         drafts = []
-        for row in range(num_rows):
+        for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
             sampling, problems = self._sampling({name: columns[name][row] for name in own})
             draft = RowDraft(row_id, sampling)
             if row_id is None:
                 draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row.")
-            self._check_prompt(draft, columns[self._prompt_role][row])
+            self._check_prompt(draft, columns[self._prompt_role][row], adapter)
             for problem in problems:
                 draft.reject(ErrorKind.SAMPLING, f"{problem}.")
             drafts.append(draft)
@@ -123,20 +124,32 @@ class ChunkRows:
             self._samplings[key] = read_sampling(self._job.sampling, values)
         return self._samplings[key]
 
-    def _check_prompt(self, draft: RowDraft, value: Any) -> None:
+    def _check_prompt(self, draft: RowDraft, value: Any, adapter: str | None) -> None:
         if self._prompt_role == "prompt":
             check_text(draft, value)
         elif self._prompt_role == "messages":
-            check_messages(draft, value, self._tokenizer.render)
+            check_messages(draft, value, self._tokenizer(adapter).render)
         else:
-            check_token_ids(draft, value, self._job.vocab_size)
+            apart = self._job.prepared_apart.get(adapter or "")
+            check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)
 
-    def _tokenise(self, drafts: list[RowDraft]) -> None:
-        waiting = [draft for draft in drafts if draft.text is not None]
-        texts = [draft.text or "" for draft in waiting]
-        encoded = self._tokenizer.encode_batch(texts, is_rendered=self._prompt_role == "messages")
-        for draft, tokens in zip(waiting, encoded, strict=True):
-            draft.tokens, draft.text = tokens, None
+    def _tokenizer(self, adapter: str | None) -> Tokenizer:
+        own = adapter if adapter in self._job.prepared_apart else None
+        if own not in self._tokenizers:
+            self._tokenizers[own] = self._tokenizer_of(own)
+        return self._tokenizers[own]
+
+    def _tokenise(self, drafts: list[RowDraft], adapters: list[str | None]) -> None:
+        """All texts of one tokenizer at once."""
+        waiting: dict[Tokenizer, list[RowDraft]] = {}
+        for draft, adapter in zip(drafts, adapters, strict=True):
+            if draft.text is not None:
+                waiting.setdefault(self._tokenizer(adapter), []).append(draft)
+        for tokenizer, texts_of in waiting.items():
+            texts = [draft.text or "" for draft in texts_of]
+            encoded = tokenizer.encode_batch(texts, is_rendered=self._prompt_role == "messages")
+            for draft, tokens in zip(texts_of, encoded, strict=True):
+                draft.tokens, draft.text = tokens, None
 
     def _append(self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None]) -> None:
         first = self._num_rows

@@ -65,8 +65,7 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
         with arrow_file(store.index_source(chunk.chunk_id)) as reader:
             if (reader.schema.metadata or {}).get(_KEY) == job.key.encode():
                 return _summary(chunk.chunk_id, reader.read_all())
-    folder = local_folder(job.model_url, job.storage_options)
-    rows = ChunkRows(chunk, job, _tokenizer(folder, job.now))
+    rows = ChunkRows(chunk, job, lambda adapter: _tokenizer_of(job, adapter))
     try:
         for batch in read_chunk(chunk, job.schema_ipc, job.storage_options):
             rows.add(batch)
@@ -79,9 +78,18 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
     return _summary(chunk.chunk_id, index)
 
 
-@lru_cache(maxsize=4)
-def _tokenizer(folder: Path, now: str) -> Tokenizer:
-    return Tokenizer.from_folder(folder, now=datetime.fromisoformat(now))
+def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
+    """The base's tokenizer, or the adapter's where it ships one."""
+    base = local_folder(job.model_url, job.storage_options)
+    apart = job.prepared_apart.get(adapter or "")
+    if apart is None or not apart.tokenizer_sha256:
+        return _tokenizer(base, None, job.now)
+    return _tokenizer(local_folder(apart.url, job.storage_options), base, job.now)
+
+
+@lru_cache(maxsize=16)
+def _tokenizer(folder: Path, base: Path | None, now: str) -> Tokenizer:
+    return Tokenizer.from_folder(folder, base=base, now=datetime.fromisoformat(now))
 
 
 def _ipc_bytes(batches: list[pa.RecordBatch]) -> memoryview:

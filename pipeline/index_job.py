@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.request import SamplingParams
-from ..jobs.record import JobRecord, index_key
+from ..jobs.record import AdapterRecord, JobRecord, index_key
 from ..jobs.spec import JobSpec
 
 
@@ -16,6 +16,7 @@ class IndexJob:
     """What indexing a chunk needs to know. `key`: index files written under another key are stale.
 
     `now`: the time that chat templates are told; that of the job's start, so that a resumed job asks the same.
+    `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
     """
 
     model_url: str
@@ -27,6 +28,7 @@ class IndexJob:
     key: str
     now: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
 
     @classmethod
     def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
@@ -41,4 +43,5 @@ class IndexJob:
             key=index_key(record),
             now=record.created_at,
             storage_options=spec.storage_options,
+            prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
         )

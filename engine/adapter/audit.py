@@ -5,6 +5,7 @@ Every key of the configuration and every tensor is used, known to be irrelevant,
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ from .base_layout import BaseLayout, base_layout
 from .changes import Changes, ParameterChange, find_changes
 from .config import AdapterConfig, read_adapter_config
 from .contents import Contents
-from .folder import CONFIG_NAME, AdapterFolder, has_own_tokenizer, open_folder, read_config_json
+from .folder import CONFIG_NAME, AdapterFolder, open_folder, read_config_json, tokenizer_sha256
 from .ledger import Ledger, Verdict
 from .names import LORA_ROLES, Renaming, TensorName, choose_renaming, parse_name
 from .rules import judge_keys
@@ -53,7 +54,19 @@ class AdapterAudit:
     weight_bytes: int = 0
     vocab_size: int = 0
     unties_embeddings: bool = False
-    has_own_tokenizer: bool = False
+    tokenizer_sha256: str = ""
+
+    @property
+    def has_own_tokenizer(self) -> bool:
+        """Whether the folder ships a tokenizer or a chat template of its own."""
+        return bool(self.tokenizer_sha256)
+
+    @property
+    def identity_sha256(self) -> str | None:
+        """Hash of all that decides the adapter's answers: its content, and its tokenizer if it ships one."""
+        if self.content_sha256 is None or not self.tokenizer_sha256:
+            return self.content_sha256
+        return hashlib.sha256(f"{self.content_sha256} {self.tokenizer_sha256}".encode()).hexdigest()
 
     @property
     def touched_parameters(self) -> tuple[str, ...]:
@@ -106,7 +119,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         weight_bytes=files.weight_bytes if files else 0,
         vocab_size=vocab_size,
         unties_embeddings=layout.is_tied and changes.unties(layout.embedding),
-        has_own_tokenizer=has_own_tokenizer(folder),
+        tokenizer_sha256=tokenizer_sha256(folder),
     )
 
 

@@ -5,6 +5,7 @@ Nothing of the folder is executed or unpickled, and an index file cannot point o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,19 @@ class AdapterFolder:
 def has_own_tokenizer(path: Path) -> bool:
     """Whether the folder ships a tokenizer or a chat template of its own."""
     return any((path / name).is_file() for name in TOKENIZER_NAMES)
+
+
+def tokenizer_sha256(path: Path) -> str:
+    """Hash of the tokenizer and chat template that the folder ships; empty when it ships none."""
+    if not has_own_tokenizer(path):
+        return ""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_NAMES:
+        if (path / name).is_file():
+            data = (path / name).read_bytes()
+            digest.update(f"{name} {len(data)}\n".encode())
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
