@@ -56,8 +56,8 @@ def run(
         return _finished_before(job)
     job.store.clear_cancel()
     reporter = JobReporter(job.store, progress or SilentProgress(), job.spec.error_budget)
-    with job_log(job.store), reporter.ending_recorded():
-        with cluster_of(job.spec, client) as dask:
+    with reporter.ending_recorded():
+        with job_log(job.store), cluster_of(job.spec, client) as dask:
             settings = engine_settings(job, count_workers(dask), engine_factory)
             with engine_hosts(dask, job.record.job_id, settings, job.store) as run_id:
                 plan = _plan(dask, job, _index(dask, job, run_id, reporter), reporter)

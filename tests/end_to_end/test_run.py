@@ -1,20 +1,170 @@
-"""Whole jobs on a real cluster: rows in, rows out, each once, each right."""
+"""Whole jobs: rows in are rows out, each once, each right; what is wrong costs what it must cost and no more."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from lorabatch.pipeline.run import run
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from distributed import Client
+from echo_job import EchoJob, make_rows
+from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, OutputConflictError
+from lorabatch.scheduler.commands import Command, RunShard
+from lorabatch.scheduler.events import Event
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 
-ECHO = "echo_engine:EchoEngine"
+POISON = 77
 
 
-def test_rows_in_are_rows_out_with_their_columns(echo_job: Any, rows_of: Callable[..., Any]) -> None:
-    rows = rows_of(150)
+def test_rows_in_are_rows_out_with_their_columns(echo_job: EchoJob, shared_client: Client) -> None:
+    rows = make_rows(150)
     echo_job.write_input(rows)
-    result = run(echo_job.spec(), engine_factory=ECHO)
+    result = echo_job.run(shared_client)
     echo_job.assert_answered(rows)
-    assert (result.num_rows, result.num_errors) == (150, 0)
+    assert (result.num_rows, result.num_errors, result.num_parts) == (150, 0, len(echo_job.parts()))
     assert {row["note"] for row in echo_job.rows()} == {row["note"] for row in rows}
     assert (echo_job.output / "_SUCCESS").exists()
+    assert {count.adapter: count.num_rows for count in result.adapters}["rank8"] == 37
+
+
+def test_each_wrong_row_becomes_one_error_row_and_the_others_are_answered(
+    echo_job: EchoJob, shared_client: Client
+) -> None:
+    rows = [row | {"temperature": None} for row in make_rows(60)]
+    rows[5]["adapter"] = "rank88"
+    rows[6]["prompt_token_ids"] = [5] * 400
+    rows[7]["temperature"] = -1.0
+    echo_job.write_input(rows)
+    result = echo_job.run(shared_client)
+    errors = {row["id"]: row for row in echo_job.rows() if row["error"] is not None}
+    assert set(errors) == {5, 6, 7}
+    assert "did you mean 'rank8'" in errors[5]["error"]
+    assert "400" in errors[6]["error"]
+    assert "temperature=-1.0" in errors[7]["error"]
+    assert {row["finish_reason"] for row in errors.values()} == {"error"}
+    assert (result.num_rows, result.num_errors) == (60, 3)
+    assert sum(kind.num_rows for kind in result.errors) == 3
+    assert "3 rows are errors" in result.to_text()
+
+
+def test_too_many_wrong_rows_stop_the_job_before_any_work(echo_job: EchoJob, shared_client: Client) -> None:
+    rows = make_rows(20, names=("nobody", "rank8"))
+    echo_job.write_input(rows)
+    with pytest.raises(ErrorBudgetError, match="10 of 20 rows"):
+        echo_job.run(shared_client)
+    assert echo_job.parts() == {}
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert (state.phase, state.rows_done) == ("failed", 0)
+    echo_job.run(shared_client, max_errors="50%")
+    assert len(echo_job.rows()) == 20
+
+
+def test_a_row_that_kills_engines_becomes_one_error_row(echo_job: EchoJob, shared_client: Client) -> None:
+    rows = make_rows(60)
+    rows[10]["prompt_token_ids"] = [POISON, POISON]
+    for row in rows:
+        if row["id"] != 10:
+            row["prompt_token_ids"] = [3 + row["id"]] if row["id"] + 3 != POISON else [200]
+    echo_job.write_input(rows)
+    echo_job.set_engine(crash_on_token=POISON)
+    result = echo_job.run(shared_client)
+    errors = [row for row in echo_job.rows() if row["error"] is not None]
+    assert [row["id"] for row in errors] == [10]
+    assert "engine process died" in errors[0]["error"]
+    assert errors[0]["attempts"] > 2
+    assert [kind.kind for kind in result.errors] == ["engine"]
+
+
+def test_engines_that_cannot_start_fail_the_job_with_their_reason(echo_job: EchoJob, shared_client: Client) -> None:
+    echo_job.write_input(make_rows(20))
+    echo_job.set_engine(fail_start="model.safetensors: tensor lm_head.weight is missing")
+    with pytest.raises(JobFailedError, match=r"tensor lm_head\.weight is missing"):
+        echo_job.run(shared_client)
+    echo_job.set_engine()
+    echo_job.run(shared_client)
+    echo_job.assert_answered(make_rows(20))
+
+
+def test_an_empty_input_is_a_finished_job(echo_job: EchoJob, shared_client: Client) -> None:
+    schema = pa.schema([("id", pa.int64()), ("adapter", pa.string()), ("prompt", pa.string())])
+    pq.write_table(schema.empty_table(), echo_job.folder / "input.parquet")
+    result = echo_job.run(shared_client)
+    assert (result.num_rows, result.num_parts) == (0, 0)
+    assert (echo_job.output / "_SUCCESS").exists()
+
+
+def test_a_finished_job_is_not_run_again(echo_job: EchoJob, shared_client: Client) -> None:
+    echo_job.write_input(make_rows(40))
+    first = echo_job.run(shared_client)
+    parts = echo_job.parts()
+    assert echo_job.run(shared_client) == first
+    assert echo_job.parts() == parts
+
+
+def test_another_job_is_refused_on_the_same_output_unless_told_to_overwrite(
+    echo_job: EchoJob, shared_client: Client
+) -> None:
+    echo_job.write_input(make_rows(20))
+    echo_job.run(shared_client)
+    with pytest.raises(OutputConflictError, match="max_tokens: was 4, now 6"):
+        echo_job.run(shared_client, max_tokens=6)
+    echo_job.run(shared_client, max_tokens=6, overwrite=True)
+    echo_job.assert_answered(make_rows(20), max_tokens=6)
+
+
+def test_a_changed_adapter_recomputes_its_rows_and_no_others(
+    echo_job: EchoJob, shared_client: Client, make_adapter: Callable[..., Path]
+) -> None:
+    rows = make_rows(80)
+    echo_job.write_input(rows)
+    echo_job.run(shared_client)
+    before = {row["id"]: row for row in echo_job.rows()}
+    shutil.rmtree(echo_job.adapters / "rank8")
+    make_adapter(echo_job.adapters / "rank8", echo_job.model, seed=99)
+    result = echo_job.run(shared_client)
+    echo_job.assert_answered(rows)
+    changed = [row["id"] for row in echo_job.rows() if row != before[row["id"]]]
+    assert changed == [row["id"] for row in rows if row["adapter"] == "rank8"]
+    assert result.num_reused == len(rows) - len(changed)
+
+
+def test_a_refused_adapter_that_is_repaired_is_used_when_the_job_runs_again(
+    echo_job: EchoJob, shared_client: Client
+) -> None:
+    rows = make_rows(40)
+    echo_job.write_input(rows)
+    config = echo_job.adapters / "rank8" / "adapter_config.json"
+    good = config.read_text()
+    config.write_text(json.dumps(json.loads(good) | {"r": 9}))
+    assert echo_job.run(shared_client, max_errors="30%").num_errors == 10
+    config.write_text(good)
+    assert echo_job.run(shared_client, max_errors="30%").num_errors == 0
+    echo_job.assert_answered(rows)
+
+
+def test_the_events_of_a_run_replay_to_the_same_commands(echo_job: EchoJob, shared_client: Client) -> None:
+    echo_job.write_input(make_rows(100))
+    echo_job.run(shared_client)
+    plan = json.loads((echo_job.output / "_lorabatch" / "plan.json").read_text())
+    recorded = echo_job.store.read_events()
+    assert Counter(record["kind"] for record in recorded)["ShardCommitted"] == len(plan["shards"])
+    assert replayed(plan, recorded) == [record for record in recorded if record["kind"] in Command.kinds]
+
+
+def replayed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Commands of a fresh scheduler that is told the recorded events."""
+    from lorabatch.scheduler.waves import Shard
+
+    shards = [Shard.from_json(shard) for shard in plan["shards"]]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2))
+    events = [Event.from_json(record) for record in records if record["kind"] in Event.kinds]
+    commands = [command for event in events for command in scheduler.handle(event)]
+    assert any(isinstance(command, RunShard) for command in commands)
+    return [json.loads(json.dumps(command.to_json())) for command in commands]

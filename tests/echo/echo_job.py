@@ -1,0 +1,142 @@
+"""A job for echo engines, what its answers must be, and ways to disturb it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import echo_engine
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from distributed import Client
+from lorabatch.jobs.record import JobRecord
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.state import JobState
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.job_result import JobResult
+from lorabatch.pipeline.run import run
+
+ECHO_FACTORY = "echo_engine:EchoEngine"
+ECHO_FOLDER = Path(echo_engine.__file__).parent
+
+
+@dataclass
+class EchoJob:
+    """One job for echo engines: its folders, and what its answers must be."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def adapters(self) -> Path:
+        return self.folder / "adapters"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    @property
+    def store(self) -> JobStore:
+        return JobStore(str(self.output))
+
+    @property
+    def record(self) -> JobRecord:
+        return self.store.read_record()
+
+    def set_engine(self, **options: Any) -> None:
+        """What the echo engines do from their next start on."""
+        (self.model / "echo.json").write_text(json.dumps(options))
+
+    def write_input(self, rows: Sequence[dict[str, Any]]) -> None:
+        pq.write_table(pa.Table.from_pylist(list(rows)), self.folder / "input.parquet", row_group_size=64)
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Options of the job, as a job file has them."""
+        given = {"model": str(self.model), "adapters": str(self.adapters), "input": str(self.folder / "input.parquet")}
+        defaults = {"output": str(self.output), "workers": 2, "batch_rows": 8, "max_tokens": 4, "rows_per_shard": 16}
+        return given | defaults | more
+
+    def run(self, client: Client | None = None, progress: Any = None, **options: Any) -> JobResult:
+        """Run the job with echo engines."""
+        return run(JobSpec(**self.options(**options)), client=client, progress=progress, engine_factory=ECHO_FACTORY)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of the output, in order of their id."""
+        table = pa.concat_tables(pq.read_table(part) for part in sorted(self.output.glob("part-*.parquet")))
+        return sorted(table.to_pylist(), key=lambda row: row["id"])
+
+    def parts(self) -> dict[str, int]:
+        """Name of each part and when it was written."""
+        return {part.name: part.stat().st_mtime_ns for part in self.output.glob("part-*.parquet")}
+
+    def assert_answered(self, rows: Sequence[dict[str, Any]], max_tokens: int = 4) -> None:
+        """Every row is there once, with the one right answer for its tokens and its adapter's content."""
+        found = self.rows()
+        assert Counter(row["id"] for row in found) == Counter(row["id"] for row in rows)
+        sha = {adapter.name: adapter.sha256 for adapter in self.record.adapters}
+        for asked, row in zip(sorted(rows, key=lambda row: row["id"]), found, strict=True):
+            assert row["error"] is None, row
+            adapter_id = sha[asked["adapter"]] if asked["adapter"] else None
+            expected = echo_engine.answer(asked["prompt_token_ids"], adapter_id, max_tokens)
+            assert (row["completion"], row["adapter_sha256"]) == (expected, adapter_id)
+
+
+def make_rows(num_rows: int, names: Sequence[str | None] = (None, "rank1", "rank8", "rank20")) -> list[dict[str, Any]]:
+    """Rows whose prompts all differ, spread over some adapters of `tiny_adapters`."""
+    prompts = [[3 + i % 300, 3 + i // 300] for i in range(num_rows)]
+    return [
+        {"id": i, "adapter": names[i % len(names)], "prompt_token_ids": prompt, "note": f"n{i}"}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+class Watcher:
+    """A job's progress that calls `act` once, as soon as `is_time` holds."""
+
+    def __init__(self, is_time: Callable[[JobState], bool], act: Callable[[], None]) -> None:
+        self._is_time = is_time
+        self._act: Callable[[], None] | None = act
+        self.states: list[JobState] = []
+
+    @property
+    def has_acted(self) -> bool:
+        return self._act is None
+
+    def update(self, state: JobState) -> None:
+        self.states.append(state)
+        if self._act is not None and self._is_time(state):
+            act, self._act = self._act, None
+            act()
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+def processes_of(root: int, kind: str) -> list[psutil.Process]:
+    """Engine processes ("engine") or Dask worker processes ("worker") below a process."""
+    found = []
+    for process in psutil.Process(root).children(recursive=True):
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        is_engine = "lorabatch.engine.process" in line
+        is_worker = "multiprocessing.spawn" in line or "Nanny" in line
+        if is_engine if kind == "engine" else is_worker and not is_engine:
+            found.append(process)
+    return found
+
+
+def kill_one(kind: str, root: int | None = None) -> None:
+    """kill -9 of one engine or worker process of this test."""
+    os.kill(processes_of(root or os.getpid(), kind)[0].pid, signal.SIGKILL)
