@@ -76,7 +76,7 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, **overrides:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(".bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

@@ -20,7 +20,7 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
     num_kv_heads = raw.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raw.damage("num_key_value_heads", f"expected a divisor of num_attention_heads={num_heads}")
-    head_dim = raw.optional_integer("head_dim") or hidden_size // num_heads
+    head_dim = raw.optional_integer("head_dim") or max(hidden_size // num_heads, 2)
     ropes = read_ropes(raw, family, head_dim)
     layer_types = read_layer_types(raw, family, num_layers)
     activation = raw.choice(family.activation_key, family.activations, str(raw.get(family.activation_key)))

@@ -28,6 +28,7 @@ def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
     """Read one file. Raises `UnsupportedModelError` or `ModelFilesError` with all its problems at once."""
     hidden_size, num_layers = raw.integer("hidden_size"), raw.integer("num_hidden_layers")
     num_heads = raw.integer("num_attention_heads")
+    head_dim = max(hidden_size // num_heads, 1)
     if hidden_size % num_heads:
         raw.damage("num_attention_heads", f"expected a divisor of hidden_size={hidden_size}")
     embedding_size = raw.optional_integer("word_embed_proj_dim") or hidden_size
@@ -40,7 +41,7 @@ def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim,
         intermediate_size=raw.integer("ffn_dim"),
         vocab_size=raw.integer("vocab_size"),
         max_context_tokens=raw.integer("max_position_embeddings"),
@@ -55,7 +56,7 @@ def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
         sliding_windows=(None,) * num_layers,
         embedding_scale=1.0,
         position_offset=_POSITION_OFFSET,
-        attention_scale=(hidden_size // num_heads) ** -0.5,
+        attention_scale=head_dim**-0.5,
         attention_softcap=None,
         logit_softcap=None,
         eos_token_ids=stop_token_ids(raw, generation),

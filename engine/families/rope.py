@@ -53,7 +53,9 @@ def _read_rope(raw: RawConfig, family: Family, settings: RawConfig, theta: float
     if share != 1.0 and not family.can_rotate_partially:
         raw.refuse("partial_rotary_factor", "supported: 1.0", share)
     rotary_size = int(head_dim * share)
-    if rotary_size % 2 or not 2 <= rotary_size <= head_dim:
+    if head_dim % 2:
+        raw.damage("head_dim", f"expected an even number, not {head_dim}")
+    elif rotary_size % 2 or not 2 <= rotary_size <= head_dim:
         raw.damage("partial_rotary_factor", f"rotates {rotary_size} of {head_dim} features, expected an even part")
     scaling, attention_factor = _scaling(raw, family, kind, settings, rotary_size)
     return RopeConfig(rotary_size, settings.optional_number("rope_theta") or theta, kind, attention_factor, scaling)
