@@ -3,7 +3,8 @@
 Bytes per row: y read, out written, (2 + 1) x 14336 x 2 = 84 KiB, what an unfused activation moves as well; on top
 only B, 2 x 16 x 14336 x 2 = 896 KiB per adapter of rank 16 and tile. BLOCK_N = 128 columns of gate and the same
 of up: 2 x 4 KiB of B per chunk pair, two fp32 accumulators of 16 x 128 in 128 threads = 32 registers each. 14336
-columns give 112 items per tile: one tile nearly fills the 132 multiprocessors.
+columns give 112 items per tile: one tile nearly fills the 132 multiprocessors. 95 registers x 128 threads let 5
+programs fit on each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..launch import is_exact_dot, num_persistent_programs
 from ..lora_table import GATE_UP, NUM_SITES, LoraTable
 from ..segments import SPLITS_AT, Segments
 
-PROGRAMS_PER_MULTIPROCESSOR = 8
+PROGRAMS_PER_MULTIPROCESSOR = 5
 _BLOCK_N = 128
 
 

@@ -1,10 +1,10 @@
 """LoRA expand of o and down, fused with bias and residual, on a GPU.
 
 Bytes per row: y and residual read, residual written, 3 x 4096 x 2 = 24 KiB, which an unfused residual add would
-move as well; on top of that only B, 16 x 4096 x 2 = 128 KiB per chunk and tile. BLOCK_N = 256: one work item
-reads 8 KiB of B per chunk, and 4096 columns give 16 items per tile, so even one tile of 16 rows is spread over 16
-programs, and 64 tiles over 1024. Each item walks a chain of small loads (tile, site, chunk, H, B) of about 700 ns
-each; 8 programs per multiprocessor hide one another's.
+move as well; on top of that only B, 16 x 4096 x 2 = 128 KiB per chunk and tile. BLOCK_N = 128: one work item reads
+4 KiB of B per chunk, and 4096 columns give 32 items per tile, so even one tile of 16 rows is spread over 32
+programs, and 33 tiles over all 1056. Each item walks a chain of small loads (tile, site, chunk, H, B) of about 700 ns
+each; programs on one multiprocessor hide one another's. 62 registers x 128 threads let 8 of them fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..lora_table import NUM_SITES, LoraTable
 from ..segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
-_BLOCK_N = 256
+_BLOCK_N = 128
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 Bytes: each chunk of A once per tile, 16 x in_features x 2 (128 KiB for 4096 in bf16), plus the tile's rows of x,
 which stay in L2 (512 x 4096 x 2 = 4 MiB of 60). Flops are nothing: 16 per byte of A. So it is a stream of A, and
 all that counts is that enough loads are in flight: 4.8 TB/s x 700 ns / 132 multiprocessors = 25 KiB on each. One
-k-step loads 16 x 128 x 2 = 4 KiB of A and as much of x; 4 stages of it in 4 programs hold 64 KiB of A in flight.
+k-step loads 16 x 128 x 2 = 4 KiB of A and as much of x; a program buffers 3 of them (24 KiB of shared memory) and 4
+programs hold 48 KiB of A in flight.
 """
 
 from __future__ import annotations

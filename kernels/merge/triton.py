@@ -5,9 +5,10 @@ Bytes: every weight read once and written once. Llama-3-8B has 6.98e9 weights in
 16: 2 x 16 x 6.98e9 = 0.22 TFLOP, nothing for bf16 tensor cores; pairs stored in fp32 are multiplied in full precision
 by the ordinary cores (67 TFLOP/s: 3.3 ms, still under the reads).
 
-A tile of 64 x 128 weights is 16 KiB each way and 64 fp32 accumulators in each of 128 threads; 4 programs on a
-multiprocessor keep 64 KiB of reads in flight, where 25 KiB are needed. One launch serves all layers: 224 launches of
-their own would leave 26 us to each, about what it takes the host to make one.
+A tile of 64 x 128 weights is 16 KiB each way and 32 weights in each of 256 threads, twice over (sum and product of
+the pair at hand): 115 registers, so 2 programs fit and keep 32 KiB of reads in flight, where 25 KiB are needed. One
+launch serves all layers: 224 launches of their own would leave 26 us to each, about what it takes the host to make
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..blocks import multiply
 from ..launch import is_exact_dot, num_persistent_programs
 from . import MergeJob
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 2
 _BLOCK_OUT, _BLOCK_IN, _BLOCK_RANK = 64, 128, 16
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 16
@@ -49,27 +50,35 @@ def _merge(
         in_features = tl.multiple_of(tl.load(job + 3), ALIGN)
         place = tile - tl.load(job + 4)
         blocks = tl.cdiv(in_features, BLOCK_IN)
-        rows = (place // blocks) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        columns = (place % blocks) * BLOCK_IN + tl.arange(0, BLOCK_IN)
-        in_rows, in_columns = (rows < out_features)[:, None], (columns < in_features)[None, :]
-        at = rows[:, None] * in_features + columns[None, :]
-        value = tl.load(base + at, mask=in_rows & in_columns, other=0.0).to(tl.float32)
+        first_row = (place // blocks) * BLOCK_OUT
+        first_column = (place % blocks) * BLOCK_IN
+        rows, columns = tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
+        in_rows, in_columns = (
+            (first_row + rows < out_features)[:, None],
+            (first_column + columns < in_features)[None, :],
+        )
+        # 64 bits to the tile, 32 within it: twice as many would halve the programs that fit
+        corner = first_row * in_features + first_column
+        at = rows[:, None] * in_features.to(tl.int32) + columns[None, :]
+        value = tl.load(base + corner + at, mask=in_rows & in_columns, other=0.0).to(tl.float32)
         first_pair = tl.load(job + 5)
         for index_of_pair in range(0, tl.load(job + 6)):
             pair = pairs + (first_pair + index_of_pair) * 3
             a = tl.multiple_of(tl.load(pair).to(tl.pointer_type(PAIR)), ALIGN)
             b = tl.load(pair + 1).to(tl.pointer_type(PAIR))
-            rank = tl.load(pair + 2)
+            rank = tl.load(pair + 2).to(tl.int32)
+            a += first_column
+            b += first_row * rank
             delta = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
             for start in range(0, rank, BLOCK_RANK):
                 in_rank = start + ranks < rank
                 b_at = b + rows[:, None] * rank + (start + ranks)[None, :]
                 b_tile = tl.load(b_at, mask=in_rows & in_rank[None, :], other=0.0)
-                a_at = a + (start + ranks)[:, None] * in_features + columns[None, :]
+                a_at = a + (start + ranks)[:, None] * in_features.to(tl.int32) + columns[None, :]
                 a_tile = tl.load(a_at, mask=in_rank[:, None] & in_columns, other=0.0)
                 delta = multiply(b_tile, a_tile, delta, EXACT)
             value += tl.load(scales + first_pair + index_of_pair) * delta
-        tl.store(live + at, value.to(WEIGHT), mask=in_rows & in_columns)
+        tl.store(live + corner + at, value.to(WEIGHT), mask=in_rows & in_columns)
 
 
 def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
@@ -94,7 +103,7 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
         WEIGHT=_TYPES[weight_dtype], PAIR=_TYPES[pair_dtype], SEARCH_STEPS=len(rows).bit_length(),
         ALIGN=1 if any(n % _ALIGNMENT for n in numbers) else _ALIGNMENT,
         BLOCK_OUT=_BLOCK_OUT, BLOCK_IN=_BLOCK_IN, BLOCK_RANK=_BLOCK_RANK, EXACT=is_exact_dot(pair_dtype),
-        num_warps=4, num_stages=2,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
 
 

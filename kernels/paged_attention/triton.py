@@ -3,8 +3,8 @@
 Decode reads every key and value once: 2 x context x K x D x 2 bytes, 4 KiB per token and layer for 8 heads of 128.
 The G query heads of a key head are rows of one tile, so keys are read once for all of them; with G = 4 a tile of 16
 rows is a quarter full, and its 2 x 16 x 128 flops per key stay far under the 200 flops per byte at which tensor
-cores would limit. BLOCK_N = 64 keys are 4 pages: 16 KiB of keys and 16 KiB of values per step, two stages in flight
-are 64 KiB of the 228 KiB of a multiprocessor, over the 25 KiB that 4.8 TB/s x 700 ns / 132 asks for. A split of 512
+cores would limit. BLOCK_N = 64 keys are 4 pages: 16 KiB of keys and 16 KiB of values per step; 4 programs on a
+multiprocessor have 4 such steps in flight, where 4.8 TB/s x 700 ns / 132 = 25 KiB would do. A split of 512
 keys reads 256 KiB and leaves 4 x 128 x 4 = 2 KiB of partial sums: under 1 %, read back once more.
 
 Prefill multiplies 4 x queries x keys x D per head. A tile of 64 rows (16 tokens x 4 heads) loads 32 KiB of keys and
@@ -23,7 +23,7 @@ from ..lora_qkv import HeadLayout
 from .gpu import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
-PROGRAMS_PER_MULTIPROCESSOR = 3  # 3 x 64 KiB of stages fit beside each other in 228 KiB
+PROGRAMS_PER_MULTIPROCESSOR = 4  # 108 registers x 128 threads, 38 KiB of shared memory each
 _BLOCK_N = 64
 
 

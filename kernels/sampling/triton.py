@@ -63,7 +63,7 @@ def _search(
         thresholds = found + (digits.to(tl.int64) << shift)
         mass = tl.zeros((16,), dtype=tl.float64)
         for start in range(0, vocab_size, BLOCK):
-            _, keys, weights = _block(row, start, vocab_size, temperature, largest, BLOCK)
+            _ids, keys, weights = _block(row, start, vocab_size, temperature, largest, BLOCK)
             if IS_COUNT:
                 weights = weights * 0.0 + 1.0
             at_or_above = keys[:, None] >= thresholds[None, :]
@@ -85,7 +85,7 @@ def _around(row, vocab_size, temperature, largest, key, BLOCK: tl.constexpr):
     equal = tl.zeros((BLOCK,), dtype=tl.int32)
     weight = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(0, vocab_size, BLOCK):
-        _, keys, weights = _block(row, start, vocab_size, temperature, largest, BLOCK)
+        _ids, keys, weights = _block(row, start, vocab_size, temperature, largest, BLOCK)
         mass += tl.where(keys > key, weights, 0.0)
         above += tl.where(keys > key, 1, 0)
         equal += tl.where(keys == key, 1, 0)
@@ -97,30 +97,30 @@ def _around(row, vocab_size, temperature, largest, key, BLOCK: tl.constexpr):
 def _draw_cut(row, vocab_size, temperature, largest, top_k, top_p, u, BLOCK: tl.constexpr):
     """A token in order of falling logits, after top-k and top-p."""
     cut = top_p.to(tl.int64) * 0
-    total, _, kept, _ = _around(row, vocab_size, temperature, largest, cut - 1, BLOCK)
-    kept = kept + vocab_size  # ties at the cut that stay: all
+    total, above, equal, weight = _around(row, vocab_size, temperature, largest, cut - 1, BLOCK)
+    kept = above * 0 + vocab_size  # ties at the cut that stay: all
     if (top_k > 0) & (top_k < vocab_size):
         cut = _search(row, vocab_size, temperature, largest, top_k.to(tl.float64) - 0.5, True, True, BLOCK)
-        mass, above, _, weight = _around(row, vocab_size, temperature, largest, cut, BLOCK)
+        mass, above, equal, weight = _around(row, vocab_size, temperature, largest, cut, BLOCK)
         kept = top_k - above
         total = mass + kept.to(tl.float64) * weight
     if top_p < 1.0:
         goal = top_p * total
         at = tl.maximum(_search(row, vocab_size, temperature, largest, goal, False, False, BLOCK), cut)
-        mass, _, equal, weight = _around(row, vocab_size, temperature, largest, at, BLOCK)
+        mass, above, equal, weight = _around(row, vocab_size, temperature, largest, at, BLOCK)
         fitting = tl.maximum(tl.ceil((goal - mass) / weight), 1.0).to(tl.int32)
         kept = tl.minimum(fitting, tl.where(at == cut, tl.minimum(kept, equal), equal))
         total = mass + kept.to(tl.float64) * weight
         cut = at
     target = u * total
     at = tl.maximum(_search(row, vocab_size, temperature, largest, target, False, True, BLOCK), cut)
-    mass, _, equal, weight = _around(row, vocab_size, temperature, largest, at, BLOCK)
+    mass, above, equal, weight = _around(row, vocab_size, temperature, largest, at, BLOCK)
     last = tl.where(at == cut, tl.minimum(kept, equal), equal) - 1
     place = tl.minimum(tl.maximum(tl.floor((target - mass) / weight), 0.0).to(tl.int32), last)
     token = vocab_size - 1
     passed = place * 0
     for start in range(0, vocab_size, BLOCK):
-        ids, keys, _ = _block(row, start, vocab_size, temperature, largest, BLOCK)
+        ids, keys, _weights = _block(row, start, vocab_size, temperature, largest, BLOCK)
         ties = tl.where(keys == at, 1, 0)
         is_it = (keys == at) & (passed + tl.cumsum(ties, axis=0) == place + 1)
         token = tl.minimum(token, tl.min(tl.where(is_it, ids, vocab_size), axis=0))
@@ -133,7 +133,7 @@ def _draw_any(row, vocab_size, temperature, largest, u, BLOCK: tl.constexpr):
     """A token in order of token ids."""
     sums = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(0, vocab_size, BLOCK):
-        _, _, weights = _block(row, start, vocab_size, temperature, largest, BLOCK)
+        _ids, _keys, weights = _block(row, start, vocab_size, temperature, largest, BLOCK)
         sums += weights
     target = u * tl.sum(sums, axis=0)
     token = vocab_size - 1

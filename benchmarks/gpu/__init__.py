@@ -1,0 +1,1 @@
+"""Measurements on one GPU: `python -m lorabatch.benchmarks.gpu`."""

@@ -1,0 +1,61 @@
+"""Every kernel compiles to machine code for an H200, on any machine: the interpreter accepts what compilers refuse."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REGISTERS = 65536  # of a multiprocessor of an H200, and its shared memory for one kernel's programs
+SHARED_BYTES = 227 * 1024
+PERSISTENT = {
+    "_shrink": "lora_shrink",
+    "_add_residual": "lora_residual",
+    "_gate_up": "lora_gate_up",
+    "_qkv": "lora_qkv",
+    "_attend": "paged_attention",
+    "_combine": "paged_attention",
+    "_merge": "merge",
+}
+OTHERS = {"_write", "_norm", "_sample"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each kernel takes. A process of its own: this one's Triton interprets."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    script = Path(__file__).parent / "compile_kernels.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return kernels
+
+
+def test_every_kernel_is_there_and_spills_nothing(compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled.keys() == PERSISTENT.keys() | OTHERS
+    spilling = {name: kernel["stack_bytes"] for name, kernel in compiled.items() if kernel["stack_bytes"]}
+    assert not spilling, f"bytes of registers kept in memory: {spilling}"
+
+
+def test_all_programs_of_a_persistent_grid_fit_at_once(compiled: dict[str, dict[str, Any]]) -> None:
+    for name, operator in PERSISTENT.items():
+        kernel = compiled[name]
+        programs = importlib.import_module(f"lorabatch.kernels.{operator}.triton").PROGRAMS_PER_MULTIPROCESSOR
+        registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["num_warps"] * programs
+        assert registers <= REGISTERS, f"{name}: {programs} programs take {registers} registers"
+        # every program takes 1 KiB of shared memory for the system
+        shared = (kernel["shared_bytes"] + 1024) * programs
+        assert shared <= SHARED_BYTES, f"{name}: {programs} programs take {shared} bytes of shared memory"
+
+
+def test_products_run_on_tensor_cores_with_wide_loads(compiled: dict[str, dict[str, Any]]) -> None:
+    for name in PERSISTENT.keys() - {"_combine"}:
+        assert compiled[name]["has_tensor_cores"], f"{name} multiplies on ordinary cores"
+        assert compiled[name]["has_wide_loads"], f"{name} loads less than 16 bytes at a time"
