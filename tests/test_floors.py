@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,13 @@ def test_a_room_does_not_load_what_it_must_not(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert loaded.isdisjoint(FORBIDDEN[module]), f"{module} loads {loaded & set(FORBIDDEN[module])}"
+
+
+def test_every_package_folder_is_listed_for_installation() -> None:
+    root = Path(__file__).parent.parent
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(settings["tool"]["setuptools"]["packages"])
+    rooms = ("benchmarks", "demo", "engine", "jobs", "kernels", "pipeline", "scheduler")
+    folders = [path.parent for room in rooms for path in (root / room).rglob("__init__.py")]
+    found = {"lorabatch"} | {".".join(("lorabatch", *folder.relative_to(root).parts)) for folder in folders}
+    assert listed == found
