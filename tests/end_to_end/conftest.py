@@ -29,7 +29,7 @@ def _engines_find_echo() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_client(_engines_find_echo: None) -> Iterator[Client]:
     """Two workers for all jobs that leave them as they were."""
     cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")

@@ -1,0 +1,174 @@
+"""Real processes killed with -9 in the middle of jobs: no row is lost, none is there twice, none is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+from echo_job import ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows, processes_of
+from lorabatch.jobs.errors import JobFailedError
+from lorabatch.jobs.state import JobState
+
+Process = subprocess.Popen[bytes]
+
+pytestmark = pytest.mark.chaos
+
+
+def half_done(state: JobState) -> bool:
+    return state.phase == "running" and 0 < state.rows_done < state.rows
+
+
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+def test_a_process_killed_mid_job_loses_and_repeats_nothing(echo_job: EchoJob, victim: str) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.03)
+    watcher = Watcher(half_done, lambda: kill_one(victim))
+    echo_job.run(progress=watcher)
+    assert watcher.has_acted
+    echo_job.assert_answered(rows)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_moments_lose_and_repeat_nothing(echo_job: EchoJob, seed: int) -> None:
+    rows = make_rows(400)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.03)
+    with killing_at_random(seed) as kills:
+        echo_job.run()
+    echo_job.assert_answered(rows)
+    assert kills
+
+
+@contextmanager
+def killing_at_random(seed: int) -> Iterator[list[str]]:
+    """Kill an engine or a worker every second or so, from a thread, while the block runs."""
+    luck = random.Random(seed)
+    is_over = threading.Event()
+    kills: list[str] = []
+
+    def kill() -> None:
+        while not is_over.wait(luck.uniform(0.3, 2.0)) and len(kills) < 6:
+            kind = luck.choice(["engine", "engine", "worker"])
+            victims = processes_of(os.getpid(), kind)
+            if victims:
+                with psutil_errors_ignored():
+                    luck.choice(victims).kill()
+                    kills.append(kind)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield kills
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextmanager
+def psutil_errors_ignored() -> Iterator[None]:
+    """A victim may be gone before it is shot."""
+    try:
+        yield
+    except psutil.Error:
+        return
+
+
+def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_job: EchoJob) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.05)
+    client = start_client(echo_job)
+    wait_for_parts(echo_job, client, 2)
+    below = psutil.Process(client.pid).children(recursive=True)
+    client.kill()
+    client.wait()
+    _, alive = psutil.wait_procs(below, timeout=20)
+    assert alive == []
+    committed = echo_job.parts()
+    assert 2 <= len(committed) < 15
+    result = echo_job.run()
+    echo_job.assert_answered(rows)
+    assert {name: echo_job.parts()[name] for name in committed} == committed
+    assert result.num_reused >= 16 * len(committed)
+
+
+def test_a_killed_scheduler_ends_the_run_and_the_next_one_goes_on(echo_job: EchoJob, tmp_path: Path) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.03)
+    with existing_cluster(tmp_path, num_workers=2) as (address, _, scheduler):
+        watcher = Watcher(half_done, scheduler.kill)
+        with pytest.raises(JobFailedError, match="scheduler"):
+            echo_job.run(progress=watcher, cluster=address)
+    echo_job.run()
+    echo_job.assert_answered(rows)
+
+
+def start_client(job: EchoJob) -> subprocess.Popen[bytes]:
+    """The job in a process of its own."""
+    options = job.folder / "options.json"
+    options.write_text(json.dumps(job.options()))
+    return subprocess.Popen([sys.executable, str(ECHO_FOLDER / "echo_run.py"), str(options)])
+
+
+def wait_for_parts(job: EchoJob, client: subprocess.Popen[bytes], num_parts: int) -> None:
+    """Until so many parts are committed."""
+    waiting = threading.Event()
+    while len(job.parts()) < num_parts:
+        assert client.poll() is None, "the client ended by itself"
+        waiting.wait(0.05)
+
+
+def test_a_nanny_killed_on_an_existing_cluster_costs_its_worker_and_no_row(echo_job: EchoJob, tmp_path: Path) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.03)
+    with existing_cluster(tmp_path, num_workers=2) as (address, nannies, _):
+        watcher = Watcher(half_done, lambda: os.kill(nannies[0].pid, signal.SIGKILL))
+        echo_job.run(progress=watcher, cluster=address)
+        assert watcher.has_acted
+        with Client(address, set_as_default=False) as client:
+            assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
+        assert processes_of(nannies[1].pid, "engine") == []
+    echo_job.assert_answered(rows)
+
+
+@contextmanager
+def existing_cluster(folder: Path, num_workers: int) -> Iterator[tuple[str, list[Process], Process]]:
+    """A Dask scheduler and nannied workers as their own processes, with Dask's default settings."""
+    address_file = folder / "scheduler.json"
+    dask = [sys.executable, "-m", "dask"]
+    common = ["--scheduler-file", str(address_file), "--host", "127.0.0.1", "--no-dashboard"]
+    scheduler = subprocess.Popen(
+        [*dask, "scheduler", *common, "--port", "0"],
+        stderr=subprocess.DEVNULL,
+    )
+    workers = [
+        subprocess.Popen(
+            [*dask, "worker", *common, "--nthreads", "1", "--local-directory", str(folder)],
+            stderr=subprocess.DEVNULL,
+        )
+        for _ in range(num_workers)
+    ]
+    try:
+        with Client(scheduler_file=str(address_file), set_as_default=False, timeout="60s") as client:
+            client.wait_for_workers(num_workers, timeout=60)
+            address = str(client.scheduler_info(n_workers=0)["address"])
+        yield address, workers, scheduler
+    finally:
+        for process in [*workers, scheduler]:
+            process.terminate()
+        for process in [*workers, scheduler]:
+            process.wait(30)
