@@ -115,6 +115,17 @@ def test_two_swapped_layers_change_the_hash(plain: Any) -> None:
     assert plain.audit().content_sha256 != expected
 
 
+def test_the_same_numbers_on_another_layer_have_another_hash(plain: Any) -> None:
+    tensors = {key: value for key, value in plain.tensors().items() if "layers.0" in key}
+    hashes = set()
+    for layer in (0, 1):
+        plain.configure(layers_to_transform=[layer])
+        plain.write({key.replace("layers.0", f"layers.{layer}"): value for key, value in tensors.items()})
+        hashes.add(plain.audit().content_sha256)
+    assert None not in hashes
+    assert len(hashes) == 2
+
+
 def test_a_magnitude_and_token_rows_are_part_of_the_hash(train: Any, llama: Any) -> None:
     trained = train(llama, use_dora=True, trainable_token_indices=[3, 5])
     hashes = {trained.audit().content_sha256}
@@ -171,11 +182,14 @@ def test_one_layer_under_two_names_is_refused(plain: Any) -> None:
 
 def test_two_adapters_in_one_file_are_refused(plain: Any) -> None:
     tensors = plain.tensors()
-    renamed = {key.replace(".weight", f".{name}.weight"): v for name in ("a", "b") for key, v in tensors.items()}
-    plain.write(renamed)
+    both = {key.replace(".weight", f".{name}.weight"): v for name in ("a", "b") for key, v in tensors.items()}
+    plain.write(both)
     audit = plain.audit()
-    assert any("tensor names hold several adapters (a, b)" in r or "plays the same part" in r for r in audit.reasons)
     assert audit.verdict == "refused"
+    assert "plays the same part as" in audit.reasons[0]
+    # Also when each has layers of its own, so that no tensor stands twice.
+    plain.write({key: v for key, v in both.items() if ("layers.0" in key) == (".a." in key)})
+    assert "tensor names hold several adapters (a, b), expected one" in only_reason(plain)
 
 
 def test_one_pair_given_twice_is_refused(plain: Any) -> None:
