@@ -143,8 +143,8 @@ def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any]) -> F
     try:
         with fs.open(path, "rb") as file:
             footer, size = _footer_bytes(file)
-            metadata = pq.read_metadata(io.BytesIO(_MAGIC + footer))
-    except (pa.ArrowException, ValueError) as error:
+        metadata = _parsed(footer)
+    except ValueError as error:
         return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
     except Exception as error:
         return f"input file {name!r}: {storage_reason(error, options)}"
@@ -159,6 +159,14 @@ def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any]) -> F
         ),
         metadata.schema.to_arrow_schema(),
     )
+
+
+def _parsed(footer: bytes) -> pq.FileMetaData:
+    """What a footer says. Raises ValueError; pyarrow raises `OSError` where the bytes are no footer."""
+    try:
+        return pq.read_metadata(io.BytesIO(_MAGIC + footer))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(str(error).strip()) from None
 
 
 def _footer_bytes(file: BinaryIO) -> tuple[bytes, int]:

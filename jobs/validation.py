@@ -126,7 +126,7 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
             f"input column {given.roles['messages']!r} (messages): the model at {redacted_url(spec.model)!r} has "
             "no chat template. Take an instruction-tuned model, or give a prompt column."
         )
-    if spec.max_tokens >= model.config.max_context_tokens:
+    if "max_tokens" not in given.roles and spec.max_tokens >= model.config.max_context_tokens:
         problems.append(
             f"max_tokens={spec.max_tokens}: leaves no room for a prompt in the model's context of "
             f"{model.config.max_context_tokens} tokens. Lower it."

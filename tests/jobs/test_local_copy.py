@@ -1,0 +1,103 @@
+"""Folders from anywhere become local folders, fetched once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lorabatch.jobs import local_copy
+from lorabatch.jobs.errors import StorageError
+from lorabatch.jobs.local_copy import local_folder
+from lorabatch.jobs.location import Location
+
+Place = tuple[str, dict[str, Any]]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_folder_is_copied_whole_and_once(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, options = place
+    remote = Location(url, options)
+    files = {"config.json": b"{}", "sub/weights.safetensors": b"w" * 1000}
+    for name, data in files.items():
+        remote.write(name, data)
+    folder = local_folder(url, options, tmp_path / "cache")
+    assert contents(folder) == files
+    if remote.is_local:
+        assert folder == Path(url)
+        return
+    monkeypatch.setattr(local_copy, "_fetch", None)
+    assert local_folder(url + "/", options, tmp_path / "cache") == folder
+
+
+def test_a_changed_folder_is_copied_anew(place: Place, tmp_path: Path) -> None:
+    url, options = place
+    remote = Location(url, options)
+    remote.write("config.json", b"old")
+    first = local_folder(url, options, tmp_path / "cache")
+    remote.write("config.json", b"new content")
+    second = local_folder(url, options, tmp_path / "cache")
+    assert contents(second) == {"config.json": b"new content"}
+    assert (first == second) == remote.is_local
+
+
+def test_pickles_are_named_and_never_fetched(s3_options: dict[str, Any], tmp_path: Path) -> None:
+    remote = Location("memory://pickles/adapter")
+    remote.write("adapter_config.json", b"{}")
+    remote.write("adapter_model.bin", b"cos\nsystem\n")
+    folder = local_folder(remote.url, {}, tmp_path)
+    assert contents(folder) == {"adapter_config.json": b"{}", "adapter_model.bin": b""}
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Location("memory://half/model")
+    remote.write("a.json", b"1")
+    remote.write("b.json", b"2")
+    copy = type(remote.fs).get_file
+    copied: list[str] = []
+
+    def fail_second(fs: Any, source: str, target: str, **options: Any) -> None:
+        copied.append(source)
+        if len(copied) == 2:
+            raise PermissionError("Access Denied")
+        copy(fs, source, target, **options)
+
+    monkeypatch.setattr(type(remote.fs), "get_file", fail_second)
+    with pytest.raises(StorageError, match=r"memory://half/model.*access was refused"):
+        local_folder(remote.url, {}, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
+    assert contents(local_folder(remote.url, {}, tmp_path)) == {"a.json": b"1", "b.json": b"2"}
+
+
+def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
+    class Evil:
+        def get_file(self, source: str, target: str) -> None:
+            raise AssertionError(f"{source} would be written to {target}")
+
+    with pytest.raises(ValueError, match="outside its folder"):
+        local_copy._fetch(Evil(), "/remote", ["/remote/../../evil.json"], tmp_path / "cache" / "copy")
+
+
+@pytest.mark.parametrize("url", ["/no/such/folder", "memory://nothing/here"])
+def test_what_is_not_there_is_said(url: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nothing there|not found"):
+        local_folder(url, {}, tmp_path)
+
+
+def test_a_file_where_a_folder_is_expected_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("x")
+    with pytest.raises(StorageError, match="expected a folder, found a file"):
+        local_folder(str(tmp_path / "model.bin"), {}, tmp_path)
+
+
+def test_a_hub_name_without_the_hub_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(StorageError, match=r"'org/model': no such local folder.*lorabatch\[hub\]"):
+        local_folder("org/model", {}, tmp_path)

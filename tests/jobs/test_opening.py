@@ -1,0 +1,141 @@
+"""New, the same again, changed, or another job: what an output is opened as."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from lorabatch.jobs.errors import JobRequestError, OutputConflictError
+from lorabatch.jobs.opening import changed_adapters, open_job
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.store import JobStore
+
+
+@pytest.fixture
+def given(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+    """A request over a real tiny model and two real adapters."""
+    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    for name in ("rank1", "rank8"):
+        shutil.copytree(tiny_adapters[name], tmp_path / "adapters" / name)
+    return {
+        "model": str(tiny_llama),
+        "adapters": str(tmp_path / "adapters"),
+        "input": str(tmp_path / "in.parquet"),
+        "output": str(tmp_path / "out"),
+    }
+
+
+def test_a_new_job_is_frozen_with_everything_named_by_content(given: dict[str, Any]) -> None:
+    job = open_job(JobSpec(**given, name="nightly", storage_options={"key": "hush-hush"}))
+    assert (job.is_resumed, job.is_finished, job.changed_adapters) == (False, False, frozenset())
+    assert job.store.read_record() == job.record
+    assert job.record.job_id.startswith("nightly-")
+    assert {a.name: (a.verdict, a.rank) for a in job.record.adapters} == {"rank1": ("exact", 1), "rank8": ("exact", 8)}
+    assert all(len(a.sha256) == 64 and a.weight_bytes > 0 for a in job.record.adapters)
+    assert len(job.record.model.sha256) == 64
+    assert job.record.storage_option_names == ("key",)
+    frozen = Path(given["output"], "_lorabatch", "job.json").read_text()
+    assert "hush" not in frozen
+    assert json.loads(frozen)["versions"]["lorabatch"]
+
+
+def test_the_same_job_again_resumes_it(given: dict[str, Any]) -> None:
+    first = open_job(JobSpec(**given))
+    first.store.commit_part(0, b"part")
+    again = open_job(JobSpec(**given, workers=3, max_errors="50%"))
+    assert again.is_resumed
+    assert not again.is_finished
+    assert again.record.job_id == first.record.job_id
+    assert again.record.created_at == first.record.created_at
+    assert again.record.spec["max_errors"] == "50%"
+    assert again.store.committed_parts() == {0: 4}
+    first.store.mark_success()
+    assert open_job(JobSpec(**given)).is_finished
+
+
+def test_another_job_on_the_same_output_is_refused_with_every_difference(given: dict[str, Any]) -> None:
+    first = open_job(JobSpec(**given))
+    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), given["input"])
+    with pytest.raises(OutputConflictError) as caught:
+        open_job(JobSpec(**given, temperature=0.5))
+    text = str(caught.value)
+    assert first.record.job_id in text
+    assert "temperature: was 0.0, now 0.5" in text
+    assert "input: its files or columns have changed" in text
+    assert "--overwrite" in text
+    assert JobStore(given["output"]).read_record() == first.record
+
+
+def test_overwriting_starts_over(given: dict[str, Any]) -> None:
+    first = open_job(JobSpec(**given))
+    first.store.commit_part(0, b"part")
+    first.store.mark_success()
+    fresh = open_job(JobSpec(**given, overwrite=True, seed=9))
+    assert not fresh.is_resumed
+    assert fresh.record.job_id != first.record.job_id
+    assert fresh.store.committed_parts() == {}
+    assert not fresh.store.is_finished()
+
+
+def test_a_wrong_request_overwrites_nothing(given: dict[str, Any]) -> None:
+    first = open_job(JobSpec(**given))
+    first.store.commit_part(0, b"part")
+    with pytest.raises(JobRequestError, match="not found"):
+        open_job(JobSpec(**given | {"input": "/no/such.parquet"}, overwrite=True))
+    assert first.store.committed_parts() == {0: 4}
+
+
+def test_records_of_a_job_that_was_never_frozen_are_not_taken_over(given: dict[str, Any]) -> None:
+    store = JobStore(given["output"])
+    store.write_plan(b"stale", {"shards": []})
+    job = open_job(JobSpec(**given))
+    assert not job.is_resumed
+    assert not job.store.has_plan()
+
+
+def test_adapters_that_change_appear_or_vanish_are_named(given: dict[str, Any], tiny_adapters: dict[str, Path]) -> None:
+    first = open_job(JobSpec(**given))
+    folder = Path(given["adapters"])
+    shutil.rmtree(folder / "rank1")
+    shutil.copytree(tiny_adapters["rank64"], folder / "rank64")
+    config = folder / "rank8" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 99}))
+    again = open_job(JobSpec(**given))
+    assert again.changed_adapters == {"rank1", "rank8", "rank64"}
+    assert changed_adapters(first.record, first.record) == frozenset()
+
+
+def test_adapters_that_cannot_be_used_are_refused_in_the_record_and_do_not_stop_the_job(given: dict[str, Any]) -> None:
+    adapters = {
+        "good": f"{given['adapters']}/rank1",
+        "gone": "/no/such/adapter",
+        "empty": str(Path(given["output"]).parent),
+    }
+    job = open_job(JobSpec(**given | {"adapters": adapters}))
+    verdicts = {adapter.name: adapter for adapter in job.record.adapters}
+    assert verdicts["good"].verdict == "exact"
+    assert verdicts["gone"].is_refused
+    assert "'/no/such/adapter'" in verdicts["gone"].reasons[0]
+    assert verdicts["empty"].is_refused
+    assert verdicts["empty"].reasons
+
+
+def test_two_clients_at_the_same_moment_open_one_job(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second finds the output empty when it checks, and taken when it freezes."""
+    freeze = JobStore.freeze
+    others: list[Any] = []
+
+    def late(store: JobStore, record: Any) -> bool:
+        monkeypatch.setattr(JobStore, "freeze", freeze)
+        others.append(open_job(JobSpec(**given)))
+        return freeze(store, record)
+
+    monkeypatch.setattr(JobStore, "freeze", late)
+    job = open_job(JobSpec(**given))
+    assert job.is_resumed
+    assert job.record.job_id == others[0].record.job_id

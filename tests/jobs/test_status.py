@@ -1,0 +1,84 @@
+"""What storage alone tells about a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.record import JobRecord
+from lorabatch.jobs.state import JobState, Phase, WorkerState
+from lorabatch.jobs.status import STALE_AFTER_S, read_status, status_lines
+from lorabatch.jobs.store import JobStore
+
+NOW_S = 1000.0
+
+
+@pytest.fixture
+def store(place: tuple[str, dict[str, Any]], record: Callable[..., JobRecord]) -> JobStore:
+    store = JobStore(*place)
+    store.freeze(record())
+    return store
+
+
+def state(phase: Phase = "running", age_s: float = 1.0, **changes: Any) -> JobState:
+    given: dict[str, Any] = {"rows": 200, "rows_done": 50, "rows_error": 2, "shards": 8, "tokens_per_s": 12.0}
+    return JobState(phase, NOW_S - age_s, **given | changes)
+
+
+def test_a_running_job_shows_its_progress_and_workers(store: JobStore) -> None:
+    store.commit_part(0, b"x")
+    store.write_state(state(eta_s=3725.0, workers=(WorkerState("tcp://w", 12.0, 30, 8, "merged"),)))
+    status = read_status(store, NOW_S)
+    assert (status.headline, status.next_step) == ("running", None)
+    lines = "\n".join(status_lines(status))
+    for part in ("job-1", "50 of 200 (25.0%), 2 errors", "1 of 8", "12 generated tokens/s, about 1:02:05 to go"):
+        assert part in lines
+    assert "tcp://w: 12 tokens/s, 30 open rows, merged" in lines
+
+
+def test_a_job_that_has_fallen_silent_is_not_said_to_run(store: JobStore) -> None:
+    store.write_state(state(age_s=STALE_AFTER_S + 1))
+    status = read_status(store, NOW_S)
+    assert status.headline == "stopped without a word"
+    assert status.next_step is not None
+    assert "lorabatch resume" in "\n".join(status_lines(status))
+
+
+@pytest.mark.parametrize("phase", ["failed", "cancelled", "interrupted"])
+def test_a_job_that_ended_early_says_why_and_how_to_go_on(store: JobStore, phase: Phase) -> None:
+    store.write_state(state(phase, age_s=10_000.0, message="the disk is full."))
+    lines = "\n".join(status_lines(read_status(store, NOW_S)))
+    assert phase in lines
+    assert "the disk is full." in lines
+    assert "lorabatch resume" in lines
+
+
+def test_a_finished_job_is_done_whatever_its_state_says(store: JobStore) -> None:
+    store.write_state(state("finishing", age_s=10_000.0))
+    store.write_summary({"rows": 200})
+    store.mark_success()
+    status = read_status(store, NOW_S)
+    assert (status.headline, status.next_step, status.summary) == ("done", None, {"rows": 200})
+
+
+def test_a_job_that_is_asked_to_stop_says_so_until_it_has(store: JobStore) -> None:
+    store.request_cancel()
+    store.write_state(state())
+    assert read_status(store, NOW_S).headline == "stopping"
+    store.write_state(state("cancelled"))
+    assert read_status(store, NOW_S).headline == "cancelled"
+
+
+def test_a_job_that_never_began_can_be_started(store: JobStore) -> None:
+    status = read_status(store, NOW_S)
+    assert status.headline == "not started"
+    assert status.next_step is not None
+    assert json.loads(json.dumps(status.to_json()))["state"] is None
+
+
+def test_an_output_without_a_job_is_a_wrong_request(place: tuple[str, dict[str, Any]]) -> None:
+    with pytest.raises(JobRequestError, match="no job there"):
+        read_status(JobStore(place[0] + "-other", place[1]), NOW_S)

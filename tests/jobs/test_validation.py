@@ -1,0 +1,154 @@
+"""Bad requests: every problem named at once, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.validation import check_job
+
+
+@pytest.fixture
+def given(weightless_model: Path, tmp_path: Path) -> dict[str, Any]:
+    """A request that is right."""
+    pq.write_table(pa.table({"id": [1], "prompt": ["a"]}), tmp_path / "in.parquet")
+    shutil.copytree(weightless_model, tmp_path / "model")
+    return {
+        "model": str(tmp_path / "model"),
+        "input": str(tmp_path / "in.parquet"),
+        "output": str(tmp_path / "out"),
+        "load_format": "dummy",
+        "max_tokens": 8,
+    }
+
+
+def problems(given: dict[str, Any], **changes: Any) -> list[str]:
+    output = Path(given["output"])
+    before = sorted(output.rglob("*"))
+    with pytest.raises(JobRequestError) as caught:
+        check_job(JobSpec(**given | changes))
+    assert sorted(output.rglob("*")) == before, "a refused request left something in its output"
+    return list(caught.value.problems)
+
+
+def test_a_right_request_says_what_it_found(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "x").mkdir(parents=True)
+    checked = check_job(JobSpec(**given, adapters=str(tmp_path / "adapters")))
+    assert checked.adapters == {"x": str(tmp_path / "adapters" / "x")}
+    assert checked.model.config.max_context_tokens == 128
+    assert checked.input.num_rows == 1
+    assert checked.input.roles == {"id": "id", "prompt": "prompt"}
+    assert checked.output.is_empty
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_parts_of_a_request_are_looked_at_before_it_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    found = problems(
+        given,
+        model=str(tmp_path / "no-model"),
+        adapters=str(tmp_path / "no-adapters"),
+        input=str(tmp_path / "no-input"),
+    )
+    assert len(found) == 4
+    for part in ("model='", "adapters='", "input='", "thesis.tex"):
+        assert any(part in problem for problem in found), part
+
+
+def test_relative_paths_mean_the_working_directory(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checked = check_job(JobSpec(model="model", input="in.parquet", output="out", load_format="dummy", max_tokens=8))
+    assert checked.spec.model == given["model"]
+    assert checked.store.url == given["output"]
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (pa.table({"text": ["a"]}), "no prompt column"),
+        (pa.table({"prompt": [1]}), "type int64, expected string"),
+        (pa.table({"prompt": ["a"], "messages": ["[]"]}), "one kind of prompt"),
+        (pa.table({"prompt": ["a"], "completion": ["b"]}), "'completion': the output has a column of that name"),
+        (pa.table({"prompt": ["a"], "__lb_tokens": [1]}), "'__lb_tokens'"),
+        (pa.table({"prompt": ["a"], "max_tokens": ["7"]}), "type string, expected integer"),
+    ],
+)
+def test_inputs_with_the_wrong_columns_are_refused(given: dict[str, Any], table: pa.Table, expected: str) -> None:
+    pq.write_table(table, given["input"])
+    (problem,) = problems(given)
+    assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "mixtral"}, "model_type='mixtral': not supported"),
+        ({"model_type": "llama"}, "vocab_size: missing, expected a positive number"),
+        (None, "config.json: missing"),
+        ("{", "config.json: not valid JSON"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused(given: dict[str, Any], config: Any, expected: str) -> None:
+    path = Path(given["model"]) / "config.json"
+    if config is None:
+        path.unlink()
+    else:
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+    (problem,) = problems(given)
+    assert expected in problem
+
+
+def test_a_model_without_weights_or_tokenizer_is_refused(given: dict[str, Any]) -> None:
+    (problem,) = problems(given, load_format="auto")
+    assert "no *.safetensors files" in problem
+    (Path(given["model"]) / "tokenizer.json").unlink()
+    (problem,) = problems(given)
+    assert "tokenizer.json: missing" in problem
+
+
+def test_messages_need_a_chat_template(given: dict[str, Any]) -> None:
+    pq.write_table(pa.table({"messages": ['[{"role": "user", "content": "x"}]']}), given["input"])
+    check_job(JobSpec(**given))
+    (Path(given["model"]) / "chat_template.jinja").unlink()
+    (problem,) = problems(given)
+    assert "has no chat template" in problem
+
+
+def test_max_tokens_must_leave_room_for_a_prompt(given: dict[str, Any]) -> None:
+    (problem,) = problems(given, max_tokens=128)
+    assert "max_tokens=128: leaves no room for a prompt" in problem
+    pq.write_table(pa.table({"prompt": ["a"], "max_tokens": [5]}), given["input"])
+    check_job(JobSpec(**given | {"max_tokens": 128}))
+
+
+def test_an_input_without_rows_is_a_valid_job(given: dict[str, Any]) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), given["input"])
+    assert check_job(JobSpec(**given)).input.num_rows == 0
+
+
+def test_an_output_with_strangers_files_is_refused_with_and_without_overwrite(given: dict[str, Any]) -> None:
+    output = Path(given["output"])
+    output.mkdir()
+    (output / "part-00000.parquet").write_bytes(b"another tool's")
+    for overwrite in (False, True):
+        (problem,) = problems(given, overwrite=overwrite)
+        assert "1 files that are not this job's (part-00000.parquet)" in problem
+
+
+def test_storage_that_refuses_or_has_no_such_bucket_is_said_at_once(
+    given: dict[str, Any], s3_options: dict[str, Any]
+) -> None:
+    found = problems(given, input="s3://no-such-bucket/in.parquet", output="zzz://x/out", storage_options=s3_options)
+    assert any("input='s3://no-such-bucket/in.parquet'" in problem and "not found" in problem for problem in found)
+    assert any("zzz" in problem for problem in found)
+    assert "very-secret" not in str(found)
