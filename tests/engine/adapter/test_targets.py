@@ -22,7 +22,7 @@ SITES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
 MODULES = [
     f"{root}.layers.{i}.{site}" for root in ("model", "model.language_model") for i in (0, 1, 11) for site in SITES
 ]
-MODULES += ["model.embed_tokens", "lm_head"]
+MODULES += ["model.embed_tokens", "lm_head", "model.layers.1.experts.0.q_proj"]
 NAMES = st.sampled_from(
     ["q_proj", "proj", "mlp.up_proj", "self_attn", "embed_tokens", "lm_head", "head", "c_attn", *MODULES]
 )
@@ -76,6 +76,11 @@ def test_modules_are_matched_as_peft_matches_them(config: AdapterConfig) -> None
     results = {module: check_target_module_exists(peft_config, module) for module in MODULES}
     expected = {module for module, found in results.items() if found and not isinstance(found, _ExcludedModule)}
     assert targeted(config, MODULES, "lm_head", "llama") == expected
+
+
+def test_the_layer_is_the_first_number_of_a_name() -> None:
+    config = AdapterConfig(target_modules=("experts.0.q_proj",), layers_to_transform=(1,))
+    assert targeted(config, MODULES, "lm_head", "llama") == {"model.layers.1.experts.0.q_proj"}
 
 
 def test_all_linear_takes_every_layer_but_embedding_and_head() -> None:
