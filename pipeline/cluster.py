@@ -12,7 +12,7 @@ import dask
 from distributed import Client, LocalCluster
 
 from .. import __version__
-from ..jobs.errors import JobFailedError, JobRequestError
+from ..jobs.errors import JobError, JobFailedError, JobRequestError
 from ..jobs.spec import JobSpec
 
 DEFAULT_WORKERS = 2
@@ -54,6 +54,22 @@ def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
     address = client.scheduler_info(n_workers=0)["address"]
     with Client(address, security=client.security, set_as_default=False) as own:
         yield own
+
+
+@contextmanager
+def loss_told(client: Client) -> Iterator[None]:
+    """What fails because the Dask scheduler is gone becomes a `JobFailedError` that says so."""
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        if client.status == "running":
+            raise
+        raise JobFailedError(
+            f"The Dask scheduler is gone ({error or type(error).__name__}). Finished rows are kept; run the same "
+            "command again to go on."
+        ) from error
 
 
 def count_workers(client: Client) -> int:

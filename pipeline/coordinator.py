@@ -9,6 +9,7 @@ Every event and command goes to `events.jsonl`, so that a run can be replayed.
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import time
 from collections.abc import Callable
@@ -29,11 +30,14 @@ from .job_monitor import JobMonitor
 from .messages import HostReport, ShardOutcome, report_topic
 from .run_shard import ShardTask, run_shard
 
+logger = logging.getLogger(__name__)
+
 TICK_S = 1.0
 # How often workers are counted and CANCEL is looked for.
 _WATCH_INTERVAL_S = 2.0
 # A job without a single working engine for so long is not going to get one.
 _NO_ENGINE_LIMIT_S = 600.0
+_RESULT_TIMEOUT_S = 5.0
 
 Observer = Callable[[JobState], None]
 
@@ -165,14 +169,10 @@ class Coordinator:
             return
         future = message.future
         if future.status == "finished":
-            outcome: ShardOutcome = future.result()
-            self._monitor.committed(outcome)
-            self._handle(ShardCommitted(self._now_s(), message.shard_id, outcome.worker))
+            self._finished(message)
             return
         if future.status == "error":
             error = future.exception()
-            if isinstance(error, StorageError):
-                raise error
             if isinstance(error, EngineFailedError):
                 return  # its worker reports as failed, which frees all its shards
             reason = str(error) or type(error).__name__
@@ -180,12 +180,29 @@ class Coordinator:
             reason = f"its task was {future.status}"
         self._handle(ShardFailed(self._now_s(), message.shard_id, message.worker, reason))
 
+    def _finished(self, message: _ShardEnded) -> None:
+        """A task returned, so the part was there; its worker may have died since, with the outcome in its memory."""
+        try:
+            outcome = message.future.result(timeout=_RESULT_TIMEOUT_S)
+        except Exception:
+            if not self._store.is_committed(message.shard_id):
+                reason = "its part is gone, and so is its worker"
+                self._handle(ShardFailed(self._now_s(), message.shard_id, message.worker, reason))
+                return
+            outcome = self._monitor.unknown_outcome(message.shard_id, message.worker)
+        self._monitor.committed(outcome)
+        self._handle(ShardCommitted(self._now_s(), message.shard_id, outcome.worker))
+
     def _watch(self) -> None:
         """Look for workers that are gone, for a request to cancel, and for engines at all."""
         now_s = time.monotonic()
         if now_s - self._watched_s < _WATCH_INTERVAL_S:
             return
         self._watched_s = now_s
+        if self._client.status == "closed":
+            raise JobFailedError(
+                "the client gave up its scheduler. Finished rows are kept; run the same command to go on."
+            )
         alive = self._alive_workers()
         for worker in self._workers - alive:
             self._lose(worker)
@@ -250,8 +267,12 @@ class Coordinator:
     def _flush(self) -> None:
         if self._journal:
             lines = "\n".join(self._journal) + "\n"
-            self._journal.clear()
-            self._store.append_events(lines.encode())
+            try:
+                self._store.append_events(lines.encode())
+            except StorageError as error:
+                logger.warning("events are kept for the next attempt: %s", error)
+            else:
+                self._journal.clear()
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s

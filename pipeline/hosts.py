@@ -69,6 +69,8 @@ def _take_down(client: Client, name: str) -> None:
         with contextlib.suppress(Exception):
             client.unregister_worker_plugin(name)
 
+    if client.status != "running":
+        return
     thread = threading.Thread(target=unregister, name="take down engines", daemon=True)
     thread.start()
     thread.join(_TEARDOWN_TIMEOUT_S)

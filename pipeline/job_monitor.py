@@ -33,6 +33,10 @@ class JobMonitor:
         """Shards that this run committed."""
         return tuple(self._outcomes.values())
 
+    def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
+        """For a part that is there although nobody could say what it holds; the final count reads it."""
+        return ShardOutcome(shard_id, worker, self._shards[shard_id].num_rows, 0, 0, 0, 0)
+
     def committed(self, outcome: ShardOutcome) -> None:
         """A shard's part is in place."""
         self._outcomes[outcome.shard_id] = outcome

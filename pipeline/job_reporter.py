@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,8 @@ from ..jobs.state import JobState, Phase
 from ..jobs.store import JobStore
 from .job_result import JobResult
 from .progress import Progress
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again to go on."
 
@@ -29,7 +32,11 @@ class JobReporter:
     def __call__(self, state: JobState) -> None:
         """A new state. Raises `ErrorBudgetError` when it shows more errors than the job allows."""
         self._latest = state
-        self._store.write_state(state)
+        try:
+            self._store.write_state(state)
+        except StorageError as error:
+            # Storage that fails for a moment costs one update; storage that stays away fails the shards.
+            logger.warning("state not written: %s", error)
         self._progress.update(state)
         self.check_budget(state.rows_error, state.rows)
 

@@ -17,7 +17,7 @@ from ..jobs.opening import OpenedJob, open_job
 from ..jobs.spec import JobSpec
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from .account import Account, account_parts
-from .cluster import cluster_of, count_workers
+from .cluster import cluster_of, count_workers, loss_told
 from .coordinator import Coordinator
 from .hosts import engine_hosts, engine_settings
 from .index import ChunkSummary, index_chunk, list_chunks
@@ -57,7 +57,7 @@ def run(
     job.store.clear_cancel()
     reporter = JobReporter(job.store, progress or SilentProgress(), job.spec.error_budget)
     with reporter.ending_recorded():
-        with job_log(job.store), cluster_of(job.spec, client) as dask:
+        with job_log(job.store), cluster_of(job.spec, client) as dask, loss_told(dask):
             settings = engine_settings(job, count_workers(dask), engine_factory)
             with engine_hosts(dask, job.record.job_id, settings, job.store) as run_id:
                 plan = _plan(dask, job, _index(dask, job, run_id, reporter), reporter)

@@ -1,0 +1,121 @@
+"""The command line as a process of its own: what it prints, what it exits with, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+from echo_job import ECHO_FOLDER, EchoJob, make_rows
+
+CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
+
+
+def arguments(job: EchoJob, **more: Any) -> list[str]:
+    """The job as options of `lorabatch run`."""
+    options = job.options(**more)
+    return ["run", *(word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value)))]
+
+
+def lorabatch(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob) -> None:
+    rows = make_rows(60)
+    echo_job.write_input(rows)
+    done = lorabatch(*arguments(echo_job))
+    assert done.returncode == 0, done.stderr
+    assert f"60 rows answered in 4 parts: {echo_job.output}" in done.stdout
+    assert "running" in done.stderr
+    assert "distributed" not in done.stderr + done.stdout
+    echo_job.assert_answered(rows)
+    told = json.loads(lorabatch("status", str(echo_job.output), "--json").stdout)
+    assert (told["headline"], told["state"]["rows_done"]) == ("done", 60)
+    assert any(name.startswith("engine-") or name.startswith("worker-") for name in echo_job.store.read_logs())
+
+
+def test_wrong_rows_within_the_budget_are_named_and_over_it_the_exit_code_is_1(echo_job: EchoJob) -> None:
+    rows = make_rows(20)
+    rows[3]["adapter"] = "nobody"
+    echo_job.write_input(rows)
+    over = lorabatch(*arguments(echo_job, max_errors="0"))
+    assert over.returncode == 1
+    assert "1 of 20 rows cannot be answered" in over.stderr
+    within = lorabatch(*arguments(echo_job))
+    assert within.returncode == 0
+    assert "1 rows are errors" in within.stdout
+    assert "adapter='nobody': not among this job's adapters" in within.stdout
+
+
+def test_all_problems_of_a_request_are_listed_at_once_with_exit_code_2(echo_job: EchoJob) -> None:
+    done = lorabatch(*arguments(echo_job, adapters="/nowhere", max_tokens=0, temperature=-1))
+    assert done.returncode == 2
+    assert "max_tokens=0" in done.stderr
+    assert "temperature=-1.0" in done.stderr
+    missing = lorabatch(*arguments(echo_job, adapters="/nowhere"))
+    assert missing.returncode == 2
+    assert "/nowhere" in missing.stderr
+    assert "input.parquet" in missing.stderr
+    assert not echo_job.output.exists()
+
+
+def test_a_job_file_and_options_make_one_job(echo_job: EchoJob) -> None:
+    rows = make_rows(20)
+    echo_job.write_input(rows)
+    job_file = echo_job.folder / "job.yaml"
+    job_file.write_text(json.dumps(echo_job.options(max_tokens=9)))
+    assert lorabatch("run", str(job_file), "--max-tokens", "3").returncode == 0
+    echo_job.assert_answered(rows, max_tokens=3)
+
+
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.1)
+    running = subprocess.Popen([*CLI, *arguments(echo_job)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_until_rows_are_kept(echo_job, running)
+    below = psutil.Process(running.pid).children(recursive=True)
+    # As a terminal does it: every process of the group is told.
+    psutil.Process(running.pid).send_signal(signal.SIGINT)
+    for process in below:
+        process.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "run the same command again to go on" in told
+    assert "Traceback" not in told
+    assert psutil.wait_procs(below, timeout=20)[1] == []
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert state.phase == "interrupted"
+    assert list((echo_job.output / "_lorabatch" / "wip").glob("*/*.wip"))
+    echo_job.set_engine()
+    again = lorabatch(*arguments(echo_job))
+    assert again.returncode == 0
+    assert "of them were done before this run" in again.stdout
+    echo_job.assert_answered(rows)
+
+
+def test_a_request_to_cancel_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
+    echo_job.write_input(make_rows(240))
+    echo_job.set_engine(step_s=0.1)
+    running = subprocess.Popen([*CLI, *arguments(echo_job)], stderr=subprocess.PIPE, text=True)
+    wait_until_rows_are_kept(echo_job, running)
+    echo_job.store.request_cancel()
+    _, told = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "cancelled on request" in told
+
+
+def wait_until_rows_are_kept(job: EchoJob, running: subprocess.Popen[str]) -> None:
+    """Until some shard has finished rows in its journal."""
+    pause, give_up_s = threading.Event(), time.monotonic() + 60
+    while not list((job.output / "_lorabatch" / "wip").glob("*/*.wip")):
+        assert running.poll() is None, "the job ended by itself"
+        assert time.monotonic() < give_up_s, "no row was kept"
+        pause.wait(0.1)
