@@ -1,12 +1,13 @@
 """Beyond dLoRA: every step in whichever of four forms serves most rows per second, mixture included.
 
-Candidates: everybody unmerged; the most wanted adapter merged and alone; merged with other rows filling the
-free places (mixture: those rows also subtract the merged adapter); and going on as before. The price of a
-switch is spread over the steps the merged adapter's rows are expected to need, which offline is known: the
-planner's backlog counts rows that have not even reached this replica.
+Candidates: everybody unmerged; the most wanted adapter merged and alone; merged with other rows filling the free
+places (mixture: those rows also subtract the merged adapter); and going on as before. The price of a switch is spread
+over the steps the merged adapter's rows are expected to need, which offline is known: the planner's backlog counts
+rows that have not even reached this replica.
 
-Facts the costs bring out by themselves: merging pays only if one adapter can fill the batch; few distinct
-adapters make unmerged cheap; a merged wave's draining tail is worth filling with other rows.
+Rows are taken in order of arrival, which is the planner's: adapters together, and long rows first, so that no long
+row is left for the end. Facts the costs bring out by themselves: merging pays only if one adapter can fill the batch;
+few distinct adapters make unmerged cheap; a merged wave's draining tail is worth filling with other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .batching import BatchView, ReplicaMode, StepPlan, as_step_plan, clustered_order
+from .batching import BatchView, ReplicaMode, StepPlan, as_step_plan
 from .cost import CostModel, StepLoad, lora_load
 
 
@@ -51,6 +52,7 @@ class AdaptiveBatcher:
     steps_to_come: StepsToCome
     mean_context: float = 512.0
     hysteresis: float = 1.02
+    least_own_share: float = 0.8
     may_mix: bool = True
     may_merge: bool = True
 
@@ -67,19 +69,19 @@ class AdaptiveBatcher:
 
     def _candidates(self, view: BatchView, types: NDArray[np.int32]) -> list[Candidate]:
         """The present state's own continuations first: ties keep it."""
-        order = _preference(view)
-        unmerged = Candidate("unmerged", None, order[: view.max_batch_rows])
-        wanted = _most_wanted(types) if self.may_merge else None
+        in_turn = np.arange(min(len(types), view.max_batch_rows))
+        unmerged = Candidate("unmerged", None, in_turn)
+        if len(types) == 0:
+            return [unmerged]
+        wanted = _most_wanted(types[in_turn]) if self.may_merge else None
         merged = [a for a in (view.merged_adapter, wanted) if a is not None]
         found: list[Candidate] = []
         for adapter in dict.fromkeys(merged):
-            own = order[types[order] == adapter]
-            others = order[types[order] != adapter]
-            if len(own):
-                found.append(Candidate("merged", adapter, own[: view.max_batch_rows]))
-            if self.may_mix and len(others):
-                mixed = np.concatenate([own, others])[: view.max_batch_rows]
-                found.append(Candidate("mixture", adapter, mixed))
+            is_own = types[in_turn] == adapter
+            if self.may_mix and is_own.any() and not is_own.all():
+                found.append(Candidate("mixture", adapter, in_turn))
+            if is_own.mean() >= self.least_own_share:
+                found.append(Candidate("merged", adapter, np.flatnonzero(types == adapter)[: view.max_batch_rows]))
         return [unmerged, *found] if view.merged_adapter is None else [*found, unmerged]
 
     def _rows_per_s(self, candidate: Candidate, types: NDArray[np.int32], merged_now: int | None) -> float:
@@ -104,9 +106,3 @@ class AdaptiveBatcher:
 def _most_wanted(types: NDArray[np.int32]) -> int | None:
     counts = np.bincount(types[types >= 0]) if (types >= 0).any() else np.zeros(0, np.int64)
     return int(np.argmax(counts)) if len(counts) else None
-
-
-def _preference(view: BatchView) -> NDArray[np.int64]:
-    """Positions of all rows: running ones first (their memory is taken), then by adapter cluster."""
-    waiting = clustered_order(view.running_adapter, view.waiting_adapter)
-    return np.concatenate([np.arange(len(view.running_adapter)), len(view.running_adapter) + waiting])

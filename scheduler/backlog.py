@@ -1,8 +1,9 @@
 """Shards that no replica has opened yet, and which of them a replica should open next.
 
-Affinity: a replica goes on with the waves it has open (their adapters are resident) before it starts
-another. A new wave is the one with the most pending work per replica already on it, so replicas spread over
-the adapters first and help each other later. Within a wave the plan's order holds: longest first.
+Rows that will run longest must not start last, so waves are ranked by the predicted length of their next rows, by
+powers of two. Among equals, affinity: a replica goes on with the waves it has open (their adapters are resident)
+before it starts another, and a new wave is the one with the most pending work per replica already on it, so replicas
+spread over the adapters first and help each other later. Within a wave the plan's order holds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Backlog:
         self._pending: list[list[int]] = [[] for _ in waves]
         self._pending_work = np.zeros(len(waves))
         self._num_servers = np.zeros(len(waves))
+        self._length_class = np.full(len(waves), -1.0)
+        self._all_work = 1.0 + sum(_work(shard) for shard in shards)
         self._num_rows = self._num_shards = 0
         # replica -> wave number -> shards of that wave open there; empty entries are removed.
         self._open: defaultdict[str, Counter[int]] = defaultdict(Counter)
@@ -53,14 +56,15 @@ class Backlog:
 
     def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
         """Remove and return the shard this replica should open next; None when none is allowed."""
-        score = np.where(self._pending_work > 0, self._pending_work / (1 + self._num_servers), -1.0)
-        own = sorted(self._open.get(replica_id, ()), key=lambda wave: (-score[wave], wave))
-        found = self._first_allowed(own, is_allowed)
-        if found is None and self._num_shards:
-            best = int(np.argmax(score))
-            found = self._first_allowed([best], is_allowed)
-            if found is None:
-                found = self._first_allowed(np.argsort(-score, kind="stable").tolist(), is_allowed)
+        if not self._num_shards:
+            return None
+        # Below 0.5, so that affinity outweighs it; both stay below one length class.
+        score = self._length_class + 0.5 * self._pending_work / (1 + self._num_servers) / self._all_work
+        own = [wave for wave in self._open.get(replica_id, ()) if self._pending[wave]]
+        score[own] += 0.5
+        found = self._first_allowed([int(np.argmax(score))], is_allowed)
+        if found is None:
+            found = self._first_allowed(np.argsort(-score, kind="stable").tolist(), is_allowed)
         if found is not None:
             self.discard(found)
         return found
@@ -87,6 +91,7 @@ class Backlog:
         self._num_rows -= _engine_rows(self._shards[shard_id])
         self._num_shards -= 1
         self._pending_work[wave] = self._pending_work[wave] - _work(self._shards[shard_id]) if pending else 0.0
+        self._classify(wave)
 
     def opened(self, shard_id: int, replica_id: str) -> None:
         """A shard is open on a replica."""
@@ -108,6 +113,15 @@ class Backlog:
         self._num_rows += _engine_rows(shard)
         self._num_shards += 1
         self._pending_work[wave] += _work(shard)
+        self._classify(wave)
+
+    def _classify(self, wave: int) -> None:
+        """Class of the wave's next shard: the power of two of its rows' mean predicted length; -1 without one."""
+        if not self._pending[wave]:
+            self._length_class[wave] = -1.0
+            return
+        shard = self._shards[self._pending[wave][-1]]
+        self._length_class[wave] = np.floor(np.log2(max(1.0, shard.predicted_output_tokens / shard.num_rows)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the failing sum, when the totals contradict the lists."""

@@ -67,17 +67,15 @@ DLORA_A800_LLAMA_2_7B = CostModel(
     storage_bytes_per_s=1e9,
 )
 
-# LoRAServe: Llama-7B on four A100 (TP 4), S-LoRA's kernels, which run at the largest rank present. Figure 3:
-# a
-# prompt of 2,000 tokens takes 2.7 times longer at rank 128 than at rank 8, so rank_token_s is 0.016 of the
-# base
+# LoRAServe: Llama-7B on four A100 (TP 4), S-LoRA's kernels, which run at the largest rank present. Figure 3: a
+# prompt of 2,000 tokens takes 2.7 times longer at rank 128 than at rank 8, so rank_token_s is 0.016 of the base
 # cost of a token; figure 14: loads from a peer cost about what loads from the host do.
 LORASERVE_A100_LLAMA_7B = CostModel(
-    step_s=0.020,
+    step_s=0.008,
     prefill_token_s=6.0e-5,
     decode_row_s=6.0e-5,
-    context_token_s=1e-7,
-    lora_step_s=0.002,
+    context_token_s=6.5e-8,
+    lora_step_s=0.001,
     adapter_s=0.0,
     rank_s=0.0,
     rank_token_s=0.016 * 6.0e-5,

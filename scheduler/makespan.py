@@ -14,61 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pulp
 from numpy.typing import NDArray
 
+from .makespan_model import MakespanModel
+from .placement_problem import PlacementProblem
 from .solver import solve
 
 Method = Literal["optimal", "improved by solver", "greedy", "greedy (solver found nothing)"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacementProblem:
-    """What is to be placed. `adapters_of`: per shard, the adapters it needs. `speed`: 1.0 is the cost
-    model's.
-    """
-
-    shard_s: NDArray[np.float64]
-    adapters_of: tuple[tuple[int, ...], ...]
-    load_s: NDArray[np.float64]
-    speed: NDArray[np.float64]
-
-    @property
-    def num_shards(self) -> int:
-        """Shards to place."""
-        return len(self.shard_s)
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas to place them on."""
-        return len(self.speed)
-
-    def end_s(self, shards: NDArray[np.int64], replica: int) -> float:
-        """When a replica ends that runs these shards."""
-        needed = {adapter for shard in shards for adapter in self.adapters_of[shard]}
-        loads = sum(float(self.load_s[adapter]) for adapter in sorted(needed))
-        return float(self.shard_s[shards].sum() / self.speed[replica]) + loads
-
-    def finish_s(self, replica_of: NDArray[np.int64]) -> NDArray[np.float64]:
-        """`[num_replicas]`: when each replica ends under a placement."""
-        return np.array(
-            [self.end_s(np.flatnonzero(replica_of == replica), replica) for replica in range(self.num_replicas)]
-        )
-
-    def lower_bound_s(self) -> float:
-        """No placement ends sooner: all work and one load of each adapter, spread evenly; or the largest
-        shard.
-        """
-        if self.num_shards == 0:
-            return 0.0
-        used = sorted({adapter for adapters in self.adapters_of for adapter in adapters})
-        # A fast replica loads no faster; a load costs least where it keeps least speed waiting.
-        even = (self.shard_s.sum() + self.load_s[used].sum() * self.speed.min()) / self.speed.sum()
-        alone = [
-            seconds / self.speed.max() + self.load_s[list(adapters)].sum()
-            for seconds, adapters in zip(self.shard_s, self.adapters_of, strict=True)
-        ]
-        return float(max(even, *alone))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +44,10 @@ def place_shards(
     """Greedy, then local search; then the exact model, unless the gap is good or the model is too large for
     it.
     """
-    replica_of = improve(problem, place_greedily(problem))
+    starts = [place_greedily(problem), place_by_adapter(problem)]
+    replica_of = min(
+        (improve(problem, start) for start in starts), key=lambda found: problem.finish_s(found).max(initial=0.0)
+    )
     bound_s = problem.lower_bound_s()
     greedy = _described(problem, replica_of, bound_s, "greedy")
     if greedy.gap <= good_gap or problem.num_shards * problem.num_replicas > max_variables:
@@ -128,11 +83,55 @@ def place_greedily(problem: PlacementProblem) -> NDArray[np.int64]:
     return replica_of
 
 
+def place_by_adapter(problem: PlacementProblem) -> NDArray[np.int64]:
+    """Fill one replica after the other with shards in order of their adapters, up to the least common end that works.
+
+    Each adapter is then on as few replicas as its work needs; what the others cannot hold falls to the last replica.
+    """
+    work_of = problem.work_of_adapters()
+    # Heavy adapters first; within one, long shards first.
+    heaviest = [max(adapters, key=lambda a: (work_of[a], -a), default=-1) for adapters in problem.adapters_of]
+    weight = np.array([work_of[a] if a >= 0 else 0.0 for a in heaviest])
+    order = np.lexsort((-problem.shard_s, np.array(heaviest, dtype=np.int64), -weight))
+    low = problem.lower_bound_s()
+    high = 2 * low
+    best, best_s = np.zeros(problem.num_shards, np.int64), float("inf")
+    for _ in range(24):
+        middle = (low + high) / 2
+        filled = _fill(problem, order, middle)
+        filled_s = float(problem.finish_s(filled).max(initial=0.0))
+        if filled_s < best_s:
+            best, best_s = filled, filled_s
+        low, high = (low, middle) if filled_s <= middle * (1 + 1e-12) else (middle, high)
+    return best
+
+
+def _fill(problem: PlacementProblem, order: NDArray[np.int64], end_s: float) -> NDArray[np.int64]:
+    """Shards in order, to the next replica whenever one would end after `end_s`."""
+    replica_of = np.zeros(problem.num_shards, np.int64)
+    replica, end, present = 0, 0.0, set[int]()
+    for shard in order:
+        needed = set(problem.adapters_of[shard])
+        added = _added_s(problem, shard, needed - present, replica)
+        if end + added > end_s * (1 + 1e-12) and replica + 1 < problem.num_replicas:
+            replica, end, present = replica + 1, 0.0, set()
+            added = _added_s(problem, shard, needed, replica)
+        replica_of[shard] = replica
+        end += added
+        present |= needed
+    return replica_of
+
+
+def _added_s(problem: PlacementProblem, shard: int, missing: set[int], replica: int) -> float:
+    loads = sum(float(problem.load_s[adapter]) for adapter in sorted(missing))
+    return float(problem.shard_s[shard] / problem.speed[replica]) + loads
+
+
 def improve(problem: PlacementProblem, replica_of: NDArray[np.int64], max_moves: int = 200) -> NDArray[np.int64]:
     """Local search: while the last replica's end can be lowered by moving one of its shards or swapping it,
     do.
 
-    At most `max_moves` changes; each looks at the last replica's shards against the three that end first.
+    At most `max_moves` changes; each looks at the last replica's shards against the eight that end first.
     """
     current = replica_of.copy()
     finish = problem.finish_s(current)
@@ -148,7 +147,7 @@ def _better_neighbour(
     problem: PlacementProblem, current: NDArray[np.int64], finish: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
     last = int(np.argmax(finish))
-    for first in np.argsort(finish, kind="stable")[:3]:
+    for first in np.argsort(finish, kind="stable")[:8]:
         if first == last:
             continue
         for mine, theirs in _exchanges(problem, current, finish, last, int(first)):
@@ -167,7 +166,7 @@ def _better_neighbour(
 def _exchanges(
     problem: PlacementProblem, current: NDArray[np.int64], finish: NDArray[np.float64], last: int, first: int
 ) -> list[tuple[int, int | None]]:
-    """Moves and swaps whose change in work comes nearest to evening out the two replicas; at most 16."""
+    """Moves and swaps whose change in work comes nearest to evening out the two replicas; at most 32."""
     wanted = (finish[last] - finish[first]) / 2
     mine, theirs = np.flatnonzero(current == last), np.flatnonzero(current == first)
     moved = problem.shard_s[mine]
@@ -176,59 +175,8 @@ def _exchanges(
     ]
     if len(theirs):
         change = moved[:, None] - problem.shard_s[theirs][None, :]
-        for flat in np.argsort(abs(change - wanted), axis=None, kind="stable")[:16]:
+        for flat in np.argsort(abs(change - wanted), axis=None, kind="stable")[:32]:
             row, column = divmod(int(flat), len(theirs))
             exchanges.append((abs(float(change[row, column]) - wanted), int(mine[row]), int(theirs[column])))
     exchanges.sort(key=lambda e: (e[0], e[1], -1 if e[2] is None else e[2]))
-    return [(mine_id, theirs_id) for _, mine_id, theirs_id in exchanges[:16]]
-
-
-class MakespanModel:
-    """The exact model: variables, constraints (one method each), objective, decode."""
-
-    def __init__(self, problem: PlacementProblem) -> None:
-        self._given = problem
-        self.problem = pulp.LpProblem("makespan", pulp.LpMinimize)
-        shards, replicas = range(problem.num_shards), range(problem.num_replicas)
-        self._used = sorted({a for adapters in problem.adapters_of for a in adapters})
-        self.runs_on = self.problem.add_variable_dicts("runs_on", (shards, replicas), cat=pulp.LpBinary)
-        self.is_resident = self.problem.add_variable_dicts("is_resident", (self._used, replicas), 0, 1)
-        self.makespan = self.problem.add_variable("makespan", lowBound=problem.lower_bound_s())
-        self.problem += self.makespan
-        self._every_shard_runs_once()
-        self._adapters_are_loaded_where_needed()
-        self._no_replica_ends_later_than_the_makespan()
-        self._equal_replicas_are_ordered()
-
-    def _every_shard_runs_once(self) -> None:
-        for shard, on in self.runs_on.items():
-            self.problem += pulp.lpSum(on.values()) == 1, f"shard_{shard}_runs_once"
-
-    def _adapters_are_loaded_where_needed(self) -> None:
-        for shard, adapters in enumerate(self._given.adapters_of):
-            for adapter in adapters:
-                for replica, runs in self.runs_on[shard].items():
-                    name = f"shard_{shard}_needs_{adapter}_on_{replica}"
-                    self.problem += self.is_resident[adapter][replica] >= runs, name
-
-    def _no_replica_ends_later_than_the_makespan(self) -> None:
-        given = self._given
-        for replica in range(given.num_replicas):
-            work = pulp.lpSum(
-                float(given.shard_s[shard] / given.speed[replica]) * on[replica] for shard, on in self.runs_on.items()
-            )
-            loads = pulp.lpSum(
-                float(given.load_s[adapter]) * self.is_resident[adapter][replica] for adapter in self._used
-            )
-            self.problem += work + loads <= self.makespan, f"replica_{replica}_ends_in_time"
-
-    def _equal_replicas_are_ordered(self) -> None:
-        """Without loss the longest shard runs on the first of the replicas that are all alike."""
-        if np.ptp(self._given.speed) == 0:
-            longest = int(np.argmax(self._given.shard_s))
-            self.problem += self.runs_on[longest][0] == 1, "longest_shard_first"
-
-    def decode(self) -> NDArray[np.int64]:
-        """`[num_shards]`: the replica of each shard."""
-        chosen = [max(on, key=lambda r: on[r].value() or 0.0) for on in self.runs_on.values()]
-        return np.asarray(chosen, dtype=np.int64)
+    return [(mine_id, theirs_id) for _, mine_id, theirs_id in exchanges[:32]]

@@ -159,7 +159,8 @@ class ServingSimulation:
         assert self._replan is not None, "replan_every_s without a replan"
         every = self._settings.replan_every_s or 1.0
         arrived = (self._release <= now) & (self._release > now - every) & (self._workload.adapter_index >= 0)
-        tokens = self._workload.prompt_tokens[arrived] + self._workload.max_tokens[arrived]
+        assert self._workload.output_tokens is not None
+        tokens = self._workload.prompt_tokens[arrived] + self._workload.output_tokens[arrived]
         adapters = self._workload.adapter_index[arrived]
         self._history.append(np.bincount(adapters, weights=tokens, minlength=len(self._load_s)) / every)
         self._dispatcher = self._replan(np.array(self._history))

@@ -111,7 +111,7 @@ class SimulatedReplica:
             # Paused rows hold the memory that the policy wants for others: let them finish.
             serve = np.ones(len(self.running), bool)
         overhead_s = self._switch(plan.merged_adapter) + self._load(np.concatenate([self.running[serve], admitted]))
-        is_served = self._join(serve, admitted)
+        is_served = self._join(serve, plan.admit[: len(admitted)])
         passes = self._passes(plan, is_served, len(admitted), now_s, until_s)
         return self._advance(now_s, overhead_s, is_served, len(admitted), passes)
 
@@ -158,11 +158,14 @@ class SimulatedReplica:
         timeline.peak_adapters[self.number] = max(timeline.peak_adapters[self.number], len(self._last_use))
         return seconds
 
-    def _join(self, serve: NDArray[np.bool_], admitted: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Admitted rows become running ones at the end; returns who takes part, `[num_running]`."""
-        if len(admitted) == 0:
+    def _join(self, serve: NDArray[np.bool_], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Waiting rows at these positions become the last running ones; returns who takes part, `[num_running]`."""
+        if len(positions) == 0:
             return serve
-        self.waiting = self.waiting[~np.isin(self.waiting, admitted)]
+        admitted = self.waiting[positions]
+        stays = np.ones(len(self.waiting), dtype=bool)
+        stays[positions] = False
+        self.waiting = self.waiting[stays]
         self.running = np.concatenate([self.running, admitted])
         self._remaining = np.concatenate([self._remaining, np.maximum(1, self._output[admitted])])
         self._context = np.concatenate([self._context, self._workload.prompt_tokens[admitted]])

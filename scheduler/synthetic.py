@@ -76,16 +76,16 @@ def make_workload(
     prompt_tokens: NDArray[np.int32],
     output_tokens: NDArray[np.int32],
     *,
-    max_tokens: int | None = None,
+    max_tokens: int | NDArray[np.int32] | None = None,
     release_s: NDArray[np.float64] | None = None,
 ) -> Workload:
-    """A workload from its columns; `max_tokens` defaults to the longest output."""
+    """A workload from its columns; `max_tokens` (of all rows, or of each) defaults to the longest output."""
     limit = max(1, int(output_tokens.max(initial=1))) if max_tokens is None else max_tokens
     return Workload(
         adapters=adapters,
         adapter_index=adapter_index,
         prompt_tokens=prompt_tokens,
-        max_tokens=np.full(len(adapter_index), limit, np.int32),
+        max_tokens=np.broadcast_to(np.asarray(limit, np.int32), adapter_index.shape).copy(),
         prefix_hash=np.zeros(len(adapter_index), np.uint64),
         release_s=release_s,
         output_tokens=np.minimum(output_tokens, limit).astype(np.int32),

@@ -1,0 +1,171 @@
+"""How good and how fast the decisions are: placement gap and regret, migration at K = 8, and the scheduler at scale."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from lorabatch.scheduler.batching import ClusteredBatcher
+from lorabatch.scheduler.commands import Command
+from lorabatch.scheduler.events import Event
+from lorabatch.scheduler.machines import H200_LLAMA_3_8B
+from lorabatch.scheduler.makespan import place_shards
+from lorabatch.scheduler.migration import ReplicaLoad, RowGroup, plan_migration
+from lorabatch.scheduler.placement_problem import PlacementProblem
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulator import Cluster, JobSimulation
+from lorabatch.scheduler.synthetic import draw_adapters, draw_lengths, make_adapters, make_workload, power_popularity
+from lorabatch.scheduler.timeline import Timeline
+from lorabatch.scheduler.waves import ShardPlan, plan_shards
+from lorabatch.scheduler.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
+    """One size: rows, adapters, replicas; seconds to plan and to simulate; microseconds per scheduler event."""
+
+    num_rows: int
+    num_adapters: int
+    num_replicas: int
+    plan_s: float
+    simulate_s: float
+    num_events: int
+    mean_event_us: float
+    longest_event_ms: float
+
+
+class TimedScheduler:
+    """The scheduler with a stopwatch round it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.num_events, self.total_s, self.longest_s = 0, 0.0, 0.0
+
+    def handle(self, event: Event) -> list[Command]:
+        """See `Scheduler.handle`."""
+        start = time.perf_counter()
+        commands = self._scheduler.handle(event)
+        taken = time.perf_counter() - start
+        self.num_events += 1
+        self.total_s += taken
+        self.longest_s = max(self.longest_s, taken)
+        return commands
+
+
+def scale_row(num_rows: int, num_adapters: int, num_replicas: int) -> ScaleRow:
+    """Plan and simulate a Zipf job of this size on coarse replicas (16 passes at once)."""
+    workload = _zipf_job(num_rows, num_adapters)
+    start = time.perf_counter()
+    plan = plan_shards(workload, batch_rows=256, num_replicas=num_replicas)
+    plan_s = time.perf_counter() - start
+    start = time.perf_counter()
+    scheduler = _simulate(workload, plan, num_replicas)
+    simulate_s = time.perf_counter() - start
+    return ScaleRow(
+        num_rows,
+        num_adapters,
+        num_replicas,
+        plan_s,
+        simulate_s,
+        scheduler.num_events,
+        1e6 * scheduler.total_s / scheduler.num_events,
+        1e3 * scheduler.longest_s,
+    )
+
+
+def _zipf_job(num_rows: int, num_adapters: int) -> Workload:
+    generator = np.random.default_rng(0)
+    return make_workload(
+        make_adapters(generator.choice([8, 16, 32, 64, 128], num_adapters).tolist()),
+        draw_adapters(generator, num_rows, power_popularity(num_adapters, 1.0)),
+        draw_lengths(generator, num_rows, 200, 0.8, 2000),
+        draw_lengths(generator, num_rows, 100, 0.8, 500),
+    )
+
+
+def _simulate(workload: Workload, plan: ShardPlan, num_replicas: int) -> TimedScheduler:
+    settings = ReplicaSettings(max_batch_rows=256, max_step_tokens=8192, leap_steps=16, is_coarse=True, look_ahead=1024)
+    timeline = Timeline.empty(workload.num_rows, num_replicas)
+    replicas = [
+        SimulatedReplica(i, workload, H200_LLAMA_3_8B, ClusteredBatcher(), settings, timeline)
+        for i in range(num_replicas)
+    ]
+    scheduler = TimedScheduler(Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=num_replicas)))
+    cluster = Cluster((0.0,) * num_replicas, progress_s=2.0)
+    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, settings).run()
+    assert outcome.failure is None, outcome.failure
+    return scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementQuality:
+    """Regret against brute force over small instances, and the gap on 10,000 Zipf rows, all as shares."""
+
+    worst_regret: float
+    mean_regret: float
+    zipf_gap: float
+    zipf_s: float
+
+
+def placement_quality(num_instances: int = 60) -> PlacementQuality:
+    """At most 7 shards on 2 or 3 replicas, and 10,000 rows over 100 adapters on 16."""
+    regrets = []
+    for seed in range(num_instances):
+        problem = _small_problem(seed)
+        best = min(
+            float(problem.finish_s(np.array(choice)).max())
+            for choice in product(range(problem.num_replicas), repeat=problem.num_shards)
+        )
+        regrets.append(place_shards(problem).makespan_s / best - 1.0)
+    start = time.perf_counter()
+    gap = place_shards(_zipf_problem()).gap
+    return PlacementQuality(max(regrets), float(np.mean(regrets)), gap, time.perf_counter() - start)
+
+
+def _small_problem(seed: int) -> PlacementProblem:
+    generator = np.random.default_rng(seed)
+    num_shards, num_adapters = int(generator.integers(2, 8)), int(generator.integers(1, 4))
+    return PlacementProblem(
+        generator.integers(1, 20, num_shards).astype(float),
+        tuple((int(a),) for a in generator.integers(0, num_adapters, num_shards)),
+        generator.integers(0, 6, num_adapters).astype(float),
+        np.ones(int(generator.integers(2, 4))),
+    )
+
+
+def _zipf_problem() -> PlacementProblem:
+    """Shards of the real planner, seconds from the cost model, one load per adapter and replica."""
+    workload = _zipf_job(10_000, 100)
+    plan = plan_shards(workload, batch_rows=64, num_replicas=16)
+    number = {adapter.name: i for i, adapter in enumerate(workload.adapters)}
+    seconds = H200_LLAMA_3_8B.row_seconds(workload.prompt_tokens, workload.max_tokens / 2, batch_rows=64)
+    return PlacementProblem(
+        np.array([seconds[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards]),
+        tuple(tuple(number[name] for name in shard.adapters) for shard in plan.shards),
+        np.array([H200_LLAMA_3_8B.load_seconds(a.weight_bytes, "storage") for a in workload.adapters]),
+        np.ones(16),
+    )
+
+
+def migration_decision_ms(num_decisions: int = 10) -> tuple[float, float]:
+    """(median, longest) milliseconds of one co-migration decision at K = 8: 32 replicas, 32 adapters."""
+    taken = []
+    for seed in range(num_decisions):
+        replicas = _unbalanced(seed)
+        start = time.perf_counter()
+        plan_migration(replicas, {})
+        taken.append(1e3 * (time.perf_counter() - start))
+    return float(np.median(taken)), max(taken)
+
+
+def _unbalanced(seed: int) -> list[ReplicaLoad]:
+    generator = np.random.default_rng(seed)
+    replicas = []
+    for number in range(32):
+        held = [f"a{k}" for k in sorted(generator.choice(32, 3, replace=False).tolist())]
+        groups = tuple(RowGroup(name, int(generator.integers(1, 40) * (1 + 3 * (number % 2))), 0.1) for name in held)
+        replicas.append(ReplicaLoad(f"r{number:02}", groups, frozenset(held)))
+    return replicas

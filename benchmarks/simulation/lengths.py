@@ -1,0 +1,44 @@
+"""Prompt and output lengths: from the Azure public trace when its file is given, drawn from a seed otherwise."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from lorabatch.scheduler.synthetic import draw_lengths
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """Pairs to draw from, int32 `[num_pairs]` each. `source`: what the report says about them."""
+
+    prompt_tokens: NDArray[np.int32]
+    output_tokens: NDArray[np.int32]
+    source: str
+
+    def draw(
+        self, generator: np.random.Generator, num_rows: int, *, scale: float = 1.0, most: int = 2000
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """`num_rows` pairs with replacement; lengths times `scale`, between 1 and `most`."""
+        chosen = generator.integers(0, len(self.prompt_tokens), num_rows)
+        prompt, output = (np.rint(scale * column[chosen]) for column in (self.prompt_tokens, self.output_tokens))
+        return np.clip(prompt, 1, most).astype(np.int32), np.clip(output, 1, most).astype(np.int32)
+
+
+def read_trace(path: Path) -> Lengths:
+    """`AzureLLMInferenceTrace_*.csv`: columns ContextTokens and GeneratedTokens."""
+    with path.open(newline="", encoding="utf-8") as lines:
+        pairs = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines)]
+    prompt, output = np.array(pairs, dtype=np.int32).T
+    return Lengths(prompt, output, f"the lengths of {path.name} ({len(pairs)} requests, Azure public data set, 2023)")
+
+
+def synthetic_lengths() -> Lengths:
+    """Log-normal pairs with medians and spread like a conversation trace's."""
+    generator = np.random.default_rng(7)
+    prompt = draw_lengths(generator, 20_000, 600, 1.0, 4000)
+    output = draw_lengths(generator, 20_000, 130, 0.8, 1000)
+    return Lengths(prompt, output, "log-normal lengths (prompt median 600, output median 130)")

@@ -1,0 +1,143 @@
+"""Write `docs/simulation.md` and its pictures from what was measured."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .decisions import PlacementQuality, ScaleRow
+from .figure import Figure
+from .offline import Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Everything one run of the command measured."""
+
+    lengths_source: str
+    figures: Sequence[Figure]
+    comparisons: Sequence[Comparison]
+    offline_rows: int
+    placement: PlacementQuality
+    migration_ms: tuple[float, float]
+    scale: Sequence[ScaleRow]
+    command: str
+
+
+def write_report(results: Results, folder: Path) -> Path:
+    """`folder/simulation.md`, pictures under `folder/simulation/`. Returns the file."""
+    pictures = folder / "simulation"
+    pictures.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "# Simulation",
+        "",
+        "The scheduler's own code on simulated replicas: the papers' comparisons repeated, and what this project adds.",
+        f"Lengths: {results.lengths_source}. Everything but the timings repeats exactly from its seeds.",
+        "",
+        f"Made by `{results.command}` with Python {platform.python_version()}.",
+        "",
+        *_papers(results.figures),
+        *_offline(results.comparisons, results.offline_rows),
+        *_decisions(results),
+        "## The figures",
+        "",
+    ]
+    for figure in results.figures:
+        names = figure.plot(pictures)
+        lines += [f"### {figure.name}: {figure.title}", "", figure.note, ""]
+        lines += [f"![{figure.title}](simulation/{name})" for name in names] + [""]
+        lines += _numbers(figure)
+    path = folder / "simulation.md"
+    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return path
+
+
+def _papers(figures: Sequence[Figure]) -> list[str]:
+    lines = [
+        "## The papers' comparisons",
+        "",
+        "`ratio`: the largest over the points of a figure, of the worse policy over the better one. `ordering`: is the",
+        "paper's better policy at least as good (within 2 %) on every point? Where it is not, the figure's own section",
+        "says what differs.",
+        "",
+        "| figure | better | worse | measure | paper's ratio | ours | ordering |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for figure in figures:
+        for claim in figure.claims:
+            paper = f"up to {claim.paper_ratio:g}" if claim.paper_ratio else "ordering only"
+            ours = f"{figure.ratio(claim):.2f}"
+            columns = (figure.name, claim.better, claim.worse, claim.metric, paper, ours, figure.agreement(claim))
+            lines.append("| " + " | ".join(columns) + " |")
+    return [*lines, ""]
+
+
+def _offline(comparisons: Sequence[Comparison], num_rows: int) -> list[str]:
+    others = [name for name in comparisons[0].makespan_s if name != "planner"]
+    lines = [
+        "## Offline jobs: the planner against online policies",
+        "",
+        f"{num_rows} rows, 4 replicas (H200, Llama-3-8B cost model), all rows there at the start. Seconds, and in",
+        "brackets how many times the planner's; means over three seeds.",
+        "",
+        "| job | planner | " + " | ".join(others) + " | passes merged |",
+        "|---|---|" + "---|" * len(others) + "---|",
+    ]
+    for found in comparisons:
+        planned = found.makespan_s["planner"]
+        cells = [f"{found.makespan_s[name]:.1f} ({found.makespan_s[name] / planned:.2f})" for name in others]
+        lines.append(f"| {found.job} | {planned:.1f} | {' | '.join(cells)} | {found.merged_share:.0%} |")
+    worst = min(
+        (found.makespan_s[name] / found.makespan_s["planner"], name, found.job)
+        for found in comparisons
+        for name in others
+    )
+    return [
+        *lines,
+        "",
+        f"The planner's worst case: {worst[0]:.3f} against {worst[1]} on “{worst[2]}”. Output lengths are unknown to "
+        "every policy; what remains at the end of a job is the last long row.",
+        "",
+    ]
+
+
+def _decisions(results: Results) -> list[str]:
+    placement, (median_ms, longest_ms) = results.placement, results.migration_ms
+    lines = [
+        "## Decisions",
+        "",
+        f"- Placement against brute force on small instances: {placement.worst_regret:.1%} worse at most, "
+        f"{placement.mean_regret:.2%} on average.",
+        f"- Optimality gap on 10,000 Zipf rows over 100 adapters and 16 replicas: {placement.zipf_gap:.2%} "
+        f"(found in {placement.zipf_s:.1f} s).",
+        f"- Co-migration at K = 8 (32 replicas, 32 adapters): {median_ms:.0f} ms median, {longest_ms:.0f} ms at most, "
+        "starting the solver's process included.",
+        "",
+        "| rows | adapters | replicas | plan, s | simulate, s | events | per event, µs | longest, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.num_rows:,} | {row.num_adapters:,} | {row.num_replicas:,} | {row.plan_s:.1f} | "
+        f"{row.simulate_s:.0f} | {row.num_events:,} | {row.mean_event_us:.0f} | {row.longest_event_ms:.0f} |"
+        for row in results.scale
+    ]
+    return [*lines, ""]
+
+
+def _numbers(figure: Figure) -> list[str]:
+    lines: list[str] = []
+    for metric, of_policy in figure.values.items():
+        lines += [
+            f"{metric}:",
+            "",
+            f"| {figure.x_label} | " + " | ".join(f"{point:.3g}" for point in figure.points) + " |",
+            "|---|" + "---|" * len(figure.points),
+        ]
+        lines += [
+            f"| {policy} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |"
+            for policy, numbers in of_policy.items()
+        ]
+        lines.append("")
+    return lines

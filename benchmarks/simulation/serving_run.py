@@ -1,0 +1,67 @@
+"""One serving run from a workload and named policies, and the search for the rate a policy can sustain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from lorabatch.scheduler.batching import Batcher
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.dispatch import Dispatcher
+from lorabatch.scheduler.metrics import ServingMetrics, serving_metrics
+from lorabatch.scheduler.migration import MigrationSettings
+from lorabatch.scheduler.serving import Replan, ServingSettings, ServingSimulation
+from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.timeline import Timeline
+from lorabatch.scheduler.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How replicas batch and where requests go. Builders, because both keep state during a run."""
+
+    name: str
+    make_batcher: Callable[[], Batcher]
+    make_dispatcher: Callable[[], Dispatcher]
+    migrate_every_s: float | None = None
+    replan: Replan | None = None
+    replan_every_s: float | None = None
+
+
+def serve(
+    workload: Workload, policy: Policy, cost: CostModel, settings: ReplicaSettings, num_replicas: int
+) -> tuple[ServingMetrics, Timeline]:
+    """Run to the end; a run with arrivals is cut off at twenty times their span."""
+    assert workload.release_s is not None
+    timeline = Timeline.empty(workload.num_rows, num_replicas)
+    replicas = [
+        SimulatedReplica(i, workload, cost, policy.make_batcher(), settings, timeline) for i in range(num_replicas)
+    ]
+    span = float(workload.release_s.max())
+    serving = ServingSettings(
+        batch_rows=settings.max_batch_rows,
+        migrate_every_s=policy.migrate_every_s,
+        # Waiting rows have computed nothing yet, so moving them costs little and small imbalances are worth it.
+        migration=MigrationSettings(gamma=1.02, trigger=1.05, least_gain=0.01),
+        replan_every_s=policy.replan_every_s,
+        give_up_s=20 * span if span > 0 else float("inf"),
+    )
+    ServingSimulation(workload, replicas, policy.make_dispatcher(), cost, serving, policy.replan).run()
+    return serving_metrics(workload, timeline), timeline
+
+
+def at_rate(workload: Workload, factor: float) -> Workload:
+    """The same requests arriving `factor` times as fast."""
+    assert workload.release_s is not None
+    return replace(workload, release_s=workload.release_s / factor)
+
+
+def sustained_factor(is_within: Callable[[float], bool], *, low: float, high: float, rounds: int = 6) -> float:
+    """The largest rate factor that is still within the objective, by bisection on a logarithmic scale."""
+    if not is_within(low):
+        return low
+    for _ in range(rounds):
+        middle = float(np.sqrt(low * high))
+        low, high = (middle, high) if is_within(middle) else (low, middle)
+    return low
