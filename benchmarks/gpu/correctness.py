@@ -1,0 +1,44 @@
+"""First of all: is it right? Kernels against their twins, and a layer unmerged against the same layer merged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.merge import merge_weights
+from .kernel_cases import kernel_cases
+from .layer import DecodeLayer
+from .shapes import TINY
+
+# Error relative to the largest number: a few roundings. A layer passes through seven products and roundings.
+_KERNEL_LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_LAYER_LIMITS = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_RANKS = [1, 8, 20, 64]
+
+
+def check_all(dtypes: list[torch.dtype], device: torch.device) -> list[str]:
+    """What is wrong, as sentences; nothing when all is right."""
+    problems = []
+    for dtype in dtypes:
+        torch.manual_seed(0)
+        layer = DecodeLayer(TINY, batch=6, context=40, ranks=_RANKS, dtype=dtype, device=device, num_programs=1)
+        for case in kernel_cases(layer, _RANKS, context=40):
+            expected = case.twin()
+            problems += _problem(f"{case.name} in {dtype}", case.run(), expected, _KERNEL_LIMITS[dtype])
+        problems += _merged_equals_unmerged(dtype, device)
+    return problems
+
+
+def _merged_equals_unmerged(dtype: torch.dtype, device: torch.device) -> list[str]:
+    layer = DecodeLayer(TINY, batch=5, context=20, ranks=[20], dtype=dtype, device=device, num_programs=4)
+    x = torch.randn(5, TINY.hidden, device=device).to(dtype)
+    unmerged = layer.forward(x)
+    live, jobs = layer.merge_jobs(0)
+    merge_weights(jobs)
+    layer.without_lora(live)
+    return _problem(f"layer merged and unmerged in {dtype}", unmerged, layer.forward(x), _LAYER_LIMITS[dtype])
+
+
+def _problem(name: str, found: Tensor, expected: Tensor, limit: float) -> list[str]:
+    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-6))
+    return [] if error <= limit else [f"{name}: relative error {error:.2g}, allowed {limit:.2g}"]

@@ -1,0 +1,103 @@
+"""The device that is measured: what it is, what it can do at best, and how long a call takes on it."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Name part -> bytes per second of memory, dense bf16 operations per second, from the makers' data sheets.
+_PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12), "L40S": (0.864e12, 362e12)}
+_FLUSH_BYTES = 256 << 20  # several times an L2 cache
+_PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a floor is computed from."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def floor_s(self, num_bytes: float, flops: float) -> float:
+        """No kernel that moves `num_bytes` and computes `flops` can be faster."""
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+def peaks_of(name: str) -> Peaks | None:
+    """The data sheet's numbers for a device name, None for a device that is not listed."""
+    for part, numbers in _PEAKS.items():
+        if part in name:
+            return Peaks(*numbers)
+    return None
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Device, driver, versions and commit, for the result file."""
+    facts: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} (no GPU)",
+        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": _first_line(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "versions": {package: _version(package) for package in _PACKAGES},
+    }
+    return facts
+
+
+def median_s(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Median seconds of `call`. On a GPU it is captured once in a graph and replayed, as the engine does, with the
+    L2 cache overwritten before each replay, so that weights come from memory as they do between other layers."""
+    if device.type != "cuda":
+        return statistics.median(_wall_s(call) for _ in range(3))
+    call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return eager_median_s(graph.replay, device, repeats)
+
+
+def eager_median_s(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Median seconds on the GPU between two events around `call`, after two calls that are not counted."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    times: list[float] = []
+    for _ in range(repeats + 2):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(float(start.elapsed_time(end)) / 1e3)
+    return statistics.median(times[2:])
+
+
+def _wall_s(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _first_line(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.split("\n")[0].strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

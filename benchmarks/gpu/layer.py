@@ -1,0 +1,136 @@
+"""One decoder layer on the device, one decode step: base products by torch, everything else by the kernels.
+
+It is what the engine runs per layer in a decode graph, so a step is `num_layers` times it plus the head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...kernels.lora_gate_up import lora_gate_up
+from ...kernels.lora_qkv import HeadFinish, lora_qkv_
+from ...kernels.lora_residual import lora_residual_
+from ...kernels.lora_shrink import lora_shrink
+from ...kernels.lora_table import DOWN, GATE_UP, NUM_SITES, O_PROJ, QKV, LoraTable
+from ...kernels.merge import MergeJob, MergePair
+from ...kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
+from ...kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention
+from ...kernels.rms_norm.fused import add_rms_norm
+from ...kernels.segments import SegmentLimits, Segments, plan_segments
+from .adapters import random_table
+from .shapes import PAGE_TOKENS, ModelShape
+
+_EPS = 1e-5
+
+
+class DecodeLayer:
+    """Weights, pages and step metadata of one layer for `batch` rows of `context` tokens.
+
+    `ranks`: one adapter each, rows are dealt to them in turn; no ranks: the base model alone, without shrinks.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        batch: int,
+        context: int,
+        ranks: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_programs: int,
+    ) -> None:
+        self.shape, self.has_lora = shape, bool(ranks)
+        pages = -(-context // PAGE_TOKENS)
+        self.table = random_table(shape, ranks, batch * pages, dtype, device)
+        self.weights = [
+            torch.empty(sum(members), n, dtype=dtype, device=device).normal_(0, n**-0.5) for n, members in shape.sites
+        ]
+        self.norms = torch.ones(2, shape.hidden, dtype=dtype, device=device)
+        residents = np.arange(batch, dtype=np.int32) % len(ranks) if ranks else np.full(batch, -1, np.int32)
+        self.segments = _segments(self.table, residents, num_programs, device)
+        self.scratch = self.segments.allocate_scratch()
+        order = torch.randperm(batch * pages).to(torch.int32).view(batch, pages)
+        self.block_tables = order.to(device)
+        position = context - 1
+        slots = order[:, position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
+        angles = torch.rand(batch, shape.head_dim // 2, device=device)
+        self.finish = HeadFinish(angles.cos(), angles.sin(), slots.to(device))
+        self.work = _attention_work(shape, batch, position, device)
+        self.partials = Partials.allocate(self.work.limits.max_items, shape.num_heads, shape.head_dim, device)
+        self.rule = AttentionRule(shape.head_dim**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's answer for the residual stream `x` [batch, hidden], which is kept."""
+        x = x.clone()
+        h = add_rms_norm(x, None, self.norms[0], _EPS)
+        y = self._linear(h, QKV)
+        q = lora_qkv_(y, self.finish, self.shape.layout, self.table, self.segments, self.scratch, 0)
+        pool = self.table.pool
+        h = attend_pages(
+            q, pool, self.block_tables, self.work, self.partials, self.shape.layout, layer=0, rule=self.rule
+        )
+        y = self._linear(h, O_PROJ)
+        x = lora_residual_(y, x, None, self.table, self.segments, self.scratch, 0, O_PROJ)
+        h = add_rms_norm(x, None, self.norms[1], _EPS)
+        y = self._linear(h, GATE_UP)
+        h = lora_gate_up(y, None, "silu", self.table, self.segments, self.scratch, 0)
+        y = self._linear(h, DOWN)
+        return lora_residual_(y, x, None, self.table, self.segments, self.scratch, 0, DOWN)
+
+    def merge_jobs(self, resident: int) -> tuple[list[Tensor], list[MergeJob]]:
+        """Buffers for weights with one adapter merged in, and the jobs that fill them."""
+        live = [torch.empty_like(weight) for weight in self.weights]
+        jobs = []
+        for site, (base, merged) in enumerate(zip(self.weights, live, strict=True)):
+            for a, b, scale, columns in self._pairs(resident, site):
+                jobs.append(MergeJob(merged[columns], base[columns], (MergePair(a, b, scale),)))
+        return live, jobs
+
+    def without_lora(self, weights: list[Tensor]) -> None:
+        """Serve every row by `weights` alone from now on."""
+        self.weights, self.has_lora = weights, False
+        residents = np.full(len(self.finish.slots), -1, np.int32)
+        self.segments = _segments(self.table, residents, 1, self.scratch.device)
+
+    def _linear(self, h: Tensor, site: int) -> Tensor:
+        if self.has_lora:
+            lora_shrink(h, self.table, self.segments, self.scratch, 0, site)
+        return linear(h, self.weights[site])
+
+    def _pairs(self, resident: int, site: int) -> list[tuple[Tensor, Tensor, float, slice]]:
+        """A, B, scale and output rows of each linear layer of a site; chunks joined again."""
+        in_features = self.shape.sites[site][0]
+        first, count, _, _ = self.table.sites[resident, 0, site].tolist()
+        joined: dict[int, list[tuple[Tensor, Tensor, float, slice]]] = {}
+        for index in range(first, first + count):
+            a_at, b_at, rows, column, width = self.table.chunks[index].tolist()
+            a = self.table.pool[a_at : a_at + rows * in_features].view(rows, in_features)
+            b = self.table.pool[b_at : b_at + rows * width].view(rows, width)
+            columns = slice(column, column + width)
+            joined.setdefault(column, []).append((a, b, float(self.table.scales[index]), columns))
+        return [
+            (torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]).t().contiguous(), *pieces[0][2:])
+            for pieces in joined.values()
+        ]
+
+
+def _segments(table: LoraTable, residents: np.ndarray, num_programs: int, device: torch.device) -> Segments:
+    counts = table.sites[:, 0, :, 1].cpu().numpy().astype(np.int32)
+    batch = len(residents)
+    most = int(counts.max(initial=1)) * batch
+    limits = SegmentLimits(max_rows=batch, max_items=most, scratch_rows=max(most, 1) * NUM_SITES)
+    host = plan_segments(residents, np.full(batch, -1, np.int32), counts, limits, num_programs)
+    return Segments(limits, host.buffer.to(device))
+
+
+def _attention_work(shape: ModelShape, batch: int, position: int, device: torch.device) -> AttentionWork:
+    split_keys = 512
+    items = batch * (position // split_keys + 1)
+    tile_rows = max(16, 1 << (shape.num_heads // shape.num_kv_heads - 1).bit_length())
+    limits = WorkLimits(items, batch, tile_rows, split_keys)
+    spans = [Span(row, 1, position, row) for row in range(batch)]
+    host = plan_attention(spans, shape.num_heads // shape.num_kv_heads, limits)
+    return AttentionWork(limits, host.buffer.to(device))

@@ -1,0 +1,104 @@
+"""The measurements: kernels against floors, the layer matrix, merging, loading an adapter."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...kernels.launch import num_persistent_programs
+from ...kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
+from ...kernels.merge import merge_weights
+from .device import Peaks, eager_median_s, median_s
+from .kernel_cases import kernel_cases
+from .layer import DecodeLayer
+from .shapes import ModelShape
+
+MIXED = "mixed"
+_MIXED_RANKS = (8, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What the layer is measured over; combinations with more adapters than rows are left out."""
+
+    batches: tuple[int, ...] = (64, 128, 256, 512)
+    adapters: tuple[int, ...] = (1, 16, 64, 256)
+    ranks: tuple[int | str, ...] = (8, 16, 64, MIXED)
+    context: int = 1024
+
+
+def ranks_for(rank: int | str, count: int) -> list[int]:
+    """Ranks of `count` adapters: all equal, or 8, 16 and 64 in turn."""
+    return [_MIXED_RANKS[i % len(_MIXED_RANKS)] for i in range(count)] if rank == MIXED else [int(rank)] * count
+
+
+def measure_kernels(
+    shape: ModelShape, batch: int, num_adapters: int, context: int, peaks: Peaks, device: torch.device
+) -> list[dict[str, Any]]:
+    """One row per kernel: seconds, floor and the fraction of the floor's speed that is reached."""
+    ranks = ranks_for(16, num_adapters)
+    layer = _layer(shape, batch, context, ranks, device)
+    rows = []
+    for case in kernel_cases(layer, ranks, context):
+        seconds = median_s(case.run, device)
+        floor_s = peaks.floor_s(case.num_bytes, case.flops)
+        rows.append(
+            {"kernel": case.name, "us": seconds * 1e6, "floor_us": floor_s * 1e6, "fraction": floor_s / seconds}
+        )
+    return rows
+
+
+def measure_layer(shape: ModelShape, matrix: Matrix, device: torch.device) -> list[dict[str, Any]]:
+    """Decode of one layer: unmerged beside the base alone, per batch, number of adapters and rank."""
+    rows: list[dict[str, Any]] = []
+    for batch in matrix.batches:
+        base_s = _decode_s(shape, batch, matrix.context, [], device)
+        rows.append({"batch": batch, "adapters": 0, "rank": None, "us": base_s * 1e6, "of_base": 1.0})
+        for count, rank in itertools.product(matrix.adapters, matrix.ranks):
+            if count > batch:
+                continue
+            seconds = _decode_s(shape, batch, matrix.context, ranks_for(rank, count), device)
+            of_base = base_s / seconds
+            rows.append({"batch": batch, "adapters": count, "rank": rank, "us": seconds * 1e6, "of_base": of_base})
+    return rows
+
+
+def measure_switches(shape: ModelShape, peaks: Peaks, device: torch.device) -> dict[str, float]:
+    """Merging a rank-16 adapter into all linear layers, taking it out, and loading it from pinned memory."""
+    layer = _layer(shape, 1, 16, [16], device)
+    live, jobs = layer.merge_jobs(0)
+    # the same weights once per layer, in one launch: they are far larger than caches
+    merges = jobs * shape.num_layers
+    timer = eager_median_s if device.type == "cuda" else median_s  # its lists are made on the host: no graph
+    merge_s = timer(lambda: merge_weights(merges), device)
+
+    def restore() -> None:
+        for target, weight in zip(live, layer.weights, strict=True):
+            target.copy_(weight)
+
+    blob = torch.empty(shape.adapter_numbers(16), dtype=layer.table.pool.dtype)
+    blob = blob.pin_memory() if device.type == "cuda" else blob
+    target = torch.empty_like(blob, device=device)
+    floor_s = peaks.floor_s(2.0 * shape.layer_weights * blob.element_size(), 0.0)
+    num_layers = shape.num_layers
+    return {
+        "merge_ms": merge_s * 1e3,
+        "restore_ms": median_s(restore, device) * num_layers * 1e3,
+        "switch_floor_ms": floor_s * num_layers * 1e3,
+        "load_rank16_ms": median_s(lambda: target.copy_(blob, non_blocking=True), device) * num_layers * 1e3,
+    }
+
+
+def _layer(shape: ModelShape, batch: int, context: int, ranks: list[int], device: torch.device) -> DecodeLayer:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    num_programs = num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR)
+    return DecodeLayer(shape, batch, context, ranks, dtype, device, num_programs)
+
+
+def _decode_s(shape: ModelShape, batch: int, context: int, ranks: list[int], device: torch.device) -> float:
+    layer = _layer(shape, batch, context, ranks, device)
+    x = torch.randn(batch, shape.hidden, device=device).to(layer.table.pool.dtype)
+    return median_s(lambda: layer.forward(x), device)
