@@ -200,9 +200,7 @@ class Coordinator:
             return
         self._watched_s = now_s
         if self._client.status == "closed":
-            raise JobFailedError(
-                "the client gave up its scheduler. Finished rows are kept; run the same command to go on."
-            )
+            raise JobFailedError("The Dask scheduler is gone. Finished rows are kept; run the same command to go on.")
         alive = self._alive_workers()
         for worker in self._workers - alive:
             self._lose(worker)

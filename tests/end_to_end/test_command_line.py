@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -81,10 +82,8 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) ->
     running = subprocess.Popen([*CLI, *arguments(echo_job)], stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_until_rows_are_kept(echo_job, running)
     below = psutil.Process(running.pid).children(recursive=True)
-    # As a terminal does it: every process of the group is told.
-    psutil.Process(running.pid).send_signal(signal.SIGINT)
-    for process in below:
-        process.send_signal(signal.SIGINT)
+    # As a terminal does it: every process of the foreground group is told.
+    os.killpg(running.pid, signal.SIGINT)
     _, told = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "run the same command again to go on" in told

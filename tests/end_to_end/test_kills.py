@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -171,4 +171,7 @@ def existing_cluster(folder: Path, num_workers: int) -> Iterator[tuple[str, list
         for process in [*workers, scheduler]:
             process.terminate()
         for process in [*workers, scheduler]:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            process.kill()
             process.wait(30)
