@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,7 +21,7 @@ def row_fingerprint(row_id: str | int | None, tokens: Sequence[int], sampling: S
     """16 bytes over id, prompt tokens and all sampling parameters. The adapter's and the base's content are
     compared beside it by whoever reuses an answer.
     """
-    asked = json.dumps([_typed(row_id), asdict(sampling)], sort_keys=True).encode()
+    asked = json.dumps([_typed(row_id), _canonical(sampling)]).encode()
     digest = hashlib.blake2b(len(asked).to_bytes(8, "little") + asked, digest_size=FINGERPRINT_BYTES)
     digest.update(_token_bytes(tokens))
     return digest.digest()
@@ -37,6 +38,12 @@ def prefix_hash(tokens: Sequence[int]) -> int:
         if len(tokens) >= count:
             return _hash64(_token_bytes(tokens[:count]))
     return 0
+
+
+@lru_cache(maxsize=4096)
+def _canonical(sampling: SamplingParams) -> str:
+    """Most rows of a job share a few combinations."""
+    return json.dumps(asdict(sampling), sort_keys=True)
 
 
 def _typed(row_id: str | int | None) -> list[str | int | None]:

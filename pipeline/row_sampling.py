@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ..engine.request import SamplingParams
@@ -22,6 +22,8 @@ def row_sampling(job: SamplingParams, overrides: str | None) -> SamplingParams:
 
 def sampling_overrides(job: SamplingParams, row: SamplingParams) -> str | None:
     """What `row` says differently, as `row_sampling` reads it; None when it says nothing."""
-    ours, theirs = asdict(job), asdict(row)
-    changed = {name: theirs[name] for name in SAMPLING_FIELDS if theirs[name] != ours[name]}
-    return json.dumps(changed) if changed else None
+    if row == job:
+        return None
+    return json.dumps(
+        {name: getattr(row, name) for name in SAMPLING_FIELDS if getattr(row, name) != getattr(job, name)}
+    )

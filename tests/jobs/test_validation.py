@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -152,3 +154,32 @@ def test_storage_that_refuses_or_has_no_such_bucket_is_said_at_once(
     assert any("input='s3://no-such-bucket/in.parquet'" in problem and "not found" in problem for problem in found)
     assert any("zzz" in problem for problem in found)
     assert "very-secret" not in str(found)
+
+
+def test_credentials_that_the_server_refuses_are_said_and_not_shown(
+    given: dict[str, Any], s3_options: dict[str, Any]
+) -> None:
+    endpoint = s3_options["client_kwargs"]["endpoint_url"]
+    fsspec.filesystem("s3", **s3_options).mkdir("guarded")
+
+    def guard(num_free_requests: str) -> None:
+        asked = urllib.request.Request(f"{endpoint}/moto-api/reset-auth", num_free_requests.encode())
+        asked.add_header("Content-Type", "text/plain")
+        with urllib.request.urlopen(asked):
+            pass
+
+    guard("0")
+    try:
+        found = problems(
+            given,
+            input="s3://guarded/in.parquet",
+            adapters="s3://guarded/adapters",
+            output="s3://guarded/out",
+            storage_options=s3_options,
+        )
+    finally:
+        guard("inf")
+    assert len(found) == 3
+    assert all("access was refused" in problem for problem in found)
+    assert s3_options["secret"] not in str(found)
+    assert s3_options["key"] not in str(found)
