@@ -1,0 +1,70 @@
+"""The real command on real files with the real engine, row by row against transformers and PEFT in fp32."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+MAX_TOKENS = 12
+PROMPTS = ("the quick brown fox", "once upon a midnight dreary, while I", "name: Ada Lovelace, phone", "SELECT id FROM")
+
+
+def test_two_workers_answer_as_transformers_and_peft_do(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    names = [None, *sorted(tiny_adapters)]
+    rows = [
+        {"id": f"{name}-{i}", "adapter": name, "prompt": f"{PROMPTS[i % 4]} {i}", "tags": [i, i + 1]}
+        for name in names
+        for i in range(8)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet", row_group_size=16)
+    command = [sys.executable, "-m", "lorabatch", "run", "--model", str(tiny_llama), "--workers", "2"]
+    command += [
+        "--adapters",
+        str(next(iter(tiny_adapters.values())).parent),
+        "--input",
+        str(tmp_path / "input.parquet"),
+    ]
+    command += ["--output", str(tmp_path / "output"), "--max-tokens", str(MAX_TOKENS), "--rows-per-shard", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    parts = [pq.read_table(part) for part in sorted((tmp_path / "output").glob("part-*.parquet"))]
+    found = {row["id"]: row for row in pa.concat_tables(parts).to_pylist()}
+    assert sum(map(len, parts)) == len(rows) == len(found)
+    expected = greedy_texts(tiny_llama, tiny_adapters, rows)
+    assert {row_id: row["completion"] for row_id, row in found.items()} == expected
+    assert all(found[row["id"]]["tags"] == row["tags"] for row in rows)
+    assert {found[row["id"]]["mode"] for row in rows if row["adapter"] is None} == {"base"}
+
+
+def greedy_texts(model_folder: Path, adapters: dict[str, Path], rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Completions by transformers and PEFT, one row at a time."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapters["rank1"]), adapter_name="rank1")
+    for name in adapters.keys() - {"rank1"}:
+        model.load_adapter(str(adapters[name]), adapter_name=name)
+    texts = {}
+    for row in rows:
+        inputs = tokenizer(row["prompt"], return_tensors="pt")
+        options = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "pad_token_id": 0}
+        with torch.inference_mode():
+            if row["adapter"] is None:
+                with model.disable_adapter():
+                    tokens = model.generate(**inputs, **options)
+            else:
+                model.set_adapter(row["adapter"])
+                tokens = model.generate(**inputs, **options)
+        completion = tokens[0, inputs["input_ids"].shape[1] :]
+        texts[row["id"]] = tokenizer.decode(completion, skip_special_tokens=True)
+    return texts
