@@ -39,7 +39,7 @@ class Placement:
 
 
 def place_shards(
-    problem: PlacementProblem, *, good_gap: float = 0.005, max_variables: int = 600, max_nodes: int = 500
+    problem: PlacementProblem, *, good_gap: float = 0.005, max_variables: int = 160, max_nodes: int = 200
 ) -> Placement:
     """Greedy, then local search; then the exact model, unless the gap is good or the model is too large for
     it.

@@ -8,13 +8,11 @@ from dataclasses import replace
 import numpy as np
 from lorabatch.scheduler.baselines import MergedBatcher, UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import CostModel, lora_load
-from lorabatch.scheduler.credits import Credits
 from lorabatch.scheduler.dispatch import ProactiveDispatcher, RoundRobinDispatcher
-from lorabatch.scheduler.dynamic_batching import DynamicBatcher, Thresholds, Tuning
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.metrics import ServingMetrics
 from lorabatch.scheduler.placement import place_round_robin, replicate_for_bursts
+from lorabatch.scheduler.policies import dlora_batcher
 from lorabatch.scheduler.simulated_replica import ReplicaSettings
 from lorabatch.scheduler.synthetic import (
     bursty_arrivals,
@@ -35,20 +33,6 @@ SLO_S = 0.5  # per output token (section 7.1)
 COST = DLORA_A800_LLAMA_2_7B
 REPLICA = ReplicaSettings(max_batch_rows=BATCH, max_step_tokens=2048, leap_steps=8, look_ahead=256)
 LATENCY, P90, QUEUEING = "average latency, s per output token", "P90 latency, s", "mean queueing delay, s"
-
-
-def dlora_batcher(num_adapters: int, cost: CostModel = COST) -> Batcher:
-    """dLoRA's own policy, its iteration times from the cost model."""
-    ranks = np.full(num_adapters, 8.0)
-
-    def iteration_s(types: NDArray[np.int32], merged: int | None) -> float:
-        unmerged = lora_load(types, 1.0, ranks, merged_adapter=merged)
-        load = replace(unmerged, decode_rows=len(types), context_tokens=len(types) * 500.0)
-        return float(cost.step_seconds(load))
-
-    initial = 200.0 * BATCH
-    account = Credits(num_adapters, initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
-    return DynamicBatcher(iteration_s, account, Tuning(switch_s=cost.merge_s), Thresholds(alpha=0.9, beta=0.5))
 
 
 def single_replica(name: str, make_batcher: Callable[[], Batcher]) -> Policy:
@@ -80,7 +64,7 @@ def figure_10_and_14(lengths: Lengths, num_rows: int) -> list[Figure]:
     # S-LoRA's kernels gather exact ranks without padding: 0.25 instead of 0.389 of the base computation.
     s_lora = replace(COST, lora_step_s=COST.lora_step_s * 0.25 / 0.389, rank_token_s=COST.rank_token_s * 0.25 / 0.389)
     runs = {
-        "dLoRA": (COST, lambda: dlora_batcher(8)),
+        "dLoRA": (COST, lambda: dlora_batcher(np.full(8, 8.0), COST, BATCH)),
         "Merged-only": (COST, MergedBatcher),
         "Unmerged-only": (COST, UnmergedBatcher),
         "S-LoRA": (s_lora, UnmergedBatcher),
@@ -136,7 +120,7 @@ def figure_11(lengths: Lengths, num_rows: int) -> Figure:
     placed = replicate_for_bursts(start, load, weights, np.full(num_replicas, 2e8), 1e6)
 
     def make() -> Batcher:
-        return dlora_batcher(num_adapters)
+        return dlora_batcher(np.full(num_adapters, 8.0), COST, BATCH)
 
     policies = (
         Policy("RR", make, lambda: RoundRobinDispatcher(placed)),
@@ -189,7 +173,7 @@ def figure_12(lengths: Lengths, num_rows: int) -> Figure:
             placed = np.ones((num_adapters, num_replicas), dtype=bool)
 
         def make(num_adapters: int = num_adapters) -> Batcher:
-            return dlora_batcher(num_adapters)
+            return dlora_batcher(np.full(num_adapters, 8.0), COST, BATCH)
 
         def one_each(placed: NDArray[np.bool_] = placed) -> RoundRobinDispatcher:
             return RoundRobinDispatcher(placed)

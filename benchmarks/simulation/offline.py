@@ -1,26 +1,17 @@
 """Offline jobs: the planner against what others would do with the same rows on the same replicas.
 
-The planner: ordered shards, the real Scheduler, and the adaptive batcher that knows the backlog. The others get
-their rows at once in input order, dealt to replicas in turn, and batch by their own policy: dLoRA's dynamic
-batching with migration, S-LoRA's unmerged batches, vLLM-like first come first served with eight adapters at once.
+The planner: ordered shards, the real Scheduler, and steps chosen by cost. The others get their rows at once in input
+order, dealt to replicas in turn, and batch by their own policy (`scheduler/policies.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from lorabatch.scheduler.adaptive_batching import AdaptiveBatcher
-from lorabatch.scheduler.baselines import FcfsBatcher, UnmergedBatcher
-from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.dispatch import RoundRobinDispatcher
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
-from lorabatch.scheduler.metrics import job_metrics
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
-from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.simulator import Cluster, JobSimulation
+from lorabatch.scheduler.policies import simulate_policy
+from lorabatch.scheduler.simulated_replica import ReplicaSettings
 from lorabatch.scheduler.synthetic import (
     draw_adapters,
     make_adapters,
@@ -29,17 +20,13 @@ from lorabatch.scheduler.synthetic import (
     top_five_popularity,
     uniform_popularity,
 )
-from lorabatch.scheduler.timeline import Timeline
-from lorabatch.scheduler.waves import plan_shards
 from lorabatch.scheduler.workload import Workload
 
-from .dlora_figures import dlora_batcher
 from .lengths import Lengths
-from .serving_run import Policy, serve
 
-BATCH = 64
 NUM_REPLICAS = 4
-SETTINGS = ReplicaSettings(max_batch_rows=BATCH, max_step_tokens=8192, leap_steps=8, look_ahead=512)
+SETTINGS = ReplicaSettings(max_batch_rows=64, max_step_tokens=8192, leap_steps=8, look_ahead=512)
+COMPARED = {"planner": "planner", "dlora": "dLoRA", "s-lora": "S-LoRA", "fcfs": "vLLM-like"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,50 +64,6 @@ def jobs(lengths: Lengths, num_rows: int, seed: int) -> list[Job]:
     return made
 
 
-def planned_makespan(workload: Workload, cost: CostModel = H200_LLAMA_3_8B) -> tuple[float, float]:
-    """Seconds of the planned job, and the share of passes that ran merged. Output lengths are not known to it."""
-    plan = plan_shards(workload, batch_rows=BATCH, num_replicas=NUM_REPLICAS)
-    timeline = Timeline.empty(workload.num_rows, NUM_REPLICAS)
-    mean_output = float(workload.max_tokens.mean()) / 2
-    rows_of = np.bincount(workload.adapter_index % (len(workload.adapters) + 1), minlength=len(workload.adapters) + 1)
-
-    def steps_to_come(adapter: int | None, num_rows: int) -> float:
-        """Passes a replica's share of an adapter's rows will take."""
-        rows = num_rows if adapter is None else max(num_rows, rows_of[adapter] / NUM_REPLICAS / 2)
-        return mean_output * max(1.0, rows / BATCH)
-
-    ranks = np.array([a.rank for a in workload.adapters], dtype=np.float64)
-    replicas = [
-        SimulatedReplica(i, workload, cost, AdaptiveBatcher(cost, ranks, steps_to_come), SETTINGS, timeline)
-        for i in range(NUM_REPLICAS)
-    ]
-    scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=NUM_REPLICAS))
-    cluster = Cluster((0.0,) * NUM_REPLICAS, progress_s=0.5)
-    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, SETTINGS).run()
-    return outcome.makespan_s, job_metrics(workload, timeline, outcome.makespan_s).merged_share
-
-
-def others(num_adapters: int, cost: CostModel = H200_LLAMA_3_8B) -> dict[str, Policy]:
-    """The systems compared with; each deals rows to replicas in turn, only dLoRA moves them afterwards."""
-    everywhere = np.ones((num_adapters, NUM_REPLICAS), dtype=bool)
-    batchers: dict[str, Callable[[], Batcher]] = {
-        "dLoRA": lambda: dlora_batcher(num_adapters, cost),
-        "S-LoRA": UnmergedBatcher,
-        "vLLM-like": lambda: FcfsBatcher(8),
-    }
-    return {
-        name: Policy(name, make, lambda: RoundRobinDispatcher(everywhere), 2.0 if name == "dLoRA" else None)
-        for name, make in batchers.items()
-    }
-
-
-def online_makespan(workload: Workload, policy: Policy, cost: CostModel = H200_LLAMA_3_8B) -> float:
-    """Seconds until the last row when every row arrives at 0."""
-    arrived = replace(workload, release_s=np.zeros(workload.num_rows))
-    _, timeline = serve(arrived, policy, cost, SETTINGS, NUM_REPLICAS)
-    return float(timeline.finish_s.max())
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Makespans in seconds of one job, the planner's under "planner"."""
@@ -144,8 +87,9 @@ def compare(lengths: Lengths, num_rows: int, seeds: tuple[int, ...] = (21, 22, 2
 
 
 def _compare_job(job: Job) -> Comparison:
-    planned, merged_share = planned_makespan(job.workload)
-    makespan = {"planner": planned}
-    for name, policy in others(len(job.workload.adapters)).items():
-        makespan[name] = online_makespan(job.workload, policy)
-    return Comparison(job.name, makespan, merged_share)
+    runs = {
+        name: simulate_policy(policy, job.workload, H200_LLAMA_3_8B, SETTINGS, NUM_REPLICAS)
+        for policy, name in COMPARED.items()
+    }
+    makespan = {name: run.metrics.makespan_s for name, run in runs.items()}
+    return Comparison(job.name, makespan, runs["planner"].metrics.merged_share)

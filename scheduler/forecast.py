@@ -1,0 +1,121 @@
+"""What a job will take, before it starts: the numbers `lorabatch plan` prints.
+
+Seconds come from playing the plan in the simulator on predicted lengths; jobs too large for that get the placement's
+makespan, which lacks the tail. `bound_s` and `gap` belong to the placement of shards on replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost import CostModel
+from .demand import LengthModel
+from .makespan import Placement, place_shards
+from .placement_problem import PlacementProblem
+from .policies import run_planned
+from .simulated_replica import ReplicaSettings
+from .wave_modes import with_merged_waves
+from .waves import ShardPlan, plan_shards
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterForecast:
+    """One adapter's share of the job; the base model has the name "" and rank 0. `engine_s`: of one replica."""
+
+    name: str
+    rank: int
+    num_rows: int
+    prompt_tokens: int
+    predicted_output_tokens: int
+    engine_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    """`predicted_s`: makespan. `is_simulated`: how it was found. `shard_s` `[num_shards]`: engine seconds of each.
+
+    `replica_s`: busy seconds of all replicas together, what a price per hour multiplies with.
+    """
+
+    plan: ShardPlan
+    placement: Placement
+    adapters: tuple[AdapterForecast, ...]
+    shard_s: NDArray[np.float64]
+    predicted_s: float
+    is_simulated: bool
+    replica_s: float
+
+
+def forecast_job(
+    workload: Workload,
+    cost: CostModel,
+    settings: ReplicaSettings,
+    num_replicas: int,
+    *,
+    lengths: LengthModel | None = None,
+    max_simulated_rows: int = 50_000,
+) -> Forecast:
+    """Plan a job and predict it. Rows without engine work cost nothing. Deterministic."""
+    model = lengths or LengthModel([adapter.name for adapter in workload.adapters])
+    predicted = np.where(workload.max_tokens > 0, np.maximum(1.0, model.predict(workload)), 0.0)
+    plan = plan_shards(
+        workload,
+        batch_rows=settings.max_batch_rows,
+        num_replicas=num_replicas,
+        predicted_output_tokens=predicted,
+    )
+    plan = with_merged_waves(plan, workload, cost, batch_rows=settings.max_batch_rows, num_replicas=num_replicas)
+    row_s = _row_seconds(workload, predicted, cost, settings.max_batch_rows)
+    shard_s = np.array([row_s[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards])
+    placement = place_shards(placement_problem(workload, plan, shard_s, cost, num_replicas))
+    predicted_s, is_simulated = placement.makespan_s, False
+    if 0 < workload.num_rows <= max_simulated_rows:
+        guessed = replace(workload, output_tokens=np.rint(predicted).astype(np.int32))
+        predicted_s = run_planned(guessed, plan, cost, settings, num_replicas).metrics.makespan_s
+        is_simulated = True
+    adapters = _per_adapter(workload, predicted, row_s)
+    return Forecast(plan, placement, adapters, shard_s, predicted_s, is_simulated, predicted_s * num_replicas)
+
+
+def placement_problem(
+    workload: Workload, plan: ShardPlan, shard_s: NDArray[np.float64], cost: CostModel, num_replicas: int
+) -> PlacementProblem:
+    """Where the shards should run: their seconds, and one load from storage per adapter and replica."""
+    number = {adapter.name: i for i, adapter in enumerate(workload.adapters)}
+    return PlacementProblem(
+        shard_s,
+        tuple(tuple(number[name] for name in shard.adapters) for shard in plan.shards),
+        np.array([cost.load_seconds(adapter.weight_bytes, "storage") for adapter in workload.adapters]),
+        np.ones(num_replicas),
+    )
+
+
+def _row_seconds(
+    workload: Workload, predicted: NDArray[np.float64], cost: CostModel, batch_rows: int
+) -> NDArray[np.float64]:
+    ranks = np.array([adapter.rank for adapter in workload.adapters] + [0], dtype=np.float64)
+    seconds = cost.row_seconds(
+        workload.prompt_tokens, predicted, batch_rows=batch_rows, rank=ranks[workload.adapter_index], num_adapters=1
+    )
+    return np.where(workload.max_tokens > 0, seconds, 0.0)
+
+
+def _per_adapter(
+    workload: Workload, predicted: NDArray[np.float64], row_s: NDArray[np.float64]
+) -> tuple[AdapterForecast, ...]:
+    slots = len(workload.adapters) + 1
+    slot = workload.adapter_index % slots
+    rows = np.bincount(slot, minlength=slots)
+    prompt, output, seconds = (
+        np.bincount(slot, weights=column, minlength=slots) for column in (workload.prompt_tokens, predicted, row_s)
+    )
+    names = [(adapter.name, adapter.rank) for adapter in workload.adapters] + [("", 0)]
+    return tuple(
+        AdapterForecast(name, rank, int(rows[i]), int(prompt[i]), round(float(output[i])), float(seconds[i]))
+        for i, (name, rank) in enumerate(names)
+        if rows[i]
+    )
