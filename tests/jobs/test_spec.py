@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import lorabatch
 import pytest
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.spec import COLUMN_ROLES, JobSpec
@@ -139,3 +140,9 @@ def test_a_spec_is_frozen_and_travels() -> None:
     assert pickle.loads(pickle.dumps(spec)) == spec
     with pytest.raises(ValueError, match="frozen"):
         spec.seed = 4  # type: ignore[misc]
+
+
+def test_every_option_is_documented_with_the_job_file() -> None:
+    text = (Path(lorabatch.__file__).parent / "docs" / "data-formats.md").read_text()
+    table = text[text.index("## The job file") : text.index("## Output")]
+    assert [name for name in JobSpec.model_fields if f"`{name}`" not in table] == []
