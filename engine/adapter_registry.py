@@ -9,7 +9,7 @@ import torch
 from .adapter import AdapterAudit, audit_adapter
 from .adapter.weights import AdapterWeights, load_adapter
 from .config import ModelConfig
-from .errors import AdapterRefusedError
+from .errors import AdapterRefusedError, AdapterUnusableError
 
 BASE_CODE = -1
 
@@ -75,5 +75,8 @@ class AdapterRegistry:
         return sum(site.rank * (site.in_features + site.out_features) for site in sites)
 
     def load(self, adapter_id: str) -> AdapterWeights:
-        """Read the adapter's tensors from its folder."""
-        return load_adapter(self._audits[adapter_id], self._dtype, self._device)
+        """Read the adapter's tensors from its folder. Raises `AdapterUnusableError`."""
+        try:
+            return load_adapter(self._audits[adapter_id], self._dtype, self._device)
+        except (AdapterRefusedError, OSError) as error:
+            raise AdapterUnusableError(adapter_id, f"{error}") from error

@@ -17,9 +17,10 @@ from .batcher import choose_batcher
 from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
 from .decoder import Decoder
+from .errors import AdapterRefusedError, AdapterUnusableError
 from .linear import can_pack
 from .live_weights import LiveWeights
-from .memory_plan import choose_device, plan_memory
+from .memory_plan import choose_device, plan_memory, zeroed_memory
 from .pool import PagePool
 from .request import Request, Result, ServedMode
 from .residency import AdapterResidency
@@ -50,7 +51,7 @@ class Engine:
             memory = plan_memory(config, self.model)
             self._layout = memory.layout
             num_elements = memory.num_pages * memory.layout.page_elements
-            self._memory = torch.zeros(num_elements, dtype=self._dtype, device=self._device)
+            self._memory = zeroed_memory(num_elements, self._dtype, self._device)
         pool = PagePool(memory.num_pages)
         self._registry = AdapterRegistry(self.model, self._dtype, self._device)
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, self.model)
@@ -102,8 +103,11 @@ class Engine:
         """One forward pass. Returns the rows that finished, rejected ones included."""
         finished, self._rejected = self._rejected, []
         if self._batch.num_waiting + self._batch.num_running:
-            plan = self._plan_step()
-            entries = self._batch.entries(plan, self.config.max_step_tokens)
+            try:
+                plan = self._plan_step()
+                entries = self._batch.entries(plan, self.config.max_step_tokens)
+            except AdapterUnusableError as error:
+                return finished + self._give_up_adapter(error)
             if entries:
                 finished += self._forward(entries)
         return finished
@@ -169,8 +173,19 @@ class Engine:
             return plan
         adapter_id = self._registry.id_of(plan.merged_adapter)
         if self._live.merged_adapter_id != adapter_id:
-            self._live.merge(adapter_id, self._registry.load(adapter_id))
+            weights = self._registry.load(adapter_id)
+            try:
+                self._live.merge(adapter_id, weights)
+            except AdapterRefusedError as error:
+                raise AdapterUnusableError(adapter_id, str(error)) from error
         return plan
+
+    def _give_up_adapter(self, error: AdapterUnusableError) -> list[Result]:
+        """Rows of an adapter that cannot be had are errors; all others go on."""
+        rows = self._batch.remove_adapter(error.adapter_id)
+        for sequence in rows:
+            self._completion.forget(sequence)
+        return [_error_result(sequence.request, str(error)) for sequence in rows]
 
     def _forward(self, entries: Items[StepEntry]) -> list[Result]:
         if self._device.type == "cpu":

@@ -5,6 +5,7 @@
     ├── ModelFilesError         the model folder is incomplete or damaged
     ├── ChatTemplateError       the chat template cannot render these messages
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
+    ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
     └── PoolExhaustedError      one request needs more pages than the whole pool holds
 
 Each message names the field or file, its value, what was expected, and what to do next.
@@ -31,6 +32,14 @@ class ChatTemplateError(EngineError):
 
 class AdapterRefusedError(EngineError):
     """The adapter cannot be applied exactly."""
+
+
+class AdapterUnusableError(EngineError):
+    """An adapter passed its audit and cannot be loaded or merged all the same: a file is gone, a merge overflows."""
+
+    def __init__(self, adapter_id: str, reason: str) -> None:
+        super().__init__(reason)
+        self.adapter_id = adapter_id
 
 
 class PoolExhaustedError(EngineError):

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..scheduler.batching import BatchView, StepPlan
 from .adapter_registry import AdapterRegistry
+from .errors import AdapterUnusableError
 from .pool import PagePool
 from .request import Request, ServedMode
 from .residency import AdapterResidency
@@ -99,6 +100,11 @@ class RunningBatch:
             assert sequence.request.adapter_id is not None
             self.residency.unpin(sequence.request.adapter_id)
 
+    def remove_adapter(self, adapter_id: str) -> list[Sequence]:
+        """Take every row of an adapter out."""
+        rows = [*self._waiting, *self._running.values()]
+        return self.remove([s.request.request_id for s in rows if s.request.adapter_id == adapter_id])
+
     def remove(self, request_ids: Collection[str]) -> list[Sequence]:
         """Take rows out wherever they stand; unknown ids are ignored."""
         removed = []
@@ -162,7 +168,12 @@ class RunningBatch:
             self._make_room(pages, next_use, keep=None)
         if self.pool.allocate(_owner(sequence), self._rounded_pages(sequence)) is None:
             self.pool.allocate(_owner(sequence), pages)
-        if adapter_id is not None and not self._make_resident(adapter_id, next_use):
+        try:
+            is_resident = adapter_id is None or self._make_resident(adapter_id, next_use)
+        except AdapterUnusableError:
+            self.pool.release(_owner(sequence))
+            raise
+        if not is_resident:
             self.pool.release(_owner(sequence))
             assert self._running, f"row {sequence.request.request_id} does not fit into an empty pool"
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -275,3 +276,19 @@ def test_logits_equal_transformers_within_a_thousandth(tiny_llama: Path, oracle:
 
 def test_reading_the_model_needs_no_torch() -> None:
     assert read_model_config.__module__ == "lorabatch.engine.config"
+
+
+def test_an_adapter_that_vanishes_costs_its_rows_only(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_adapters["rank8"], tmp_path / "gone")
+    for mode in ("unmerged", "merged"):
+        engine = make_engine(tiny_llama, mode)  # type: ignore[arg-type]
+        ids = register_all(engine, {"rank1": tiny_adapters["rank1"], "gone": tmp_path / "gone"})
+        (tmp_path / "gone" / "adapter_model.safetensors").rename(tmp_path / "weights")
+        sampling = SamplingParams(max_tokens=4)
+        rows = {"a": "gone", "b": "rank1", "c": "gone", "d": "rank1"}
+        results = serve(engine, [Request(key, (5, 6, 7), ids[name], sampling) for key, name in rows.items()])
+        assert [results[key].finish_reason == "error" for key in "abcd"] == [True, False, True, False]
+        assert results["b"].token_ids == oracle.greedy((5, 6, 7), "rank1", 4, stop_id=2)
+        (tmp_path / "weights").rename(tmp_path / "gone" / "adapter_model.safetensors")
