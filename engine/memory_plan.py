@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .config import EngineConfig, ModelConfig
@@ -14,6 +15,7 @@ from .step_batch import PageLayout
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
 _GPU_SHARE = 0.9
+_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,15 @@ def _default_pool_bytes(device: torch.device) -> int:
         return int(free * _GPU_SHARE)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(_DEFAULT_CPU_POOL_BYTES, total // 8)
+
+
+def zeroed_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[num_elements]`, all zero. On a CPU pages are taken from the system as they are first used: a pool of
+    gigabytes is there at once and counts only for what it holds.
+    """
+    if device.type != "cpu":
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+    # torch.zeros writes every byte; numpy asks the system for memory that is zero already. Aligned for vector loads.
+    raw = np.zeros(num_elements * dtype.itemsize + _ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(raw[start : start + num_elements * dtype.itemsize]).view(dtype)
