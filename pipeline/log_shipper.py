@@ -53,9 +53,10 @@ class LogShipper:
             return
         with path.open("rb") as file:
             file.seek(self._shipped_bytes[name])
-            fresh = file.read(MAX_SHIPMENT_BYTES)
-        # Whole lines only, unless the file has ended.
-        end = len(fresh) if self._is_closed.is_set() else fresh.rfind(b"\n") + 1
-        if end:
-            self._store.append_log(name, fresh[:end].decode("utf-8", "replace"))
-            self._shipped_bytes[name] += end
+            while fresh := file.read(MAX_SHIPMENT_BYTES):
+                is_cut = len(fresh) == MAX_SHIPMENT_BYTES
+                # Whole lines only, unless no more of the line will come.
+                end = len(fresh) if self._is_closed.is_set() or is_cut else fresh.rfind(b"\n") + 1
+                if end:
+                    self._store.append_log(name, fresh[:end].decode("utf-8", "replace"))
+                    self._shipped_bytes[name] += end

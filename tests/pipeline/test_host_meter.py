@@ -1,0 +1,59 @@
+"""Reports of one host: rates, restarts, and rows counted once."""
+
+from __future__ import annotations
+
+import json
+
+import msgpack
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.telemetry import EngineTelemetry
+from lorabatch.pipeline.host_meter import HostMeter
+from lorabatch.pipeline.messages import FinishedRows, HostReport
+from lorabatch.pipeline.open_shard import OpenShard
+
+SNAPSHOT = EngineTelemetry(
+    num_running=3,
+    num_waiting=1,
+    resident_adapter_ids=("sha-a",),
+    mode="unmerged",
+    pages_used=7,
+    pages_total=9,
+    prompt_tokens=100,
+    generated_tokens=50,
+    num_steps=5,
+)
+
+
+def test_finished_rows_are_in_one_report_only() -> None:
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.row_finished("sha-a", 5)
+    meter.row_finished("sha-a", 6)
+    meter.row_finished(None, 7)
+    assert set(meter.report([]).finished) == {FinishedRows("sha-a", 2, 11), FinishedRows("", 1, 7)}
+    assert meter.report([]).finished == ()
+
+
+def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.process_started(1)
+    meter.engine_said(SNAPSHOT)
+    assert meter.latest.tokens_per_s > 0
+    meter.process_died("it was killed by signal 9")
+    assert (meter.latest.state, meter.latest.tokens_per_s, meter.latest.num_crashes) == ("restarting", 0.0, 1)
+    assert meter.latest.resident_adapter_ids == ()
+    meter.process_started(2)
+    meter.engine_said(SNAPSHOT)
+    assert meter.latest.tokens_per_s > 0
+    assert meter.latest.engine_pid == 2
+
+
+def test_a_report_survives_the_way_through_dask() -> None:
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.process_started(1)
+    meter.engine_said(SNAPSHOT)
+    meter.row_finished("sha-a", 5)
+    shard = OpenShard(4, [Request("r", (1,), None, SamplingParams())])
+    report = meter.report([shard])
+    assert report.open_rows == 1
+    assert HostReport.from_plain(msgpack.unpackb(msgpack.packb(report.to_plain()))) == report
+    assert HostReport.from_plain(json.loads(json.dumps(report.to_plain()))) == report

@@ -1,0 +1,53 @@
+"""What is known of a running job: rows counted once, wherever they are."""
+
+from __future__ import annotations
+
+import pytest
+from lorabatch.pipeline.job_monitor import JobMonitor
+from lorabatch.pipeline.messages import FinishedRows, HostReport, ShardOutcome
+from lorabatch.scheduler.waves import Shard
+
+
+def make_shard(shard_id: int, num_rows: int) -> Shard:
+    return Shard(shard_id, 0, "unmerged", ("a",), num_rows, prompt_tokens=10, predicted_output_tokens=10)
+
+
+def make_report(worker: str, open_shards: tuple[tuple[int, int], ...], **facts: object) -> HostReport:
+    return HostReport(worker, "ready", batch_rows=8, open_shards=open_shards, **facts)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def monitor() -> JobMonitor:
+    return JobMonitor([make_shard(i, 10) for i in range(4)], {3: 10}, {"sha-a": "a"})
+
+
+def test_rows_of_parts_that_were_there_before_count_as_done(monitor: JobMonitor) -> None:
+    state = monitor.state("running", 1.0)
+    assert (state.rows, state.rows_done, state.shards, state.shards_done) == (40, 10, 4, 1)
+
+
+def test_finished_rows_of_open_shards_count_and_are_not_counted_again_when_committed(monitor: JobMonitor) -> None:
+    monitor.reported(make_report("w1", ((0, 4),)))
+    assert monitor.state("running", 1.0).rows_done == 16
+    monitor.committed(ShardOutcome(0, "w1", 10, num_errors=1, num_reused=0, prompt_tokens=5, completion_tokens=7))
+    state = monitor.state("running", 2.0)
+    assert (state.rows_done, state.rows_error, state.shards_done, state.completion_tokens) == (20, 1, 2, 7)
+
+
+def test_a_lost_worker_takes_its_open_rows_with_it(monitor: JobMonitor) -> None:
+    monitor.reported(make_report("w1", ((0, 4),)))
+    monitor.lost("w1")
+    assert monitor.state("running", 1.0).rows_done == 10
+    assert monitor.state("running", 1.0).workers == ()
+
+
+def test_time_left_is_judged_by_the_last_rows(monitor: JobMonitor) -> None:
+    assert monitor.state("running", 0.0).eta_s is None
+    monitor.reported(make_report("w1", ((0, 5),)))
+    assert monitor.state("running", 10.0).eta_s == pytest.approx(25 * 10 / 5)
+
+
+def test_workers_show_adapters_by_name(monitor: JobMonitor) -> None:
+    finished = (FinishedRows("sha-a", 1, 5),)
+    monitor.reported(make_report("w1", (), resident_adapter_ids=("sha-a",), finished=finished))
+    assert monitor.state("running", 1.0).workers[0].resident_adapters == ("a",)

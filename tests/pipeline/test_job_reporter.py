@@ -1,0 +1,72 @@
+"""Telling where a job stands, and how it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lorabatch.jobs.error_budget import ErrorBudget
+from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, JobInterruptedError, StorageError
+from lorabatch.jobs.state import JobState
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.job_reporter import JobReporter
+from lorabatch.pipeline.progress import SilentProgress
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(str(tmp_path / "output"))
+
+
+def make_reporter(store: JobStore, budget: str = "10%") -> JobReporter:
+    return JobReporter(store, SilentProgress(), ErrorBudget.parse(budget))
+
+
+def test_every_state_is_written_down(store: JobStore) -> None:
+    state = JobState("running", 1.0, rows=10, rows_done=3)
+    make_reporter(store)(state)
+    assert store.read_state() == state
+
+
+def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:
+    reporter = make_reporter(store, "2")
+    reporter(JobState("running", 1.0, rows=10, rows_error=2))
+    with pytest.raises(ErrorBudgetError, match="3 of 10 rows"):
+        reporter(JobState("running", 2.0, rows=10, rows_error=3))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "phase"),
+    [
+        (KeyboardInterrupt(), JobInterruptedError, "interrupted"),
+        (JobInterruptedError("cancelled on request"), JobInterruptedError, "cancelled"),
+        (JobFailedError("no engine works"), JobFailedError, "failed"),
+        (ZeroDivisionError("a defect"), ZeroDivisionError, "failed"),
+    ],
+)
+def test_the_last_state_says_how_it_ended(
+    store: JobStore, error: BaseException, raised: type[BaseException], phase: str
+) -> None:
+    reporter = make_reporter(store)
+    reporter(JobState("running", 1.0, rows=10, rows_done=3))
+    with pytest.raises(raised), reporter.ending_recorded():
+        raise error
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.rows_done) == (phase, 3)
+    assert state.message
+
+
+def test_storage_that_fails_for_a_moment_costs_one_update(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = make_reporter(store)
+    with monkeypatch.context() as broken:
+
+        def refuse(state: JobState) -> None:
+            raise StorageError("the network is down")
+
+        broken.setattr(store, "write_state", refuse)
+        reporter(JobState("running", 1.0, rows=10, rows_done=3))
+    reporter(JobState("running", 2.0, rows=10, rows_done=4))
+    state = store.read_state()
+    assert state is not None
+    assert state.rows_done == 4

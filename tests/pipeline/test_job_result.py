@@ -1,0 +1,42 @@
+"""The account of a finished job: as JSON and back, and as text that names what went wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from lorabatch.pipeline.job_result import AdapterCount, JobResult
+from lorabatch.pipeline.planning import KindOfError
+
+RESULT = JobResult(
+    output="/out",
+    job_id="job-1",
+    num_rows=1200,
+    num_errors=3,
+    num_parts=4,
+    prompt_tokens=5000,
+    completion_tokens=9000,
+    errors=(KindOfError("adapter", 3, "in.parquet:7", "adapter='x': not among\n this job's adapters; " + "y" * 400),),
+    adapters=(AdapterCount("", 200, 0, 1000), AdapterCount("a", 1000, 3, 8000)),
+    seconds=10.0,
+    num_reused=0,
+)
+
+
+def test_it_survives_its_file() -> None:
+    assert JobResult.from_json(json.loads(json.dumps(RESULT.to_json()))) == RESULT
+
+
+def test_its_text_names_each_kind_of_error_and_where_the_first_is() -> None:
+    lines = RESULT.to_text().splitlines()
+    assert lines[0] == "1,200 rows answered in 4 parts: /out"
+    assert "900 generated tokens/s" in lines[1]
+    assert lines[2].startswith("3 rows are errors")
+    assert lines[3].startswith("  3 x adapter, first at in.parquet:7: adapter='x': not among this job's adapters; yyy")
+    assert len(lines[3]) < 300
+
+
+def test_a_run_that_found_rows_done_claims_no_speed() -> None:
+    text = replace(RESULT, num_reused=700).to_text()
+    assert "700 of them were done before this run" in text
+    assert "tokens/s" not in text

@@ -1,0 +1,55 @@
+"""Results handed from the engine's thread to the task's."""
+
+from __future__ import annotations
+
+import pytest
+from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.pipeline.errors import ShardAbandonedError
+from lorabatch.pipeline.open_shard import OpenShard, ServedRow
+
+
+def make_shard(*names: str) -> OpenShard:
+    return OpenShard(0, [Request(name, (1,), None, SamplingParams()) for name in names])
+
+
+def make_row(name: str) -> ServedRow:
+    return ServedRow(Result(name, (1,), "text", "length", 1, "base"), 0)
+
+
+def test_rows_are_taken_once() -> None:
+    shard = make_shard("a", "b")
+    shard.deliver(make_row("a"))
+    assert shard.take(0) == [make_row("a")]
+    assert shard.take(0) == []
+    assert shard.num_unfinished == 1
+
+
+def test_a_row_counts_once_and_strangers_do_not_count() -> None:
+    shard = make_shard("a", "b")
+    for name in ("a", "a", "stranger"):
+        shard.deliver(make_row(name))
+    assert len(shard.take(0)) == 1
+    assert shard.num_unfinished == 1
+
+
+def test_waiting_ends_with_the_last_row() -> None:
+    shard = make_shard("a")
+    shard.deliver(make_row("a"))
+    assert len(shard.take(timeout_s=60)) == 1
+
+
+def test_a_failure_is_raised_after_the_finished_rows_are_taken() -> None:
+    shard = make_shard("a", "b")
+    shard.deliver(make_row("a"))
+    shard.fail(ShardAbandonedError("the worker stops"))
+    assert len(shard.take(timeout_s=60)) == 1
+    with pytest.raises(ShardAbandonedError):
+        shard.take(timeout_s=60)
+
+
+def test_a_failure_after_the_last_row_hurts_nobody() -> None:
+    shard = make_shard("a")
+    shard.deliver(make_row("a"))
+    shard.fail(ShardAbandonedError("the worker stops"))
+    assert len(shard.take(0)) == 1
+    assert shard.take(0) == []

@@ -1,0 +1,59 @@
+"""When a dead engine process is worth another start."""
+
+from __future__ import annotations
+
+from lorabatch.pipeline.restart_policy import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    MAX_FAILED_STARTS,
+    MAX_FRUITLESS_DEATHS,
+    GiveUp,
+    Restart,
+    RestartPolicy,
+)
+
+
+def test_a_process_that_dies_at_work_is_started_again_at_once() -> None:
+    policy = RestartPolicy()
+    policy.started()
+    assert policy.died("it was killed by signal 9", is_permanent=False) == Restart(FIRST_DELAY_S)
+
+
+def test_pauses_grow_while_nothing_gets_done_and_start_over_with_the_first_row() -> None:
+    policy = RestartPolicy()
+    delays = []
+    for _ in range(8):
+        policy.started()
+        verdict = policy.died("a crash", is_permanent=False)
+        assert isinstance(verdict, Restart)
+        delays.append(verdict.delay_s)
+    assert delays == sorted(delays)
+    assert delays[-1] == MAX_DELAY_S
+    policy.started()
+    policy.row_finished()
+    assert policy.died("a crash", is_permanent=False) == Restart(FIRST_DELAY_S)
+
+
+def test_what_the_process_calls_permanent_is_final() -> None:
+    assert RestartPolicy().died("config.json: missing", is_permanent=True) == GiveUp("config.json: missing")
+
+
+def test_starts_that_fail_are_counted_in_a_row() -> None:
+    policy = RestartPolicy()
+    for _ in range(MAX_FAILED_STARTS - 1):
+        assert isinstance(policy.died("no memory", is_permanent=False), Restart)
+    policy.started()
+    policy.row_finished()
+    # The first death is of the process that worked; the starts after it fail.
+    for _ in range(1 + MAX_FAILED_STARTS):
+        verdict = policy.died("no memory", is_permanent=False)
+    assert verdict == GiveUp(f"the engine process could not be started {MAX_FAILED_STARTS} times: no memory")
+
+
+def test_crashing_for_ever_without_a_row_ends_one_day() -> None:
+    policy = RestartPolicy()
+    for _ in range(MAX_FRUITLESS_DEATHS):
+        policy.started()
+        verdict = policy.died("a crash", is_permanent=False)
+    assert isinstance(verdict, GiveUp)
+    assert "without finishing a row" in verdict.reason
