@@ -1,0 +1,93 @@
+"""The thin door: options, exit codes, and how little it loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lorabatch import __version__
+from lorabatch.cli import _JOB_OPTIONS, app
+from lorabatch.jobs.spec import JobSpec
+from typer.testing import CliRunner
+
+HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "scipy"}
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def test_help_lists_the_commands_and_run_lists_its_options() -> None:
+    code, text = invoke("--help")
+    assert code == 0
+    assert all(command in text for command in ("demo", "run", "audit", "status", "bench"))
+    _, text = invoke("run", "--help")
+    assert all(f"--{name.replace('_', '-')}" in text for name in _JOB_OPTIONS)
+
+
+def test_every_option_of_run_is_a_key_of_the_job_file() -> None:
+    names = {"columns" if name == "column" else name for name in _JOB_OPTIONS}
+    assert names <= JobSpec.model_fields.keys()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["status", "{output}"]])
+def test_commands_that_must_answer_at_once_load_nothing_heavy(words: list[str], tmp_path: Path) -> None:
+    code = f"""
+import json, sys
+from lorabatch.cli import main
+sys.argv = ["lorabatch", *{[word.format(output=tmp_path) for word in words]!r}]
+try:
+    main()
+except SystemExit:
+    print("\\n" + json.dumps(sorted(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+    assert loaded.isdisjoint(HEAVY), loaded & HEAVY
+
+
+def test_the_version_is_printed() -> None:
+    assert invoke("--version") == (0, f"{__version__}\n")
+
+
+def test_status_of_a_place_without_a_job_is_a_wrong_request(tmp_path: Path) -> None:
+    code, text = invoke("status", str(tmp_path))
+    assert code == 2
+    assert "no job there" in text
+
+
+def test_storage_options_that_are_no_json_are_refused_without_being_shown(tmp_path: Path) -> None:
+    code, text = invoke("status", str(tmp_path), "--storage-options", "{secret: hush}")
+    assert code == 2
+    assert "storage_options: expected a JSON object" in text
+    assert "hush" not in text
+
+
+def test_audit_tells_the_verdict_of_each_adapter_and_fails_when_one_is_refused(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    good = next(iter(tiny_adapters.values())).parent
+    code, text = invoke("audit", "--model", str(tiny_llama), str(good))
+    assert code == 0
+    assert "4 exact, 0 exact-by-merge, 0 refused" in text
+    shutil.copytree(good / "rank8", tmp_path / "broken")
+    (tmp_path / "broken" / "adapter_model.safetensors").unlink()
+    code, text = invoke("audit", "--model", str(tiny_llama), "--json", str(good), str(tmp_path / "broken"))
+    assert code == 1
+    verdicts = {found["name"]: found["verdict"] for found in json.loads(text)}
+    assert verdicts == dict.fromkeys(tiny_adapters, "exact") | {"broken": "refused"}
+
+
+def test_the_python_api_is_the_same_engine_room() -> None:
+    import lorabatch
+    from lorabatch.pipeline.run import run
+
+    assert lorabatch.run is run
+    assert lorabatch.JobSpec is JobSpec
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lorabatch.nothing  # noqa: B018
