@@ -64,6 +64,10 @@ _JOB_OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 
+OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]
+StorageOption = Annotated[str | None, typer.Option("--storage-options", help="JSON object for fsspec.")]
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
@@ -144,8 +148,8 @@ def audit(
 
 @app.command()
 def status(
-    output: Annotated[str, typer.Argument(help="The job's output folder or URL.")],
-    storage_options: Annotated[str | None, typer.Option(help="JSON object for fsspec.")] = None,
+    output: OutputArgument,
+    storage_options: StorageOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Where a job stands, from its output location alone."""
@@ -155,6 +159,41 @@ def status(
 
         found = read_status(JobStore(output, _json_object("storage_options", storage_options)))
         typer.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(status_lines(found)))
+
+
+@app.command()
+def resume(output: OutputArgument, storage_options: StorageOption = None) -> None:
+    """Go on with a job from its output location alone. Rows of adapters that have changed are computed again."""
+    with _errors_told():
+        from .jobs.store import JobStore
+
+        options = _json_object("storage_options", storage_options)
+        record = JobStore(output, options).read_record()
+        _run(record.job_spec(options, output=output))
+
+
+@app.command()
+def cancel(output: OutputArgument, storage_options: StorageOption = None) -> None:
+    """Ask whoever runs a job to stop. Finished rows are kept; `resume` goes on."""
+    with _errors_told():
+        from .jobs.store import JobStore
+
+        store = JobStore(output, _json_object("storage_options", storage_options))
+        store.read_record()
+        store.request_cancel()
+        typer.echo("Asked to stop. `lorabatch status` says when it has.")
+
+
+@app.command()
+def logs(output: OutputArgument, storage_options: StorageOption = None) -> None:
+    """Print what client, workers and engines of a job have logged."""
+    with _errors_told():
+        from .jobs.store import JobStore
+
+        store = JobStore(output, _json_object("storage_options", storage_options))
+        store.read_record()
+        for source, text in store.read_logs().items():
+            typer.echo("\n".join(f"{source} | {line}" for line in text.splitlines()))
 
 
 @bench_app.command("engine")

@@ -9,7 +9,8 @@ import pyarrow.dataset as ds
 from rich.console import Console
 from rich.table import Table
 
-from ..demo.base_model import base_model_folder
+from ..demo.base_model import BaseModelUnavailableError, base_model_folder
+from ..jobs.errors import JobFailedError
 from ..jobs.spec import JobSpec
 
 _DEMO = Path(__file__).resolve().parent.parent / "demo"
@@ -20,10 +21,14 @@ _CELL_CHARACTERS = 160
 def demo_spec(output: Path, *, workers: int, overwrite: bool) -> JobSpec:
     """The demo's job. Fetches and converts the base model on first use.
 
-    Raises `BaseModelUnavailableError` when it cannot be fetched.
+    Raises `JobFailedError` when it cannot be fetched.
     """
+    try:
+        model = base_model_folder()
+    except BaseModelUnavailableError as error:
+        raise JobFailedError(str(error)) from None
     return JobSpec(
-        model=str(base_model_folder()),
+        model=str(model),
         adapters=str(_DEMO / "adapters"),
         input=str(_DEMO / "prompts.parquet"),
         output=str(output),
