@@ -71,7 +71,7 @@ class Decoder:
 
     def forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in `pool`."""
-        x = self._embed(batch)  # [T, hidden]
+        x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
         rotaries = [rope.tables(batch.positions, batch.row_lengths, self._dtype) for rope in self._ropes]
         kv_rows = batch.kv_rows.clone()
         for layer in self.layers:
@@ -86,15 +86,15 @@ class Decoder:
             kv_rows += batch.kv_layer_stride
         return self._logits(x.index_select(0, batch.sampled_rows))
 
-    def _embed(self, batch: StepBatch) -> Tensor:
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         model, names = self.model, self.model.names
-        x = self.tensors[f"{names.embedding}.weight"][batch.token_ids]
+        x = self.tensors[f"{names.embedding}.weight"][token_ids]
         if model.embedding_scale != 1.0:
             x *= self._embedding_scale
         if names.project_in is not None:
             x = self.linears[names.project_in](x)
         if names.positions is not None:
-            x += self.tensors[f"{names.positions}.weight"][batch.positions + model.position_offset]
+            x += self.tensors[f"{names.positions}.weight"][positions + model.position_offset]
         return x
 
     def _logits(self, x: Tensor) -> Tensor:
