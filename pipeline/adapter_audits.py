@@ -13,7 +13,9 @@ from ..engine.adapter.report import AUDIT_COLUMNS, audit_rows
 from ..engine.config import read_model_config
 from ..jobs.errors import JobRequestError
 from ..jobs.local_copy import local_folder
+from ..jobs.record import AdapterRecord, adapter_problem
 
+_NAMES_SHOWN = 8
 _STYLES = {"exact": "green", "exact-by-merge": "yellow", "refused": "red"}
 
 
@@ -39,6 +41,21 @@ def audit_folders(folders: Sequence[Path], model: str, *, check_values: bool) ->
     if empty:
         raise JobRequestError(*empty)
     return list(audit_adapters(found, config, check_values=check_values))
+
+
+def adapter_notes(adapters: Sequence[AdapterRecord]) -> list[str]:
+    """What a user should know of a job's adapters before it runs: how many of each verdict, which are refused and
+    why, which bring a tokenizer or chat template."""
+    if not adapters:
+        return []
+    counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in _STYLES}
+    notes = [f"{len(adapters)} adapters: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)]
+    notes += [f"  {adapter_problem(a.name, {a.name: a})}" for a in adapters if a.is_refused]
+    own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
+    if own:
+        shown = ", ".join(own[:_NAMES_SHOWN]) + (", …" if len(own) > _NAMES_SHOWN else "")
+        notes.append(f"  with their own tokenizer or chat template: {shown}")
+    return notes
 
 
 def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None) -> None:

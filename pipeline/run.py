@@ -17,6 +17,7 @@ from ..jobs.opening import OpenedJob, open_job
 from ..jobs.spec import JobSpec
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from .account import Account, account_parts
+from .adapter_audits import adapter_notes
 from .cluster import cluster_of, count_workers, loss_told
 from .coordinator import Coordinator
 from .hosts import engine_hosts, engine_settings
@@ -55,7 +56,10 @@ def run(
     if job.is_finished and not job.changed_adapters:
         return _finished_before(job)
     job.store.clear_cancel()
-    reporter = JobReporter(job.store, progress or SilentProgress(), job.spec.error_budget)
+    watcher = progress or SilentProgress()
+    for line in adapter_notes(job.record.adapters):
+        watcher.note(line)
+    reporter = JobReporter(job.store, watcher, job.spec.error_budget)
     with reporter.ending_recorded():
         with job_log(job.store), cluster_of(job.spec, client) as dask, loss_told(dask):
             settings = engine_settings(job, count_workers(dask), engine_factory)
