@@ -167,7 +167,8 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
         return None
     if name in adapters:
         adapter = adapters[name]
-        why = " ".join(r.removeprefix(f"adapter {name!r}: ") for r in adapter.reasons) or "its folder could not be read."
+        reasons = (reason.removeprefix(f"adapter {name!r}: ") for reason in adapter.reasons)
+        why = " ".join(reasons) or "its folder could not be read."
         return f"adapter={name!r}: refused. {why}" if adapter.is_refused else None
     close = difflib.get_close_matches(name, adapters, n=1)
     known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else ".")
