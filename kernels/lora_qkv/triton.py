@@ -5,7 +5,8 @@ separate norm, rotation and store would move them twice more. On top only B, 16 
 rank 16 and tile. One work item is one head of one tile: a rotation needs both halves of a head, a norm all of it,
 and nothing needs more. 48 heads give 48 items per tile. A head is computed as two halves (and a rest that is not
 rotated), so that partners of a rotation meet in one thread and nothing is shuffled. 16 x 128 fp32 in 64 threads is
-32 registers each, 96 in all with norm and bias: 10 programs fit and hide one another's chain of small loads.
+32 registers each, 96 to 128 in all with norm and bias: 8 programs fit whatever Triton's version, and hide one
+another's chain of small loads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..lora_table import NUM_SITES, QKV, LoraTable
 from ..segments import SPLITS_AT, Segments
 from . import HeadFinish, HeadLayout
 
-PROGRAMS_PER_MULTIPROCESSOR = 10
+PROGRAMS_PER_MULTIPROCESSOR = 8
 
 
 @triton.jit
