@@ -33,6 +33,9 @@ class Backlog:
         self._pending_work = np.zeros(len(waves))
         self._num_servers = np.zeros(len(waves))
         self._length_class = np.full(len(waves), -1.0)
+        # Measured over predicted output tokens per row, of waves of one adapter; 1 until rows have finished.
+        self._correction = np.ones(len(waves))
+        self._waves_of = _waves_of_one_adapter(shards, self._number)
         self._all_work = 1.0 + sum(_work(shard) for shard in shards)
         self._num_rows = self._num_shards = 0
         # replica -> wave number -> shards of that wave open there; empty entries are removed.
@@ -121,7 +124,14 @@ class Backlog:
             self._length_class[wave] = -1.0
             return
         shard = self._shards[self._pending[wave][-1]]
-        self._length_class[wave] = np.floor(np.log2(max(1.0, shard.predicted_output_tokens / shard.num_rows)))
+        length = self._correction[wave] * shard.predicted_output_tokens / shard.num_rows
+        self._length_class[wave] = np.floor(np.log2(max(1.0, length)))
+
+    def correct_length(self, adapter: str, tokens_per_row: float) -> None:
+        """Rows of an adapter have finished with this mean length: its waves are ranked by that from now on."""
+        for wave, predicted in self._waves_of.get(adapter, ()):
+            self._correction[wave] = tokens_per_row / max(1.0, predicted)
+            self._classify(wave)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the failing sum, when the totals contradict the lists."""
@@ -134,6 +144,24 @@ class Backlog:
             assert work == self._pending_work[wave], f"wave {wave}: {work} of work, counted otherwise"
             servers = sum(wave in waves for waves in self._open.values())
             assert servers == self._num_servers[wave], f"wave {wave}: {servers} replicas, counted otherwise"
+
+
+def _waves_of_one_adapter(shards: Sequence[Shard], number: dict[int, int]) -> dict[str, list[tuple[int, float]]]:
+    """Adapter -> (wave number, predicted output tokens per row) of the waves it has for itself ("": base model)."""
+    names: defaultdict[int, set[tuple[str, ...]]] = defaultdict(set)
+    rows: Counter[int] = Counter()
+    tokens: Counter[int] = Counter()
+    for shard in shards:
+        names[shard.wave_id].add(shard.adapters)
+        rows[shard.wave_id] += shard.num_rows
+        tokens[shard.wave_id] += shard.predicted_output_tokens
+    found: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+    for wave, sets in names.items():
+        together = next(iter(sets))
+        if len(sets) == 1 and len(together) <= 1:
+            name = together[0] if together else ""
+            found[name].append((number[wave], tokens[wave] / rows[wave]))
+    return dict(found)
 
 
 def _engine_rows(shard: Shard) -> int:

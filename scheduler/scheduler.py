@@ -7,11 +7,13 @@ and draws no random numbers: the same events give the same commands (`events.jso
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .backlog import Backlog
 from .commands import Command, FailJob, FinishJob, Recall, RunShard
 from .events import Event, Progress, ReplicaJoined, ReplicaLost, ShardCommitted, ShardFailed
+from .job_state import ReplicaState, ShardState
+from .tail import TailSettings, lend
 from .waves import Shard
 
 
@@ -19,48 +21,17 @@ from .waves import Shard
 class SchedulerSettings:
     """`open_batches`: full batches of unfinished rows kept open per replica, so that no batch drains at a
     shard's end. `max_failures`, `max_losses`: attempts of one shard that may fail, or die with their
-    replica, before the job fails. `expected_replicas`: replicas still to join count as present when a short
-    job is shared out.
+    replica, before the job fails. `learn_rows`: finished rows of an adapter from which its predicted length is
+    corrected. `expected_replicas`: replicas still to join count as present when a short job is shared out. `tail`:
+    when to lend running rows to idle replicas (None: never).
     """
 
     open_batches: float = 2.0
     max_failures: int = 4
     max_losses: int = 8
+    learn_rows: int = 8
     expected_replicas: int = 1
-
-
-@dataclass(slots=True)
-class ReplicaState:
-    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there."""
-
-    replica_id: str
-    batch_rows: int
-    rows_left: dict[int, int] = field(default_factory=dict)
-    open_rows: int = 0
-    resident: frozenset[str] = frozenset()
-
-    def set_rows_left(self, shard_id: int, rows: int) -> None:
-        """A shard is open here with so many unfinished rows."""
-        self.open_rows += rows - self.rows_left.get(shard_id, 0)
-        self.rows_left[shard_id] = rows
-
-    def close(self, shard_id: int) -> None:
-        """A shard is open here no more."""
-        self.open_rows -= self.rows_left.pop(shard_id)
-
-
-@dataclass(slots=True)
-class ShardState:
-    """Where one shard stands."""
-
-    shard: Shard
-    attempt: int = 0
-    failures: int = 0
-    losses: int = 0
-    owner: str | None = None
-    is_committed: bool = False
-    # Replicas where it failed: others are tried first.
-    failed_on: frozenset[str] = frozenset()
+    tail: TailSettings | None = None
 
 
 class Scheduler:
@@ -86,6 +57,10 @@ class Scheduler:
         self._is_over = False
         self._num_open = len(self._shards)
         self._open_rows = 0
+        # Replica -> shard whose rows it has on loan.
+        self._helping: dict[str, int] = {}
+        # Adapter -> rows finished so far and their output tokens.
+        self._finished: dict[str, tuple[int, int]] = {}
         for shard_id in committed:
             self._commit(self._shards[shard_id])
 
@@ -106,6 +81,8 @@ class Scheduler:
         commands = self._absorb(event)
         if not self._is_over:
             commands += self._dispatch(self._maybe_hungry(event, commands))
+            if isinstance(event, Progress):
+                commands += self._share_tail(event)
         if not self._is_over and self._num_open == 0:
             self._is_over = True
             commands.append(FinishJob())
@@ -161,6 +138,7 @@ class Scheduler:
             self._open_rows -= replica.rows_left[state.shard.shard_id]
             replica.close(state.shard.shard_id)
             self._backlog_of(state).closed(state.shard.shard_id, state.owner)
+            self._helping = {r: s for r, s in self._helping.items() if s != state.shard.shard_id}
             state.owner = None
 
     def _failed(self, event: ShardFailed) -> list[Command]:
@@ -189,6 +167,7 @@ class Scheduler:
                 )
             self._requeue(state)
         del self._replicas[replica_id]
+        self._helping.pop(replica_id, None)
         return []
 
     def _requeue(self, state: ShardState) -> None:
@@ -205,6 +184,7 @@ class Scheduler:
         if replica is None:
             return
         replica.resident = frozenset(event.resident_adapters)
+        self._learn(event)
         for shard_id, rows_left in event.open_shards:
             state = self._shards.get(shard_id)
             if state is None or state.is_committed:
@@ -215,6 +195,16 @@ class Scheduler:
                 self._assign(state, replica)
             if state.owner == event.replica_id and state.shard.has_engine_work:
                 self._set_rows_left(replica, shard_id, rows_left)
+
+    def _learn(self, event: Progress) -> None:
+        """Correct predicted lengths by what finished, so that waves of long rows are not left for the end."""
+        for adapter, num_rows, output_tokens in event.finished:
+            rows, tokens = self._finished.get(adapter, (0, 0))
+            self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
+        for adapter in sorted({name for name, _, _ in event.finished}):
+            rows, tokens = self._finished[adapter]
+            if rows >= self._settings.learn_rows:
+                self._backlog.correct_length(adapter, tokens / rows)
 
     def _set_rows_left(self, replica: ReplicaState, shard_id: int, rows: int) -> None:
         self._open_rows += rows - replica.rows_left.get(shard_id, 0)
@@ -242,6 +232,19 @@ class Scheduler:
             if self._idle_backlog and not any(rows == 0 for rows in replica.rows_left.values()):
                 commands += self._open_next(replica, self._idle_backlog)
         return commands
+
+    def _share_tail(self, event: Progress) -> list[Command]:
+        """Nothing is pending: lend running rows of one shard to replicas that have nothing to do."""
+        owner = self._replicas.get(event.replica_id)
+        if self._settings.tail is None or self._backlog or owner is None:
+            return []
+        helpers = [
+            r.replica_id for r in self._replicas.values() if not r.rows_left and r.replica_id not in self._helping
+        ]
+        open_shards = [self._shards[shard_id].shard for shard_id in owner.rows_left]
+        lent = lend(event, open_shards, owner.rows_left, sorted(helpers), self._settings.tail)
+        self._helping |= {command.to_replica_id: command.shard_id for command in lent}
+        return list(lent)
 
     def _wanted_rows(self, replica: ReplicaState, share: int) -> int:
         # At least one: an idle replica always opens something.

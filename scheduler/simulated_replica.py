@@ -67,6 +67,8 @@ class SimulatedReplica:
         self._workload, self._output = workload, workload.output_tokens
         self._ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
         self._cost, self._batcher, self._settings, self._timeline = cost, batcher, settings, timeline
+        # Tokens that rows on loan had generated elsewhere; they are prefilled again with the prompt.
+        self._brought: dict[int, int] = {}
         self._merged: int | None = None
         self._last_use: dict[int, int] = {}
         self._clock = 0
@@ -92,11 +94,36 @@ class SimulatedReplica:
         self.waiting = np.delete(self.waiting, positions)
         return taken
 
+    def hand_over(self, rows: NDArray[np.int64], num_rows: int) -> dict[int, int]:
+        """Remove up to `num_rows` running ones of `rows`, those with most left; row -> tokens generated so far."""
+        positions = np.flatnonzero(np.isin(self.running, rows))
+        positions = positions[np.argsort(-self._remaining[positions], kind="stable")][:num_rows]
+        generated = self._context[positions] - self._workload.prompt_tokens[self.running[positions]]
+        handed = dict(zip(self.running[positions].tolist(), generated.tolist(), strict=True))
+        self.running, self._remaining, self._context = (
+            np.delete(array, positions) for array in (self.running, self._remaining, self._context)
+        )
+        return handed
+
+    def take_over(self, handed: dict[int, int]) -> None:
+        """Rows another replica has begun join the queue with what they have generated."""
+        self._brought |= handed
+        self.add(np.fromiter(handed, dtype=np.int64))
+
+    def drop(self, row: int) -> None:
+        """A row on loan is not wanted here any more."""
+        self._brought.pop(row, None)
+        self.waiting = self.waiting[self.waiting != row]
+        stays = self.running != row
+        self.running, self._remaining, self._context = (
+            array[stays] for array in (self.running, self._remaining, self._context)
+        )
+
     def clear(self) -> NDArray[np.int64]:
         """Lose everything; returns the rows that were here."""
         lost = np.concatenate([self.waiting, self.running])
         self.waiting = self.running = self._remaining = self._context = np.zeros(0, np.int64)
-        self._merged, self._last_use = None, {}
+        self._merged, self._last_use, self._brought = None, {}, {}
         return lost
 
     def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
@@ -167,8 +194,10 @@ class SimulatedReplica:
         stays[positions] = False
         self.waiting = self.waiting[stays]
         self.running = np.concatenate([self.running, admitted])
-        self._remaining = np.concatenate([self._remaining, np.maximum(1, self._output[admitted])])
-        self._context = np.concatenate([self._context, self._workload.prompt_tokens[admitted]])
+        brought = np.array([self._brought.pop(int(row), 0) for row in admitted] if self._brought else 0)
+        left = np.maximum(1, self._output[admitted] - brought)
+        self._remaining = np.concatenate([self._remaining, left])
+        self._context = np.concatenate([self._context, self._workload.prompt_tokens[admitted] + brought])
         return np.concatenate([serve, np.ones(len(admitted), bool)])
 
     def _passes(
@@ -196,14 +225,16 @@ class SimulatedReplica:
         rows = self.running[is_served]
         tokens = np.minimum(self._remaining[is_served], passes)
         num_passes = int(tokens.max())
-        prompts = self._workload.prompt_tokens[rows[len(rows) - num_admitted :]] if num_admitted else np.zeros(0)
+        prompts = self._context[is_served][len(rows) - num_admitted :] if num_admitted else np.zeros(0)
         seconds = overhead_s + self._seconds(rows, tokens, num_passes, self._context[is_served], prompts)
         # Linear in between: exact when all rows of the leap last to its end.
         finish_s = now_s + seconds * tokens / num_passes
         timeline = self._timeline
         new = rows[len(rows) - num_admitted :] if num_admitted else rows[:0]
-        timeline.admit_s[new] = now_s
-        timeline.first_token_s[new] = now_s + seconds / num_passes
+        # A row on loan was admitted, and had its first token, where it came from.
+        fresh = new[np.isnan(timeline.admit_s[new])]
+        timeline.admit_s[fresh] = now_s
+        timeline.first_token_s[fresh] = now_s + seconds / num_passes
         timeline.replica[new] = self.number
         self._remaining[is_served] -= tokens
         self._context[is_served] += tokens

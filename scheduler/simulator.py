@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .commands import Command, FailJob, FinishJob, Recall, RunShard
+from .commands import Command, FailJob, FinishJob, MigrateRows, Recall, RunShard
 from .events import Event, Progress, ReplicaJoined, ReplicaLost, ShardCommitted
 from .simulated_replica import ReplicaSettings, SimulatedReplica, StepOutcome
 from .timeline import Timeline
@@ -34,12 +34,14 @@ class Cluster:
     """`join_s`: when each replica is ready. `losses`: (seconds, replica number) at which one disappears for good.
 
     `progress_s`: between two reports of a replica. `commit_s`: from a shard's last row to its part file.
+    `hop_s`: from a MigrateRows command until its rows are at the helper.
     """
 
     join_s: tuple[float, ...]
     losses: tuple[tuple[float, int], ...] = ()
     progress_s: float = 1.0
     commit_s: float = 0.0
+    hop_s: float = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,7 @@ class JobOutcome:
     timeline: Timeline
     num_events: int
     num_commands: int
+    num_migrated: int = 0
     failure: str | None = None
 
 
@@ -61,6 +64,7 @@ class _Happening:
     replica: int = field(compare=False, default=-1)
     outcome: StepOutcome | None = field(compare=False, default=None)
     shard: int = field(compare=False, default=-1)
+    move: MigrateRows | None = field(compare=False, default=None)
 
 
 class JobSimulation:
@@ -86,7 +90,9 @@ class JobSimulation:
         self._is_stepping = [False] * len(replicas)
         self._is_alive = [False] * len(replicas)
         self._heap: list[_Happening] = []
-        self._order = self._num_events = self._num_commands = 0
+        self._order = self._num_events = self._num_commands = self._num_migrated = 0
+        # Rows on loan -> (the replica that owns their shard, the one that runs them).
+        self._loans: dict[int, tuple[int, int]] = {}
         self._end_s: float | None = None
         self._failure: str | None = None
 
@@ -104,13 +110,20 @@ class JobSimulation:
         if self._end_s is None:
             self._failure = "Nothing is left that could happen, but shards are uncommitted: no replica remains."
         end = now if self._end_s is None else self._end_s
-        return JobOutcome(end, self._timeline, self._num_events, self._num_commands, self._failure)
+        return JobOutcome(end, self._timeline, self._num_events, self._num_commands, self._num_migrated, self._failure)
 
     def _later(
-        self, time_s: float, kind: str, *, replica: int = -1, outcome: StepOutcome | None = None, shard: int = -1
+        self,
+        time_s: float,
+        kind: str,
+        *,
+        replica: int = -1,
+        outcome: StepOutcome | None = None,
+        shard: int = -1,
+        move: MigrateRows | None = None,
     ) -> None:
         self._order += 1
-        heapq.heappush(self._heap, _Happening(time_s, self._order, kind, replica, outcome, shard))
+        heapq.heappush(self._heap, _Happening(time_s, self._order, kind, replica, outcome, shard, move))
 
     def _happen(self, now: float, happening: _Happening) -> None:
         replica = happening.replica
@@ -127,6 +140,9 @@ class JobSimulation:
             case "commit" if self._is_alive[replica] and happening.shard in self._rows_left[replica]:
                 del self._rows_left[replica][happening.shard]
                 self._tell(ShardCommitted(now, happening.shard, str(replica)))
+            case "migrate":
+                assert happening.move is not None
+                self._migrate(now, happening.move)
             case "stepped" if self._is_alive[replica]:
                 assert happening.outcome is not None
                 self._is_stepping[replica] = False
@@ -145,6 +161,8 @@ class JobSimulation:
                 self._open(now, int(command.replica_id), command.shard_id)
             case Recall():
                 self._rows_left[int(command.replica_id)].pop(command.shard_id, None)
+            case MigrateRows():
+                self._later(now + self._cluster.hop_s, "migrate", move=command)
             case FinishJob():
                 self._end_s = now
             case FailJob():
@@ -161,6 +179,19 @@ class JobSimulation:
         if not self._is_stepping[replica]:
             self._start_step(now, replica)
 
+    def _migrate(self, now: float, move: MigrateRows) -> None:
+        """The owner keeps the shard: what its guests finish elsewhere is counted there."""
+        owner, helper = int(move.from_replica_id), int(move.to_replica_id)
+        if not (self._is_alive[owner] and self._is_alive[helper] and move.shard_id in self._rows_left[owner]):
+            return
+        handed = self._replicas[owner].hand_over(self._plan.rows_of(move.shard_id), move.num_rows)
+        self._loans |= dict.fromkeys(handed, (owner, helper))
+        if handed:
+            self._replicas[helper].take_over(handed)
+            self._num_migrated += len(handed)
+            if not self._is_stepping[helper]:
+                self._start_step(now, helper)
+
     def _start_step(self, now: float, replica: int) -> None:
         if self._replicas[replica].num_rows:
             outcome = self._replicas[replica].step(now)
@@ -168,22 +199,18 @@ class JobSimulation:
             self._later(outcome.end_s, "stepped", replica=replica, outcome=outcome)
 
     def _book(self, now: float, replica: int, finished: NDArray[np.int64]) -> None:
-        if len(finished) == 0:
-            return
+        """Count finished rows for the owner of their shard; rows whose loss made them start again do not count."""
+        finished = finished[np.isfinite(self._timeline.finish_s[finished])]
         assert self._workload.output_tokens is not None
-        for adapter, tokens in zip(
-            self._workload.adapter_index[finished].tolist(),
-            self._workload.output_tokens[finished].tolist(),
-            strict=True,
-        ):
+        for row in finished.tolist():
+            adapter, tokens = int(self._workload.adapter_index[row]), int(self._workload.output_tokens[row])
             self._finished[replica][adapter, tokens] += 1
-        shards, counts = np.unique(self._shard_of[finished], return_counts=True)
-        rows_left = self._rows_left[replica]
-        for shard, count in zip(shards.tolist(), counts.tolist(), strict=True):
+            owner, _ = self._loans.pop(row, (replica, replica))
+            shard, rows_left = int(self._shard_of[row]), self._rows_left[owner]
             if shard in rows_left:
-                rows_left[shard] -= count
+                rows_left[shard] -= 1
                 if rows_left[shard] == 0:
-                    self._later(now + self._cluster.commit_s, "commit", replica=replica, shard=shard)
+                    self._later(now + self._cluster.commit_s, "commit", replica=owner, shard=shard)
 
     def _report(self, now: float, replica: int) -> None:
         names = self._workload.adapters
@@ -203,9 +230,21 @@ class JobSimulation:
         )
 
     def _lose(self, now: float, replica: int) -> None:
+        """What it owned starts again elsewhere; what it had on loan starts again at the owner."""
         self._is_alive[replica] = False
         self._replicas[replica].clear()
         for shard_id in self._rows_left[replica]:
             self._timeline.forget(self._plan.rows_of(shard_id))
         self._rows_left[replica].clear()
+        for row, (owner, helper) in list(self._loans.items()):
+            if owner == replica:
+                self._replicas[helper].drop(row)
+            if helper == replica:
+                self._timeline.forget(np.array([row]))
+                self._replicas[owner].add(np.array([row]))
+            if replica in (owner, helper):
+                del self._loans[row]
         self._tell(ReplicaLost(now, str(replica)))
+        for other, is_alive in enumerate(self._is_alive):
+            if is_alive and not self._is_stepping[other]:
+                self._start_step(now, other)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from lorabatch.scheduler.baselines import MergedBatcher, UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher
+from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.dispatch import ProactiveDispatcher, RoundRobinDispatcher
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
 from lorabatch.scheduler.metrics import ServingMetrics
@@ -63,7 +64,7 @@ def figure_10_and_14(lengths: Lengths, num_rows: int) -> list[Figure]:
     points = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
     # S-LoRA's kernels gather exact ranks without padding: 0.25 instead of 0.389 of the base computation.
     s_lora = replace(COST, lora_step_s=COST.lora_step_s * 0.25 / 0.389, rank_token_s=COST.rank_token_s * 0.25 / 0.389)
-    runs = {
+    runs: dict[str, tuple[CostModel, Callable[[], Batcher]]] = {
         "dLoRA": (COST, lambda: dlora_batcher(np.full(8, 8.0), COST, BATCH)),
         "Merged-only": (COST, MergedBatcher),
         "Unmerged-only": (COST, UnmergedBatcher),

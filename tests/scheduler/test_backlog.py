@@ -52,3 +52,18 @@ def test_a_shard_that_is_not_allowed_is_passed_over():
     assert backlog.take("r", lambda shard_id: False) is None
     assert 0 in backlog
     assert len(backlog) == 1
+
+
+def test_measured_lengths_change_which_wave_is_next():
+    backlog = Backlog([make_shard(0, 0), make_shard(1, 1)])
+    backlog.correct_length("a1", 800.0)
+    assert backlog.take("r", anything) == 1
+    backlog.correct_length("somebody else", 5.0)
+    assert backlog.take("r", anything) == 0
+
+
+def test_a_pool_of_several_adapters_keeps_its_prediction():
+    pool = Shard(0, 0, "unmerged", ("x", "y"), 10, 0, 1000)
+    backlog = Backlog([pool, make_shard(1, 1, length=200)])
+    backlog.correct_length("x", 10_000.0)
+    assert backlog.take("r", anything) == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan, clustered_order
 
@@ -46,6 +46,7 @@ def test_a_plan_that_mixes_adapters_in_merged_mode_is_caught():
         StepPlan("merged", 1, np.ones(2, bool), np.zeros(0, np.int64)).check_integrity(view)
 
 
+@settings(deadline=None)
 @given(
     running=st.lists(st.integers(-1, 4), max_size=8),
     waiting=st.lists(st.integers(-1, 4), max_size=30),

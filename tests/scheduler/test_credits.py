@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lorabatch.scheduler.credits import Credits
 
@@ -53,6 +53,7 @@ def test_base_rows_have_an_account_too():
     assert account.balance.tolist() == [1.0, 2.0, 3.0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-1, 1), min_size=1, max_size=20), st.integers(0, 2**20 - 1), st.integers(1, 8))
 def test_credit_is_never_made_or_lost(types, mask, batch):
     account = make_credits()

@@ -157,6 +157,17 @@ def test_a_new_scheduler_adopts_shards_already_running():
     assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == []
 
 
+def test_waves_whose_rows_prove_long_are_opened_before_the_others():
+    scheduler = Scheduler(make_shards(40, waves=2))
+    first = opened(scheduler.handle(ReplicaJoined(0.0, "a", 16)))
+    (wave,) = {s % 2 for s, _, _ in first}
+    other = f"adapter-{1 - wave}"
+    left = tuple((s, 1) for s, _, _ in first)
+    scheduler.handle(Progress(1.0, "a", 1, 1, 1.0, (), left, ((other, 8, 8 * 2000),)))
+    more = opened(scheduler.handle(Progress(2.0, "a", 1, 1, 1.0, (), tuple((s, 0) for s, _, _ in first))))
+    assert {s % 2 for s, _, _ in more} <= {1 - wave}
+
+
 @pytest.mark.parametrize(
     "event",
     [

@@ -5,6 +5,7 @@ import pytest
 from lorabatch.scheduler.baselines import UnmergedBatcher
 from lorabatch.scheduler.commands import RunShard
 from lorabatch.scheduler.events import Progress
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.metrics import job_metrics
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -17,8 +18,9 @@ from lorabatch.scheduler.synthetic import (
     make_workload,
     power_popularity,
 )
+from lorabatch.scheduler.tail import TailSettings
 from lorabatch.scheduler.timeline import Timeline
-from lorabatch.scheduler.waves import plan_shards
+from lorabatch.scheduler.waves import ShardLimits, plan_shards
 
 
 class Recorder:
@@ -107,3 +109,38 @@ def test_reports_count_every_finished_row_once():
     simulation.run()
     reported = sum(n for event, _ in recorder.log if isinstance(event, Progress) for _, n, _ in event.finished)
     assert 150 < reported <= 300
+
+
+def make_tail_job(tail, **cluster):
+    """One shard of 20 long rows where steps grow with the batch; a second replica joins when all of it runs."""
+    rows = np.full(20, 200, np.int32)
+    workload = make_workload(make_adapters([8]), np.zeros(20, np.int32), rows, rows)
+    limits = ShardLimits(shards_per_replica=1, min_rows=20)
+    plan = plan_shards(workload, batch_rows=32, num_replicas=1, limits=limits)
+    assert len(plan.shards) == 1
+    timeline = Timeline.empty(20, 2)
+    settings = ReplicaSettings(max_batch_rows=32, max_step_tokens=8192)
+    replicas = [
+        SimulatedReplica(i, workload, CPU_SMOLLM2_135M, UnmergedBatcher(), settings, timeline) for i in range(2)
+    ]
+    recorder = Recorder(Scheduler(plan.shards, settings=SchedulerSettings(tail=tail)))
+    joins = Cluster((0.0, 16.0), progress_s=0.5, **cluster)
+    return JobSimulation(workload, plan, recorder, replicas, joins, timeline, settings)
+
+
+def test_an_idle_replica_takes_rows_of_the_last_shards_and_the_job_ends_sooner():
+    alone = make_tail_job(None).run()
+    shared = make_tail_job(TailSettings(CPU_SMOLLM2_135M)).run()
+    assert alone.num_migrated == 0
+    assert shared.num_migrated > 0
+    assert shared.failure is None
+    assert np.isfinite(shared.timeline.finish_s).all()
+    assert shared.makespan_s < alone.makespan_s
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_rows_on_loan_survive_the_loss_of_their_owner_and_of_their_helper(lost):
+    outcome = make_tail_job(TailSettings(CPU_SMOLLM2_135M), losses=((20.0, lost),)).run()
+    assert outcome.num_migrated > 0
+    assert outcome.failure is None
+    assert np.isfinite(outcome.timeline.finish_s).all()

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lorabatch.scheduler.commands import MigrateRows
+from lorabatch.scheduler.events import Progress
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
-from lorabatch.scheduler.tail import TailRows, rows_to_lend
+from lorabatch.scheduler.tail import TailRows, TailSettings, lend, rows_to_lend
+from lorabatch.scheduler.waves import Shard
 
 
 def test_a_slow_batch_is_shared_and_the_helper_gets_less_for_its_second_prefill():
@@ -28,3 +31,22 @@ def test_more_helpers_take_fewer_rows_each():
     one, three = (rows_to_lend(rows, helpers, CPU_SMOLLM2_135M, hop_s=0.05) for helpers in (1, 3))
     assert one == 12
     assert three == 6
+
+
+def make_progress(running):
+    return Progress(9.0, "slow", running, running, 10.0, ())
+
+
+def test_the_shard_with_most_rows_left_is_shared_with_every_helper():
+    shards = [Shard(i, 0, "unmerged", ("x",), 20, 4000, 12_000) for i in range(2)]
+    lent = lend(make_progress(18), shards, {0: 4, 1: 18}, ["a", "b"], TailSettings(CPU_SMOLLM2_135M))
+    assert [(m.shard_id, m.to_replica_id, m.adapter) for m in lent] == [(1, "a", "x"), (1, "b", "x")]
+    assert all(isinstance(m, MigrateRows) and 0 < m.num_rows <= 6 for m in lent)
+
+
+def test_without_helpers_or_work_nothing_is_lent():
+    settings = TailSettings(CPU_SMOLLM2_135M)
+    idle = Shard(0, 0, "none", (), 20, 0, 0)
+    assert lend(make_progress(9), [idle], {0: 0}, ["a"], settings) == ()
+    busy = Shard(0, 0, "unmerged", ("x",), 20, 4000, 12_000)
+    assert lend(make_progress(9), [busy], {0: 9}, [], settings) == ()
