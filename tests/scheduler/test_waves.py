@@ -4,7 +4,6 @@ import json
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lorabatch.scheduler.waves import Shard, ShardLimits, plan_shards
@@ -106,13 +105,6 @@ def test_shards_stay_between_the_limits():
 def test_a_shard_survives_json():
     shard = Shard(3, 1, "unmerged", ("a", "b"), 10, 500, 700)
     assert Shard.from_json(json.loads(json.dumps(shard.to_json()))) == shard
-
-
-def test_a_workload_names_its_first_bad_row():
-    workload = make_workload([0, 1, 2])
-    workload.adapter_index[1] = 7
-    with pytest.raises(AssertionError, match=r"adapter_index: row 1 has 7"):
-        workload.check_integrity()
 
 
 @settings(max_examples=60, deadline=None)
