@@ -127,7 +127,7 @@ def _embedded(num_workers: int) -> Iterator[Client]:
     with dask.config.set(_SETTINGS), _environment(_WORKER_LOGGING), warnings.catch_warnings():
         # another dashboard on the default port is no reason to worry a user
         warnings.filterwarnings("ignore", message="Port .* is already in use")
-        cluster = LocalCluster(
+        cluster = _start(
             n_workers=num_workers,
             threads_per_worker=_TASK_THREADS,
             processes=True,
@@ -141,6 +141,16 @@ def _embedded(num_workers: int) -> Iterator[Client]:
                 yield client
         finally:
             cluster.close()
+
+
+def _start(**options: Any) -> LocalCluster:
+    try:
+        return LocalCluster(**options)
+    except RuntimeError as error:
+        raise JobFailedError(
+            f"cluster='local': its workers could not be started ({error}). Check free memory and the number of "
+            "--workers, and run the same command again."
+        ) from error
 
 
 @contextmanager
