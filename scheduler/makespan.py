@@ -10,6 +10,7 @@ Shapes: `[num_shards]` for shards, `[num_adapters]` for load seconds, `[num_repl
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -166,17 +167,29 @@ def _better_neighbour(
 def _exchanges(
     problem: PlacementProblem, current: NDArray[np.int64], finish: NDArray[np.float64], last: int, first: int
 ) -> list[tuple[int, int | None]]:
-    """Moves and swaps whose change in work comes nearest to evening out the two replicas; at most 32."""
-    wanted = (finish[last] - finish[first]) / 2
+    """Moves and swaps between two replicas by the later of the two ends they would give; the 16 most promising."""
     mine, theirs = np.flatnonzero(current == last), np.flatnonzero(current == first)
-    moved = problem.shard_s[mine]
-    exchanges: list[tuple[float, int, int | None]] = [
-        (abs(float(s) - wanted), int(i), None) for i, s in zip(mine, moved, strict=True)
-    ]
-    if len(theirs):
-        change = moved[:, None] - problem.shard_s[theirs][None, :]
-        for flat in np.argsort(abs(change - wanted), axis=None, kind="stable")[:32]:
-            row, column = divmod(int(flat), len(theirs))
-            exchanges.append((abs(float(change[row, column]) - wanted), int(mine[row]), int(theirs[column])))
-    exchanges.sort(key=lambda e: (e[0], e[1], -1 if e[2] is None else e[2]))
-    return [(mine_id, theirs_id) for _, mine_id, theirs_id in exchanges[:32]]
+    # A last column without a partner: the shard moves and nothing comes back.
+    last_gets = np.append(_arriving_s(problem, theirs, mine, last), 0.0)
+    first_gives = np.append(_leaving_s(problem, theirs, first), 0.0)
+    last_ends = finish[last] - _leaving_s(problem, mine, last)[:, None] + last_gets[None, :]
+    first_ends = finish[first] + _arriving_s(problem, mine, theirs, first)[:, None] - first_gives[None, :]
+    promising = np.argsort(np.maximum(last_ends, first_ends), axis=None, kind="stable")[:16]
+    pairs = [divmod(int(flat), len(theirs) + 1) for flat in promising]
+    return [(int(mine[row]), int(theirs[column]) if column < len(theirs) else None) for row, column in pairs]
+
+
+def _leaving_s(problem: PlacementProblem, shards: NDArray[np.int64], replica: int) -> NDArray[np.float64]:
+    """What each of a replica's shards takes with it: its seconds, and loads that no other shard there needs."""
+    users = Counter(adapter for shard in shards for adapter in problem.adapters_of[shard])
+    loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if users[a] == 1) for s in shards]
+    return np.asarray(problem.shard_s[shards] / problem.speed[replica] + np.array(loads))
+
+
+def _arriving_s(
+    problem: PlacementProblem, shards: NDArray[np.int64], present: NDArray[np.int64], replica: int
+) -> NDArray[np.float64]:
+    """What each shard would add to a replica that runs the shards `present`."""
+    there = {adapter for shard in present for adapter in problem.adapters_of[shard]}
+    loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if a not in there) for s in shards]
+    return np.asarray(problem.shard_s[shards] / problem.speed[replica] + np.array(loads))
