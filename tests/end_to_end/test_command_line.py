@@ -79,7 +79,14 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) ->
     rows = make_rows(240)
     echo_job.write_input(rows)
     echo_job.set_engine(step_s=0.1)
-    running = subprocess.Popen([*CLI, *arguments(echo_job)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    running = subprocess.Popen(
+        [*CLI, *arguments(echo_job)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # tests started in the background inherit an ignored Ctrl-C; a command in a terminal does not
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     wait_until_rows_are_kept(echo_job, running)
     below = psutil.Process(running.pid).children(recursive=True)
     # As a terminal does it: every process of the foreground group is told.
