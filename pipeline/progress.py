@@ -48,6 +48,8 @@ class ConsoleProgress:
         self._told_at_s = 0.0
         self._told_phase = ""
         self._started_s = time.monotonic()
+        # When rows began to be answered, and how many were done then: those of a resumed job are no speed.
+        self._running_since: tuple[float, int] | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -63,20 +65,27 @@ class ConsoleProgress:
 
     def update(self, state: JobState) -> None:
         """See `Progress`."""
-        if self._live is not None:
-            self._live.update(job_display(state, time.monotonic() - self._started_s))
-            return
         now_s = time.monotonic()
+        rows_per_s = self._rows_per_s(state, now_s)
+        if self._live is not None:
+            self._live.update(job_display(state, now_s - self._started_s, rows_per_s))
+            return
         if state.phase != self._told_phase or now_s - self._told_at_s >= _LINE_INTERVAL_S:
             self._told_phase, self._told_at_s = state.phase, now_s
-            self._console.print(job_line(state, now_s - self._started_s), highlight=False, soft_wrap=True)
+            self._console.print(job_line(state, now_s - self._started_s, rows_per_s), highlight=False, soft_wrap=True)
+
+    def _rows_per_s(self, state: JobState, now_s: float) -> float:
+        if state.phase != "running":
+            return 0.0
+        since_s, rows_before = self._running_since = self._running_since or (now_s, state.rows_done)
+        return (state.rows_done - rows_before) / max(now_s - since_s, 1e-3)
 
     def note(self, text: str) -> None:
         """See `Progress`."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
-def job_line(state: JobState, elapsed_s: float) -> str:
+def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:
     """One line: phase, rows, rates, time left."""
     line = f"[{_clock(elapsed_s)}] {state.phase}"
     if state.rows:
@@ -84,18 +93,18 @@ def job_line(state: JobState, elapsed_s: float) -> str:
     if state.rows_error:
         line += f"  {state.rows_error} errors"
     if state.phase == "running":
-        line += f"  {state.rows_done / max(elapsed_s, 1e-9):.1f} rows/s  {state.tokens_per_s:.0f} tokens/s"
+        line += f"  {rows_per_s:.1f} rows/s  {state.tokens_per_s:.0f} tokens/s"
         line += f"  {sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"
         if state.eta_s is not None:
             line += f"  {_clock(state.eta_s)} left"
     return line
 
 
-def job_display(state: JobState, elapsed_s: float) -> RenderableType:
+def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> RenderableType:
     """A bar for the job and a line per worker."""
     head = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=max(state.rows, 1), completed=state.rows_done, width=40)
-    head.add_row(Text(job_line(state, elapsed_s)))
+    head.add_row(Text(job_line(state, elapsed_s, rows_per_s)))
     head.add_row(bar)
     if not state.workers or state.is_final:
         return head

@@ -19,7 +19,7 @@ RUNNING = JobState(
 
 
 def test_a_line_tells_rows_errors_rates_and_time_left() -> None:
-    line = job_line(RUNNING, elapsed_s=25.0)
+    line = job_line(RUNNING, elapsed_s=25.0, rows_per_s=2.0)
     assert line.startswith("[0:25] running  50/200 rows  2/8 shards  2 errors")
     assert "2.0 rows/s  90 tokens/s  124 running on 2 workers  1:15 left" in line
 
@@ -34,9 +34,16 @@ def test_without_a_terminal_a_line_is_printed_at_each_phase_and_not_at_each_upda
     assert [line.split()[1] for line in lines] == ["running", "done"]
 
 
+def test_rows_that_were_done_before_are_no_speed() -> None:
+    out = io.StringIO()
+    with ConsoleProgress(Console(file=out, width=80)) as progress:
+        progress.update(RUNNING)
+    assert "  0.0 rows/s" in out.getvalue()
+
+
 def test_the_display_has_a_line_per_worker_with_its_mode_and_adapters() -> None:
     console = Console(file=io.StringIO(), width=140)
-    console.print(job_display(RUNNING, 25.0))
+    console.print(job_display(RUNNING, 25.0, 2.0))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "tcp://w1" in shown
     assert "merged" in shown
