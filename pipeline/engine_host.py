@@ -58,7 +58,8 @@ class EngineHost(WorkerPlugin):
         self._record: JobRecord | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="lorabatch-host-")
+        # In the folder that Dask clears of what killed workers leave behind.
+        self._folder = tempfile.TemporaryDirectory(prefix="lorabatch-host-", dir=worker.local_directory)
         engine_log, tag = Path(self._folder.name) / "engine.log", worker_tag(worker.address)
         logs = {f"engine-{tag}": engine_log, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self._store, logs)
