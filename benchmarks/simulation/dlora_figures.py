@@ -98,7 +98,8 @@ def figure_10_and_14(lengths: Lengths, num_rows: int) -> list[Figure]:
             Claim("dLoRA", "Unmerged-only", 2.5, P90),
         ),
         "Skew is a power law's exponent here and a mapping of function traces there; the rate is set, as in the "
-        "paper, so that dLoRA's latency is at the objective of 0.5 s. How far the others are behind there depends on how "
+        "paper, so that dLoRA's latency is at the objective of 0.5 s. How far the others are behind "
+        "there depends on how "
         "long they queue, and our runs are shorter than the paper's, so ratios are smaller. Where no adapter dominates "
         "dLoRA is Unmerged-only; the P90 of the middle skews pays for rows that wait while another adapter is merged.",
     )

@@ -231,6 +231,7 @@ def figure_22(lengths: Lengths, num_rows: int) -> Figure:
             Claim("LoRAServe", "S-LoRA Random", None, TTFT),
             Claim("LoRAServe", "S-LoRA Contiguous", None, TTFT),
         ),
-        "One arrival rate for all exponents, near what LoRAServe sustains at the first. At an exponent of 1/3 ranks are "
+        "One arrival rate for all exponents, near what LoRAServe sustains at the first. At an exponent "
+        "of 1/3 ranks are "
         "nearly even and contiguous placement is at its best, as in figure 19.",
     )
