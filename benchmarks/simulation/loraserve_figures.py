@@ -199,8 +199,8 @@ def figure_21(lengths: Lengths, num_rows: int) -> Figure:
         tuple(float(p) for p in points),
         {RATE: {"LoRAServe": rates, "in proportion": linear}},
         (Claim("LoRAServe", "in proportion", 1.0, RATE, higher_is_better=True),),
-        "The paper: 32, 64 and 96 requests per second on 4, 8 and 12 servers. Ours keeps the proportion on 8 and falls short "
-        "on 12, where the run is no longer and each server's share of the demand is seen through fewer requests.",
+        "The paper: 32, 64 and 96 requests per second on 4, 8 and 12 servers. Ours keeps the proportion on 8 and falls "
+        "short on 12, where the run is no longer and each server's share of the demand is seen through fewer requests.",
     )
 
 
