@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from lorabatch import __version__
 from lorabatch.cli import _JOB_OPTIONS, app
 from lorabatch.jobs.spec import JobSpec
-from typer.testing import CliRunner
 
 HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "scipy"}
 

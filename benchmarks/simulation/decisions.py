@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+
 from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.commands import Command
 from lorabatch.scheduler.events import Event

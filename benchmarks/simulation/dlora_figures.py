@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
+
 from lorabatch.scheduler.baselines import MergedBatcher, UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher
 from lorabatch.scheduler.cost import CostModel
@@ -23,7 +25,6 @@ from lorabatch.scheduler.synthetic import (
     power_popularity,
 )
 from lorabatch.scheduler.workload import Workload
-from numpy.typing import NDArray
 
 from .figure import Claim, Figure
 from .lengths import Lengths

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from lorabatch.scheduler.synthetic import draw_lengths
 from numpy.typing import NDArray
+
+from lorabatch.scheduler.synthetic import draw_lengths
 
 
 @dataclass(frozen=True, slots=True, eq=False)

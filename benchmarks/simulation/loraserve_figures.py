@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
+
 from lorabatch.scheduler.baselines import UnmergedBatcher
 from lorabatch.scheduler.demand import extrapolate
 from lorabatch.scheduler.dispatch import Dispatcher, LeastLoadDispatcher, RoutedDispatcher
@@ -22,7 +24,6 @@ from lorabatch.scheduler.synthetic import (
     uniform_popularity,
 )
 from lorabatch.scheduler.workload import Workload
-from numpy.typing import NDArray
 
 from .figure import Claim, Figure
 from .lengths import Lengths

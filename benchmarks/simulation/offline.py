@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.policies import simulate_policy
 from lorabatch.scheduler.simulated_replica import ReplicaSettings

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from lorabatch.scheduler.batching import Batcher
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.dispatch import Dispatcher

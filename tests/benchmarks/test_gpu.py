@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from lorabatch.benchmarks.gpu import __main__ as command
 from lorabatch.benchmarks.gpu import correctness, measure
 from lorabatch.benchmarks.gpu.device import Peaks, peaks_of

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from lorabatch.benchmarks.simulation.decisions import PlacementQuality, scale_row
 from lorabatch.benchmarks.simulation.figure import Claim, Figure
 from lorabatch.benchmarks.simulation.lengths import read_trace, synthetic_lengths

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+
 from lorabatch.demo.tasks import TASKS
 from lorabatch.demo.train_adapters import ADAPTERS, HUB_ID, RECIPES
-from safetensors import safe_open
 
 MAX_ADAPTER_BYTES = 4 * 2**20
 

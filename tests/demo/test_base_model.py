@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from lorabatch.demo.base_model import (
     CARRIER,
     GGUF_NAME,

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
+
 from lorabatch.demo.make_prompts import PROMPTS, SCHEMA, prompt_rows, write_prompts
 from lorabatch.demo.tasks import TASKS
 from lorabatch.demo.train_adapters import ADAPTERS

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from lorabatch.demo import tasks
 from lorabatch.demo.tasks import TASKS, Example
 from lorabatch.demo.tasks.pirate import pirate

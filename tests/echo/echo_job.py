@@ -16,6 +16,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from distributed import Client
+
 from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.state import JobState

@@ -12,16 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lorabatch
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
+
+import lorabatch
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
-from safetensors.numpy import load_file, save_file
 
 MAX_TOKENS = 5
 PROMPTS = ((5, 6, 7, 9, 11), (40, 41, 42))

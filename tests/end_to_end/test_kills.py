@@ -17,6 +17,7 @@ import psutil
 import pytest
 from distributed import Client
 from echo_job import ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows, processes_of
+
 from lorabatch.jobs.errors import JobFailedError
 from lorabatch.jobs.state import JobState
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from distributed import Client
 from echo_job import EchoJob, make_rows
+
 from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, OutputConflictError
 from lorabatch.scheduler.commands import Command, RunShard
 from lorabatch.scheduler.events import Event

@@ -6,9 +6,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from lorabatch.engine.chat_template import ChatTemplate
 from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES: list[dict[str, Any]] = [

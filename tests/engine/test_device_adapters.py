@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from lorabatch.engine.config import ModelConfig, read_model_config
 from lorabatch.engine.device_adapters import DeviceAdapters
 from lorabatch.engine.model_config import PACKED_SITES

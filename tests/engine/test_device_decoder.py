@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lorabatch.engine.engine as engine_module
 import pytest
 import torch
+
+import lorabatch.engine.engine as engine_module
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.device_adapters import DeviceAdapters

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig, Mode, read_model_config
 from lorabatch.engine.engine import Engine

@@ -17,12 +17,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
 from lorabatch.engine import gguf_model
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
 from lorabatch.engine.gguf_model import convert_gguf, resolve_gguf
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 4, 2, 2
 SIZES = {

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lorabatch.engine.errors import UnsupportedModelError
-from lorabatch.engine.gguf_tokenizer import write_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
+
+from lorabatch.engine.errors import UnsupportedModelError
+from lorabatch.engine.gguf_tokenizer import write_tokenizer
 
 
 def byte_level_metadata(**changes: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine

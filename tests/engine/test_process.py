@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.wire import pack_request, read_frame, unpack_result, write_frame

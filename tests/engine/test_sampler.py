@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabatch.engine.random_stream import uniforms
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.sampler import sample

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
-from lorabatch.engine.tokenizer import Tokenizer
 from tokenizers import Tokenizer as TokenizerFile
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
+from lorabatch.engine.tokenizer import Tokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "héllo wörld, 漢字 and 😀 emoji", "SELECT 1 FROM rows;"] * 4
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hi <b>é 😀</b>\n\n  there"}]

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import fsspec
 import pytest
+
 from lorabatch.jobs.record import AdapterRecord, InputFile, InputRecord, JobRecord, ModelRecord, public_spec
 from lorabatch.jobs.spec import JobSpec
 

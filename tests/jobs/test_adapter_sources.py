@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.jobs.adapter_sources import find_adapters
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.location import Location

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pytest
+
 from lorabatch.jobs.input_columns import OUTPUT_COLUMNS, find_roles
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])

@@ -9,6 +9,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.input_files import pack_schema, read_footers, unified_schema, unpack_schema
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.jobs import local_copy
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.local_copy import local_folder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.jobs.errors import MissingFileError, StorageError
 from lorabatch.jobs.location import Location, absolute, options_for
 

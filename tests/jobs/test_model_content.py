@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from lorabatch.jobs.model_content import model_sha256
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.opening import changed_adapters, open_job
 from lorabatch.jobs.spec import JobSpec

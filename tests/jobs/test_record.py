@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from lorabatch.jobs.record import (
     IDENTITY_FIELDS,
     AdapterRecord,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from lorabatch.jobs.secrets import redacted_url, scrubbed
 
 

@@ -6,8 +6,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import lorabatch
 import pytest
+
+import lorabatch
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.spec import COLUMN_ROLES, JobSpec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from lorabatch.jobs.errors import DamagedRecordError
 from lorabatch.jobs.state import JobState, WorkerState
 

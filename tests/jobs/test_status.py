@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.state import JobState, Phase, WorkerState

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.jobs.errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError
 from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.state import JobState, WorkerState

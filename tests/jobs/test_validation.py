@@ -12,6 +12,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.validation import check_job

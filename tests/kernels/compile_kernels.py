@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
 from lorabatch.kernels.kv_write import triton as kv_write
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout
@@ -33,8 +36,6 @@ from lorabatch.kernels.rms_norm import triton as rms_norm
 from lorabatch.kernels.sampling import SamplingRows
 from lorabatch.kernels.sampling import triton as sampling
 from lorabatch.kernels.segments import SegmentLimits, Segments, plan_segments, rows_of
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LAYOUT = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, page_tokens=16)

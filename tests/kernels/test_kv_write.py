@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from lorabatch.kernels.kv_write import kv_write
 from lorabatch.kernels.kv_write.reference import write
 from lorabatch.kernels.lora_qkv import HeadLayout

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from lorabatch.kernels.lora_gate_up import Activation, lora_gate_up
 from lorabatch.kernels.lora_gate_up.reference import gate_up
 from lorabatch.kernels.lora_shrink import lora_shrink

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout, lora_qkv_
 from lorabatch.kernels.lora_qkv.reference import qkv
 from lorabatch.kernels.lora_shrink import lora_shrink

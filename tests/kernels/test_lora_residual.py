@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_residual.reference import add_residual
 from lorabatch.kernels.lora_shrink import lora_shrink

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from lorabatch.kernels.lora_shrink import lora_shrink, reference
 from lorabatch.kernels.lora_table import O_PROJ, QKV, LoraTable
 from lorabatch.kernels.segments import SPLITS_AT, Segments

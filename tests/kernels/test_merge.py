@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from lorabatch.kernels.merge import MergeJob, MergePair, merge_weights
 from lorabatch.kernels.merge.reference import merge
 

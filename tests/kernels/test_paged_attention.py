@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+
 from lorabatch.kernels.lora_qkv import HeadLayout
 from lorabatch.kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from lorabatch.kernels.rms_norm import rms_norm
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
 from lorabatch.kernels.rms_norm.reference import norm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from lorabatch.engine.random_stream import uniforms
 from lorabatch.kernels.sampling import SamplingRows, sample_tokens
 from lorabatch.kernels.sampling.reference import sample, uniform

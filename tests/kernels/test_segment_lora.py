@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from lorabatch.kernels.segment_lora import LoraMember, LoraSegment, LoraSiteWeights, add_lora_
 from lorabatch.kernels.segment_lora.reference import add_lora_reference
 

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from lorabatch.engine.request import Request
 from lorabatch.jobs.opening import make_record
 from lorabatch.jobs.record import AdapterRecord, JobRecord

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from lorabatch.jobs.errors import JobFailedError, JobRequestError
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.cluster import connected, loss_told, threads_per_engine

@@ -13,6 +13,7 @@ from typing import Any
 
 import echo_engine
 import pytest
+
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.pipeline.engine_keeper import EngineKeeper, LocalAdapter

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabatch.engine.request import SamplingParams
 from lorabatch.pipeline.fingerprints import id_hash, prefix_hash, row_fingerprint
 

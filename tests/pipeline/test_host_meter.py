@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import msgpack
+
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.host_meter import HostMeter

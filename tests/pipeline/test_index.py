@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from lorabatch.engine.tokenizer import Tokenizer
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.index import index_chunk, list_chunks

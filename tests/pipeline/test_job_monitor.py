@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from lorabatch.pipeline.job_monitor import JobMonitor
 from lorabatch.pipeline.messages import FinishedRows, HostReport, ShardOutcome
 from lorabatch.scheduler.waves import Shard

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from lorabatch.jobs.error_budget import ErrorBudget
 from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, JobInterruptedError, StorageError
 from lorabatch.jobs.state import JobState

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline import log_shipper
 from lorabatch.pipeline.log_shipper import LogShipper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.pipeline.errors import ShardAbandonedError
 from lorabatch.pipeline.open_shard import OpenShard, ServedRow

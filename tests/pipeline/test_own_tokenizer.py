@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from lorabatch.engine.tokenizer import Tokenizer
 from lorabatch.jobs.opening import make_record
 from lorabatch.jobs.record import JobRecord

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+
 from lorabatch.jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError, MissingFileError
 from lorabatch.pipeline import job_index
 from lorabatch.pipeline.index import ChunkSummary

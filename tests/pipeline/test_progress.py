@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 
+from rich.console import Console
+
 from lorabatch.jobs.state import JobState, WorkerState
 from lorabatch.pipeline.progress import ConsoleProgress, job_display, job_line
-from rich.console import Console
 
 WORKERS = (
     WorkerState("tcp://w1", tokens_per_s=40.0, open_rows=128, running_rows=64, mode="unmerged"),

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, MissingFileError

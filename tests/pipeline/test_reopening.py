@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+
 from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.pipeline.planning import read_plan
 from lorabatch.pipeline.reader import read_shard

@@ -6,6 +6,7 @@ import struct
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.pipeline.row_answer import RowAnswer, decode_answers, encode_answers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.pipeline.row_ledger import RowLedger
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabatch.engine.request import SamplingParams
 from lorabatch.pipeline.row_sampling import row_sampling, sampling_overrides
 

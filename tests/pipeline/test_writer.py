@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+
 from lorabatch.jobs.errors import DamagedRecordError
 from lorabatch.pipeline.reader import RowError
 from lorabatch.pipeline.writer import ANSWER_FIELDS, LOGPROB_FIELDS, answers_in_part, part_bytes, part_schema

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.adaptive_batching import AdaptiveBatcher
 from lorabatch.scheduler.batching import BatchView
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B

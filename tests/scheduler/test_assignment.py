@@ -5,6 +5,7 @@ from itertools import permutations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.assignment import cheapest_assignment
 
 

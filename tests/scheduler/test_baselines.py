@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.baselines import FcfsBatcher, MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
 from lorabatch.scheduler.batching import BatchView
 

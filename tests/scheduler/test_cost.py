@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+
 from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load
 from lorabatch.scheduler.machines import (
     DLORA_A800_LLAMA_2_7B,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from lorabatch.scheduler.demand import LengthModel, extrapolate
 from lorabatch.scheduler.workload import AdapterInfo, Workload
 

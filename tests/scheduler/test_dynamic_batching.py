@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.batching import BatchView
 from lorabatch.scheduler.credits import Credits
 from lorabatch.scheduler.dynamic_batching import (

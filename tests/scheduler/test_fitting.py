@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.cost import StepLoad
 from lorabatch.scheduler.fitting import StepSample, fit, nonnegative_least_squares
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B

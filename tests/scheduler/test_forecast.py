@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from lorabatch.scheduler.demand import LengthModel
 from lorabatch.scheduler.forecast import forecast_job
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.loraserve import Routing, assign_loraserve, moved_bytes, server_budget
 
 POINTS = {8: 1000.0, 16: 900.0, 32: 800.0, 64: 600.0, 128: 400.0}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.makespan import improve, place_greedily, place_shards
 from lorabatch.scheduler.placement_problem import PlacementProblem
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.policies import POLICIES, simulate_policy
 from lorabatch.scheduler.simulated_replica import ReplicaSettings

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from lorabatch.scheduler.commands import (
     Command,
     EvictAdapter,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.residency import AdapterTooLargeError, furthest_next_use, plan_residency, prefetch
 
 ONE_EACH = dict.fromkeys("abcdef", 1)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.commands import FailJob, FinishJob, Recall, RunShard
 from lorabatch.scheduler.events import (
     Progress,

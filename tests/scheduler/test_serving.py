@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from lorabatch.scheduler.baselines import UnmergedBatcher
 from lorabatch.scheduler.dispatch import LeastLoadDispatcher, ProactiveDispatcher, RoundRobinDispatcher
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.adaptive_batching import AdaptiveBatcher
 from lorabatch.scheduler.baselines import MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
 from lorabatch.scheduler.cost import StepLoad

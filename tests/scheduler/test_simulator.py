@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from lorabatch.scheduler.baselines import UnmergedBatcher
 from lorabatch.scheduler.commands import RunShard
 from lorabatch.scheduler.events import Progress

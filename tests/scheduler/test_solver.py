@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pulp
+
 from lorabatch.scheduler.solver import solve
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from lorabatch.scheduler.synthetic import (
     bursty_arrivals,
     draw_lengths,

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorabatch.scheduler.waves import Shard, ShardLimits, plan_shards
 from lorabatch.scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from lorabatch.engine.adapter import AdapterAudit, audit_adapter
 from lorabatch.engine.config import ModelConfig, read_model_config
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from lorabatch.engine.adapter import audit_adapter, audit_adapters, find_adapters
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

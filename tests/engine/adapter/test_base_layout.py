@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.engine.adapter.base_layout import base_layout
 from lorabatch.engine.config import read_model_config
 

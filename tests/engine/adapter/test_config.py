@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabatch.engine.adapter.config import AdapterConfig, read_adapter_config
 from lorabatch.engine.adapter.ledger import Ledger
 

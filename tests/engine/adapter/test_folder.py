@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from lorabatch.engine.adapter.folder import has_own_tokenizer, open_folder, read_config_json
 from lorabatch.engine.errors import AdapterRefusedError
-from safetensors.numpy import save_file
 
 INDEX = "adapter_model.safetensors.index.json"
 ONE, TWO = "adapter_model-00001-of-00002.safetensors", "adapter_model-00002-of-00002.safetensors"

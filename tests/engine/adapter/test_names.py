@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from lorabatch.engine.adapter.names import RENAMINGS, TensorName, choose_renaming, parse_name
 
 Q = "model.layers.0.self_attn.q_proj"

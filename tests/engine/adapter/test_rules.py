@@ -6,10 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from peft import LoraConfig, PeftType
+
 from lorabatch.engine.adapter.config import AdapterConfig
 from lorabatch.engine.adapter.ledger import Ledger
 from lorabatch.engine.adapter.rules import IRRELEVANT, REFUSED_WHEN_SET, judge_keys
-from peft import LoraConfig, PeftType
 
 
 def judge(**raw: Any) -> Ledger:

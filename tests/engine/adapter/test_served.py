@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
@@ -82,6 +83,7 @@ def test_a_mixed_batch_of_every_kind_equals_peft_row_by_row(
 
 def test_a_merge_that_fails_half_way_leaves_the_base_as_it_was(served_base: Any, train: Any) -> None:
     import numpy as np
+
     from lorabatch.engine.adapter.weights import load_adapter
     from lorabatch.engine.errors import AdapterRefusedError
 

@@ -139,8 +139,9 @@ def test_a_converted_start_is_exact_and_an_unconverted_one_is_refused(
     llama: Any, train: Any, logits: Any, tmp_path: Any, start: str
 ) -> None:
     import torch
-    from lorabatch.engine.adapter.weights import load_adapter
     from peft import LoraConfig, get_peft_model
+
+    from lorabatch.engine.adapter.weights import load_adapter
 
     config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=start)
     config.task_type = "CAUSAL_LM"

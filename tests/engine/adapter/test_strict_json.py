@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from lorabatch.engine.adapter.strict_json import parse_object
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+
 from lorabatch.engine.adapter.config import AdapterConfig
 from lorabatch.engine.adapter.targets import (
     DEFAULT_TARGETS,
@@ -16,7 +18,6 @@ from lorabatch.engine.adapter.targets import (
     ties_targets,
     unmatched_targets,
 )
-from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 
 SITES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
 MODULES = [

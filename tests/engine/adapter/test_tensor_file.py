@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lorabatch.engine.adapter.tensor_file import TensorBytes, read_header
-from lorabatch.engine.errors import AdapterRefusedError
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from lorabatch.engine.adapter.tensor_file import TensorBytes, read_header
+from lorabatch.engine.errors import AdapterRefusedError
 
 
 def write_raw(path: Path, header: Any, data: bytes = b"") -> Path:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from lorabatch.engine.adapter.weights import AdapterWeights, load_adapter
 from lorabatch.engine.errors import AdapterRefusedError
-from torch import nn
 
 TOLERANCE = 2e-4  # fp32; logits of the tiny bases go up to about 60
 

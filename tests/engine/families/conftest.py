@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.engine.activations import activation_of
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import read_model_config

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
 from lorabatch.engine.families import SUPPORTED_MODEL_TYPES, parse_model_config

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.model_config import RopeConfig
 from lorabatch.engine.rope import Rope
