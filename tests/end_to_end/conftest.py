@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ def echo_job(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -
 def _engines_find_echo() -> Iterator[None]:
     """Workers and engine processes started by these tests can import the echo engine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ECHO_FOLDER))
+        patch.setenv("PYTHONPATH", str(ECHO_FOLDER), prepend=os.pathsep)
         yield
 
 

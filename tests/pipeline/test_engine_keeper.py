@@ -49,7 +49,7 @@ def reports() -> Reports:
 
 @pytest.fixture
 def start(tmp_path: Path, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineKeeper]]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
     keepers: list[EngineKeeper] = []
 
     def start_with(**options: Any) -> EngineKeeper:
