@@ -18,6 +18,7 @@ from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
 from .decoder import Decoder
 from .errors import AdapterRefusedError, AdapterUnusableError
+from .host_runner import HostRunner
 from .linear import can_pack
 from .live_weights import LiveWeights
 from .memory_plan import choose_device, plan_memory, zeroed_memory
@@ -26,9 +27,9 @@ from .request import Request, Result, ServedMode
 from .residency import AdapterResidency
 from .rope import restarts_at
 from .running_batch import RunningBatch
-from .sampler import sample
 from .sequence import Sequence
-from .step_batch import StepEntry, build_step
+from .step_batch import StepEntry
+from .step_runner import StepRunner, StepsInFlight
 from .telemetry import EngineTelemetry
 from .weights import dummy_weights, read_weights
 
@@ -59,7 +60,10 @@ class Engine:
         self._live = LiveWeights(self._decoder)
         self._batcher = batcher or choose_batcher(config, self._registry.must_merge)
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
-        self._stop_token_ids = torch.tensor(self._completion.stop_token_ids, dtype=torch.int64, device=self._device)
+        self._runner: StepRunner = HostRunner(
+            self._decoder, self._memory, self._layout, self._completion.stop_token_ids
+        )
+        self._in_flight = StepsInFlight()
         self._rejected: list[Result] = []
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
 
@@ -100,17 +104,21 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
-        """One forward pass. Returns the rows that finished, rejected ones included."""
+        """Launch one forward pass, read the oldest that is due. Returns the rows that finished, rejected ones too."""
         finished, self._rejected = self._rejected, []
+        entries: list[StepEntry] = []
         if self._batch.num_waiting + self._batch.num_running:
             try:
                 plan = self._plan_step()
                 entries = self._batch.entries(plan, self.config.max_step_tokens)
             except AdapterUnusableError as error:
                 return finished + self._give_up_adapter(error)
-            if entries:
-                finished += self._forward(entries)
-        return finished
+        if entries:
+            self._launch(entries)
+        # with nothing to launch, what is on its way is all that can be waited for
+        read = self._in_flight.read(keep=self._runner.steps_ahead if entries else 0)
+        results = (self._append_token(*token) for token in read)
+        return finished + [result for result in results if result is not None]
 
     def telemetry(self) -> EngineTelemetry:
         """A snapshot between two steps."""
@@ -187,26 +195,17 @@ class Engine:
             self._completion.forget(sequence)
         return [_error_result(sequence.request, str(error)) for sequence in rows]
 
-    def _forward(self, entries: Items[StepEntry]) -> list[Result]:
-        if self._device.type == "cpu":
-            batch = build_step(entries, self.model, self._layout, self._dtype)
-        else:
-            with torch.device(self._device):
-                batch = build_step(entries, self.model, self._layout, self._dtype)
-        logits = self._decoder.forward(batch, self._memory)
+    def _launch(self, entries: Items[StepEntry]) -> None:
         for entry in entries:
-            sequence = entry.sequence
-            prompt_left = max(sequence.prompt_tokens - sequence.num_stored, 0)
+            prompt_left = max(entry.sequence.prompt_tokens - entry.sequence.num_stored, 0)
             self._prompt_tokens += min(entry.num_tokens, prompt_left)
-            sequence.num_stored += entry.num_tokens
+        self._in_flight.add(self._runner.launch(entries), entries)
         self._num_steps += 1
-        if not batch.sampled:
-            return []
-        tokens, logprobs = sample(logits, batch.sampled, self._stop_token_ids)
-        self._generated_tokens += len(tokens)
-        return [r for r in map(self._append_token, batch.sampled, tokens, logprobs) if r is not None]
 
     def _append_token(self, sequence: Sequence, token: int, logprob: float) -> Result | None:
+        if not self._batch.is_running(sequence):
+            return None  # it ended or was taken out after this step was launched
+        self._generated_tokens += 1
         sequence.token_ids.append(token)
         if sequence.request.sampling.logprobs:
             sequence.token_logprobs.append(logprob)

@@ -55,6 +55,10 @@ class RunningBatch:
             raise ValueError(f"request_id={request.request_id!r}: a row of this id is not finished yet")
         self._waiting.append(Sequence(request))
 
+    def is_running(self, sequence: Sequence) -> bool:
+        """Whether this very sequence holds memory here; another may have come under the same id."""
+        return self._running.get(sequence.request.request_id) is sequence
+
     def view(self, max_batch_rows: int, merged_adapter_id: str | None) -> BatchView:
         """What the batcher sees."""
         code_of = self._registry.code_of
@@ -79,7 +83,7 @@ class RunningBatch:
         before = list(self._running.values())
         paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
         self._admit(plan)
-        served = [s for s in self._running.values() if id(s) not in paused]
+        served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
         entries = [self._entry(s, 1) for s in served if s.is_decoding]
         budget = max(max_step_tokens - len(entries), 1)
         for sequence in served:

@@ -12,12 +12,15 @@ class Sequence:
     """`num_stored`: tokens (prompt first, then generated) whose keys and values are in the pool.
 
     `prompt_tokens` counts the prompt alone; a sequence moved here from another engine brings `token_ids` along.
+    `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
+    device knows them.
     """
 
     request: Request
     token_ids: list[int] = field(default_factory=list)  # generated
     token_logprobs: list[float] = field(default_factory=list)
     num_stored: int = 0
+    num_pending: int = 0
     mode: ServedMode = "base"
 
     @property
@@ -25,9 +28,14 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def total_tokens(self) -> int:
-        """Tokens known so far, prompt and generated."""
-        return self.prompt_tokens + len(self.token_ids)
+        """Tokens so far, prompt and generated."""
+        return self.prompt_tokens + self.num_generated
 
     @property
     def capacity_tokens(self) -> int:
@@ -37,7 +45,12 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """One token is left to compute, and it yields the next one."""
-        return self.num_stored == self.total_tokens - 1 and bool(self.token_ids)
+        return self.num_stored == self.total_tokens - 1 and self.num_generated > 0
+
+    @property
+    def awaits_end(self) -> bool:
+        """Its last token is pending: nothing is left to launch."""
+        return self.num_pending > 0 and self.num_generated >= self.request.sampling.max_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions `start:end` of prompt and completion together."""
