@@ -196,6 +196,23 @@ def logs(output: OutputArgument, storage_options: StorageOption = None) -> None:
             typer.echo("\n".join(f"{source} | {line}" for line in text.splitlines()))
 
 
+@app.command()
+def report(
+    output: OutputArgument,
+    save: Annotated[Path, typer.Option(help="Where to put the page.")] = Path("report.html"),
+    gpu_hour_price: Annotated[float | None, typer.Option(min=0, help="Price of one worker for an hour.")] = None,
+    storage_options: StorageOption = None,
+) -> None:
+    """One HTML file about a job: timeline of workers, modes and migrations, throughput, adapters, cost, errors."""
+    with _errors_told():
+        from .jobs.report.page import write_report
+        from .jobs.store import JobStore
+
+        page = write_report(JobStore(output, _json_object("storage_options", storage_options)), gpu_hour_price)
+        save.write_text(page, encoding="utf-8")
+        typer.echo(f"Report: {save}")
+
+
 @bench_app.command("engine")
 def bench_engine(
     model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,

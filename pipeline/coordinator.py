@@ -154,6 +154,7 @@ class Coordinator:
             finished=tuple(
                 (name(f.adapter_id) if f.adapter_id else "", f.num_rows, f.output_tokens) for f in report.finished
             ),
+            mode=report.mode,
         )
 
     def _engine_failed(self, report: HostReport) -> None:

@@ -54,7 +54,8 @@ class Progress(Event):
 
     `open_rows`: unfinished rows of the shards open there; `running_rows`: those decoding now. `open_shards`:
     (shard id, unfinished rows) of each open shard; lets a new scheduler adopt running work. `finished`:
-    (adapter name or "", rows, output tokens) completed since the last report, for length prediction.
+    (adapter name or "", rows, output tokens) completed since the last report, for length prediction. `mode`: how
+    its latest step served its rows, for whoever reads the record.
     """
 
     replica_id: str
@@ -64,6 +65,7 @@ class Progress(Event):
     resident_adapters: tuple[str, ...]
     open_shards: tuple[tuple[int, int], ...] = ()
     finished: tuple[tuple[str, int, int], ...] = ()
+    mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
