@@ -68,8 +68,10 @@ class Completion:
         sampling = sequence.request.sampling
         request_id = sequence.request.request_id
         if request_id not in self._detokenizers:
-            self._detokenizers[request_id] = Detokenizer(self._tokenizer(sequence))
-        known = self._texts.get(request_id, "")
+            # a row from another engine brings tokens along; its text so far is read from them
+            self._detokenizers[request_id] = detokenizer = Detokenizer(self._tokenizer(sequence))
+            self._texts[request_id] = "".join(map(detokenizer.add, sequence.token_ids[:-1]))
+        known = self._texts[request_id]
         text = known + self._detokenizers[request_id].add(sequence.token_ids[-1])
         self._texts[request_id] = text
         if len(sequence.token_ids) < sampling.min_tokens:

@@ -18,6 +18,7 @@ from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
 from .decoder import Decoder
 from .errors import AdapterRefusedError, AdapterUnusableError
+from .exported_row import ExportedRow
 from .host_runner import HostRunner
 from .linear import can_pack
 from .live_weights import LiveWeights
@@ -79,17 +80,27 @@ class Engine:
 
         Raises ValueError when a row of the same `request_id` is unfinished.
         """
-        for request in requests:
-            problem = self._problem_with(request)
+        self.import_rows(map(ExportedRow, requests))
+
+    def import_rows(self, rows: Iterable[ExportedRow]) -> None:
+        """Go on with rows of another engine: `add` for rows that may have tokens already."""
+        for row in rows:
+            problem = self._problem_with(row)
             if problem is None:
-                self._batch.append(request)
+                self._batch.append(Sequence.of(row))
             else:
-                self._rejected.append(_error_result(request, problem))
+                self._rejected.append(_error_result(row.request, problem))
+
+    def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
+        """Take unfinished rows out, waiting or running, for another engine to go on with.
+
+        Unknown ids are ignored: they may have just finished. No result follows for what is returned.
+        """
+        return [sequence.exported() for sequence in self._take_out(request_ids)]
 
     def abort(self, request_ids: Collection[str]) -> None:
         """Forget rows, waiting or running. Unknown ids are ignored: they may have just finished."""
-        for sequence in self._batch.remove(request_ids):
-            self._completion.forget(sequence)
+        self._take_out(request_ids)
 
     @property
     def num_unfinished(self) -> int:
@@ -148,9 +159,16 @@ class Engine:
             return dummy_weights(self.model, self._dtype, self._device)
         return read_weights(model_folder, self.model, self._dtype, self._device)
 
-    def _problem_with(self, request: Request) -> str | None:
-        """Why a request cannot be served, as a plain sentence."""
-        problems = request.sampling.problems()
+    def _take_out(self, request_ids: Collection[str]) -> list[Sequence]:
+        sequences = self._batch.remove(request_ids)
+        for sequence in sequences:
+            self._completion.forget(sequence)
+        return sequences
+
+    def _problem_with(self, row: ExportedRow) -> str | None:
+        """Why a row cannot be served, as a plain sentence."""
+        request = row.request
+        problems = request.sampling.problems() or row.problems()
         if problems:
             return "; ".join(problems)
         if request.adapter_id is not None and request.adapter_id not in self._registry:
@@ -158,7 +176,7 @@ class Engine:
         ids, vocab_size = request.prompt_token_ids, self._registry.vocab_size(request.adapter_id)
         if not ids:
             return "the prompt has no tokens"
-        if min(ids) < 0 or max(ids) >= vocab_size:
+        if min(ids + row.token_ids) < 0 or max(ids + row.token_ids) >= vocab_size:
             return f"prompt_token_ids must lie in 0..{vocab_size - 1}"
         max_tokens, context = request.sampling.max_tokens, self.model.max_context_tokens
         if len(ids) + max_tokens > context:

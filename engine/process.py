@@ -19,9 +19,18 @@ from typing import Any, BinaryIO, Protocol
 
 from .config import EngineConfig
 from .errors import EngineError
+from .exported_row import ExportedRow
 from .request import Request, Result
 from .telemetry import EngineTelemetry
-from .wire import pack_result, pack_telemetry, read_frame, unpack_request, write_frame
+from .wire import (
+    pack_exported_row,
+    pack_result,
+    pack_telemetry,
+    read_frame,
+    unpack_exported_row,
+    unpack_request,
+    write_frame,
+)
 
 PROGRESS_INTERVAL_S = 1.0
 
@@ -32,8 +41,11 @@ class RunsRequests(Protocol):
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Say where the adapter of this content hash lies."""
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests."""
+    def import_rows(self, rows: Sequence[ExportedRow]) -> None:
+        """Queue rows, some of them begun by another engine."""
+
+    def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
+        """Take unfinished rows out; no result follows for those returned."""
 
     def abort(self, request_ids: Collection[str]) -> None:
         """Forget requests; no result follows."""
@@ -103,16 +115,25 @@ class EngineProcess:
                 except EngineError as error:
                     self._refused_adapters[message["adapter_id"]] = str(error)
             case "add":
-                self._add(engine, [unpack_request(raw) for raw in message["requests"]])
+                self._add(engine, [ExportedRow(unpack_request(raw)) for raw in message["requests"]])
+            case "import":
+                self._add(engine, [unpack_exported_row(raw) for raw in message["rows"]])
+            case "export":
+                self._export(engine, message["request_ids"])
             case "abort":
                 engine.abort(message["request_ids"])
             case op:
                 raise AssertionError(f"unknown message {op!r}")
 
-    def _add(self, engine: RunsRequests, requests: list[Request]) -> None:
-        refused = [r for r in requests if r.adapter_id in self._refused_adapters]
-        self._send_results([self._refusal(request) for request in refused])
-        engine.add([r for r in requests if r.adapter_id not in self._refused_adapters])
+    def _add(self, engine: RunsRequests, rows: list[ExportedRow]) -> None:
+        refused = [row for row in rows if row.request.adapter_id in self._refused_adapters]
+        self._send_results([self._refusal(row.request) for row in refused])
+        engine.import_rows([row for row in rows if row.request.adapter_id not in self._refused_adapters])
+
+    def _export(self, engine: RunsRequests, request_ids: list[str]) -> None:
+        """One answer for each question: what finished before was told in `results` before it."""
+        rows = engine.export_rows(request_ids)
+        self._send({"op": "exported", "request_ids": request_ids, "rows": [pack_exported_row(row) for row in rows]})
 
     def _refusal(self, request: Request) -> Result:
         return Result(

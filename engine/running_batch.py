@@ -49,11 +49,12 @@ class RunningBatch:
     def num_running(self) -> int:
         return len(self._running)
 
-    def append(self, request: Request) -> None:
+    def append(self, sequence: Sequence) -> None:
         """Queue a row behind all others. Raises ValueError when a row of that id is unfinished."""
-        if request.request_id in self._running or request.request_id in self._waiting:
-            raise ValueError(f"request_id={request.request_id!r}: a row of this id is not finished yet")
-        self._waiting.append(Sequence(request))
+        request_id = sequence.request.request_id
+        if request_id in self._running or request_id in self._waiting:
+            raise ValueError(f"request_id={request_id!r}: a row of this id is not finished yet")
+        self._waiting.append(sequence)
 
     def is_running(self, sequence: Sequence) -> bool:
         """Whether this very sequence holds memory here; another may have come under the same id."""

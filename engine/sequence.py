@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .exported_row import ExportedRow
 from .request import FinishReason, Request, Result, ServedMode
 
 
@@ -22,6 +23,11 @@ class Sequence:
     num_stored: int = 0
     num_pending: int = 0
     mode: ServedMode = "base"
+
+    @classmethod
+    def of(cls, row: ExportedRow) -> Sequence:
+        """The sequence that goes on where `row` stopped; nothing of it is stored yet."""
+        return cls(row.request, list(row.token_ids), list(row.token_logprobs))
 
     @property
     def prompt_tokens(self) -> int:
@@ -59,6 +65,10 @@ class Sequence:
             return list(prompt[start:end])
         generated = self.token_ids[max(start - len(prompt), 0) : end - len(prompt)]
         return [*prompt[start:], *generated]
+
+    def exported(self) -> ExportedRow:
+        """What another engine needs to go on."""
+        return ExportedRow(self.request, tuple(self.token_ids), tuple(self.token_logprobs))
 
     def result(self, text: str, finish_reason: FinishReason) -> Result:
         """The outcome, once nothing more will be generated."""

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import msgpack
 
+from .exported_row import ExportedRow
 from .request import Request, Result, SamplingParams
 from .telemetry import EngineTelemetry
 
@@ -61,6 +62,20 @@ def unpack_request(raw: Mapping[str, Any]) -> Request:
         sampling=SamplingParams(**sampling),
         stream_id=raw["stream_id"],
     )
+
+
+def pack_exported_row(row: ExportedRow) -> dict[str, Any]:
+    """An unfinished row as plain values."""
+    return {
+        "request": pack_request(row.request),
+        "token_ids": row.token_ids,
+        "token_logprobs": row.token_logprobs,
+    }
+
+
+def unpack_exported_row(raw: Mapping[str, Any]) -> ExportedRow:
+    """The row that `pack_exported_row` packed."""
+    return ExportedRow(unpack_request(raw["request"]), tuple(raw["token_ids"]), tuple(raw["token_logprobs"]))
 
 
 def pack_result(result: Result) -> dict[str, Any]:

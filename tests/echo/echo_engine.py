@@ -5,6 +5,8 @@ mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds
 file; while it is missing nothing moves on), and what to fail on: `crash_on_token` kills the process when a prompt with
 that token is in the batch, `raise_on_token` raises, `refuse_adapters` lists adapter ids that cannot be loaded,
 `fail_start` is a sentence.
+
+The tokens of a row are 0, 1, 2, …: a row from another engine that brings anything else ends the process.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
+from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Request, Result
 from lorabatch.engine.telemetry import EngineTelemetry
 
@@ -52,12 +55,21 @@ class EchoEngine:
             raise AdapterRefusedError(f"adapter {adapter_id}: refused for the test")
         self._adapters[adapter_id] = folder
 
-    def add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
+    def import_rows(self, rows: Sequence[ExportedRow]) -> None:
+        for row in rows:
+            request = row.request
             assert request.adapter_id is None or request.adapter_id in self._adapters
+            assert request.request_id not in self._queue, f"row {request.request_id} is here already"
+            assert row.token_ids == tuple(range(len(row.token_ids))), f"row {request.request_id}: {row.token_ids}"
             self._queue[request.request_id] = request
-            self._steps_done[request.request_id] = 0
+            self._steps_done[request.request_id] = len(row.token_ids)
             self._prompt_tokens += len(request.prompt_token_ids)
+
+    def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
+        found = [request_id for request_id in request_ids if request_id in self._queue]
+        rows = [ExportedRow(self._queue[r], tuple(range(self._steps_done[r]))) for r in found]
+        self.abort(found)
+        return rows
 
     def abort(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:

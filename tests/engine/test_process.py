@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.wire import pack_request, read_frame, unpack_result, write_frame
+from lorabatch.engine.wire import pack_request, read_frame, unpack_exported_row, unpack_result, write_frame
 
 ENGINE_SOURCE = '''
 import os, sys, time
 from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
+from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Result
 from lorabatch.engine.telemetry import EngineTelemetry
 
@@ -37,8 +39,13 @@ class Engine:
         if adapter_id == "bad":
             raise AdapterRefusedError("adapter bad: no weights")
 
-    def add(self, requests):
-        self.rows += requests
+    def import_rows(self, rows):
+        self.rows += [row.request for row in rows]
+
+    def export_rows(self, request_ids):
+        taken = [row for row in self.rows if row.request_id in request_ids]
+        self.abort(request_ids)
+        return [ExportedRow(row, (7, 8)) for row in taken]
 
     def abort(self, request_ids):
         self.rows = [row for row in self.rows if row.request_id not in request_ids]
@@ -69,7 +76,8 @@ class Child:
 
     def __init__(self, folder: Path) -> None:
         (folder / "summing_engine.py").write_text(ENGINE_SOURCE)
-        environment = dict(os.environ, PYTHONPATH=str(folder))
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lorabatch.engine.process"],
             stdin=subprocess.PIPE,
@@ -157,6 +165,22 @@ def test_aborted_rows_send_nothing(child: Child, tmp_path: Path) -> None:
     assert names == ["busy", "b"]
     child.send(op="stop")
     assert child.process.wait(timeout=30) == 0
+
+
+def test_exported_rows_can_be_given_back_and_finished_ones_are_not_among_them(child: Child, tmp_path: Path) -> None:
+    child.start(model=str(tmp_path))
+    child.add(("a", (1,), None))
+    assert unpack_result(child.next("results")["results"][0]).request_id == "a"
+    child.add(("busy", (555,), None), ("b", (2,), None))
+    child.send(op="export", request_ids=["b", "a", "unknown"])
+    (tmp_path / "go").touch()
+    exported = child.next("exported")
+    assert exported["request_ids"] == ["b", "a", "unknown"]
+    (row,) = exported["rows"]
+    assert unpack_exported_row(row) == ExportedRow(Request("b", (2,), None, SamplingParams()), (7, 8))
+    child.send(op="import", rows=[row])
+    while unpack_result(child.next("results")["results"][0]).request_id != "b":
+        pass
 
 
 def test_the_process_ends_with_its_host_even_in_a_long_step(child: Child) -> None:
