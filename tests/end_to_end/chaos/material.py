@@ -1,0 +1,115 @@
+"""What all trials share: a tiny model with adapters, two inputs, and the answers of undisturbed runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lorabatch.tests.conftest import write_adapter, write_model
+from lorabatch.tests.end_to_end.chaos.scenario import EngineKind, Scenario
+from lorabatch.tests.end_to_end.chaos.sorted_output import digest
+
+_ECHO_FOLDER = Path(__file__).resolve().parents[2] / "echo"
+_ADAPTERS: dict[str, dict[str, Any]] = {
+    "rank1": {"r": 1, "lora_alpha": 2},
+    "rank8": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    "rank20": {"r": 20, "lora_alpha": 10, "target_modules": ["gate_proj", "down_proj", "o_proj"]},
+}
+_NUM_ROWS: dict[EngineKind, int] = {"echo": 256, "real": 64}
+# Long enough that blows land in the middle: some two seconds of work for two engines.
+_ECHO_STEP_S = 0.04
+_MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "real": 40}
+_BATCH_ROWS: dict[EngineKind, int] = {"echo": 8, "real": 4}
+_UNDISTURBED_LIMIT_S = 180
+
+
+@dataclass
+class Material:
+    """Files under `folder`, made when they are first asked for."""
+
+    folder: Path
+    _digests: dict[EngineKind, str] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> Path:
+        """A random two-layer Llama; its `echo.json` tells echo engines how slow to be."""
+        model = write_model(self.folder / "model")
+        (model / "echo.json").write_text(json.dumps({"step_s": _ECHO_STEP_S}))
+        return model
+
+    @cached_property
+    def adapters(self) -> Path:
+        """Three adapters of different ranks on different layers."""
+        for seed, (name, lora) in enumerate(_ADAPTERS.items()):
+            write_adapter(self.folder / "adapters" / name, self.model, seed=seed + 1, **lora)
+        return self.folder / "adapters"
+
+    def rows(self, engine: EngineKind) -> list[dict[str, Any]]:
+        """The input: prompts that all differ, spread over the base model and the adapters."""
+        names = [None, *_ADAPTERS]
+        return [
+            {
+                "id": i,
+                "adapter": names[i % len(names)],
+                "prompt_token_ids": [3 + i % 300, 3 + i // 300, 7],
+                "note": f"n{i}",
+            }
+            for i in range(_NUM_ROWS[engine])
+        ]
+
+    def input(self, engine: EngineKind) -> Path:
+        """The same as a file of several row groups."""
+        path = self.folder / f"{engine}.parquet"
+        if not path.exists():
+            pq.write_table(pa.Table.from_pylist(self.rows(engine)), path, row_group_size=32)
+        return path
+
+    def options(self, engine: EngineKind) -> dict[str, Any]:
+        """The job, but for its output and where it runs."""
+        return {
+            "model": self.model,
+            "adapters": self.adapters,
+            "input": self.input(engine),
+            "max_tokens": _MAX_TOKENS[engine],
+            "batch_rows": _BATCH_ROWS[engine],
+            "mode": "exact",
+            "engine_threads": 1,
+        }
+
+    def num_parts(self, scenario: Scenario) -> int:
+        """Parts of a finished job, when every shard is full."""
+        return _NUM_ROWS[scenario.engine] // scenario.rows_per_shard
+
+    def max_tokens(self, engine: EngineKind) -> int:
+        """Tokens asked of every row."""
+        return _MAX_TOKENS[engine]
+
+    def command_line(self, engine: EngineKind) -> list[str]:
+        """What follows `python` to get the command line with these engines."""
+        return [str(_ECHO_FOLDER / "echo_cli.py")] if engine == "echo" else ["-m", "lorabatch"]
+
+    def environment(self) -> dict[str, str]:
+        """Processes find the echo engine and the code under test."""
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ECHO_FOLDER), os.environ.get("PYTHONPATH", "")])}
+
+    def undisturbed_digest(self, engine: EngineKind) -> str:
+        """Hash of the sorted output of a run that nothing disturbs: one worker, made once."""
+        if engine not in self._digests:
+            output = self.folder / f"undisturbed-{engine}"
+            options = self.options(engine) | {"output": output, "workers": 1, "rows_per_shard": 64}
+            words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+            command = [sys.executable, *self.command_line(engine), "run", *words]
+            subprocess.run(
+                command, env=self.environment(), check=True, capture_output=True, timeout=_UNDISTURBED_LIMIT_S
+            )
+            self._digests[engine] = digest(output)
+        return self._digests[engine]

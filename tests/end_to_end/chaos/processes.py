@@ -1,0 +1,126 @@
+"""The processes of one trial: found by a mark in their environment, told apart by their command lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from distributed import Client
+
+from lorabatch.tests.end_to_end.chaos.scenario import Victim
+
+MARK = "LORABATCH_TRIAL"
+_POLL_S = 0.1
+_START_LIMIT_S = 60.0
+_GENTLE_END_S = 8.0
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every process of this machine that was started for the trial, by whatever detour; zombies are none."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with suppress(psutil.Error):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def of_kind(processes: Iterable[psutil.Process], kind: Victim) -> list[psutil.Process]:
+    """Those of them that are workers, engines, …, the oldest first."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            if _kind(" ".join(process.cmdline())) == kind:
+                found.append((process.create_time(), process.pid, process))
+    return [process for _, _, process in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _kind(command: str) -> Victim | None:
+    if "lorabatch.engine.process" in command:
+        return "engine"
+    if "multiprocessing.spawn" in command or "forkserver" in command:
+        return "worker"
+    if "dask scheduler" in command:
+        return "scheduler"
+    if "dask worker" in command:
+        return "nanny"
+    return "client" if " run " in command or " resume " in command else None
+
+
+def wait_until_gone(mark: str, timeout_s: float) -> list[psutil.Process]:
+    """Processes of the trial that are still there after so long."""
+    give_up_s = time.monotonic() + timeout_s
+    while (left := marked(mark)) and time.monotonic() < give_up_s:
+        time.sleep(_POLL_S)
+    return left
+
+
+def end_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill these, stopped ones too."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+class ExistingCluster:
+    """A Dask scheduler and nannied workers as processes of their own, with Dask's default settings."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], num_workers: int) -> None:
+        folder.mkdir(parents=True)
+        self._environment = environment
+        self._log = (folder / "dask.log").open("ab")
+        self._processes = [self._start("scheduler", folder, "--port", "0", "--dashboard-address", "127.0.0.1:0")]
+        nanny = ("--nthreads", "1", "--local-directory", str(folder), "--no-dashboard")
+        self._processes += [self._start("worker", folder, *nanny) for _ in range(num_workers)]
+        with Client(scheduler_file=str(folder / "scheduler.json"), set_as_default=False, timeout="60s") as client:
+            client.wait_for_workers(num_workers, timeout=_START_LIMIT_S)
+            self.address = str(client.scheduler_info(n_workers=0)["address"])
+
+    def _start(self, role: str, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dask", role, "--scheduler-file", str(folder / "scheduler.json")]
+        command += ["--host", "127.0.0.1", *options]
+        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the scheduler and at least one nanny are alive and not stopped."""
+        scheduler, *nannies = (_is_running(process) for process in self._processes)
+        return scheduler and any(nannies)
+
+    def close(self) -> None:
+        """End it as its owner would: politely, then not."""
+        for process in reversed(self._processes):
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        give_up_s = time.monotonic() + _GENTLE_END_S
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, give_up_s - time.monotonic()))
+            process.kill()
+            process.wait()
+        self._log.close()
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    if process.poll() is not None:
+        return False
+    with suppress(psutil.Error):
+        return psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
+    return False
+
+
+def send(process: psutil.Process, name: str) -> bool:
+    """Send a signal by its name; False when the process is gone."""
+    try:
+        os.kill(process.pid, getattr(signal, f"SIG{name}"))
+    except ProcessLookupError:
+        return False
+    return True

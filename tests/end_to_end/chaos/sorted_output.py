@@ -1,0 +1,27 @@
+"""The output of a job in one order and as one hash, whatever its parts were."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+# How often a row was started says what happened, not what was answered.
+_NOT_AN_ANSWER = ("attempts",)
+
+
+def sorted_output(output: Path) -> pa.Table:
+    """All rows, sorted by id."""
+    parts = [pq.read_table(part) for part in sorted(output.glob("part-*.parquet"))]
+    return pa.concat_tables(parts).combine_chunks().sort_by("id")
+
+
+def digest(output: Path) -> str:
+    """SHA-256 over the sorted rows' bytes as an Arrow stream, all columns but `attempts`."""
+    table = sorted_output(output).drop_columns(list(_NOT_AN_ANSWER)).combine_chunks()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return hashlib.sha256(sink.getvalue()).hexdigest()

@@ -1,0 +1,203 @@
+"""One trial: a job as its user runs it, disturbed as its scenario says, resumed until it is done, and then judged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lorabatch.tests.end_to_end.chaos.material import Material
+from lorabatch.tests.end_to_end.chaos.processes import (
+    MARK,
+    ExistingCluster,
+    end_all,
+    marked,
+    of_kind,
+    send,
+    wait_until_gone,
+)
+from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario
+from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output
+
+_POLL_S = 0.05
+# A job of some seconds that is not done by then hangs.
+TIME_LIMIT_S = 240.0
+_MAX_STARTS = 8
+# How long the owner of a stopped client watches it do nothing.
+_PATIENCE_S = 3.0
+_GONE_AFTER_S = 20.0
+
+
+@dataclass
+class Outcome:
+    """What happened in a trial. `faults`: what must not have happened, as sentences."""
+
+    scenario: Scenario
+    seconds: float = 0.0
+    num_starts: int = 0
+    blows: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+class Trial:
+    """Runs one scenario in a folder of its own."""
+
+    def __init__(self, scenario: Scenario, material: Material, folder: Path) -> None:
+        self._scenario = scenario
+        self._material = material
+        self._folder = folder
+        self._mark = uuid.uuid4().hex
+        self._environment = material.environment() | {MARK: self._mark, "TMPDIR": str(folder / "tmp")}
+        self._output = folder / "output"
+        self._clusters = 0
+        self._cluster: ExistingCluster | None = None
+        self._waiting: list[Blow] = list(scenario.blows)
+        # Delayed blows and wake-ups: when, and what.
+        self._due: list[tuple[float, Blow | psutil.Process]] = []
+        self._stopped: list[psutil.Process] = []
+        # A client may fail when the ground under it is gone, and only then.
+        self._may_fail = False
+        self._outcome = Outcome(scenario)
+
+    def run(self) -> Outcome:
+        """Carry it out. Leaves no process behind, whatever happens."""
+        began_s = time.monotonic()
+        (self._folder / "tmp").mkdir(parents=True)
+        try:
+            self._finish_job(began_s + TIME_LIMIT_S)
+            end_all(self._stopped)
+            self._check_leftovers("engine", "the job is done")
+            self._outcome.faults += faults_of_output(self._output, self._material, self._scenario)
+            self._close_cluster()
+            self._check_leftovers(None, "everything has ended")
+        except TrialError as fault:
+            self._outcome.faults.append(str(fault))
+        finally:
+            self._close_cluster()
+            end_all(marked(self._mark))
+        self._outcome.seconds = time.monotonic() - began_s
+        return self._outcome
+
+    def _finish_job(self, give_up_s: float) -> None:
+        while not (self._output / "_SUCCESS").exists() or not self._outcome.num_starts:
+            if self._outcome.num_starts >= _MAX_STARTS:
+                raise TrialError(f"not done after {_MAX_STARTS} starts")
+            self._outcome.num_starts += 1
+            with self._client() as client:
+                self._disturb(client, give_up_s)
+                self._judge_exit(client)
+
+    @contextmanager
+    def _client(self) -> Iterator[subprocess.Popen[bytes]]:
+        """`lorabatch run` in a process of its own, its words in a log."""
+        command = [sys.executable, *self._material.command_line(self._scenario.engine), *self._arguments()]
+        self._may_fail = False
+        with (self._folder / "client.log").open("ab") as log:
+            log.write(f"--- start {self._outcome.num_starts}\n".encode())
+            log.flush()
+            client = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+        try:
+            yield client
+        finally:
+            client.kill()
+            client.wait()
+
+    def _arguments(self) -> list[str]:
+        options: dict[str, Any] = self._material.options(self._scenario.engine) | {
+            "output": str(self._output),
+            "rows_per_shard": self._scenario.rows_per_shard,
+        }
+        if self._scenario.cluster == "existing":
+            options["cluster"] = self._address()
+        else:
+            options["workers"] = self._scenario.num_workers
+        words = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
+        return ["run", *words]
+
+    def _address(self) -> str:
+        if self._cluster is None or not self._cluster.is_whole:
+            self._close_cluster()
+            self._clusters += 1
+            folder = self._folder / f"cluster-{self._clusters}"
+            self._cluster = ExistingCluster(folder, self._environment, self._scenario.num_workers)
+        return self._cluster.address
+
+    def _close_cluster(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    def _disturb(self, client: subprocess.Popen[bytes], give_up_s: float) -> None:
+        """Deal the blows as they fall due until the client has ended."""
+        while client.poll() is None:
+            now_s = time.monotonic()
+            if now_s > give_up_s:
+                raise TrialError(f"hangs: not done after {TIME_LIMIT_S:.0f} s and {self._outcome.num_starts} starts")
+            self._arm(now_s)
+            for entry in [entry for entry in self._due if entry[0] <= now_s]:
+                self._due.remove(entry)
+                self._strike(entry[1], client)
+            time.sleep(_POLL_S)
+
+    def _arm(self, now_s: float) -> None:
+        """Blows whose share of parts is committed fall due after their delay."""
+        num_parts = sum(1 for _ in self._output.glob("part-*.parquet")) if self._waiting else 0
+        share = num_parts / self._material.num_parts(self._scenario)
+        for blow in [blow for blow in self._waiting if blow.share <= share]:
+            self._waiting.remove(blow)
+            self._due.append((now_s + blow.delay_s, blow))
+
+    def _strike(self, blow: Blow | psutil.Process, client: subprocess.Popen[bytes]) -> None:
+        if isinstance(blow, psutil.Process):
+            send(blow, "CONT")
+            return
+        candidates = of_kind(marked(self._mark), blow.victim)
+        if not candidates:
+            self._outcome.blows.append(f"{blow.signal} {blow.victim} (none there)")
+            return
+        process = candidates[blow.pick % len(candidates)]
+        if not send(process, blow.signal):
+            return
+        self._outcome.blows.append(f"{blow.signal} {blow.victim}")
+        # A client cannot go on without its scheduler, nor without any worker that could come back.
+        self._may_fail |= blow.victim in ("client", "scheduler", "nanny")
+        if blow.signal == "STOP":
+            self._stop(blow, process, client)
+
+    def _stop(self, blow: Blow, process: psutil.Process, client: subprocess.Popen[bytes]) -> None:
+        now_s = time.monotonic()
+        if blow.stopped_s is not None:
+            self._due.append((now_s + blow.stopped_s, process))
+            return
+        self._stopped.append(process)
+        if blow.victim in ("client", "scheduler"):
+            # Nobody but its owner can help here: they end it and start over.
+            time.sleep(_PATIENCE_S)
+            with suppress(psutil.Error):
+                process.kill()
+
+    def _judge_exit(self, client: subprocess.Popen[bytes]) -> None:
+        if client.returncode != 0 and not self._may_fail:
+            last = (self._folder / "client.log").read_text(errors="replace").strip().splitlines()[-1:]
+            self._outcome.faults.append(f"the client gave up with exit code {client.returncode}: {' '.join(last)}")
+
+    def _check_leftovers(self, kind: Any, when: str) -> None:
+        give_up_s = time.monotonic() + _GONE_AFTER_S
+        while kind is not None and of_kind(marked(self._mark), kind) and time.monotonic() < give_up_s:
+            time.sleep(_POLL_S)
+        left = of_kind(marked(self._mark), kind) if kind else wait_until_gone(self._mark, _GONE_AFTER_S)
+        if left:
+            names = [" ".join(process.cmdline())[:120] for process in left]
+            self._outcome.faults.append(f"{len(left)} processes left after {when}: {names}")
+
+
+class TrialError(Exception):
+    """The trial cannot go on; the message is the fault."""

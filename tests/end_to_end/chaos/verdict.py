@@ -1,0 +1,77 @@
+"""What the output of a disturbed job must be: every row once, right, and nothing half-written beside it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import echo_engine
+import pyarrow as pa
+
+from lorabatch.jobs.store import JobStore
+from lorabatch.tests.end_to_end.chaos.material import Material
+from lorabatch.tests.end_to_end.chaos.scenario import Scenario
+from lorabatch.tests.end_to_end.chaos.sorted_output import digest, sorted_output
+
+_ONLY_WHILE_RUNNING = ("rows", "wip", "tmp")
+
+
+def faults_of_output(output: Path, material: Material, scenario: Scenario) -> list[str]:
+    """Everything that is wrong with a finished job's output, as sentences; empty when nothing is."""
+    try:
+        table = sorted_output(output)
+    except (OSError, pa.ArrowException) as error:
+        return [f"the output cannot be read: {error}"]
+    faults = [*_lost_and_repeated(table, material, scenario), *_wrong(table, material, scenario), *_leftovers(output)]
+    if not faults and digest(output) != material.undisturbed_digest(scenario.engine):
+        faults.append("the sorted output differs from that of an undisturbed run")
+    return faults
+
+
+def _lost_and_repeated(table: pa.Table, material: Material, scenario: Scenario) -> Iterator[str]:
+    expected = {row["id"] for row in material.rows(scenario.engine)}
+    found = Counter(table.column("id").to_pylist())
+    lost = expected - found.keys()
+    repeated = [row_id for row_id, count in found.items() if count > 1]
+    strange = found.keys() - expected
+    for what, ids in (("lost", lost), ("repeated", repeated), ("never asked", strange)):
+        if ids:
+            yield f"{len(ids)} rows {what}: {sorted(ids)[:5]}"
+
+
+def _wrong(table: pa.Table, material: Material, scenario: Scenario) -> Iterator[str]:
+    rows = table.to_pylist()
+    errors = [row for row in rows if row["error"] is not None]
+    if errors:
+        yield f"{len(errors)} rows are errors, first {errors[0]['id']}: {errors[0]['error']}"
+    if scenario.engine == "echo":
+        tokens = material.max_tokens("echo")
+        wrong = [
+            row["id"]
+            for row in rows
+            if row["completion"] != echo_engine.answer(row["prompt_token_ids"], row["adapter_sha256"], tokens)
+        ]
+        if wrong:
+            yield f"{len(wrong)} rows have another row's answer: {wrong[:5]}"
+    inputs = {row["id"]: row for row in material.rows(scenario.engine)}
+    changed = [row["id"] for row in rows if any(row[name] != inputs[row["id"]][name] for name in ("adapter", "note"))]
+    if changed:
+        yield f"{len(changed)} rows lost their columns: {changed[:5]}"
+
+
+def _leftovers(output: Path) -> Iterator[str]:
+    """Files of a running job, or halves of files, in the output of a finished one."""
+    ours = output / "_lorabatch"
+    left = [name for name in _ONLY_WHILE_RUNNING if (ours / name).exists()]
+    left += [str(path.relative_to(output)) for path in output.rglob("*") if path.name.endswith(".tmp")]
+    if left:
+        yield f"left behind in the output: {left}"
+    for path in (*ours.glob("*.json"),):
+        json.loads(path.read_text())
+    # Torn lines would raise.
+    JobStore(str(output)).read_events()
+    state = JobStore(str(output)).read_state()
+    if state is None or state.phase != "done":
+        yield f"state.json says {state.phase if state else 'nothing'} of a job that is done"
