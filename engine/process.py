@@ -6,6 +6,7 @@ and the interpreter lock of the worker never waits for a step. `docs/architectur
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import queue
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO, Protocol
 from .config import EngineConfig
 from .errors import EngineError
 from .exported_row import ExportedRow
+from .out_of_memory import is_out_of_memory
 from .request import Request, Result
 from .telemetry import EngineTelemetry
 from .wire import (
@@ -33,6 +35,7 @@ from .wire import (
 )
 
 PROGRESS_INTERVAL_S = 1.0
+PULSE_INTERVAL_S = 1.0
 
 
 class RunsRequests(Protocol):
@@ -67,11 +70,15 @@ class EngineProcess:
     def __init__(self, inbox: queue.SimpleQueue[dict[str, Any]], outlet: BinaryIO) -> None:
         self._inbox = inbox
         self._outlet = outlet
+        self._write_lock = threading.Lock()
         self._refused_adapters: dict[str, str] = {}
         self._last_progress_s = 0.0
+        # When the step that runs now began; None between steps.
+        self._step_began_s: float | None = None
 
     def run(self) -> int:
         """Serve until `stop`; the exit code. A failure of the engine is told in a `fatal` message."""
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
         try:
             engine = self._start(self._inbox.get())
         except Exception as error:
@@ -148,7 +155,20 @@ class EngineProcess:
 
     def _step(self, engine: RunsRequests) -> None:
         if engine.num_unfinished:
-            self._send_results(engine.step())
+            self._step_began_s = time.monotonic()
+            results = engine.step()
+            self._step_began_s = None
+            self._send_results(results)
+
+    def _beat(self) -> None:
+        """Tell about once a second that this process lives, and for how long the step that runs now has run: a long
+        step is no reason to end a process, a process that is stopped or hangs is.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                began_s = self._step_began_s
+                self._send({"op": "pulse", "step_s": 0.0 if began_s is None else time.monotonic() - began_s})
+                time.sleep(PULSE_INTERVAL_S)
 
     def _report(self, engine: RunsRequests) -> None:
         now_s = time.monotonic()
@@ -161,12 +181,20 @@ class EngineProcess:
             self._send({"op": "results", "results": [pack_result(result) for result in results]})
 
     def _send(self, message: dict[str, Any]) -> None:
-        write_frame(self._outlet, message)
+        with self._write_lock:
+            write_frame(self._outlet, message)
 
     def _fatal(self, error: Exception, is_permanent: bool) -> int:
         traceback.print_exc()
         sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        self._send({"op": "fatal", "error": sentence, "is_permanent": is_permanent})
+        self._send(
+            {
+                "op": "fatal",
+                "error": sentence,
+                "is_permanent": is_permanent,
+                "is_out_of_memory": is_out_of_memory(error),
+            }
+        )
         return 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ from .. import __version__
 from ..jobs.errors import JobError, JobFailedError, JobRequestError
 from ..jobs.spec import JobSpec
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_WORKERS = 2
 _CONNECT_TIMEOUT = "10s"
+_CLUSTER_STARTS = 3
 # Index tasks use one thread each; shard tasks secede and do not count.
 _TASK_THREADS = 1
 # For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
@@ -144,13 +148,18 @@ def _embedded(num_workers: int) -> Iterator[Client]:
 
 
 def _start(**options: Any) -> LocalCluster:
-    try:
-        return LocalCluster(**options)
-    except RuntimeError as error:
-        raise JobFailedError(
-            f"cluster='local': its workers could not be started ({error}). Check free memory and the number of "
-            "--workers, and run the same command again."
-        ) from error
+    """Start the workers' processes; a worker that dies while it starts fails the whole cluster, so try again."""
+    reason = ""
+    for _ in range(_CLUSTER_STARTS):
+        try:
+            return LocalCluster(**options)
+        except RuntimeError as error:
+            reason = str(error)
+            logger.warning("the embedded cluster could not be started: %s", reason)
+    raise JobFailedError(
+        f"cluster='local': its workers could not be started ({reason}). Check free memory and the number of "
+        "--workers, and run the same command again."
+    )
 
 
 @contextmanager

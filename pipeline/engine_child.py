@@ -32,7 +32,7 @@ class EngineChild:
     """
 
     def __init__(
-        self, settings: EngineSettings, find_model: Callable[[], Path], log_path: Path, listener: Listener
+        self, find_model: Callable[[], Path], log_path: Path, listener: Listener, settings: EngineSettings
     ) -> None:
         self._settings = settings
         self._find_model = find_model

@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..engine.out_of_memory import kernel_kills
 from ..engine.request import Request, Result
 from ..engine.wire import pack_request, unpack_result, unpack_telemetry
 from .engine_child import EngineChild
+from .engine_pulse import EnginePulse
 from .errors import EngineFailedError, ShardAbandonedError
 from .host_meter import HostMeter
 from .messages import AdapterSource, EngineSettings, HostReport
@@ -29,8 +31,6 @@ from .row_ledger import RowLedger
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
-# A step of a big prefill may take long; a stopped or hung process takes longer.
-SILENCE_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class EngineKeeper:
         send_report: Callable[[HostReport], None],
         worker: str,
     ) -> None:
-        self._new_child = partial(EngineChild, settings, find_model, log_path, self._overhear)
+        self._settings = settings
+        self._new_child = partial(EngineChild, find_model, log_path, self._overhear)
         self._send_report = send_report
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._ledger = RowLedger()
@@ -71,8 +72,9 @@ class EngineKeeper:
         self._is_closed = False
         self._restart_at_s: float | None = None
         self._report_at_s = 0.0
-        self._heard_s = time.monotonic()
-        self._child = self._new_child()
+        self._pulse = EnginePulse(time.monotonic())
+        self._kernel_kills = kernel_kills()
+        self._child = self._new_child(settings)
         self._thread = threading.Thread(target=self._run, name="engine keeper", daemon=True)
         self._thread.start()
 
@@ -120,7 +122,7 @@ class EngineKeeper:
             pass
         else:
             self._handle(kind, content)
-        self._watch_silence()
+        self._watch_pulse()
         self._restart_if_due()
         self._feed()
         self._report_if_due()
@@ -146,7 +148,7 @@ class EngineKeeper:
             case "child":
                 child, message = content
                 if child is self._child:
-                    self._heard_s = time.monotonic()
+                    self._pulse.heard(time.monotonic(), message.get("step_s", 0.0))
                     self._hear(message)
 
     def _open(self, shard: OpenShard, adapters: Sequence[LocalAdapter]) -> None:
@@ -214,16 +216,32 @@ class EngineKeeper:
     def _child_exited(self, reason: str) -> None:
         logger.warning("engine process ended: %s (%d rows in it)", reason, self._ledger.num_in_engine)
         is_permanent = bool(self._fatal.get("is_permanent", False))
+        spared = self._shrink(reason)
         self._fatal = {}
         self._known_to_child.clear()
         self._meter.process_died(reason)
-        self._give_up_rows(reason)
+        if spared:
+            self._ledger.interrupted()
+        else:
+            self._give_up_rows(reason)
         verdict = self._policy.died(reason, is_permanent)
         if isinstance(verdict, GiveUp):
             self._give_up(verdict.reason)
         else:
             self._restart_at_s = time.monotonic() + verdict.delay_s
         self._report_at_s = 0.0
+
+    def _shrink(self, reason: str) -> bool:
+        """After a death of memory the next process gets half the batch: then no row is to blame for this one."""
+        kills_before, self._kernel_kills = self._kernel_kills, kernel_kills()
+        by_kernel = self._kernel_kills > kills_before and "signal 9" in reason
+        smaller = self._settings.halved() if by_kernel or self._fatal.get("is_out_of_memory") else None
+        if smaller is None:
+            return False
+        logger.warning("out of memory: the next engine process runs %d rows at once", smaller.config.max_batch_rows)
+        self._settings = smaller
+        self._meter.set(batch_rows=smaller.config.max_batch_rows)
+        return True
 
     def _give_up(self, reason: str) -> None:
         self._meter.set(state="failed", error=reason)
@@ -233,19 +251,21 @@ class EngineKeeper:
     def _give_up_rows(self, reason: str) -> None:
         for row in self._ledger.crashed():
             error = f"the engine process died each time it worked on this row, last because {reason}"
-            self._hand_on(ServedRow(_error_result(row.request, error), row.crashes))
+            self._hand_on(ServedRow.given_up(row.request, error, row.crashes))
 
-    def _watch_silence(self) -> None:
-        is_working = self._meter.latest.state == "ready" and self._ledger.num_in_engine > 0
-        if is_working and time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
-            logger.error("engine process silent for %.0f s; it is replaced", SILENCE_LIMIT_S)
-            self._heard_s = time.monotonic()
+    def _watch_pulse(self) -> None:
+        problem = self._pulse.problem(time.monotonic(), is_ready=self._meter.latest.state == "ready")
+        if problem is not None and self._restart_at_s is None:
+            logger.error("engine process: %s; it is replaced", problem)
+            self._fatal = {"error": problem}
+            self._pulse.start(time.monotonic())
             self._child.stop()
 
     def _restart_if_due(self) -> None:
         if self._restart_at_s is not None and time.monotonic() >= self._restart_at_s and not self._is_closed:
             self._restart_at_s = None
-            self._child = self._new_child()
+            self._pulse.start(time.monotonic())
+            self._child = self._new_child(self._settings)
 
     def _feed(self) -> None:
         """Send the rows that may run, and first the adapters this process has not heard of."""
@@ -273,15 +293,3 @@ class EngineKeeper:
         if now_s >= self._report_at_s:
             self._report_at_s = now_s + REPORT_INTERVAL_S
             self._send_report(self._meter.report(self._shards))
-
-
-def _error_result(request: Request, error: str) -> Result:
-    return Result(
-        request_id=request.request_id,
-        token_ids=(),
-        text="",
-        finish_reason="error",
-        prompt_tokens=len(request.prompt_token_ids),
-        mode="base" if request.adapter_id is None else "unmerged",
-        error=error,
-    )

@@ -10,6 +10,9 @@ from ..engine.config import EngineConfig
 
 ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
 
+# Fewer tokens in a step save no memory worth having.
+MIN_STEP_TOKENS = 16
+
 HostState = Literal["starting", "ready", "restarting", "failed"]
 
 
@@ -25,6 +28,14 @@ class EngineSettings:
     config: EngineConfig
     factory: str = ENGINE_FACTORY
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def halved(self) -> EngineSettings | None:
+        """The same, with half the rows and half the tokens in a step; None when that is one row already."""
+        rows, tokens = self.config.max_batch_rows // 2, self.config.max_step_tokens // 2
+        if rows < 1:
+            return None
+        config = replace(self.config, max_batch_rows=rows, max_step_tokens=max(tokens, MIN_STEP_TOKENS))
+        return replace(self, config=config)
 
     def with_threads(self, num_threads: int) -> EngineSettings:
         """The same, with so many CPU threads unless a number was chosen before."""

@@ -100,6 +100,16 @@ class RowLedger:
             self.finished(request_id)
         return to_abort
 
+    def interrupted(self) -> None:
+        """The process is gone and no row is to blame: its rows wait again, suspects in their group."""
+        group = list(self._in_engine)
+        self._in_engine.clear()
+        if self._is_isolating:
+            self._is_isolating = False
+            self._suspect_groups.appendleft(group)
+        else:
+            self._waiting = dict.fromkeys(group) | self._waiting
+
     def crashed(self) -> list[LedgerRow]:
         """The process died: its rows wait again, suspects in groups. Returns the rows given up."""
         group = list(self._in_engine)

@@ -3,8 +3,8 @@
 `answer` computes what a row must come back with from its prompt tokens and adapter, so a lost, repeated or
 mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds per step), `batch_rows`, `gate` (a
 file; while it is missing nothing moves on), and what to fail on: `crash_on_token` kills the process when a prompt with
-that token is in the batch, `raise_on_token` raises, `refuse_adapters` lists adapter ids that cannot be loaded,
-`fail_start` is a sentence.
+that token is in the batch, `raise_on_token` raises, `room_for_rows` is the largest batch that memory has room for,
+`refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a sentence.
 
 The tokens of a row are 0, 1, 2, …: a row from another engine that brings anything else ends the process.
 """
@@ -99,6 +99,8 @@ class EchoEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._options.get("raise_on_token") in present:
             raise RuntimeError("asked to fail")
+        if len(batch) > self._options.get("room_for_rows", len(batch)):
+            raise MemoryError(f"no room for {len(batch)} rows")
 
     def _result(self, request: Request) -> Result:
         max_tokens = request.sampling.max_tokens

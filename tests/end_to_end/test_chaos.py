@@ -1,4 +1,4 @@
-"""Twenty scenarios of random kills, preemptions and hangs; the long form is `python -m lorabatch.tests.end_to_end.chaos`.
+"""Twenty scenarios of random kills, preemptions and hangs. `python -m lorabatch.tests.end_to_end.chaos` runs more.
 
 Trials wait more than they compute, so some run beside each other; each test waits for its own.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+
 from lorabatch.tests.end_to_end.chaos.material import Material
 from lorabatch.tests.end_to_end.chaos.scenario import make_scenario
 from lorabatch.tests.end_to_end.chaos.trial import Outcome, Trial

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
+
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine

@@ -57,6 +57,8 @@ class Engine:
             raise RuntimeError("device lost")
         if total == 777:
             time.sleep(3600)
+        if total == 888:
+            raise MemoryError("no room for the batch")
         if total == 555:
             while not (self.folder / "go").exists():
                 time.sleep(0.05)
@@ -143,15 +145,33 @@ def test_rows_of_an_adapter_that_cannot_be_registered_become_errors(
 def test_a_model_that_cannot_be_loaded_is_a_permanent_failure_in_one_sentence(child: Child) -> None:
     child.start(model="missing")
     fatal = child.next("fatal")
-    assert fatal == {"op": "fatal", "error": "config.json: missing", "is_permanent": True}
+    assert (fatal["error"], fatal["is_permanent"]) == ("config.json: missing", True)
     assert child.process.wait(timeout=30) == 1
 
 
 def test_a_failing_step_is_told_and_ends_the_process(child: Child) -> None:
     child.start()
     child.add(("a", (666,), None))
-    assert child.next("fatal") == {"op": "fatal", "error": "RuntimeError: device lost", "is_permanent": False}
+    fatal = child.next("fatal")
+    assert (fatal["error"], fatal["is_permanent"]) == ("RuntimeError: device lost", False)
+    assert not fatal["is_out_of_memory"]
     assert child.process.wait(timeout=30) == 1
+
+
+def test_a_step_that_runs_out_of_memory_says_so(child: Child) -> None:
+    child.start()
+    child.add(("a", (888,), None))
+    assert child.next("fatal")["is_out_of_memory"]
+
+
+def test_a_long_step_is_told_from_a_process_that_hangs(child: Child) -> None:
+    child.start()
+    assert child.next("pulse")["step_s"] == 0.0
+    child.next("ready")
+    child.add(("a", (777,), None))
+    while child.next("pulse")["step_s"] == 0.0:
+        pass
+    assert child.next("pulse")["step_s"] > 0.0
 
 
 def test_aborted_rows_send_nothing(child: Child, tmp_path: Path) -> None:

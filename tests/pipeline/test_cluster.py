@@ -8,6 +8,7 @@ import pytest
 
 from lorabatch.jobs.errors import JobFailedError, JobRequestError
 from lorabatch.jobs.spec import JobSpec
+from lorabatch.pipeline import cluster
 from lorabatch.pipeline.cluster import connected, loss_told, threads_per_engine
 
 
@@ -32,6 +33,23 @@ def test_an_embedded_cluster_shares_the_cores_and_other_clusters_decide_for_them
     assert many == 1
     assert threads_per_engine(make_spec(engine_threads=3), num_workers=10) == 3
     assert threads_per_engine(make_spec(cluster="tcp://somewhere:8786"), num_workers=2) is None
+
+
+def test_an_embedded_cluster_whose_worker_dies_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deaths = [RuntimeError("Nanny failed to start.")]
+
+    def start(**_: object) -> str:
+        if deaths:
+            raise deaths.pop()
+        return "a cluster"
+
+    monkeypatch.setattr(cluster, "LocalCluster", start)
+    assert cluster._start() == "a cluster"
+    deaths += [RuntimeError("Nanny failed to start.")] * 9
+    with pytest.raises(JobFailedError, match=r"could not be started \(Nanny failed to start\.\)"):
+        cluster._start()
 
 
 class LostClient:

@@ -16,6 +16,7 @@ import pytest
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.pipeline import engine_pulse
 from lorabatch.pipeline.engine_keeper import EngineKeeper, LocalAdapter
 from lorabatch.pipeline.errors import EngineFailedError, ShardAbandonedError
 from lorabatch.pipeline.messages import AdapterSource, EngineSettings, HostReport
@@ -141,6 +142,43 @@ def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., Eng
     assert poisoned.finish_reason == "error"
     assert "died each time" in str(poisoned.error)
     assert_right([request for request in requests if POISON not in request.prompt_token_ids], rows)
+
+
+def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_blamed(
+    start: Callable[..., EngineKeeper], reports: Reports
+) -> None:
+    keeper = start(room_for_rows=3)
+    requests = make_requests(range(100))
+    rows = collect(keeper.open(0, requests, []))
+    assert_right(requests, rows)
+    assert {row.num_crashes for row in rows.values()} == {0}
+    assert reports.wait_for(lambda report: report.batch_rows < 64).batch_rows in (32, 16, 8, 4, 2)
+    assert reports.wait_for(lambda report: report.batch_rows == 2).num_crashes == 5
+
+
+def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineKeeper]) -> None:
+    keeper = start(room_for_rows=0)
+    rows = collect(keeper.open(0, make_requests(range(2)), []))
+    assert {row.result.finish_reason for row in rows.values()} == {"error"}
+    assert all("no room for 1 rows" in str(row.result.error) for row in rows.values())
+
+
+def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
+    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
+    gate = tmp_path / "gate"
+    keeper = start(gate=str(gate), batch_rows=4)
+    requests = make_requests(range(24))
+    shard = keeper.open(0, requests, [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGSTOP)
+    gate.touch()
+    assert_right(requests, collect(shard))
+    assert "no sign of life" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
+    with pytest.raises(ProcessLookupError):
+        os.kill(running.engine_pid, 0)
 
 
 def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_later(

@@ -28,6 +28,7 @@ from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario
 from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output
 
 _POLL_S = 0.05
+_LOOK_AGAIN_S = 0.2
 # A job of some seconds that is not done by then hangs.
 TIME_LIMIT_S = 240.0
 _MAX_STARTS = 8
@@ -161,7 +162,8 @@ class Trial:
             return
         candidates = of_kind(marked(self._mark), blow.victim)
         if not candidates:
-            self._outcome.blows.append(f"{blow.signal} {blow.victim} (none there)")
+            # It has not started yet, or is just being replaced.
+            self._due.append((time.monotonic() + _LOOK_AGAIN_S, blow))
             return
         process = candidates[blow.pick % len(candidates)]
         if not send(process, blow.signal):
