@@ -8,7 +8,8 @@
     │   └── DamagedRecordError   1   a file under `_lorabatch` cannot be read back
     ├── ErrorBudgetError         1   more rows ended in errors than `--max-errors` allows
     ├── JobFailedError           1   the job could not go on
-    └── JobInterruptedError    130   stopped on request; `lorabatch resume` goes on from here
+    └── JobInterruptedError    130   stopped by Ctrl-C; `lorabatch resume` goes on from here
+        └── JobCancelledError  130   stopped because somebody asked for it
 
 Every message names the field or file, its value, what was expected, and what to do next. No message holds a
 value of `storage_options`. All of them survive pickling, because they travel from Dask workers.
@@ -70,3 +71,7 @@ class JobInterruptedError(JobError):
     """The job was asked to stop. Nothing is lost: what is committed stays."""
 
     exit_code: ClassVar[int] = 130
+
+
+class JobCancelledError(JobInterruptedError):
+    """Somebody asked the job to stop, from wherever."""

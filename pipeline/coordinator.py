@@ -19,13 +19,23 @@ from typing import Any
 
 from distributed import Client, Future
 
-from ..jobs.errors import JobFailedError, JobInterruptedError, StorageError
+from ..jobs.errors import JobFailedError, StorageError
 from ..jobs.state import JobState
 from ..jobs.store import JobStore
 from ..scheduler.commands import Command, FailJob, FinishJob, Recall, RunShard
-from ..scheduler.events import Event, Progress, ReplicaJoined, ReplicaLost, ShardCommitted, ShardFailed, Tick
+from ..scheduler.events import (
+    Event,
+    Progress,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicasFound,
+    ShardCommitted,
+    ShardFailed,
+    Tick,
+)
 from ..scheduler.scheduler import Scheduler
 from .errors import EngineFailedError
+from .job_control import JobControl
 from .job_monitor import JobMonitor
 from .messages import HostReport, ShardOutcome, report_topic
 from .run_shard import ShardTask, run_shard
@@ -33,7 +43,7 @@ from .run_shard import ShardTask, run_shard
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-# How often workers are counted and CANCEL is looked for.
+# How often workers are counted.
 _WATCH_INTERVAL_S = 2.0
 # A job without a single working engine for so long is not going to get one.
 _NO_ENGINE_LIMIT_S = 600.0
@@ -53,7 +63,9 @@ class _ShardEnded:
 
 
 class Coordinator:
-    """Runs the shards of one planned job to the end, from a process with a Dask client."""
+    """Runs the shards of one planned job to the end. It may have had others before it: shards that they opened and
+    that engines still work on are joined.
+    """
 
     def __init__(
         self,
@@ -63,6 +75,7 @@ class Coordinator:
         scheduler: Scheduler,
         monitor: JobMonitor,
         observe: Observer,
+        control: JobControl,
     ) -> None:
         self._client = client
         self._store = store
@@ -70,6 +83,7 @@ class Coordinator:
         self._scheduler = scheduler
         self._monitor = monitor
         self._observe = observe
+        self._control = control
         self._inbox: queue.SimpleQueue[HostReport | _ShardEnded] = queue.SimpleQueue()
         # (shard id, attempt) -> the task's future, and the worker it runs on.
         self._tasks: dict[tuple[int, int], tuple[Future[ShardOutcome], str]] = {}
@@ -82,15 +96,13 @@ class Coordinator:
     def run(self) -> None:
         """Go on until every shard is committed.
 
-        Raises `JobFailedError` when the job cannot be completed, and `JobInterruptedError` when it was asked to
-        stop; what is finished is kept in both cases.
+        Raises `JobFailedError` when the job cannot be completed, and what `control` raises when it must stop; what
+        is finished is kept in all cases.
         """
         topic = report_topic(self._run_id)
         self._client.subscribe_topic(topic, self._hear)
         try:
-            for report in self._reports_so_far(topic):
-                self._inbox.put(report)
-            self._handle(Tick(self._now_s()))
+            self._found(self._reports_so_far(topic))
             while self._outcome is None:
                 self._next_event()
         finally:
@@ -107,6 +119,17 @@ class Coordinator:
             report = HostReport.from_plain(message)
             latest[report.worker] = report
         return list(latest.values())
+
+    def _found(self, reports: list[HostReport]) -> None:
+        """Take over what is there: ready workers and the shards they have open."""
+        alive = self._alive_workers()
+        ready = [report for report in reports if report.state == "ready" and report.worker in alive]
+        self._workers |= {report.worker for report in ready}
+        found = tuple((report.worker, report.batch_rows, report.open_shards) for report in ready)
+        self._handle(ReplicasFound(self._now_s(), found))
+        for report in reports:
+            if report.worker in alive:
+                self._inbox.put(report)
 
     def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
         """Called by the client's thread for each report."""
@@ -195,18 +218,15 @@ class Coordinator:
         self._handle(ShardCommitted(self._now_s(), message.shard_id, outcome.worker))
 
     def _watch(self) -> None:
-        """Look for workers that are gone, for a request to cancel, and for engines at all."""
+        """Look for reasons to stop, for workers that are gone, and for engines at all."""
+        self._control.check()
         now_s = time.monotonic()
         if now_s - self._watched_s < _WATCH_INTERVAL_S:
             return
         self._watched_s = now_s
-        if self._client.status == "closed":
-            raise JobFailedError("The Dask scheduler is gone. Finished rows are kept; run the same command to go on.")
         alive = self._alive_workers()
         for worker in self._workers - alive:
             self._lose(worker)
-        if self._store.is_cancel_requested():
-            raise JobInterruptedError("cancelled on request. Finished rows are kept; `lorabatch resume` goes on.")
         if self._workers:
             self._engine_seen_s = now_s
         elif now_s - self._engine_seen_s > _NO_ENGINE_LIMIT_S:
@@ -243,8 +263,9 @@ class Coordinator:
                 raise AssertionError(f"no way to enact {command}")
 
     def _submit(self, command: RunShard) -> None:
-        # A new key per attempt: Dask would otherwise hand out the outcome of the one before.
-        key = (f"lora_shard-{self._run_id}", command.shard_id, command.attempt)
+        # A new key per attempt and coordinator: Dask would otherwise hand out the outcome of the one before.
+        attempt = f"{self._control.coordinator_id}-{command.attempt}"
+        key = (f"lora_shard-{self._run_id}", command.shard_id, attempt)
         future = self._client.submit(
             run_shard,
             ShardTask(self._run_id, command.shard_id, command.attempt),

@@ -1,4 +1,4 @@
-"""Engine hosts on a cluster for the time of one run: set up on every worker, taken down at the end."""
+"""Engine hosts on a cluster: set up on every worker for one run of a job, and taken down at its end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from distributed import Client
@@ -41,21 +39,22 @@ def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str) -> En
     return EngineSettings(spec.model, config, engine_factory, spec.storage_options)
 
 
-@contextmanager
-def engine_hosts(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> Iterator[str]:
-    """Start an engine on every worker, also on those that join later; yields the run's id.
+def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
+    """Start an engine on every worker, also on those that join later; the id of this run of the job.
 
-    Hosts of an earlier run of this job, whose client was killed, are taken down first: they know the adapters of
-    then. At the end engines stop, and what they have finished is in `wip`.
+    Hosts of an earlier run of this job, whose coordinator is gone, are taken down first: they know the adapters of
+    then.
     """
     for name in client.run_on_scheduler(_hosts_of_job, job_id=job_id):
         _take_down(client, name)
     run_id = f"{job_id}-{uuid.uuid4().hex[:6]}"
     client.register_plugin(EngineHost(run_id, settings, store))
-    try:
-        yield run_id
-    finally:
-        _take_down(client, host_name(run_id))
+    return run_id
+
+
+def stop_hosts(client: Client, run_id: str) -> None:
+    """End a run's engines on every worker; what they have finished is in `wip` afterwards."""
+    _take_down(client, host_name(run_id))
 
 
 def _hosts_of_job(dask_scheduler: Any, job_id: str) -> list[str]:

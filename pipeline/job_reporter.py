@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from ..jobs.error_budget import ErrorBudget
-from ..jobs.errors import ErrorBudgetError, JobInterruptedError, StorageError
+from ..jobs.errors import ErrorBudgetError, JobCancelledError, JobInterruptedError, StorageError
 from ..jobs.state import JobState, Phase
 from ..jobs.store import JobStore
 from .job_result import JobResult
@@ -73,23 +73,39 @@ class JobReporter:
             )
         )
 
+    def heard(self, state: JobState) -> None:
+        """A state that another process has told and written down."""
+        self._latest = state
+        self._progress.update(state)
+
     @contextmanager
     def ending_recorded(self) -> Iterator[None]:
         """Whatever ends the run is the last state's message. Ctrl-C becomes `JobInterruptedError`."""
         try:
             yield
         except KeyboardInterrupt:
-            self._end("interrupted", INTERRUPTED)
+            self.ended(JobInterruptedError(INTERRUPTED))
             raise JobInterruptedError(INTERRUPTED) from None
-        except JobInterruptedError as error:
-            self._end("cancelled", str(error))
-            raise
         except Exception as error:
-            self._end("failed", str(error) or type(error).__name__)
+            self.ended(error)
             raise
+
+    def ended(self, error: Exception) -> None:
+        """The run ended by this error, unless its end was told before."""
+        if self._latest.is_final:
+            return
+        match error:
+            case JobCancelledError():
+                phase: Phase = "cancelled"
+            case JobInterruptedError():
+                phase = "interrupted"
+            case _:
+                phase = "failed"
+        self._end(phase, str(error) or type(error).__name__)
 
     def _end(self, phase: Phase, message: str) -> None:
         last = replace(self._latest, phase=phase, updated_at_s=time.time(), message=message, workers=(), eta_s=None)
+        self._latest = last
         self._progress.update(last)
         # What went wrong may be the storage itself.
         with suppress(StorageError):

@@ -25,6 +25,17 @@ class ReplicaJoined(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasFound(Event):
+    """Replicas that work for this job already when its scheduler starts, all at once, so that none is given a shard
+    that another has open.
+
+    `replicas`: (replica id, batch rows, ((shard id, unfinished rows) of each open shard, …)) of each.
+    """
+
+    replicas: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaLost(Event):
     """A replica is gone; what it had not committed is lost with it."""
 
@@ -53,9 +64,9 @@ class Progress(Event):
     """A replica's state, about once a second.
 
     `open_rows`: unfinished rows of the shards open there; `running_rows`: those decoding now. `open_shards`:
-    (shard id, unfinished rows) of each open shard; lets a new scheduler adopt running work. `finished`:
-    (adapter name or "", rows, output tokens) completed since the last report, for length prediction. `mode`: how
-    its latest step served its rows, for whoever reads the record.
+    (shard id, unfinished rows) of each open shard. `finished`: (adapter name or "", rows, output tokens) completed
+    since the last report, for length prediction. `mode`: how its latest step served its rows, for whoever reads the
+    record.
     """
 
     replica_id: str

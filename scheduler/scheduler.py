@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .backlog import Backlog
 from .commands import Command, FailJob, FinishJob, Recall, RunShard
-from .events import Event, Progress, ReplicaJoined, ReplicaLost, ShardCommitted, ShardFailed
+from .events import Event, Progress, ReplicaJoined, ReplicaLost, ReplicasFound, ShardCommitted, ShardFailed
 from .job_state import ReplicaState, ShardState
 from .tail import TailSettings, lend
 from .waves import Shard
@@ -99,11 +99,9 @@ class Scheduler:
     def _absorb(self, event: Event) -> list[Command]:
         match event:
             case ReplicaJoined():
-                known = self._replicas.get(event.replica_id)
-                if known is None:
-                    self._replicas[event.replica_id] = ReplicaState(event.replica_id, event.batch_rows)
-                else:
-                    known.batch_rows = event.batch_rows
+                self._join(event.replica_id, event.batch_rows)
+            case ReplicasFound():
+                return self._adopt(event)
             case ReplicaLost():
                 return self._lose(event.replica_id)
             case ShardCommitted():
@@ -113,6 +111,27 @@ class Scheduler:
             case Progress():
                 self._progress(event)
         return []
+
+    def _join(self, replica_id: str, batch_rows: int) -> ReplicaState:
+        replica = self._replicas.setdefault(replica_id, ReplicaState(replica_id, batch_rows))
+        replica.batch_rows = batch_rows
+        return replica
+
+    def _adopt(self, event: ReplicasFound) -> list[Command]:
+        """Shards opened by a scheduler before this one go on where they are: a replica joins what it has open."""
+        commands: list[Command] = []
+        for replica_id, batch_rows, open_shards in event.replicas:
+            replica = self._join(replica_id, batch_rows)
+            for shard_id, rows_left in open_shards:
+                state = self._shards.get(shard_id)
+                if state is None or state.is_committed or state.owner is not None:
+                    continue
+                self._backlog_of(state).discard(shard_id)
+                self._assign(state, replica)
+                if state.shard.has_engine_work:
+                    self._set_rows_left(replica, shard_id, rows_left)
+                commands.append(RunShard(shard_id, replica_id, state.attempt))
+        return commands
 
     def _committed(self, event: ShardCommitted) -> list[Command]:
         state = self._shards[event.shard_id]
@@ -187,13 +206,7 @@ class Scheduler:
         self._learn(event)
         for shard_id, rows_left in event.open_shards:
             state = self._shards.get(shard_id)
-            if state is None or state.is_committed:
-                continue
-            if state.owner is None:
-                # Opened by a scheduler before this one: its work goes on.
-                self._backlog_of(state).discard(shard_id)
-                self._assign(state, replica)
-            if state.owner == event.replica_id and state.shard.has_engine_work:
+            if state is not None and state.owner == event.replica_id and state.shard.has_engine_work:
                 self._set_rows_left(replica, shard_id, rows_left)
 
     def _learn(self, event: Progress) -> None:

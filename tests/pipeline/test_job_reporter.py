@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from lorabatch.jobs.error_budget import ErrorBudget
-from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, JobInterruptedError, StorageError
+from lorabatch.jobs.errors import (
+    ErrorBudgetError,
+    JobCancelledError,
+    JobFailedError,
+    JobInterruptedError,
+    StorageError,
+)
 from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.job_reporter import JobReporter
@@ -40,7 +46,8 @@ def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:
     ("error", "raised", "phase"),
     [
         (KeyboardInterrupt(), JobInterruptedError, "interrupted"),
-        (JobInterruptedError("cancelled on request"), JobInterruptedError, "cancelled"),
+        (JobCancelledError("cancelled on request"), JobCancelledError, "cancelled"),
+        (JobInterruptedError("stopped"), JobInterruptedError, "interrupted"),
         (JobFailedError("no engine works"), JobFailedError, "failed"),
         (ZeroDivisionError("a defect"), ZeroDivisionError, "failed"),
     ],

@@ -19,6 +19,7 @@ from lorabatch.scheduler.events import (
     Progress,
     ReplicaJoined,
     ReplicaLost,
+    ReplicasFound,
     ShardCommitted,
     ShardFailed,
     Tick,
@@ -30,6 +31,7 @@ from lorabatch.scheduler.events import (
     [
         ReplicaJoined(1.0, "a", 64),
         ReplicaLost(2.0, "a"),
+        ReplicasFound(2.5, (("a", 64, ((7, 9),)), ("b", 64, ()))),
         ShardCommitted(3.0, 7, "a"),
         ShardFailed(4.0, 7, "a", "why"),
         Progress(5.0, "a", 9, 8, 1.5, ("x", "y"), ((7, 9),), (("x", 2, 80),)),

@@ -8,6 +8,7 @@ from lorabatch.scheduler.events import (
     Progress,
     ReplicaJoined,
     ReplicaLost,
+    ReplicasFound,
     ShardCommitted,
     ShardFailed,
     Tick,
@@ -145,13 +146,19 @@ def test_a_late_failure_of_an_old_attempt_is_ignored():
     assert scheduler.num_uncommitted == 1
 
 
-def test_a_new_scheduler_adopts_shards_already_running():
+def test_a_new_scheduler_adopts_shards_already_running_before_it_opens_others():
+    scheduler = Scheduler(make_shards(4, rows=100), committed=[3])
+    found = ReplicasFound(0.0, (("a", 25, ((1, 60), (3, 5))), ("b", 50, ((0, 40), (1, 60)))))
+    assert opened(scheduler.handle(found)) == [(1, "a", 0), (0, "b", 0), (2, "b", 0)]
+    scheduler.check_integrity()
+
+
+def test_what_a_replica_still_lists_of_shards_that_are_not_its_own_changes_nothing():
     scheduler = Scheduler(make_shards(2, rows=100))
     assert opened(scheduler.handle(ReplicaJoined(0.0, "a", 25))) == [(0, "a", 0)]
-    # An earlier scheduler had opened shard 1 there too: it is not opened a second time.
     scheduler.handle(Progress(0.3, "a", 120, 25, 1.0, (), ((0, 60), (1, 60))))
     scheduler.check_integrity()
-    assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == []
+    assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == [(1, "b", 0)]
 
 
 def test_waves_whose_rows_prove_long_are_opened_before_the_others():

@@ -1,0 +1,90 @@
+"""What a running job's coordinator must know to stop: asked to, displaced by another, or forgotten by Dask."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from types import TracebackType
+from typing import Any, Self
+
+from distributed import Client, Status, Worker
+
+from ..jobs.errors import JobCancelledError, JobFailedError, JobInterruptedError
+from ..jobs.store import JobStore
+from .job_reporter import INTERRUPTED
+
+# How often CANCEL is looked for in storage.
+_CANCEL_INTERVAL_S = 2.0
+
+
+class DisplacedError(Exception):
+    """This coordinator's worker ends, or another coordinator has taken over: leave everything as it is."""
+
+
+class JobControl:
+    """Asked by every stage of a running job, often. A context manager.
+
+    `task_key`: of the coordinator's own task; when Dask has cancelled it, nobody waits for the job any more.
+    """
+
+    def __init__(self, client: Client, worker: Worker, store: JobStore, run_id: str, task_key: Any) -> None:
+        self.coordinator_id = uuid.uuid4().hex[:6]
+        self._client = client
+        self._worker = worker
+        self._store = store
+        self._topic = control_topic(run_id)
+        self._task_key = task_key
+        self._is_stop_asked = self._is_replaced = False
+        self._looked_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        for event in self._client.get_events(self._topic):
+            self._is_stop_asked |= event[1]["op"] == "stop"
+        self._client.log_event(self._topic, {"op": "coordinate", "coordinator_id": self.coordinator_id})
+        self._client.subscribe_topic(self._topic, self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.unsubscribe_topic(self._topic)
+
+    def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
+        message = event[1]
+        self._is_stop_asked |= message["op"] == "stop"
+        self._is_replaced |= message["op"] == "coordinate" and message["coordinator_id"] != self.coordinator_id
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether somebody else goes on with the job, or will."""
+        return self._is_replaced or self._worker.status not in (Status.running, Status.paused)
+
+    def check(self) -> None:
+        """Raise `DisplacedError`, `JobFailedError` when Dask's scheduler is gone, `JobInterruptedError` when the
+        client asked to stop or has died, `JobCancelledError` when CANCEL lies in the output.
+        """
+        if self.is_displaced:
+            raise DisplacedError
+        if self._client.status == "closed":
+            raise JobFailedError("The Dask scheduler is gone. Finished rows are kept; run the same command to go on.")
+        if self._is_stop_asked or self._is_disowned():
+            raise JobInterruptedError(INTERRUPTED)
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _CANCEL_INTERVAL_S:
+            self._looked_s = now_s
+            if self._store.is_cancel_requested():
+                raise JobCancelledError("cancelled on request. Finished rows are kept; `lorabatch resume` goes on.")
+
+    def _is_disowned(self) -> bool:
+        task = self._worker.state.tasks.get(self._task_key)
+        return task is None or task.state in ("cancelled", "released", "forgotten")
+
+
+def control_topic(run_id: str) -> str:
+    """The Dask event topic on which a run is told to stop and coordinators announce themselves."""
+    return f"lorabatch-control-{run_id}"
+
+
+def ask_to_stop(client: Client, run_id: str) -> None:
+    """Tell whoever coordinates this run, now or later, to stop."""
+    client.log_event(control_topic(run_id), {"op": "stop"})

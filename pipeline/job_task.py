@@ -1,0 +1,80 @@
+"""`run_job`: the Dask task that takes one opened job to its end.
+
+It leaves the worker's thread pool at once and needs no client: when its worker is lost, Dask starts it again on
+another, where it goes on from what the output holds and from what the engines still have open.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from distributed import Client, Reschedule, get_worker, secede
+
+from ..jobs.opening import OpenedJob, changed_adapters
+from .cluster import loss_told
+from .hosts import stop_hosts
+from .job_control import JobControl
+from .job_reporter import JobReporter
+from .job_result import JobResult
+from .stages import JobRun, coordinate, count_rows, finish, index_rows, plan_shards
+from .told_progress import ToldProgress
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(job: OpenedJob, run_id: str, began_s: float) -> JobResult:
+    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch.
+
+    Raises what `run.run` says. The hosts are gone when it returns or raises.
+    """
+    secede()
+    worker = get_worker()
+    if _is_finished(job):
+        return finished_before(job)
+    key = worker.get_current_task()
+    with (
+        Client(worker.scheduler.address, security=worker.security, set_as_default=False) as client,
+        JobControl(client, worker, job.store, run_id, key) as control,
+    ):
+        client.run_on_scheduler(_forgive, key=key)
+        reporter = JobReporter(job.store, ToldProgress(client, run_id), job.spec.error_budget)
+        run = JobRun(client, job, run_id, control, reporter)
+        try:
+            with loss_told(client):
+                return _stages(run, began_s)
+        except Exception as error:
+            if control.is_displaced:
+                logger.info("job %s goes on elsewhere", job.record.job_id)
+                raise Reschedule from None
+            stop_hosts(client, run_id)
+            reporter.ended(error)
+            raise
+
+
+def _is_finished(job: OpenedJob) -> bool:
+    """Whether an attempt before this one has done it all: Dask asks again when a result's worker is lost."""
+    return job.store.is_finished() and not changed_adapters(job.store.read_record(), job.record)
+
+
+def finished_before(job: OpenedJob) -> JobResult:
+    """The result of a job that has nothing left to do."""
+    summary = job.store.read_summary()
+    assert summary is not None, "_SUCCESS is there, summary.json is not"
+    return JobResult.from_json(summary)
+
+
+def _stages(run: JobRun, began_s: float) -> JobResult:
+    plan = plan_shards(run, index_rows(run))
+    num_reused = coordinate(run, plan)
+    stop_hosts(run.client, run.run_id)
+    account = count_rows(run, plan)
+    return finish(run, plan, account, num_reused, time.time() - began_s)
+
+
+def _forgive(dask_scheduler: Any, key: Any) -> None:
+    """Deaths of workers that this task was on do not count against it: `allowed-failures` would end it for them."""
+    task = dask_scheduler.tasks.get(key)
+    if task is not None:
+        task.suspicious = 0

@@ -1,0 +1,119 @@
+"""A job handed to a cluster, and a client that follows it there."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from distributed import Client, Future, KilledWorker
+
+from ..jobs.errors import JobFailedError, JobInterruptedError
+from ..jobs.opening import OpenedJob
+from .cluster import count_workers
+from .hosts import engine_settings, start_hosts, stop_hosts
+from .job_control import ask_to_stop
+from .job_reporter import INTERRUPTED, JobReporter
+from .job_result import JobResult
+from .job_task import run_job
+from .told_progress import state_of, state_topic
+
+logger = logging.getLogger(__name__)
+
+_JOB_PRIORITY = 100
+# Finished rows are flushed and engines stopped meanwhile.
+_STOP_PATIENCE_S = 45.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedJob:
+    """A job that a cluster runs. `future`: of its coordinator; without anybody who holds it, the job stops."""
+
+    job: OpenedJob
+    run_id: str
+    future: Future[JobResult]
+
+
+def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
+    """Start engines for an opened job, and the task that coordinates it."""
+    settings = engine_settings(job, count_workers(client), engine_factory)
+    run_id = start_hosts(client, job.record.job_id, settings, job.store)
+    future = client.submit(
+        run_job, job, run_id, time.time(), key=f"lora_job-{run_id}", priority=_JOB_PRIORITY, pure=False
+    )
+    return LaunchedJob(job, run_id, future)
+
+
+def follow(client: Client, launched: LaunchedJob, reporter: JobReporter) -> JobResult:
+    """Pass the job's states on until it ends; its result. Raises what the job raised.
+
+    Ctrl-C stops the job, waits until finished rows are kept, and raises `JobInterruptedError`.
+    """
+    inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    topic = state_topic(launched.run_id)
+    client.subscribe_topic(topic, lambda event: inbox.put(event[1]))
+    launched.future.add_done_callback(lambda _: inbox.put(None))
+    hear = partial(_hear_until_done, client, launched.future, inbox, reporter)
+    try:
+        try:
+            hear(None)
+        except KeyboardInterrupt:
+            _stop(client, launched, hear)
+        return _result(launched.future)
+    finally:
+        client.unsubscribe_topic(topic)
+
+
+def _hear_until_done(
+    client: Client,
+    future: Future[JobResult],
+    inbox: queue.SimpleQueue[dict[str, Any] | None],
+    reporter: JobReporter,
+    patience_s: float | None,
+) -> None:
+    """Report states until the job's task is done and nothing is left to hear, or `patience_s` have passed."""
+    give_up_s = None if patience_s is None else time.monotonic() + patience_s
+    while give_up_s is None or time.monotonic() < give_up_s:
+        try:
+            message = inbox.get(timeout=_POLL_S)
+        except queue.Empty:
+            if future.done():
+                return
+            if client.status == "closed":
+                raise JobFailedError(
+                    "The Dask scheduler is gone. Finished rows are kept; run the same command to go on."
+                ) from None
+            continue
+        state = state_of(message) if message else None
+        if state is not None:
+            reporter.heard(state)
+
+
+def _stop(client: Client, launched: LaunchedJob, hear: Any) -> None:
+    """Ask the job to stop and wait until it has."""
+    ask_to_stop(client, launched.run_id)
+    hear(_STOP_PATIENCE_S)
+    if not launched.future.done():
+        # No worker runs the coordinator, or the one that does hangs.
+        launched.future.cancel()
+        stop_hosts(client, launched.run_id)
+        raise JobInterruptedError(INTERRUPTED)
+
+
+def _result(future: Future[JobResult]) -> JobResult:
+    try:
+        return future.result()
+    except KilledWorker as error:
+        raise JobFailedError(
+            f"The workers that coordinated the job died again and again ({error}). Finished rows are kept; see the "
+            "workers' logs, and run the same command to go on."
+        ) from None
+    except CancelledError as error:
+        raise JobFailedError(
+            f"The cluster has lost the job ({error}). Finished rows are kept; run the same command to go on."
+        ) from None

@@ -1,0 +1,149 @@
+"""What becomes of an opened job: index ── plan ── coordinate ── count ── finish. Each stage can be repeated."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from distributed import Client, Future
+
+from ..jobs.opening import OpenedJob, changed_adapters
+from ..scheduler.scheduler import Scheduler, SchedulerSettings
+from .account import Account, account_parts
+from .cluster import count_workers
+from .coordinator import Coordinator
+from .index import ChunkSummary, index_chunk, list_chunks
+from .index_job import IndexJob
+from .job_control import JobControl
+from .job_monitor import JobMonitor
+from .job_reporter import JobReporter
+from .job_result import JobResult
+from .planning import JobPlan, plan_job, read_plan
+from .reopening import reopen_shards
+
+_PARTS_PER_COUNT = 64
+_INDEX_RETRIES = 3
+_CHECK_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One coordinator's hold of a job. `control` is asked between any two steps."""
+
+    client: Client
+    job: OpenedJob
+    run_id: str
+    control: JobControl
+    reporter: JobReporter
+
+    def results(self, futures: Sequence[Future[Any]]) -> Iterator[Any]:
+        """Results of tasks, in the order they finish. Raises what a task raises, and what `control` raises."""
+        ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        for future in futures:
+            future.add_done_callback(ended.put)
+        num_pending = len(futures)
+        try:
+            while num_pending:
+                self.control.check()
+                with suppress(queue.Empty):
+                    yield ended.get(timeout=_CHECK_INTERVAL_S).result()
+                    num_pending -= 1
+        finally:
+            self.client.cancel(list(futures))
+
+
+def index_rows(run: JobRun) -> list[ChunkSummary]:
+    """Index every row group on the workers; chunks that are indexed already answer at once."""
+    record, reporter = run.job.record, run.reporter
+    rows = record.input.num_rows
+    reporter.phase("indexing", rows)
+    futures = run.client.map(
+        index_chunk,
+        list_chunks(record),
+        job=IndexJob.from_record(record, run.job.spec),
+        store=run.job.store,
+        key=f"lora_index-{run.run_id}-{run.control.coordinator_id}",
+        retries=_INDEX_RETRIES,
+        pure=False,
+    )
+    summaries: list[ChunkSummary] = []
+    for summary in run.results(futures):
+        summaries.append(summary)
+        reporter.phase("indexing", rows, sum(done.num_rows for done in summaries))
+    return sorted(summaries, key=lambda summary: summary.chunk_id)
+
+
+def plan_shards(run: JobRun, summaries: Sequence[ChunkSummary]) -> JobPlan:
+    """Cut the rows into shards, once: a resumed job keeps its shards. Parts with rows of changed adapters reopen."""
+    job = run.job
+    run.reporter.phase("planning", job.record.input.num_rows)
+    if not job.store.has_plan():
+        plan = plan_job(
+            job.store,
+            job.record,
+            summaries,
+            batch_rows=job.spec.batch_rows,
+            num_replicas=count_workers(run.client),
+        )
+    else:
+        # Asked here, not remembered: a coordinator before this one may have reopened them.
+        changed = changed_adapters(job.store.read_record(), job.record)
+        plan, _ = reopen_shards(job.store, job.record, read_plan(job.store), changed)
+    # Only now: a run that is killed before must find the adapters changed again.
+    job.store.replace_record(job.record)
+    return plan
+
+
+def coordinate(run: JobRun, plan: JobPlan) -> int:
+    """Run every shard that has no part; the number of rows that were done before."""
+    job = run.job
+    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in job.store.committed_parts()}
+    names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
+    monitor = JobMonitor(plan.shards, rows_of_part, names)
+    settings = SchedulerSettings(expected_replicas=count_workers(run.client))
+    scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
+    run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
+    Coordinator(run.client, job.store, run.run_id, scheduler, monitor, run.reporter, run.control).run()
+    return sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
+
+
+def count_rows(run: JobRun, plan: JobPlan) -> Account:
+    """Count what the parts hold, on the workers."""
+    run.reporter.phase("finishing", plan.num_rows, plan.num_rows)
+    shard_ids = [shard.shard_id for shard in plan.shards]
+    groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
+    total = Account()
+    for account in run.results(
+        run.client.map(partial(account_parts, run.job.store, run.job.record), groups, pure=False)
+    ):
+        total.add(account)
+    return total
+
+
+def finish(run: JobRun, plan: JobPlan, account: Account, num_reused: int, seconds: float) -> JobResult:
+    """Check that the parts hold every row, write the summary, and say that the job is done."""
+    account.check_complete(plan)
+    job = run.job
+    result = JobResult(
+        output=job.spec.output,
+        job_id=job.record.job_id,
+        num_rows=account.num_rows,
+        num_errors=account.num_errors,
+        num_parts=account.num_parts,
+        prompt_tokens=account.prompt_tokens,
+        completion_tokens=account.completion_tokens,
+        errors=(*plan.errors, *account.engine_error_kind()),
+        adapters=account.adapter_counts(),
+        seconds=seconds,
+        num_reused=num_reused,
+    )
+    run.reporter.check_budget(account.num_errors, account.num_rows)
+    job.store.write_summary(result.to_json())
+    run.reporter.done(result)
+    job.store.mark_success()
+    job.store.clean_up()
+    return result
