@@ -1,0 +1,62 @@
+"""The coordinator is a task like any other: its worker may die, and others go on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from distributed import Client, LocalCluster
+from echo_job import EchoJob, Watcher, make_rows
+
+from lorabatch.jobs.state import JobState
+
+
+def half_done(state: JobState) -> bool:
+    return state.phase == "running" and state.rows // 4 < state.rows_done < state.rows
+
+
+@contextmanager
+def own_cluster(num_workers: int = 2) -> Iterator[Client]:
+    """A cluster whose workers may be killed."""
+    cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")
+    with cluster, Client(cluster, set_as_default=False) as client:
+        yield client
+
+
+def coordinating_worker(client: Client) -> str:
+    """Address of the worker that coordinates a job."""
+    return next(
+        worker
+        for worker, keys in client.processing().items()
+        if any(key.startswith("lora_job") for key in map(str, keys))
+    )
+
+
+def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: EchoJob) -> None:
+    rows = make_rows(320)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.1)
+    with own_cluster() as client:
+        pids = client.run(os.getpid)
+        killed: list[str] = []
+
+        def kill() -> None:
+            killed.append(coordinating_worker(client))
+            os.kill(pids[killed[0]], signal.SIGKILL)
+
+        result = echo_job.run(client, progress=Watcher(half_done, kill))
+    echo_job.assert_answered(rows)
+    assert (result.num_rows, result.num_errors) == (320, 0)
+    events = echo_job.store.read_events()
+    first, second = [record for record in events if record["kind"] == "ReplicasFound"]
+    assert all(open_shards == [] for _, _, open_shards in first["replicas"])
+    adopted = {worker: {shard for shard, _ in open_shards} for worker, _, open_shards in second["replicas"]}
+    # What the other worker had open went on there, and was not begun again.
+    (survivor,) = adopted.keys() - set(killed)
+    assert adopted[survivor]
+    committed_by = {
+        r["shard_id"]: r["replica_id"] for r in echo_job.store.read_events() if r["kind"] == "ShardCommitted"
+    }
+    assert {committed_by.get(shard, survivor) for shard in adopted[survivor]} == {survivor}
