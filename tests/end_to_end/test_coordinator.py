@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,14 +38,25 @@ def coordinating_worker(client: Client) -> str:
 def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: EchoJob) -> None:
     rows = make_rows(320)
     echo_job.write_input(rows)
-    echo_job.set_engine(step_s=0.1)
+    gate = echo_job.folder / "gate"
+    gate.touch()
+    echo_job.set_engine(step_s=0.05, gate=str(gate))
     with own_cluster() as client:
         pids = client.run(os.getpid)
         killed: list[str] = []
 
         def kill() -> None:
+            # No row moves on until the next coordinator has looked around.
+            gate.unlink()
             killed.append(coordinating_worker(client))
             os.kill(pids[killed[0]], signal.SIGKILL)
+            threading.Thread(target=open_gate_when_found).start()
+
+        def open_gate_when_found() -> None:
+            pause = threading.Event()
+            while sum(record["kind"] == "ReplicasFound" for record in echo_job.store.read_events()) < 2:
+                pause.wait(0.1)
+            gate.touch()
 
         result = echo_job.run(client, progress=Watcher(half_done, kill))
     echo_job.assert_answered(rows)
