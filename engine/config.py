@@ -26,6 +26,7 @@ class EngineConfig:
     `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
     included. `pool_bytes`: size of the page pool (None: a share of free memory). `num_threads`: CPU threads
     (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic per row.
+    `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (never in `exact`).
     """
 
     max_batch_rows: int = 64
@@ -36,6 +37,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     mode: Mode = "auto"
+    uses_prefix_cache: bool = True
     load_format: Literal["auto", "dummy"] = "auto"
 
 

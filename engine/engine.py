@@ -24,6 +24,7 @@ from .linear import can_pack
 from .live_weights import LiveWeights
 from .memory_plan import choose_device, plan_memory, zeroed_memory
 from .pool import PagePool
+from .prefix_sharing import PrefixSharing, shares_prefixes
 from .request import Request, Result, ServedMode
 from .residency import AdapterResidency
 from .rope import restarts_at
@@ -57,7 +58,9 @@ class Engine:
         pool = PagePool(memory.num_pages)
         self._registry = AdapterRegistry(self.model, self._dtype, self._device)
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, self.model)
-        self._batch = RunningBatch(pool, self._layout, residency, self._registry)
+        shares = shares_prefixes(config, self.model)
+        prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
+        self._batch = RunningBatch(pool, self._layout, residency, self._registry, prefixes)
         self._live = LiveWeights(self._decoder)
         self._batcher = batcher or choose_batcher(config, self._registry.must_merge)
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
@@ -144,6 +147,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_steps=self._num_steps,
+            reused_prompt_tokens=0 if self._batch.prefixes is None else self._batch.prefixes.num_reused_tokens,
         )
 
     def weights_sha256(self) -> str:
@@ -218,6 +222,7 @@ class Engine:
             prompt_left = max(entry.sequence.prompt_tokens - entry.sequence.num_stored, 0)
             self._prompt_tokens += min(entry.num_tokens, prompt_left)
         self._in_flight.add(self._runner.launch(entries), entries)
+        self._batch.after_step(entries)
         self._num_steps += 1
 
     def _append_token(self, sequence: Sequence, token: int, logprob: float) -> Result | None:

@@ -48,24 +48,26 @@ class PagePool:
         """The run an owner holds. Raises KeyError when it holds none."""
         return self._owned[owner]
 
-    def allocate(self, owner: Hashable, num_pages: int) -> PageRun | None:
+    def allocate(self, owner: Hashable, num_pages: int, *, from_end: bool = False) -> PageRun | None:
         """A contiguous run for `owner`, or None when no free run is long enough.
 
         The smallest fitting gap is taken, the leftmost of equals: sequences of equal size refill each other's
-        gaps and stay evenly spaced, which lets one attention call serve several of them.
+        gaps and stay evenly spaced, which lets one attention call serve several of them. `from_end` takes the end
+        of the last gap instead: what comes one page at a time stays out of the way of long runs.
         """
         assert num_pages > 0, f"owner {owner!r} asked for {num_pages} pages"
         assert owner not in self._owned, f"owner {owner!r} holds {self._owned[owner]} already"
         fitting = [i for i, run in enumerate(self._free) if run.num_pages >= num_pages]
         if not fitting:
             return None
-        i = min(fitting, key=lambda i: (self._free[i].num_pages, self._free[i].start))
+        i = fitting[-1] if from_end else min(fitting, key=lambda i: (self._free[i].num_pages, self._free[i].start))
         gap = self._free[i]
-        taken = PageRun(gap.start, num_pages)
-        if gap.num_pages == num_pages:
-            del self._free[i]
+        left = gap.num_pages - num_pages
+        taken = PageRun(gap.start + (left if from_end else 0), num_pages)
+        if left:
+            self._free[i] = PageRun(gap.start if from_end else taken.end, left)
         else:
-            self._free[i] = PageRun(taken.end, gap.num_pages - num_pages)
+            del self._free[i]
         self._owned[owner] = taken
         return taken
 

@@ -16,6 +16,7 @@ from ..scheduler.batching import BatchView, StepPlan
 from .adapter_registry import AdapterRegistry
 from .errors import AdapterUnusableError
 from .pool import PagePool
+from .prefix_sharing import PrefixSharing
 from .request import Request, ServedMode
 from .residency import AdapterResidency
 from .sequence import Sequence
@@ -32,10 +33,16 @@ class RunningBatch:
     """Bookkeeping between requests and steps; no arithmetic on tensors."""
 
     def __init__(
-        self, pool: PagePool, layout: PageLayout, residency: AdapterResidency, registry: AdapterRegistry
+        self,
+        pool: PagePool,
+        layout: PageLayout,
+        residency: AdapterResidency,
+        registry: AdapterRegistry,
+        prefixes: PrefixSharing | None,
     ) -> None:
         self.pool = pool
         self.residency = residency
+        self.prefixes = prefixes
         self._layout = layout
         self._registry = registry
         self._waiting = WaitingRows()
@@ -55,6 +62,8 @@ class RunningBatch:
         if request_id in self._running or request_id in self._waiting:
             raise ValueError(f"request_id={request_id!r}: a row of this id is not finished yet")
         self._waiting.append(sequence)
+        if self.prefixes is not None:
+            self.prefixes.expect(sequence)
 
     def is_running(self, sequence: Sequence) -> bool:
         """Whether this very sequence holds memory here; another may have come under the same id."""
@@ -88,19 +97,28 @@ class RunningBatch:
         entries = [self._entry(s, 1) for s in served if s.is_decoding]
         budget = max(max_step_tokens - len(entries), 1)
         for sequence in served:
-            if sequence.is_decoding:
+            if sequence.is_decoding or not self._can_advance(sequence):
                 continue
             num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
-            if num_tokens == 0:
-                break
+            if self.prefixes is not None:
+                self.prefixes.compute(sequence, num_tokens)
             entries.append(self._entry(sequence, num_tokens))
             budget -= num_tokens
+            if budget == 0:
+                break
         return entries
+
+    def after_step(self, entries: Collection[StepEntry]) -> None:
+        """The step's tokens are stored."""
+        if self.prefixes is not None:
+            self.prefixes.after_step(entries)
 
     def release(self, sequence: Sequence) -> None:
         """Take a running row out and give its pages back."""
         del self._running[sequence.request.request_id]
         self.pool.release(_owner(sequence))
+        if self.prefixes is not None:
+            self.prefixes.forget(sequence)
         if sequence.mode == "unmerged":
             assert sequence.request.adapter_id is not None
             self.residency.unpin(sequence.request.adapter_id)
@@ -116,6 +134,8 @@ class RunningBatch:
         for request_id in request_ids:
             if request_id in self._waiting:
                 removed.append(self._waiting.remove(request_id))
+                if self.prefixes is not None:
+                    self.prefixes.forget(removed[-1])
             elif request_id in self._running:
                 removed.append(self._running[request_id])
                 self.release(self._running[request_id])
@@ -126,6 +146,9 @@ class RunningBatch:
         self.pool.check_integrity()
         unmerged = [s.request.adapter_id for s in self._running.values() if s.mode == "unmerged"]
         self.residency.check_integrity([a for a in unmerged if a is not None])
+        if self.prefixes is not None:
+            unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]
+            self.prefixes.check_integrity(unfinished)
         for sequence in self._running.values():
             held = self.pool.run_of(_owner(sequence)).num_pages * self._layout.page_tokens
             needed = sequence.capacity_tokens
@@ -137,6 +160,9 @@ class RunningBatch:
             adapter = self.residency.get(sequence.request.adapter_id)
             assert adapter is not None, f"row {sequence.request.request_id}: its adapter left the pool"
         return StepEntry(sequence, num_tokens, self.pool.run_of(_owner(sequence)), adapter)
+
+    def _can_advance(self, sequence: Sequence) -> bool:
+        return self.prefixes is None or self.prefixes.advance(sequence, self.pool.run_of(_owner(sequence)))
 
     def _admit(self, plan: StepPlan) -> None:
         if len(plan.admit) == 0:
@@ -197,7 +223,17 @@ class RunningBatch:
         return self.residency.load(adapter_id, self._registry.load(adapter_id), pages) is not None
 
     def _make_room(self, num_pages: int, next_use: _NextUse, keep: str | None) -> bool:
-        return self.residency.make_room(lambda: self.pool.largest_free_run >= num_pages, next_use, keep)
+        def has_room() -> bool:
+            return self.pool.largest_free_run >= num_pages
+
+        if has_room():
+            return True
+        # a prefix page that nobody waits for, then what costs a copy to bring back, then what has to be computed
+        if self.prefixes is not None and self.prefixes.cache.make_room(has_room, spare_awaited=True):
+            return True
+        if self.residency.make_room(has_room, next_use, keep):
+            return True
+        return self.prefixes is not None and self.prefixes.cache.make_room(has_room, spare_awaited=False)
 
     def _adapter_pages(self, adapter_id: str) -> int:
         return max(1, self._layout.pages_for_elements(self._registry.num_elements(adapter_id)))

@@ -12,7 +12,8 @@ class EngineTelemetry:
     """A snapshot between two steps.
 
     `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. Token and step
-    counts are totals since the engine started, so that a reader may take differences at any interval.
+    counts are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
+    are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike.
     """
 
     num_running: int
@@ -24,3 +25,9 @@ class EngineTelemetry:
     prompt_tokens: int
     generated_tokens: int
     num_steps: int
+    reused_prompt_tokens: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of all prompt tokens that nobody had to compute."""
+        return self.reused_prompt_tokens / max(self.prompt_tokens + self.reused_prompt_tokens, 1)

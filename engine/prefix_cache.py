@@ -1,0 +1,139 @@
+"""Which prompt beginnings lie in the page pool: a radix tree whose edges are pages.
+
+A page's place in the tree is the digest of its path: the adapter's content hash, then all tokens up to the page's
+end. Never a name: two adapters of one name share nothing, one adapter under two names shares all. The cache counts the
+rows that will still read each page, keeps only what another row waits for, and gives up what is cheapest to
+recompute first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .pool import PagePool, PageRun
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(slots=True)
+class _CachedPage:
+    """`number`: the page's place in its path, from 0. `num_children`: cached pages that continue it."""
+
+    parent: bytes | None
+    number: int
+    num_children: int = 0
+
+
+class PrefixCache:
+    """Pure bookkeeping over one-page runs of `pool`. `page_cost(number)`: what recomputing page `number` of a path
+    costs, in any unit."""
+
+    def __init__(self, pool: PagePool, page_tokens: int, page_cost: Callable[[int], float]) -> None:
+        self._pool = pool
+        self._page_tokens = page_tokens
+        self._page_cost = page_cost
+        self._pages: dict[bytes, _CachedPage] = {}
+        self._readers: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        """Pages held."""
+        return len(self._pages)
+
+    def path(self, adapter_id: str | None, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Digest of each whole page of a prompt."""
+        digest = hashlib.blake2b((adapter_id or "").encode(), digest_size=_DIGEST_BYTES)
+        size = self._page_tokens * 8
+        data = np.asarray(token_ids, "<i8").tobytes()
+        path = []
+        for start in range(0, len(data) - size + 1, size):
+            digest.update(data[start : start + size])
+            path.append(digest.digest())
+        return tuple(path)
+
+    def expect(self, path: Sequence[bytes]) -> None:
+        """One more row will read these pages, or compute them if they are not there."""
+        self._readers.update(path)
+
+    def release(self, path: Sequence[bytes]) -> None:
+        """One row less will read these pages: it has them, or it is gone."""
+        for key in path:
+            self._readers[key] -= 1
+            if not self._readers[key]:
+                del self._readers[key]
+
+    def find(self, key: bytes) -> PageRun | None:
+        """The page, if it is in the pool."""
+        return self._pool.run_of(_owner(key)) if key in self._pages else None
+
+    def keep(self, path: Sequence[bytes], number: int) -> PageRun | None:
+        """A page of the pool for `path[number]`, for its one reader that computes it to fill. None when nobody else
+        waits for it, when it is there, or when memory is full of what is worth more."""
+        key, parent = path[number], path[number - 1] if number else None
+        if key in self._pages or self._readers[key] < 2 or (parent is not None and parent not in self._pages):
+            return None
+        run = self._pool.allocate(_owner(key), 1, from_end=True)
+        if run is None and self._evict_below(self._value(key, number), spare=parent):
+            run = self._pool.allocate(_owner(key), 1, from_end=True)
+        if run is None:
+            return None
+        self._pages[key] = _CachedPage(parent, number)
+        if parent is not None:
+            self._pages[parent].num_children += 1
+        return run
+
+    def make_room(self, has_room: Callable[[], bool], *, spare_awaited: bool) -> bool:
+        """Give pages up until `has_room()`, the cheapest to recompute first. `spare_awaited`: only those that no
+        waiting row reads. Says whether there is room."""
+        leaves = [(self._value(k, p.number), k) for k, p in self._pages.items() if not p.num_children]
+        heapq.heapify(leaves)
+        while not has_room():
+            if not leaves or (spare_awaited and leaves[0][1] in self._readers):
+                return False
+            parent = self._evict(heapq.heappop(leaves)[1])
+            if parent is not None and not self._pages[parent].num_children:
+                heapq.heappush(leaves, (self._value(parent, self._pages[parent].number), parent))
+        return True
+
+    def check_integrity(self) -> None:
+        """Every page holds one page of the pool, its path is whole, and children are counted right."""
+        children = Counter(page.parent for page in self._pages.values() if page.parent is not None)
+        for key, page in self._pages.items():
+            run = self._pool.run_of(_owner(key))
+            assert run.num_pages == 1, f"prefix page {key.hex()} holds {run}"
+            assert page.parent is None or page.parent in self._pages, f"prefix page {key.hex()} has lost its parent"
+            found = children[key]
+            assert page.num_children == found, f"prefix page {key.hex()}: {page.num_children} children, found {found}"
+        assert min(self._readers.values(), default=1) > 0, f"negative count of readers in {self._readers}"
+
+    def _value(self, key: bytes, number: int) -> tuple[float, float]:
+        """Cost to recompute, once for every row that will read the page; pages nobody awaits are worth least."""
+        cost = self._page_cost(number)
+        return self._readers[key] * cost if key in self._readers else 0.0, cost
+
+    def _evict_below(self, value: tuple[float, float], spare: bytes | None) -> bool:
+        """Give the least valuable page up if it is worth less than `value`."""
+        leaves = ((self._value(k, p.number), k) for k, p in self._pages.items() if not p.num_children and k != spare)
+        worth, key = min(leaves, default=(value, b""))
+        if worth >= value:
+            return False
+        self._evict(key)
+        return True
+
+    def _evict(self, key: bytes) -> bytes | None:
+        """The evicted page's parent."""
+        page = self._pages.pop(key)
+        assert not page.num_children, f"prefix page {key.hex()} has {page.num_children} children"
+        self._pool.release(_owner(key))
+        if page.parent is not None:
+            self._pages[page.parent].num_children -= 1
+        return page.parent
+
+
+def _owner(key: bytes) -> tuple[str, bytes]:
+    return ("prefix", key)
