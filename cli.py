@@ -8,16 +8,18 @@ Exit codes: 0 done; 1 the job failed or its error budget ran out; 2 the request 
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import __version__
+from .job_command import job_command
+from .jobs.options import PLAN_OPTIONS
 
 if TYPE_CHECKING:
     from .jobs.spec import JobSpec
@@ -31,39 +33,6 @@ app = typer.Typer(
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
 app.add_typer(bench_app, name="bench")
 
-# Option -> type and help. Each is a key of the job file too, and `JobSpec` checks the values.
-_JOB_OPTIONS: dict[str, tuple[Any, str]] = {
-    "model": (str, "Base model: local folder, GGUF file, Hugging Face hub id or fsspec URL."),
-    "adapters": (list[str], "Folder or URL with one PEFT folder per adapter; or NAME=URL, repeated."),
-    "input": (str, "Parquet file, folder or glob; any fsspec URL."),
-    "output": (str, "Folder or fsspec URL for the answers."),
-    "name": (str, "A name for the job, shown by the dashboard."),
-    "column": (list[str], "role=name: an input column under another name. Repeatable."),
-    "cluster": (str, "local, or the address of a Dask scheduler.  [default: local]"),
-    "workers": (int, "Workers of an embedded cluster."),
-    "mode": (str, "auto, unmerged, merged or exact.  [default: auto]"),
-    "max_tokens": (int, "Most tokens to generate per row.  [default: 128]"),
-    "min_tokens": (int, "Fewest tokens to generate per row.  [default: 0]"),
-    "temperature": (float, "0 is greedy.  [default: 0]"),
-    "top_p": (float, "Draw from the likeliest tokens that reach this probability.  [default: 1]"),
-    "top_k": (int, "Draw from this many likeliest tokens; 0 is all.  [default: 0]"),
-    "seed": (int, "Seed of the rows' random streams.  [default: 0]"),
-    "stop": (list[str], "A string that ends a completion. Repeatable."),
-    "logprobs": (bool, "Add token ids and their log-probabilities to the output."),
-    "ignore_eos": (bool, "Go on after the model's stop token, up to max-tokens."),
-    "max_errors": (str, "Rows, as a count or a percentage, that may end in errors.  [default: 10%]"),
-    "storage_options": (str, "JSON object for fsspec (keys, endpoint); never recorded."),
-    "rows_per_shard": (int, "Rows per part file; chosen by default."),
-    "batch_rows": (int, "Rows an engine decodes together.  [default: 64]"),
-    "step_tokens": (int, "Tokens of one forward pass at most.  [default: 512]"),
-    "pool_bytes": (int, "Memory of an engine's page pool; chosen by default."),
-    "engine_threads": (int, "CPU threads of an engine; shared out by default."),
-    "dtype": (str, "auto, float32, bfloat16 or float16.  [default: auto]"),
-    "tensor_parallel": (int, "Devices per engine.  [default: 1]"),
-    "overwrite": (bool, "Remove the job that is in the output and start over."),
-}
-
-
 OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]
 StorageOption = Annotated[str | None, typer.Option("--storage-options", help="JSON object for fsspec.")]
 
@@ -71,24 +40,6 @@ StorageOption = Annotated[str | None, typer.Option("--storage-options", help="JS
 def main() -> None:
     """Entry point of the console script."""
     app()
-
-
-def job_command(call: Callable[[Path | None, dict[str, Any]], None]) -> Callable[..., None]:
-    """Give a command the job file argument and all job options; it gets those that were given."""
-
-    def command(job_file: Path | None = None, **options: Any) -> None:
-        call(job_file, {name: value for name, value in options.items() if value not in (None, [])})
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    argument = Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; options take precedence.")]
-    parameters = [inspect.Parameter("job_file", keyword, default=None, annotation=argument)]
-    for name, (kind, text) in _JOB_OPTIONS.items():
-        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
-        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    command.__name__, command.__doc__ = call.__name__, call.__doc__
-    return command
 
 
 @app.callback(invoke_without_command=True)
@@ -121,6 +72,66 @@ def demo(
         spec = demo_spec(output, workers=workers, overwrite=overwrite)
         _run(spec)
         print_answers(output)
+
+
+@app.command("plan")
+@partial(job_command, more=PLAN_OPTIONS)
+def plan(job_file: Path | None, options: dict[str, Any]) -> None:
+    """Dry run: adapters, rows and tokens, waves, placement, memory, predicted seconds and money. Runs nothing."""
+    with _errors_told():
+        from .pipeline.dry_run import dry_run
+        from .pipeline.plan_report import plan_json, print_plan
+
+        as_json, price = options.pop("json", False), options.pop("gpu_hour_price", None)
+        found = dry_run(options, job_file)
+        if as_json:
+            typer.echo(json.dumps(plan_json(found, price), indent=1))
+        else:
+            print_plan(found, price)
+
+
+@app.command()
+def simulate(
+    job_file: Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="A job; its rows are indexed.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="CSV with ContextTokens and GeneratedTokens per row.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to draw, without a job file.")] = 2000,
+    adapters: Annotated[int, typer.Option(min=0, help="Adapters to draw, without a job file.")] = 32,
+    skew: Annotated[float, typer.Option(min=0, help="Exponent of their popularity; 0 is even.")] = 1.0,
+    workers: Annotated[int, typer.Option(min=1)] = 4,
+    policy: Annotated[list[str] | None, typer.Option(help="By default all. Repeatable.")] = None,
+    cost_model: Annotated[str, typer.Option(help="A file of `profile`, or a known machine.")] = "h200-llama-3-8b",
+    batch_rows: Annotated[int, typer.Option(min=1)] = 64,
+    seed: Annotated[int, typer.Option()] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for table and plots.")] = Path("simulation"),
+) -> None:
+    """The scheduler's own code on simulated workers: policies compared on one job, as a table and as plots."""
+    with _errors_told():
+        from .pipeline.simulate_job import SimulationRequest, simulate_job
+
+        wanted = tuple(policy or ())
+        simulate_job(
+            SimulationRequest(
+                job_file, trace, rows, adapters, skew, workers, wanted, cost_model, batch_rows, seed, output
+            )
+        )
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Option(help="Base model: folder, GGUF file, hub id or URL.")],
+    workers: Annotated[int, typer.Option(min=1, help="Engines measured at once, as a job would run them.")] = 2,
+    engine_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each; shared out.")] = None,
+    batch_rows: Annotated[int, typer.Option(min=1)] = 64,
+    step_tokens: Annotated[int, typer.Option(min=16)] = 512,
+    max_seconds: Annotated[float, typer.Option(min=1, help="Nothing new is measured after so long.")] = 120.0,
+    save: Annotated[Path | None, typer.Option(help="JSON file; by default where jobs find it.")] = None,
+) -> None:
+    """Measure this machine's cost model: prefill, decode, LoRA by rank, merge, adapter load. About two minutes."""
+    with _errors_told():
+        from .pipeline.profile_engines import ProfileRequest, print_profile, profile_model
+
+        request = ProfileRequest(model, workers, engine_threads, batch_rows, step_tokens, max_seconds=max_seconds)
+        print_profile(*profile_model(request, save))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..engine.config import ModelConfig, read_model_config
-from .random_adapter import write_random_adapter
+from ..engine.random_adapter import write_random_adapter
 
 RANKS = (8, 16, 32, 64)
 

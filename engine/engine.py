@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 
@@ -69,6 +69,8 @@ class Engine:
         )
         self._in_flight = StepsInFlight()
         self._rejected: list[Result] = []
+        # Told what every step is about to do: measurements.
+        self.observe_step: Callable[[Items[StepEntry]], None] | None = None
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
@@ -218,6 +220,8 @@ class Engine:
         return [_error_result(sequence.request, str(error)) for sequence in rows]
 
     def _launch(self, entries: Items[StepEntry]) -> None:
+        if self.observe_step is not None:
+            self.observe_step(entries)
         for entry in entries:
             prompt_left = max(entry.sequence.prompt_tokens - entry.sequence.num_stored, 0)
             self._prompt_tokens += min(entry.num_tokens, prompt_left)

@@ -46,7 +46,7 @@ class JobSpec(BaseModel):
     `storage_options`: keyword arguments for fsspec, for all URLs or one mapping per protocol; never recorded.
     `max_errors`: rows (`"25"`) or share of rows (`"10%"`) that may end in errors.
     `batch_rows`, `step_tokens`, `engine_threads`, `pool_bytes`: each engine; None is chosen for the machine.
-    `workers`, `rows_per_shard`: None is chosen.
+    `workers`, `rows_per_shard`: None is chosen. `cost_model`: a file that `lorabatch profile` wrote.
 
     Raises `JobRequestError` with every problem at once.
     """
@@ -77,6 +77,7 @@ class JobSpec(BaseModel):
     storage_options: dict[str, Any] = Field(default={}, repr=False)
     overwrite: bool = False
     rows_per_shard: int | None = Field(default=None, ge=1)
+    cost_model: str | None = None
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field(default="auto", min_length=1)
@@ -140,6 +141,7 @@ class JobSpec(BaseModel):
                 "adapters": adapters,
                 "input": absolute(self.input),
                 "output": absolute(self.output),
+                "cost_model": self.cost_model and absolute(self.cost_model),
             }
         )
 

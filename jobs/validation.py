@@ -16,6 +16,7 @@ from ..engine.config import ModelConfig, read_model_config
 from ..engine.errors import EngineError
 from ..engine.tokenizer import Tokenizer
 from .adapter_sources import find_adapters
+from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
 from .input_columns import find_roles
 from .input_files import pack_schema, read_footers, unified_schema
@@ -64,6 +65,8 @@ def check_job(spec: JobSpec) -> CheckedJob:
     adapters = _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
     given = _tried(problems, lambda: _check_input(spec))
     output = _tried(problems, lambda: _check_output(store))
+    if spec.cost_model is not None:
+        _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
     if model and given:
         problems += _check_fit(spec, model, given)
     if problems:

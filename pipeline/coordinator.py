@@ -89,7 +89,7 @@ class Coordinator:
         self._tasks: dict[tuple[int, int], tuple[Future[ShardOutcome], str]] = {}
         self._workers: set[str] = set()
         self._failed_workers: dict[str, str] = {}
-        self._journal: list[str] = []
+        self._journal = [json.dumps(scheduler.beginning())]
         self._start_s = self._watched_s = self._ticked_s = self._engine_seen_s = time.monotonic()
         self._outcome: Command | None = None
 

@@ -58,6 +58,15 @@ class JobPlan:
         return sum(kind.num_rows for kind in self.errors)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedRows:
+    """All rows of a job, what is wrong with some of them, and the planner's view: error rows ask for nothing."""
+
+    index: JobIndex
+    errors: tuple[KindOfError, ...]
+    workload: Workload
+
+
 def plan_job(
     store: JobStore,
     record: JobRecord,
@@ -66,18 +75,9 @@ def plan_job(
     batch_rows: int,
     num_replicas: int,
 ) -> JobPlan:
-    """Check the whole index, cut it into shards, and write the plan.
-
-    Raises `JobRequestError` for row groups that cannot be read and for duplicate ids, all at once, and
-    `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.
-    """
-    damages = [summary.damage for summary in summaries if summary.damage is not None]
-    if damages:
-        raise JobRequestError(*damages)
-    index = read_index(store, len(summaries))
-    refuse_duplicate_ids(store, index, record.input.roles.get("id", DEFAULT_ID_COLUMN))
-    errors, workload = _errors_and_workload(store, record, index)
-    _check_budget(ErrorBudget.parse(record.spec["max_errors"]), errors, index.num_rows)
+    """Check the whole index, cut it into shards, and write the plan. Raises what `check_rows` raises."""
+    checked = check_rows(store, record, summaries)
+    index, errors, workload = checked.index, checked.errors, checked.workload
     cut = plan_shards(
         workload,
         batch_rows=batch_rows,
@@ -95,6 +95,22 @@ def plan_job(
     )
     store.write_plan(_references(index, cut), plan_facts(plan))
     return plan
+
+
+def check_rows(store: JobStore, record: JobRecord, summaries: Sequence[ChunkSummary]) -> CheckedRows:
+    """Look at the whole index.
+
+    Raises `JobRequestError` for row groups that cannot be read and for duplicate ids, all at once, and
+    `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.
+    """
+    damages = [summary.damage for summary in summaries if summary.damage is not None]
+    if damages:
+        raise JobRequestError(*damages)
+    index = read_index(store, len(summaries))
+    refuse_duplicate_ids(store, index, record.input.roles.get("id", DEFAULT_ID_COLUMN))
+    errors, workload = _errors_and_workload(store, record, index)
+    _check_budget(ErrorBudget.parse(record.spec["max_errors"]), errors, index.num_rows)
+    return CheckedRows(index, errors, workload)
 
 
 def read_plan(store: JobStore) -> JobPlan:

@@ -5,7 +5,7 @@ job.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ _STEP_COEFFICIENTS = (
     "rank_s",
     "rank_token_s",
 )
+_ROUNDS = 6
+# Relative errors below this are as good as none.
+_CLOSE = 0.01
 
 
 def _features(load: StepLoad) -> list[float]:
@@ -49,8 +52,9 @@ class StepSample:
 def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
     """Step coefficients by non-negative least squares on relative errors; the rest is kept from `prior`.
 
-    A coefficient whose feature no sample exercises keeps the prior's value. Raises ValueError without
-    samples.
+    Samples that the fit misses by much weigh less in the next of a few rounds, so that steps which were disturbed
+    while they were measured do not bend it. A coefficient whose feature no sample exercises keeps the prior's value.
+    Raises ValueError without samples.
     """
     if not samples:
         raise ValueError("fit needs at least one measured step; found none.")
@@ -58,14 +62,63 @@ def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
     features = np.array([_features(sample.load) for sample in samples])
     is_seen = np.asarray(features.any(axis=0))
     kept = np.array([getattr(prior, name) for name in _STEP_COEFFICIENTS])
-    weights = 1.0 / np.maximum(seconds, 1e-9)
-    found = nonnegative_least_squares(features * weights[:, None], seconds * weights)
+    relative = 1.0 / np.maximum(seconds, 1e-9)
+    weights = relative
+    for _ in range(_ROUNDS):
+        found = nonnegative_least_squares(features * weights[:, None], seconds * weights)
+        missed = np.abs(features @ found - seconds) * relative
+        weights = relative / np.sqrt(np.maximum(missed, _CLOSE))
     coefficients = np.where(is_seen, found, kept)
-    spread = float(((seconds - seconds.mean()) ** 2).sum())
-    residual = float(((seconds - features @ coefficients) ** 2).sum())
-    r_squared = 1.0 - residual / spread if spread > 0 else 1.0
     named = dict(zip(_STEP_COEFFICIENTS, coefficients.tolist(), strict=True))
-    return CostModel.from_json({**prior.to_json(), **named, "fit_r_squared": r_squared})
+    return CostModel.from_json(
+        {**prior.to_json(), **named, "fit_r_squared": _r_squared(seconds, features @ coefficients)}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FitQuality:
+    """How a model meets measured steps: R squared, and the median of |predicted / measured - 1|."""
+
+    num_steps: int
+    r_squared: float
+    median_error: float
+
+
+def fit_quality(samples: Sequence[StepSample], cost: CostModel) -> FitQuality:
+    """Of a cost model on some measured steps. Raises ValueError without samples."""
+    if not samples:
+        raise ValueError("fit_quality needs at least one measured step; found none.")
+    seconds = np.array([sample.seconds for sample in samples])
+    predicted = np.array([float(cost.step_seconds(sample.load)) for sample in samples])
+    errors = np.abs(predicted / np.maximum(seconds, 1e-9) - 1)
+    return FitQuality(len(samples), _r_squared(seconds, predicted), float(np.median(errors)))
+
+
+def fit_loads(loads: Sequence[tuple[int, float]], prior: CostModel) -> CostModel:
+    """Seconds per load and bytes per second from measured (bytes, seconds); the prior where they say nothing.
+
+    What is measured is a load from the folder that the engine reads. No tier is taken to be faster than the prior
+    says, and none slower than that.
+    """
+    weight_bytes, seconds = np.array(loads, dtype=np.float64).reshape(-1, 2).T
+    if len(np.unique(weight_bytes)) < 2:
+        return prior
+    load_s, byte_s = nonnegative_least_squares(np.column_stack([np.ones(len(seconds)), weight_bytes]), seconds)
+    if byte_s <= 0:
+        return replace(prior, load_s=float(load_s))
+    rate = 1.0 / float(byte_s)
+    return replace(
+        prior,
+        load_s=float(load_s),
+        host_bytes_per_s=min(rate, prior.host_bytes_per_s),
+        peer_bytes_per_s=min(rate, prior.peer_bytes_per_s),
+        storage_bytes_per_s=rate,
+    )
+
+
+def _r_squared(seconds: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return 1.0 - float(((seconds - predicted) ** 2).sum()) / spread if spread > 0 else 1.0
 
 
 def nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -6,11 +6,13 @@ makespan, which lacks the tail. `bound_s` and `gap` belong to the placement of s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .batching import Batcher
 from .cost import CostModel
 from .demand import LengthModel
 from .makespan import Placement, place_shards
@@ -57,28 +59,59 @@ def forecast_job(
     num_replicas: int,
     *,
     lengths: LengthModel | None = None,
+    rows_per_shard: int | None = None,
+    make_batcher: Callable[[], Batcher] | None = None,
     max_simulated_rows: int = 50_000,
 ) -> Forecast:
-    """Plan a job and predict it. Rows without engine work cost nothing. Deterministic."""
-    model = lengths or LengthModel([adapter.name for adapter in workload.adapters])
-    predicted = np.where(workload.max_tokens > 0, np.maximum(1.0, model.predict(workload)), 0.0)
-    plan = plan_shards(
+    """Plan a job and predict it. Rows without engine work cost nothing. Deterministic.
+
+    `make_batcher`: of each simulated replica; by default the planner's own.
+    """
+    predicted = predicted_lengths(workload, lengths)
+    plan = plan_waves(
         workload,
+        cost,
+        predicted,
         batch_rows=settings.max_batch_rows,
         num_replicas=num_replicas,
-        predicted_output_tokens=predicted,
+        rows_per_shard=rows_per_shard,
     )
-    plan = with_merged_waves(plan, workload, cost, batch_rows=settings.max_batch_rows, num_replicas=num_replicas)
     row_s = _row_seconds(workload, predicted, cost, settings.max_batch_rows)
     shard_s = np.array([row_s[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards])
     placement = place_shards(placement_problem(workload, plan, shard_s, cost, num_replicas))
     predicted_s, is_simulated = placement.makespan_s, False
     if 0 < workload.num_rows <= max_simulated_rows:
         guessed = replace(workload, output_tokens=np.rint(predicted).astype(np.int32))
-        predicted_s = run_planned(guessed, plan, cost, settings, num_replicas).metrics.makespan_s
+        predicted_s = run_planned(guessed, plan, cost, settings, num_replicas, make_batcher).metrics.makespan_s
         is_simulated = True
     adapters = _per_adapter(workload, predicted, row_s)
     return Forecast(plan, placement, adapters, shard_s, predicted_s, is_simulated, predicted_s * num_replicas)
+
+
+def predicted_lengths(workload: Workload, lengths: LengthModel | None = None) -> NDArray[np.float64]:
+    """Output tokens of each row, float64 `[num_rows]`; 0 for rows without engine work."""
+    model = lengths or LengthModel([adapter.name for adapter in workload.adapters])
+    return np.where(workload.max_tokens > 0, np.maximum(1.0, model.predict(workload)), 0.0)
+
+
+def plan_waves(
+    workload: Workload,
+    cost: CostModel,
+    predicted: NDArray[np.float64],
+    *,
+    batch_rows: int,
+    num_replicas: int,
+    rows_per_shard: int | None = None,
+) -> ShardPlan:
+    """Shards from predicted lengths, and their modes from the cost model."""
+    plan = plan_shards(
+        workload,
+        batch_rows=batch_rows,
+        num_replicas=num_replicas,
+        predicted_output_tokens=predicted,
+        rows_per_shard=rows_per_shard,
+    )
+    return with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
 
 
 def placement_problem(

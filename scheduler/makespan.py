@@ -26,12 +26,18 @@ Method = Literal["optimal", "improved by solver", "greedy", "greedy (solver foun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """`replica_of` int64 `[num_shards]`, and how good it is: `makespan_s`, `bound_s`, and how it was found."""
+    """`replica_of` int64 `[num_shards]`, `finish_s` `[num_replicas]` when each ends, and how good it is: `bound_s`, and
+    how it was found."""
 
     replica_of: NDArray[np.int64]
-    makespan_s: float
+    finish_s: NDArray[np.float64]
     bound_s: float
     method: Method
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last replica ends."""
+        return float(self.finish_s.max(initial=0.0))
 
     @property
     def gap(self) -> float:
@@ -65,7 +71,7 @@ def place_shards(
 
 
 def _described(problem: PlacementProblem, replica_of: NDArray[np.int64], bound_s: float, method: Method) -> Placement:
-    return Placement(replica_of, float(problem.finish_s(replica_of).max(initial=0.0)), bound_s, method)
+    return Placement(replica_of, problem.finish_s(replica_of), bound_s, method)
 
 
 def place_greedily(problem: PlacementProblem) -> NDArray[np.int64]:

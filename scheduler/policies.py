@@ -63,16 +63,20 @@ def simulate_policy(
 
 
 def run_planned(
-    workload: Workload, plan: ShardPlan, cost: CostModel, settings: ReplicaSettings, num_replicas: int
+    workload: Workload,
+    plan: ShardPlan,
+    cost: CostModel,
+    settings: ReplicaSettings,
+    num_replicas: int,
+    make_batcher: Callable[[], Batcher] | None = None,
 ) -> PolicyRun:
-    """A plan, played by the real Scheduler on replicas that are all there from the start."""
+    """A plan, played by the real Scheduler on replicas that are all there from the start.
+
+    `make_batcher`: of each replica; by default the planner's own.
+    """
+    make = make_batcher or (lambda: planner_batcher(workload, cost, settings, num_replicas))
     timeline = Timeline.empty(workload.num_rows, num_replicas)
-    replicas = [
-        SimulatedReplica(
-            number, workload, cost, planner_batcher(workload, cost, settings, num_replicas), settings, timeline
-        )
-        for number in range(num_replicas)
-    ]
+    replicas = [SimulatedReplica(number, workload, cost, make(), settings, timeline) for number in range(num_replicas)]
     scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=num_replicas))
     cluster = Cluster((0.0,) * num_replicas, progress_s=0.5)
     outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, settings).run()

@@ -7,7 +7,8 @@ and draws no random numbers: the same events give the same commands (`events.jso
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from .backlog import Backlog
 from .commands import Command, FailJob, FinishJob, Recall, RunShard
@@ -15,6 +16,9 @@ from .events import Event, Progress, ReplicaJoined, ReplicaLost, ReplicasFound, 
 from .job_state import ReplicaState, ShardState
 from .tail import TailSettings, lend
 from .waves import Shard
+
+# Kind of the line with which a scheduler's journal begins.
+BEGINNING = "SchedulerStarted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,13 @@ class Scheduler:
         self._helping: dict[str, int] = {}
         # Adapter -> rows finished so far and their output tokens.
         self._finished: dict[str, tuple[int, int]] = {}
-        for shard_id in committed:
+        self._committed_before = sorted(committed)
+        for shard_id in self._committed_before:
             self._commit(self._shards[shard_id])
+
+    def beginning(self) -> dict[str, Any]:
+        """What a journal says before the first event, so that it can be replayed (`replay.py`)."""
+        return {"kind": BEGINNING, "committed": self._committed_before, "settings": asdict(self._settings)}
 
     @property
     def num_uncommitted(self) -> int:

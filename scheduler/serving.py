@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from .cost import CostModel
 from .dispatch import ClusterView, Dispatcher
-from .migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
+from .migration import plan_migration
+from .migration_problem import MigrationSettings, ReplicaLoad, RowGroup
 from .simulated_replica import SimulatedReplica, StepOutcome
 from .workload import Workload
 

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lorabatch import __version__
-from lorabatch.cli import _JOB_OPTIONS, app
+from lorabatch.cli import app
+from lorabatch.jobs.options import JOB_OPTIONS
 from lorabatch.jobs.spec import JobSpec
 
 HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "scipy"}
@@ -28,11 +29,11 @@ def test_help_lists_the_commands_and_run_lists_its_options() -> None:
     assert code == 0
     assert all(command in text for command in ("demo", "run", "audit", "status", "bench"))
     _, text = invoke("run", "--help")
-    assert all(f"--{name.replace('_', '-')}" in text for name in _JOB_OPTIONS)
+    assert all(f"--{name.replace('_', '-')}" in text for name in JOB_OPTIONS)
 
 
 def test_every_option_of_run_is_a_key_of_the_job_file() -> None:
-    names = {"columns" if name == "column" else name for name in _JOB_OPTIONS}
+    names = {"columns" if name == "column" else name for name in JOB_OPTIONS}
     assert names <= JobSpec.model_fields.keys()
 
 

@@ -13,7 +13,8 @@ from lorabatch.scheduler.commands import Command
 from lorabatch.scheduler.events import Event
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.makespan import place_shards
-from lorabatch.scheduler.migration import ReplicaLoad, RowGroup, plan_migration
+from lorabatch.scheduler.migration import plan_migration
+from lorabatch.scheduler.migration_problem import ReplicaLoad, RowGroup
 from lorabatch.scheduler.placement_problem import PlacementProblem
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica

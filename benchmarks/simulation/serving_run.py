@@ -11,7 +11,7 @@ from lorabatch.scheduler.batching import Batcher
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.dispatch import Dispatcher
 from lorabatch.scheduler.metrics import ServingMetrics, serving_metrics
-from lorabatch.scheduler.migration import MigrationSettings
+from lorabatch.scheduler.migration_problem import MigrationSettings
 from lorabatch.scheduler.serving import Replan, ServingSettings, ServingSimulation
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.timeline import Timeline

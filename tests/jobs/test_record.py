@@ -56,7 +56,7 @@ def test_a_record_read_back_is_the_record(record: Record) -> None:
 
 def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
     judged = set(OTHER_VALUES) | set(FREE_VALUES)
-    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes"}
+    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes", "cost_model"}
     assert set(JobSpec.model_fields) == judged
     assert set(IDENTITY_FIELDS) == set(OTHER_VALUES)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.cost import StepLoad
-from lorabatch.scheduler.fitting import StepSample, fit, nonnegative_least_squares
+from lorabatch.scheduler.fitting import StepSample, fit, fit_loads, fit_quality, nonnegative_least_squares
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 
 
@@ -68,3 +68,21 @@ def test_least_squares_meet_the_optimality_conditions(seed):
     assert (x >= 0).all()
     assert (gradient <= 1e-8).all()
     assert np.abs(gradient[x > 0]).max(initial=0.0) < 1e-8
+
+
+def test_steps_that_were_disturbed_do_not_bend_the_fit():
+    samples = make_samples(H200_LLAMA_3_8B, 300, 0.02)
+    disturbed = [StepSample(s.load, s.seconds * (3 if i % 6 == 0 else 1)) for i, s in enumerate(samples)]
+    fitted = fit(disturbed, CPU_SMOLLM2_135M)
+    assert fit_quality(samples, fitted).median_error < 0.03
+    assert fit_quality(disturbed, fitted).r_squared < fit_quality(samples, fitted).r_squared
+
+
+def test_loads_give_seconds_per_load_and_bytes_per_second():
+    fitted = fit_loads([(10**7, 0.03), (10**8, 0.12), (10**7, 0.03)], H200_LLAMA_3_8B)
+    assert (fitted.load_s, fitted.storage_bytes_per_s) == (pytest.approx(0.02), pytest.approx(1e9))
+    assert fitted.host_bytes_per_s == pytest.approx(1e9)
+
+
+def test_loads_of_one_size_say_nothing():
+    assert fit_loads([(10**7, 0.03)] * 3, H200_LLAMA_3_8B) == H200_LLAMA_3_8B

@@ -5,17 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.migration import (
-    CoMigrationModel,
-    MigrationSettings,
-    Move,
-    ReplicaLoad,
-    RowGroup,
-    longest_after,
-    move_greedily,
-    plan_migration,
-    select,
-)
+from lorabatch.scheduler.migration import longest_after, move_greedily, near_the_bound, plan_migration, select
+from lorabatch.scheduler.migration_model import CoMigrationModel
+from lorabatch.scheduler.migration_problem import MigrationSettings, Move, ReplicaLoad, RowGroup
+from lorabatch.scheduler.migration_transport import level_s, transport
+from lorabatch.scheduler.solver import solve
 
 
 def make_replica(name, *groups, resident=(), **more):
@@ -47,7 +41,7 @@ def test_no_replicas_and_one_replica_have_nothing_to_move():
 def test_figure_8_rows_of_the_full_replica_go_to_the_empty_one():
     replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle")]
     plan = plan_migration(replicas, {"x": 1.0}, MigrationSettings(gamma=1.0))
-    assert plan.method == "ilp"
+    assert plan.method == "transport"
     assert plan.moves == (Move("x", "full", "idle", 10),)
     assert plan.after_s == 10.0
 
@@ -72,8 +66,9 @@ def test_memory_that_would_be_swapped_keeps_rows_away():
     full = ReplicaLoad("full", groups, frozenset("x"))
     idle = ReplicaLoad("idle", (), frozenset("x"), memory_bytes=40.0)
     swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
-    (move,) = plan_migration([full, idle], {}, swapping).moves
-    assert move.num_rows < 7
+    plan = plan_migration([full, idle], {}, swapping)
+    (move,) = plan.moves
+    assert (plan.method, move.num_rows < 7) == ("ilp", True)
 
 
 def test_a_gain_too_small_is_not_worth_moving():
@@ -96,7 +91,8 @@ def test_an_infeasible_model_falls_back_by_name(monkeypatch):
         self.problem += self.longest <= -1.0
 
     monkeypatch.setattr(CoMigrationModel, "__init__", contradictory)
-    replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle")]
+    # Limited memory is what the model is asked for.
+    replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle", memory_bytes=1e9)]
     plan = plan_migration(replicas, {})
     assert plan.method == "greedy (ilp infeasible)"
     assert plan.after_s < plan.before_s
@@ -125,6 +121,44 @@ def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
 
 def test_the_same_cluster_always_gets_the_same_plan():
     assert plan_migration(random_cluster(3), {}) == plan_migration(random_cluster(3), {})
+
+
+def priced(over, under, moves, chosen):
+    """The paper's objective: the longest pending time, and eta for every adapter copy."""
+    resident = {replica.replica_id: replica.resident for replica in under}
+    copies = {(m.adapter, m.to_replica_id) for m in moves if m.adapter not in resident[m.to_replica_id]}
+    return longest_after([*over, *under], moves, chosen) + chosen.eta_s * len(copies)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_at_k_8_the_transport_is_as_good_as_the_papers_program(seed):
+    chosen = MigrationSettings()
+    over, under = select(random_cluster(seed, num_replicas=32, num_adapters=32), chosen)
+    assert (len(over), len(under)) == (8, 8)
+    model = CoMigrationModel(over, under, {}, chosen)
+    assert solve(model.problem, max_nodes=chosen.max_nodes, relative_gap=0.02) in ("optimal", "feasible")
+    moves, _ = transport(over, under, chosen)
+    assert priced(over, under, moves, chosen) <= 1.02 * priced(over, under, model.decode(), chosen)
+    assert near_the_bound(over, under, chosen) == moves
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_answer_of_the_papers_program_lies_below_the_level(seed):
+    chosen = MigrationSettings()
+    over, under = select(random_cluster(seed), chosen)
+    model = CoMigrationModel(over, under, {}, chosen)
+    solve(model.problem, max_nodes=1000)
+    assert model.longest.value() >= level_s(over, under, chosen.gamma) * (1 - 1e-6)
+
+
+def test_copies_that_cost_more_than_they_win_leave_the_decision_to_the_program():
+    replicas = [
+        make_replica("full", *((f"a{k}", 1, 1.0) for k in range(20)), resident=[f"a{k}" for k in range(20)]),
+        make_replica("idle"),
+    ]
+    plan = plan_migration(replicas, {}, MigrationSettings(gamma=1.0, eta_s=0.4))
+    assert plan.method == "ilp"
+    assert 0 < len(plan.moves) <= 10
 
 
 def test_the_model_is_never_worse_than_the_greedy_rule_at_k_8():

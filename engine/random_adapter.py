@@ -1,4 +1,4 @@
-"""PEFT adapter folders with random weights of given ranks, for benchmarks: no training, no PEFT needed."""
+"""PEFT adapter folders with random weights of given ranks, to measure with: no training, no PEFT needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ..engine.config import ModelConfig
+from .config import ModelConfig
 
 _DEVIATION_A = 0.02
 # B small enough that a random adapter shifts the answers without drowning the base.

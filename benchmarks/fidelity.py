@@ -1,0 +1,165 @@
+"""Predicted against measured: jobs planned with a measured cost model, then run for real on two workers.
+
+python -m lorabatch.benchmarks.fidelity --cost-model PROFILE.json --save RESULTS.json [--job NAME …]
+
+Answers have known lengths (the stop token is ignored), so that what differs is the model of the engine and of the
+cluster, not a guess of lengths. Measured: from the first shard opened to the last part written. Results of several
+calls are collected in one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..demo.base_model import base_model_folder
+from ..engine.config import read_model_config
+from ..engine.random_adapter import write_random_adapter
+from ..jobs.cost_profile import read_profile
+from ..jobs.spec import JobSpec
+from ..jobs.store import JobStore
+from ..pipeline.dry_run import dry_run
+from ..pipeline.profile_engines import machine
+from ..pipeline.run import run
+
+NUM_WORKERS = 2
+RANKS = (8, 8, 16, 16, 32, 32, 64, 64)
+_SCHEMA = pa.schema(
+    {"id": pa.int64(), "adapter": pa.string(), "prompt_token_ids": pa.list_(pa.int32()), "max_tokens": pa.int32()}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobMix:
+    """One job: `draw(generator)` gives (prompt tokens, output tokens, adapter number or -1) of each row."""
+
+    name: str
+    draw: Callable[[np.random.Generator], Sequence[tuple[int, int, int]]]
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """Seconds of one job. `error`: predicted over measured, less one."""
+
+    job: str
+    num_rows: int
+    prompt_tokens: int
+    output_tokens: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Signed."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def _rows(count: int, prompt: tuple[int, int], output: tuple[int, int], adapters: Sequence[int]) -> Any:
+    def draw(generator: np.random.Generator) -> list[tuple[int, int, int]]:
+        return [
+            (int(generator.integers(*prompt)), int(generator.integers(*output)), int(generator.choice(adapters)))
+            for _ in range(count)
+        ]
+
+    return draw
+
+
+_ZIPF = (0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7)
+
+MIXES = (
+    JobMix("base model, short answers", _rows(160, (16, 48), (8, 40), (-1,))),
+    JobMix("one adapter", _rows(140, (16, 64), (16, 40), (2,)), (("mode", "unmerged"),)),
+    JobMix("8 adapters, Zipf", _rows(140, (16, 64), (16, 40), _ZIPF), (("mode", "unmerged"),)),
+    JobMix("long prompts, 4 adapters", _rows(48, (150, 250), (4, 12), (0, 2, 4, 6)), (("mode", "unmerged"),)),
+    JobMix("long answers, 2 adapters and base", _rows(64, (16, 32), (40, 110), (1, 7, -1)), (("mode", "unmerged"),)),
+    JobMix("two adapters, merged", _rows(140, (16, 64), (16, 40), (2, 3)), (("mode", "merged"),)),
+)
+
+
+def measure(mix: JobMix, model: Path, adapters: Path, cost_model: Path, folder: Path) -> Fidelity:
+    """Plan a job, run it, compare."""
+    generator = np.random.default_rng(0)
+    drawn = mix.draw(generator)
+    vocabulary = read_model_config(model).vocab_size
+    rows = [
+        {
+            "id": i,
+            "adapter": f"a{adapter}" if adapter >= 0 else None,
+            "prompt_token_ids": generator.integers(10, vocabulary - 10, prompt).tolist(),
+            "max_tokens": output,
+        }
+        for i, (prompt, output, adapter) in enumerate(drawn)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), folder / "input.parquet")
+    options = {
+        "model": str(model),
+        "adapters": str(adapters),
+        "input": str(folder / "input.parquet"),
+        "output": str(folder / "output"),
+        "workers": NUM_WORKERS,
+        "ignore_eos": True,
+        "cost_model": str(cost_model),
+    } | dict(mix.options)
+    predicted_s = dry_run(options).forecast.predicted_s
+    run(JobSpec.from_values(options))
+    return Fidelity(
+        mix.name,
+        len(rows),
+        sum(prompt for prompt, _, _ in drawn),
+        sum(output for _, output, _ in drawn),
+        predicted_s,
+        measured_makespan_s(JobStore(str(folder / "output"))),
+    )
+
+
+def measured_makespan_s(store: JobStore) -> float:
+    """From the first shard opened to the last one committed, by the job's own journal."""
+    now_s, opened_s, committed_s = 0.0, [], []
+    for line in store.read_events():
+        now_s = line.get("time_s", now_s)
+        if line["kind"] == "RunShard":
+            opened_s.append(now_s)
+        if line["kind"] == "ShardCommitted":
+            committed_s.append(now_s)
+    return max(committed_s) - min(opened_s)
+
+
+def main() -> None:
+    """Parse, measure, collect, print."""
+    parser = argparse.ArgumentParser(prog="python -m lorabatch.benchmarks.fidelity", description=__doc__)
+    parser.add_argument("--cost-model", type=Path, required=True, help="file of `lorabatch profile --workers 2`")
+    parser.add_argument("--save", type=Path, required=True, help="JSON file; results that are there are kept")
+    parser.add_argument("--model", type=Path, help="model folder; by default the demo's base")
+    parser.add_argument("--job", type=int, nargs="*", default=range(len(MIXES)), help="numbers of jobs, all by default")
+    chosen = parser.parse_args()
+    model = chosen.model or base_model_folder()
+    before = json.loads(chosen.save.read_text(encoding="utf-8"))["jobs"] if chosen.save.exists() else []
+    found = {job["job"]: job for job in before}
+    with tempfile.TemporaryDirectory() as name:
+        adapters = Path(name) / "adapters"
+        for i, rank in enumerate(RANKS):
+            write_random_adapter(adapters / f"a{i}", read_model_config(model), rank, seed=i)
+        for number in chosen.job:
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            fidelity = measure(MIXES[number], model, adapters, chosen.cost_model, folder)
+            found[fidelity.job] = asdict(fidelity)
+            print(f"{fidelity.job}: predicted {fidelity.predicted_s:.1f} s, measured {fidelity.measured_s:.1f} s")
+    facts = {"machine": machine(), "date": datetime.now(UTC).date().isoformat(), "workers": NUM_WORKERS}
+    facts |= {"model": model.name, "profile": read_profile(chosen.cost_model).to_json()}
+    chosen.save.write_text(json.dumps(facts | {"jobs": list(found.values())}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

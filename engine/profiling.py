@@ -1,0 +1,187 @@
+"""Measure an engine: steps over a grid of loads, switches of the merged adapter, loads of adapters.
+
+What `lorabatch profile` runs; `scheduler/fitting.py` makes a cost model of it. Adapters are random, weights are the
+model's own, and every measured step is a step of the real engine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..scheduler.cost import StepLoad
+from ..scheduler.fitting import StepSample
+from .adapter import audit_adapter
+from .config import EngineConfig
+from .engine import Engine
+from .memory_plan import choose_device
+from .random_adapter import write_random_adapter
+from .request import Request, SamplingParams
+from .step_batch import StepEntry
+
+StepKind = Literal["prefill", "decode", "unmerged"]
+
+_LOAD_RANKS = (8, 64)
+_SWITCHES = 4
+_SHORT_PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Equal rows that start together. `ranks`: of the adapters that share them in turn; empty: the base model."""
+
+    num_rows: int
+    prompt_tokens: int
+    output_tokens: int
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What was measured, on which device and in which dtype. `loads`: (bytes, seconds) of each adapter fetched.
+    `merge_s`: seconds of each switch."""
+
+    device: str
+    dtype: str
+    steps: tuple[tuple[StepKind, StepSample], ...]
+    merge_s: tuple[float, ...]
+    loads: tuple[tuple[int, float], ...]
+
+
+def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: int) -> list[Probe]:
+    """Rows, tokens, contexts, adapters and ranks, each varied while the others stand; cheap probes first."""
+    context = min(max_step_tokens, max_context_tokens - 16)
+    mixes = ((), (8,), (64,), (8, 16, 32, 64), (16,) * 8)
+    row_counts = sorted({1, max(1, max_batch_rows // 4), max(1, max_batch_rows // 2), max_batch_rows})
+    probes = [Probe(rows, _SHORT_PROMPT_TOKENS, 6, ranks) for rows in row_counts for ranks in mixes]
+    probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
+    probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
+    return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))
+
+
+def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float = 120.0) -> EngineProfile:
+    """Measure one engine of this configuration. Probes that would begin after `max_seconds` are left out.
+
+    Raises what `Engine` raises for a model that cannot be served.
+    """
+    with tempfile.TemporaryDirectory(prefix="lorabatch-profile-") as folder:
+        began_s = time.perf_counter()
+        bench = _Bench(Engine(model_folder, replace(config, mode="unmerged")), Path(folder))
+        bench.run(Probe(min(4, config.max_batch_rows), _SHORT_PROMPT_TOKENS, 4, (8,)))
+        loads = bench.adapter_loads()
+        steps: list[tuple[StepKind, StepSample]] = []
+        limits = (config.max_batch_rows, config.max_step_tokens, bench.engine.model.max_context_tokens)
+        for probe in probe_grid(*limits):
+            if time.perf_counter() - began_s > max_seconds and steps:
+                break
+            steps += bench.run(probe)
+        del bench
+        merging = _Bench(Engine(model_folder, replace(config, mode="merged")), Path(folder))
+        device, dtype = choose_device(config)
+        name = str(dtype).removeprefix("torch.")
+        return EngineProfile(device.type, name, tuple(steps), merging.switches(), loads)
+
+
+class _Bench:
+    """One engine, the random adapters it has been given, and what its last step did."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine = engine
+        self._folder = folder
+        self._adapters: dict[str, tuple[str, int]] = {}
+        self._rank_of: dict[str, int] = {}
+        self._last: StepLoad | None = None
+        self._num_rows = 0
+        engine.observe_step = self._saw
+
+    def run(self, probe: Probe) -> list[tuple[StepKind, StepSample]]:
+        """All steps of a probe. Adapters are resident before it starts, so that no step pays for a load."""
+        adapters = [self._adapter(f"r{rank}-{i}", rank) for i, rank in enumerate(probe.ranks)]
+        for adapter in adapters:
+            self._timed_step(adapter)
+        rows = [self._row(adapters[i % len(adapters)] if adapters else None, probe) for i in range(probe.num_rows)]
+        self.engine.add(rows)
+        steps: list[tuple[StepKind, StepSample]] = []
+        while self.engine.num_unfinished:
+            began_s = time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - began_s
+            if self._last is not None:
+                steps.append((_kind(self._last), StepSample(self._last, seconds)))
+            self._last = None
+        return steps
+
+    def adapter_loads(self) -> tuple[tuple[int, float], ...]:
+        """A first step with an adapter, less a second one."""
+        found = []
+        for i, rank in enumerate(_LOAD_RANKS * 3):
+            adapter = self._adapter(f"load-{i}", rank)
+            first_s, second_s = self._timed_step(adapter), self._timed_step(adapter)
+            weight_bytes = (self._folder / f"load-{i}" / "adapter_model.safetensors").stat().st_size
+            found.append((weight_bytes, max(0.0, first_s - second_s)))
+        return tuple(found)
+
+    def switches(self) -> tuple[float, ...]:
+        """A step that merges another adapter, less one that stays with it."""
+        adapters = [self._adapter(f"r16-{i}", 16) for i in range(2)]
+        found = []
+        for i in range(_SWITCHES):
+            first_s, second_s = self._timed_step(adapters[i % 2]), self._timed_step(adapters[i % 2])
+            found.append(max(0.0, first_s - second_s))
+        # The first one merges into weights that nobody had touched.
+        return tuple(found[1:])
+
+    def _timed_step(self, adapter_id: str | None) -> float:
+        self.engine.add([self._row(adapter_id, Probe(1, _SHORT_PROMPT_TOKENS, 1))])
+        began_s = time.perf_counter()
+        while self.engine.num_unfinished:
+            self.engine.step()
+        self._last = None
+        return time.perf_counter() - began_s
+
+    def _row(self, adapter_id: str | None, probe: Probe) -> Request:
+        self._num_rows += 1
+        # Prompts all differ from their first token, so that nothing is shared.
+        first = 3 + self._num_rows * 7919
+        ids = tuple((first + 31 * i) % (self.engine.model.vocab_size - 4) + 3 for i in range(probe.prompt_tokens))
+        sampling = SamplingParams(max_tokens=probe.output_tokens, ignore_eos=True)
+        return Request(f"probe-{self._num_rows}", ids, adapter_id, sampling)
+
+    def _adapter(self, name: str, rank: int) -> str:
+        if name not in self._adapters:
+            folder = self._folder / name
+            if not folder.exists():
+                write_random_adapter(folder, self.engine.model, rank, seed=len(self._adapters))
+            audit = audit_adapter(folder, self.engine.model, name)
+            assert audit.identity_sha256 is not None, f"{name}: {audit.reasons}"
+            self.engine.register_adapter(audit.identity_sha256, folder, name)
+            self._adapters[name] = (audit.identity_sha256, rank)
+            self._rank_of[audit.identity_sha256] = rank
+        return self._adapters[name][0]
+
+    def _saw(self, entries: Items[StepEntry]) -> None:
+        self._last = load_of(entries, self._rank_of)
+
+
+def load_of(entries: Items[StepEntry], rank_of: dict[str, int]) -> StepLoad:
+    """What a step is about to do, in the cost model's terms. `rank_of`: by adapter id."""
+    ranks = [rank_of[e.adapter.adapter_id] if e.adapter is not None else 0 for e in entries]
+    present = {e.adapter.adapter_id for e in entries if e.adapter is not None}
+    return StepLoad(
+        prefill_tokens=sum(e.num_tokens for e in entries if not e.is_decode),
+        decode_rows=sum(e.is_decode for e in entries),
+        context_tokens=sum(e.sequence.num_stored + e.num_tokens for e in entries),
+        num_adapters=len(present),
+        rank_sum=sum(rank_of[adapter_id] for adapter_id in present),
+        rank_tokens=sum(rank * e.num_tokens for rank, e in zip(ranks, entries, strict=True)),
+    )
+
+
+def _kind(load: StepLoad) -> StepKind:
+    if load.num_adapters:
+        return "unmerged"
+    return "prefill" if load.prefill_tokens else "decode"

@@ -1,0 +1,66 @@
+"""`CostProfile`: what `lorabatch profile` has measured, as a file.
+
+It belongs to a base model (by content), a device, a dtype and a number of CPU threads per engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.gguf_model import default_cache_root
+from ..scheduler.cost import CostModel
+from ..scheduler.fitting import FitQuality
+from .errors import JobRequestError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """What `lorabatch profile` saves. `num_engines`: measured at the same time. `quality`: by kind of step."""
+
+    model_sha256: str
+    machine: str
+    measured_at: str
+    device: str
+    dtype: str
+    engine_threads: int | None
+    num_engines: int
+    batch_rows: int
+    quality: Mapping[str, FitQuality]
+    cost: CostModel
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored."""
+        return {"format": _FORMAT} | asdict(self) | {"cost": self.cost.to_json()}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CostProfile:
+        """The profile that `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        if raw["format"] != _FORMAT:
+            raise ValueError(f"format={raw['format']!r}: this version reads {_FORMAT}")
+        known = {name: value for name, value in raw.items() if name != "format"}
+        quality = {kind: FitQuality(**found) for kind, found in raw["quality"].items()}
+        return cls(**known | {"quality": quality, "cost": CostModel.from_json(raw["cost"])})
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Raises `JobRequestError` when the file cannot be read or is no profile."""
+    try:
+        return CostProfile.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise JobRequestError(f"cost_model={str(path)!r}: cannot be read ({error.strerror}). Check the path.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JobRequestError(
+            f"cost_model={str(path)!r}: not a file that `lorabatch profile` wrote ({error}). Run it again."
+        ) from None
+
+
+def profile_path(model_sha256: str, device: str, dtype: str, threads: int | None) -> Path:
+    """Where a profile of this combination is kept on this machine."""
+    name = f"{model_sha256[:16]}-{device}-{dtype}" + (f"-{threads}-threads" if threads else "")
+    return default_cache_root() / "profiles" / f"{name}.json"
