@@ -16,11 +16,13 @@ from .loraserve import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterView:
-    """`queue_s` float64 `[num_replicas]`: predicted seconds of work each has. `is_resident` bool
-    `[num_adapters, num_replicas]`: whose memory holds what. `load_s` float64 `[num_adapters]`: to fetch one.
+    """`queue_s`, `queue_tokens` float64 `[num_replicas]`: predicted seconds and tokens of the work each has.
+    `is_resident` bool `[num_adapters, num_replicas]`: whose memory holds what. `load_s` float64 `[num_adapters]`: to
+    fetch one.
     """
 
     queue_s: NDArray[np.float64]
+    queue_tokens: NDArray[np.float64]
     is_resident: NDArray[np.bool_]
     load_s: NDArray[np.float64]
 
@@ -50,11 +52,21 @@ class ProactiveDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class LeastLoadDispatcher:
-    """Toppings-like: the replica where predicted work is least; every adapter is thought to be everywhere."""
+    """The replica where predicted seconds are least, ranks known; every adapter is thought to be everywhere."""
 
     def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
         """See `Dispatcher.choose`."""
         return int(np.argmin(view.queue_s + row_s))
+
+
+@dataclass(frozen=True, slots=True)
+class FewestTokensDispatcher:
+    """Toppings as LoRAServe describes it (section V-D, V-F): by what each server is serving and has queued, blind to
+    ranks."""
+
+    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
+        """See `Dispatcher.choose`."""
+        return int(np.argmin(view.queue_tokens))
 
 
 @dataclass(slots=True)

@@ -55,7 +55,8 @@ class ServingSimulation:
         self._workload, self._replicas, self._dispatcher = workload, list(replicas), dispatcher
         self._settings, self._replan, self._release = settings, replan, workload.release_s
         self._row_s = self._predicted_row_s(cost)
-        self._queue_s = np.zeros(len(self._replicas))
+        self._row_tokens = workload.prompt_tokens + self._mean_output()
+        self._queue_s, self._queue_tokens = np.zeros(len(self._replicas)), np.zeros(len(self._replicas))
         num_adapters = len(workload.adapters)
         self._is_resident = np.zeros((num_adapters, len(self._replicas)), dtype=bool)
         self._load_s = np.array([cost.load_seconds(a.weight_bytes, "host") for a in workload.adapters])
@@ -66,14 +67,16 @@ class ServingSimulation:
         self._history: list[NDArray[np.float64]] = []
         self.num_migrated = 0
 
+    def _mean_output(self) -> float:
+        assert self._workload.output_tokens is not None
+        return float(self._workload.output_tokens.mean()) if self._workload.num_rows else 0.0
+
     def _predicted_row_s(self, cost: CostModel) -> NDArray[np.float64]:
         workload = self._workload
-        assert workload.output_tokens is not None
         ranks = np.array([a.rank for a in workload.adapters] + [0], dtype=np.float64)
-        mean_output = float(workload.output_tokens.mean()) if workload.num_rows else 0.0
         return cost.row_seconds(
             workload.prompt_tokens,
-            mean_output,
+            self._mean_output(),
             batch_rows=self._settings.batch_rows,
             rank=ranks[workload.adapter_index],
         )
@@ -102,18 +105,26 @@ class ServingSimulation:
 
     def _arrive(self, now: float, row: int) -> None:
         adapter = int(self._workload.adapter_index[row])
-        view = ClusterView(self._queue_s, self._is_resident, self._load_s)
+        view = ClusterView(self._queue_s, self._queue_tokens, self._is_resident, self._load_s)
         replica = self._dispatcher.choose(adapter, float(self._row_s[row]), view)
         self._give(now, replica, np.array([row]))
 
     def _give(self, now: float, replica: int, rows: NDArray[np.int64]) -> None:
         self._place[rows] = replica
-        self._queue_s[replica] += self._row_s[rows].sum()
+        self._add_to_queue(replica, rows)
         adapters = self._workload.adapter_index[rows]
         self._is_resident[adapters[adapters >= 0], replica] = True
         self._replicas[replica].add(rows)
         if not self._is_stepping[replica]:
             self._start(now, replica, now)
+
+    def _add_to_queue(self, replica: int, rows: NDArray[np.int64]) -> None:
+        self._queue_s[replica] += self._row_s[rows].sum()
+        self._queue_tokens[replica] += self._row_tokens[rows].sum()
+
+    def _take_from_queue(self, replica: int, rows: NDArray[np.int64]) -> None:
+        self._queue_s[replica] = max(0.0, self._queue_s[replica] - self._row_s[rows].sum())
+        self._queue_tokens[replica] = max(0.0, self._queue_tokens[replica] - self._row_tokens[rows].sum())
 
     def _start(self, now: float, replica: int, until_s: float) -> None:
         if self._replicas[replica].num_rows == 0:
@@ -126,7 +137,7 @@ class ServingSimulation:
     def _stepped(self, now: float, next_arrival_s: float) -> None:
         _, _, replica, outcome = heapq.heappop(self._heap)
         self._is_stepping[replica] = False
-        self._queue_s[replica] = max(0.0, self._queue_s[replica] - self._row_s[outcome.finished].sum())
+        self._take_from_queue(replica, outcome.finished)
         self._is_resident[:, replica] = False
         self._is_resident[self._replicas[replica].resident, replica] = True
         waiting = self._workload.adapter_index[self._replicas[replica].waiting]
@@ -141,7 +152,7 @@ class ServingSimulation:
             source, target = names[move.from_replica_id], names[move.to_replica_id]
             rows = self._replicas[source].take_waiting(int(move.adapter), move.num_rows)
             if len(rows):
-                self._queue_s[source] = max(0.0, self._queue_s[source] - self._row_s[rows].sum())
+                self._take_from_queue(source, rows)
                 self._give(now, target, rows)
                 self.num_migrated += len(rows)
 

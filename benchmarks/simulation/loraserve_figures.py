@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lorabatch.scheduler.baselines import UnmergedBatcher
 from lorabatch.scheduler.demand import extrapolate
-from lorabatch.scheduler.dispatch import Dispatcher, LeastLoadDispatcher, RoutedDispatcher
+from lorabatch.scheduler.dispatch import Dispatcher, FewestTokensDispatcher, LeastLoadDispatcher, RoutedDispatcher
 from lorabatch.scheduler.loraserve import Routing, assign_loraserve
 from lorabatch.scheduler.machines import LORASERVE_A100_LLAMA_7B
 from lorabatch.scheduler.placement import place_contiguous, place_random
@@ -35,7 +35,7 @@ COST = LORASERVE_A100_LLAMA_7B
 # Four A100 of 40 GB hold Llama-7B and about 280,000 KV slots.
 REPLICA = ReplicaSettings(max_batch_rows=256, max_step_tokens=4096, kv_tokens=280_000, leap_steps=16)
 TTFT, RATE = "P95 time to first token, s", "requests per second within the objective"
-NAMES = ("LoRAServe", "Toppings", "S-LoRA Random", "S-LoRA Contiguous")
+NAMES = ("LoRAServe", "Toppings", "least seconds", "S-LoRA Random", "S-LoRA Contiguous")
 
 
 @dataclass(slots=True)
@@ -78,7 +78,8 @@ def policies(workload: Workload, num_servers: int) -> dict[str, Policy]:
             replan=planner,
             replan_every_s=every_s,
         ),
-        "Toppings": Policy("Toppings", UnmergedBatcher, LeastLoadDispatcher),
+        "Toppings": Policy("Toppings", UnmergedBatcher, FewestTokensDispatcher),
+        "least seconds": Policy("least seconds", UnmergedBatcher, LeastLoadDispatcher),
         "S-LoRA Random": Policy("S-LoRA Random", UnmergedBatcher, lambda: RoutedDispatcher(random)),
         "S-LoRA Contiguous": Policy("S-LoRA Contiguous", UnmergedBatcher, lambda: RoutedDispatcher(contiguous)),
     }

@@ -5,6 +5,7 @@ import pytest
 
 from lorabatch.scheduler.dispatch import (
     ClusterView,
+    FewestTokensDispatcher,
     LeastLoadDispatcher,
     ProactiveDispatcher,
     RoundRobinDispatcher,
@@ -13,8 +14,9 @@ from lorabatch.scheduler.dispatch import (
 from lorabatch.scheduler.loraserve import Routing
 
 
-def make_view(queue_s, resident=((True, False, False),), load_s=(2.0,)):
-    return ClusterView(np.array(queue_s, float), np.array(resident), np.array(load_s, float))
+def make_view(queue_s, resident=((True, False, False),), load_s=(2.0,), queue_tokens=None):
+    tokens = np.array(queue_s, float) if queue_tokens is None else np.array(queue_tokens, float)
+    return ClusterView(np.array(queue_s, float), tokens, np.array(resident), np.array(load_s, float))
 
 
 def test_a_short_queue_beats_a_resident_adapter_only_by_more_than_its_load():
@@ -28,6 +30,11 @@ def test_base_rows_need_no_adapter():
 
 def test_least_load_ignores_adapters():
     assert LeastLoadDispatcher().choose(0, 1.0, make_view([0.1, 0.0, 0.0])) == 1
+
+
+def test_fewest_tokens_is_blind_to_what_a_rank_costs():
+    view = make_view([9.0, 1.0, 1.0], queue_tokens=[100, 300, 200])
+    assert FewestTokensDispatcher().choose(0, 1.0, view) == 0
 
 
 def test_round_robin_keeps_to_the_placement():
