@@ -67,10 +67,10 @@ DLORA_A800_LLAMA_2_7B = CostModel(
     storage_bytes_per_s=1e9,
 )
 
-# LoRAServe: Llama-7B on four A100 (TP 4, section V-B), S-LoRA's kernels, which run at the largest rank present. A prompt
-# of 2,000 tokens takes 2.7 times as long at rank 128 as at rank 8 on one device (figure 3) and 1.2 times on eight
-# (section III-A3): the excess falls as 1/TP, to 0.43 on four, so rank_token_s is 0.0037 of the base cost of a token.
-# Figure 14: loads from a peer cost about what loads from the host do.
+# LoRAServe: Llama-7B on four A100 (TP 4, section V-B), S-LoRA's kernels, which run at the largest rank present. A
+# prompt of 2,000 tokens takes 2.7 times as long at rank 128 as at rank 8 on one device (figure 3) and 1.2 times on
+# eight (section III-A3): the excess falls as 1/TP, to 0.43 on four, so rank_token_s is 0.0037 of the base cost of a
+# token. Figure 14: loads from a peer cost about what loads from the host do.
 LORASERVE_A100_LLAMA_7B = CostModel(
     step_s=0.008,
     prefill_token_s=6.0e-5,
