@@ -125,9 +125,11 @@ def measure(mix: JobMix, model: Path, adapters: Path, cost_model: Path, folder: 
 
 def measured_makespan_s(store: JobStore) -> float:
     """From the first shard opened to the last one committed, by the job's own journal."""
-    now_s, opened_s, committed_s = 0.0, [], []
+    now_s = 0.0
+    opened_s: list[float] = []
+    committed_s: list[float] = []
     for line in store.read_events():
-        now_s = line.get("time_s", now_s)
+        now_s = float(line.get("time_s", now_s))
         if line["kind"] == "RunShard":
             opened_s.append(now_s)
         if line["kind"] == "ShardCommitted":

@@ -70,6 +70,21 @@ def bursty_arrivals(
     return np.cumsum(generator.gamma(shape, 1.0 / (rows_per_s * shape), num_rows))
 
 
+def bursty_arrivals_per_adapter(
+    generator: np.random.Generator, adapter_index: NDArray[np.int32], rows_per_s: float, *, cv: float = 3.0
+) -> NDArray[np.float64]:
+    """Release times float64 `[num_rows]`: each adapter's rows come in bursts and lulls of their own, as each function's
+    calls do in a function trace. Together they take about `num_rows / rows_per_s` seconds."""
+    release = np.zeros(len(adapter_index))
+    for adapter in np.unique(adapter_index):
+        rows = np.flatnonzero(adapter_index == adapter)
+        span = len(adapter_index) / rows_per_s
+        times = bursty_arrivals(generator, len(rows), len(rows) / span, cv=cv)
+        # Lulls may stretch an adapter's few bursts far beyond the run: it starts anywhere in it and goes round.
+        release[rows] = np.sort((times + generator.random() * span) % span)
+    return release
+
+
 def make_workload(
     adapters: tuple[AdapterInfo, ...],
     adapter_index: NDArray[np.int32],
