@@ -31,6 +31,7 @@ from ..jobs.store import JobStore
 from ..pipeline.dry_run import dry_run
 from ..pipeline.profile_engines import machine
 from ..pipeline.run import run
+from .fidelity_results import Fidelity
 
 NUM_WORKERS = 2
 RANKS = (8, 8, 16, 16, 32, 32, 64, 64)
@@ -46,23 +47,6 @@ class JobMix:
     name: str
     draw: Callable[[np.random.Generator], Sequence[tuple[int, int, int]]]
     options: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Fidelity:
-    """Seconds of one job. `error`: predicted over measured, less one."""
-
-    job: str
-    num_rows: int
-    prompt_tokens: int
-    output_tokens: int
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def error(self) -> float:
-        """Signed."""
-        return self.predicted_s / self.measured_s - 1
 
 
 def _rows(count: int, prompt: tuple[int, int], output: tuple[int, int], adapters: Sequence[int]) -> Any:

@@ -9,8 +9,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from ..fidelity_results import FidelityResults
 from . import dlora_figures, loraserve_figures
-from .decisions import migration_decision_ms, placement_quality, scale_row
+from .decisions import migration_decision_ms, placement_quality, planning_scale, scale_row
 from .figure import Figure
 from .lengths import Lengths, read_trace, synthetic_lengths
 from .offline import compare
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1500, help="requests per serving run")
     parser.add_argument("--offline-rows", type=int, default=3000, help="rows per offline job")
     parser.add_argument("--largest", type=int, default=1_000_000, help="largest job of the scale table, in rows")
+    parser.add_argument("--fidelity", type=Path, help="a file of benchmarks.fidelity; by default the newest result")
     chosen = parser.parse_args()
     lengths = read_trace(chosen.trace) if chosen.trace else synthetic_lengths()
     results = Results(
@@ -36,6 +38,8 @@ def main() -> None:
         offline_rows=chosen.offline_rows,
         placement=placement_quality(),
         migration_ms=migration_decision_ms(),
+        planning=planning_scale(),
+        fidelity=FidelityResults.read(chosen.fidelity) if chosen.fidelity else FidelityResults.newest(),
         scale=[scale_row(*size) for size in SIZES if size[0] <= chosen.largest],
         command=_command(chosen),
     )

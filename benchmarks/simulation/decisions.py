@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -11,6 +12,7 @@ import numpy as np
 from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.commands import Command
 from lorabatch.scheduler.events import Event
+from lorabatch.scheduler.forecast import forecast_job
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
 from lorabatch.scheduler.makespan import place_shards
 from lorabatch.scheduler.migration import plan_migration
@@ -37,6 +39,26 @@ class ScaleRow:
     num_events: int
     mean_event_us: float
     longest_event_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningScale:
+    """A whole plan of 1,000,000 rows over 1,000 adapters on 100 replicas: seconds, peak bytes of the process, gap."""
+
+    seconds: float
+    peak_bytes: int
+    gap: float
+    num_shards: int
+
+
+def planning_scale() -> PlanningScale:
+    """Waves, modes and placement with its bound, as `lorabatch plan` makes them."""
+    workload = _zipf_job(1_000_000, 1_000)
+    start = time.perf_counter()
+    found = forecast_job(workload, H200_LLAMA_3_8B, ReplicaSettings(256, 8192), 100)
+    seconds = time.perf_counter() - start
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return PlanningScale(seconds, peak_bytes, found.placement.gap, len(found.plan.shards))
 
 
 class TimedScheduler:
@@ -152,7 +174,7 @@ def _zipf_problem() -> PlacementProblem:
     )
 
 
-def migration_decision_ms(num_decisions: int = 10) -> tuple[float, float]:
+def migration_decision_ms(num_decisions: int = 30) -> tuple[float, float]:
     """(median, longest) milliseconds of one co-migration decision at K = 8: 32 replicas, 32 adapters."""
     taken = []
     for seed in range(num_decisions):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lorabatch.pipeline.trace_file import read_trace_lengths
 from lorabatch.scheduler.synthetic import draw_lengths
 
 
@@ -31,10 +31,8 @@ class Lengths:
 
 def read_trace(path: Path) -> Lengths:
     """`AzureLLMInferenceTrace_*.csv`: columns ContextTokens and GeneratedTokens."""
-    with path.open(newline="", encoding="utf-8") as lines:
-        pairs = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines)]
-    prompt, output = np.array(pairs, dtype=np.int32).T
-    return Lengths(prompt, output, f"the lengths of {path.name} ({len(pairs)} requests, Azure public data set, 2023)")
+    prompt, output = read_trace_lengths(path)
+    return Lengths(prompt, output, f"the lengths of {path.name} ({len(prompt)} requests, Azure public data set, 2023)")
 
 
 def synthetic_lengths() -> Lengths:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .decisions import PlacementQuality, ScaleRow
+from ..fidelity_results import FidelityResults
+from .decisions import PlacementQuality, PlanningScale, ScaleRow
 from .figure import Figure
 from .offline import Comparison
 
@@ -22,7 +23,9 @@ class Results:
     offline_rows: int
     placement: PlacementQuality
     migration_ms: tuple[float, float]
+    planning: PlanningScale
     scale: Sequence[ScaleRow]
+    fidelity: FidelityResults | None
     command: str
 
 
@@ -41,6 +44,7 @@ def write_report(results: Results, folder: Path) -> Path:
         *_papers(results.figures),
         *_offline(results.comparisons, results.offline_rows),
         *_decisions(results),
+        *(results.fidelity.to_lines() if results.fidelity else []),
         "## The figures",
         "",
     ]
@@ -112,8 +116,10 @@ def _decisions(results: Results) -> list[str]:
         f"{placement.mean_regret:.2%} on average.",
         f"- Optimality gap on 10,000 Zipf rows over 100 adapters and 16 replicas: {placement.zipf_gap:.2%} "
         f"(found in {placement.zipf_s:.1f} s).",
-        f"- Co-migration at K = 8 (32 replicas, 32 adapters): {median_ms:.0f} ms median, {longest_ms:.0f} ms at most, "
-        "starting the solver's process included.",
+        f"- Co-migration at K = 8 (32 replicas, 32 adapters): {median_ms:.1f} ms median, {longest_ms:.1f} ms at most.",
+        f"- A whole plan (waves, modes, {results.planning.num_shards:,} shards placed) of 1,000,000 rows over 1,000 "
+        f"adapters on 100 replicas: {results.planning.seconds:.1f} s, gap {results.planning.gap:.2%}; the process took "
+        f"{results.planning.peak_bytes / 1e9:.1f} GB at most.",
         "",
         "| rows | adapters | replicas | plan, s | simulate, s | events | per event, µs | longest, ms |",
         "|---|---|---|---|---|---|---|---|",

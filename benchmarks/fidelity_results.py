@@ -1,0 +1,82 @@
+"""The section on predicted and measured seconds, from a file that `benchmarks.fidelity` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """Seconds of one job. `error`: predicted over measured, less one."""
+
+    job: str
+    num_rows: int
+    prompt_tokens: int
+    output_tokens: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Signed."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityResults:
+    """Jobs that were planned and run, and where. `quality`: of the cost model, by kind of step."""
+
+    name: str
+    facts: str
+    quality: Mapping[str, Mapping[str, float]]
+    jobs: Sequence[Fidelity]
+
+    @classmethod
+    def read(cls, path: Path) -> FidelityResults:
+        """The file's content."""
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts = f"{raw['workers']} workers, {raw['machine']}, {raw['model']}, {raw['date']}"
+        return cls(path.name, facts, raw["profile"]["quality"], [Fidelity(**job) for job in raw["jobs"]])
+
+    @classmethod
+    def newest(cls, folder: Path = RESULTS) -> FidelityResults | None:
+        """The latest file by name, if there is one."""
+        found = sorted(folder.glob("*-fidelity-*.json"))
+        return cls.read(found[-1]) if found else None
+
+    @property
+    def mean_error(self) -> float:
+        """Mean of the absolute errors, as a share."""
+        return sum(abs(job.error) for job in self.jobs) / len(self.jobs)
+
+    def to_lines(self) -> list[str]:
+        """The section, in Markdown."""
+        fits = ", ".join(
+            f"{kind} R² {found['r_squared']:.2f} (median error {found['median_error']:.0%})"
+            for kind, found in self.quality.items()
+        )
+        return [
+            "## Fidelity: predicted and measured",
+            "",
+            "Jobs planned with a cost model from `lorabatch profile` and then run for real",
+            f"({self.facts}): seconds from the first shard opened to the last part written. Lengths are known, so that",
+            "what differs is the model of engine and cluster. `python -m lorabatch.benchmarks.fidelity` repeats it",
+            f"(`benchmarks/results/{self.name}`). The cost model's fit: {fits}.",
+            "",
+            "| job | rows | prompt tokens | output tokens | predicted, s | measured, s | error |",
+            "|---|---|---|---|---|---|---|",
+            *(
+                f"| {job.job} | {job.num_rows} | {job.prompt_tokens} | {job.output_tokens} | {job.predicted_s:.1f} | "
+                f"{job.measured_s:.1f} | {job.error:+.1%} |"
+                for job in self.jobs
+            ),
+            "",
+            f"Mean absolute error: {self.mean_error:.1%}.",
+            "",
+        ]
