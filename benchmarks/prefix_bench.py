@@ -22,9 +22,9 @@ import torch
 from ..engine.adapter import audit_adapter
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
+from ..engine.random_adapter import write_random_adapter
 from ..engine.request import Request, SamplingParams
 from .engine_bench import _commit, _cpu_name
-from .random_adapter import write_random_adapter
 
 SYSTEM_TOKENS, USER_TOKENS, OUTPUT_TOKENS = 256, (16, 48), 16
 NUM_ROWS, RANKS = 48, (8, 16, 32, 64)
