@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -26,6 +27,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from .errors import MissingFileError, StorageError
 from .secrets import redacted_url, scrubbed
+
+logger = logging.getLogger(__name__)
+
+_BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
 
 
 class Location:
@@ -92,7 +97,19 @@ class Location:
         """Whether the file is there now (no cached listing is asked)."""
         with self._translated("look for", name):
             self.fs.invalidate_cache(self.path(name))
-            return bool(self.fs.isfile(self.path(name)))
+            # Not `isfile`, which takes a store that refuses or does not answer for an empty one.
+            try:
+                return bool(self.fs.info(self.path(name))["type"] == "file")
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def check_bucket(self) -> None:
+        """Raise `MissingFileError` when this lies in a bucket that does not exist: stores list it as an empty one."""
+        bucket, slash, _ = self.path().partition("/")
+        if slash and bucket and self.url.startswith(_BUCKET_PROTOCOLS):
+            # Who may only write below the bucket may not ask for it.
+            with self._translated("find the bucket of", ""), contextlib.suppress(PermissionError):
+                self.fs.info(bucket)
 
     def read(self, name: str) -> bytes:
         """The whole file."""
@@ -158,12 +175,13 @@ class Location:
             self.fs.pipe_file(self.path(name), data, mode="create")
         except FileExistsError:
             return False
-        except (NotImplementedError, TypeError):
-            self.fs.pipe_file(self.path(name), data)
-        except OSError as error:
-            if not _is_lost_race(error):
+        except (NotImplementedError, TypeError, OSError) as error:
+            if _is_lost_race(error):
+                return False
+            if not _is_unconditional(error):
                 raise
-            return False
+            _tell_unconditional(self.url.split("://", 1)[0])
+            self.fs.pipe_file(self.path(name), data)
         return True
 
     @contextlib.contextmanager
@@ -246,13 +264,30 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any]) -> 
         return f"a package is missing: {detail}"
     if isinstance(error, ValueError) and "rotocol" in detail:
         return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
+    if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:
+        return f"nobody answers ({detail}). Check the network, and the endpoint in --storage-options if there is one."
     return detail
 
 
-def _is_lost_race(error: OSError) -> bool:
+def _is_lost_race(error: Exception) -> bool:
     """Whether a store's refusal means that somebody else wrote the object first (HTTP 412 or 409)."""
     text = str(error)
     return any(code in text for code in ("PreconditionFailed", "ConditionalRequestConflict", "412"))
+
+
+def _is_unconditional(error: Exception) -> bool:
+    """Whether it means that the store, or its filesystem package, has no conditional writes (HTTP 501)."""
+    return isinstance(error, NotImplementedError | TypeError) or "NotImplemented" in str(error)
+
+
+@cache
+def _tell_unconditional(protocol: str) -> None:
+    """Told once per process."""
+    logger.warning(
+        "%s: this store has no conditional writes; when two workers finish the same shard, the later part replaces the "
+        "earlier one, with the same rows",
+        protocol,
+    )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -114,6 +114,7 @@ def _check_input(spec: JobSpec) -> InputRecord:
 
 def _check_output(store: JobStore) -> OutputContents:
     try:
+        store.location.check_bucket()
         contents = store.contents()
     except StorageError as error:
         raise JobRequestError(f"output: {error}") from None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lorabatch.jobs.errors import MissingFileError, StorageError
-from lorabatch.jobs.location import Location, absolute, options_for
+from lorabatch.jobs.location import Location, _tell_unconditional, absolute, options_for
 
 Place = tuple[str, dict[str, Any]]
 
@@ -140,6 +140,55 @@ def test_a_file_where_a_folder_should_be_is_a_storage_error(tmp_path: Path) -> N
 def test_a_missing_bucket_is_named_when_writing(s3_options: dict[str, Any]) -> None:
     with pytest.raises(StorageError, match=r"cannot write s3://no-such-bucket/out/a: not found .* bucket's name"):
         Location("s3://no-such-bucket/out", s3_options).write("a", b"1")
+
+
+def test_a_missing_bucket_is_told_from_an_empty_folder(s3_options: dict[str, Any], shared_place: Place) -> None:
+    Location(*shared_place).check_bucket()
+    with pytest.raises(MissingFileError, match=r"cannot find the bucket of s3://no-such-bucket/out: not found"):
+        Location("s3://no-such-bucket/out", s3_options).check_bucket()
+
+
+def test_a_store_that_refuses_to_say_is_not_taken_for_an_empty_one(
+    s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = Location("s3://bucket/out", s3_options)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(location.fs, "info", refuse)
+    with pytest.raises(StorageError, match=r"cannot look for s3://bucket/out/_SUCCESS: access was refused"):
+        location.exists("_SUCCESS")
+
+
+@pytest.mark.parametrize("refusal", [TypeError("mode"), NotImplementedError(), OSError(5, "NotImplemented: header")])
+def test_a_store_without_conditional_writes_still_gets_whole_files_and_says_so_once(
+    refusal: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    location = Location(f"memory://{id(refusal)}/place")
+    plain_write = location.fs.pipe_file
+
+    def write(path: str, data: bytes, mode: str = "overwrite") -> None:
+        if mode == "create":
+            raise refusal
+        plain_write(path, data)
+
+    monkeypatch.setattr(location.fs, "pipe_file", write)
+    _tell_unconditional.cache_clear()
+    assert location.create("a", b"1")
+    assert location.create("b", b"2")
+    assert not location.create("a", b"3")
+    assert location.read("a") == b"1"
+    assert [record.message for record in caplog.records if "no conditional writes" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+def test_a_store_where_nobody_answers_says_what_to_check() -> None:
+    nowhere = {"key": "key-1", "secret": "secret-1", "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
+    options = nowhere | {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    with pytest.raises(StorageError, match=r"nobody answers .* Check the network, and the endpoint") as caught:
+        Location("s3://bucket/out", options).list()
+    assert "secret-1" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["zzz://bucket/out", "s3//bucket\0/out"])
