@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError
 from .location import Location
+from .output_contents import OURS, SUCCESS, OutputContents, part_name
 from .record import JobRecord
 from .secrets import redacted_url
 from .state import JobState
 
-OURS = "_lorabatch"
 _JOB = f"{OURS}/job.json"
 _PLAN = f"{OURS}/plan.arrow"
 _PLAN_FACTS = f"{OURS}/plan.json"
@@ -27,26 +26,8 @@ _STATE = f"{OURS}/state.json"
 _EVENTS = f"{OURS}/events.jsonl"
 _SUMMARY = f"{OURS}/summary.json"
 _CANCEL = f"{OURS}/CANCEL"
-_SUCCESS = "_SUCCESS"
-_PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
 _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
-
-
-@dataclass(frozen=True, slots=True)
-class OutputContents:
-    """What lies at the top of OUTPUT. `has_records`: `_lorabatch` is there. `foreign`: names that are not ours."""
-
-    has_job: bool
-    has_records: bool
-    is_finished: bool
-    parts: dict[int, int]
-    foreign: tuple[str, ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is there but, at most, records of a job that was never frozen."""
-        return not (self.has_job or self.is_finished or self.parts or self.foreign)
 
 
 class JobStore:
@@ -72,19 +53,7 @@ class JobStore:
     def contents(self) -> OutputContents:
         """What OUTPUT holds now."""
         entries = self.location.list()
-        parts = {int(m[1]): size or 0 for name, size in entries.items() if (m := _PART_NAME.fullmatch(name))}
-        foreign = [
-            name
-            for name in entries
-            if name not in (OURS, _SUCCESS) and not _PART_NAME.fullmatch(name) and not name.startswith(".")
-        ]
-        return OutputContents(
-            has_job=OURS in entries and self.location.exists(_JOB),
-            has_records=OURS in entries,
-            is_finished=_SUCCESS in entries,
-            parts=parts,
-            foreign=tuple(sorted(foreign)),
-        )
+        return OutputContents.of(entries, has_job=OURS in entries and self.location.exists(_JOB))
 
     def freeze(self, record: JobRecord) -> bool:
         """Claim OUTPUT for this job. False when a job is frozen there already."""
@@ -100,11 +69,11 @@ class JobStore:
 
     def mark_success(self) -> None:
         """Say that every part is there. Nothing is written to OUTPUT after this."""
-        self.location.write(_SUCCESS, b"")
+        self.location.write(SUCCESS, b"")
 
     def is_finished(self) -> bool:
         """Whether `_SUCCESS` is there."""
-        return self.location.exists(_SUCCESS)
+        return self.location.exists(SUCCESS)
 
     def clean_up(self) -> None:
         """Remove what only a running job needs: prepared rows, unfinished work, temporary files."""
@@ -117,20 +86,15 @@ class JobStore:
         contents = self.contents()
         self.check_ownership(contents)
         if contents.is_finished:
-            self.location.remove([_SUCCESS])
-        self.location.remove([self._part(shard_id) for shard_id in contents.parts])
+            self.location.remove([SUCCESS])
+        self.location.remove([part_name(shard_id) for shard_id in contents.parts])
         records = [f"{OURS}/{name}" for name in self.location.list(OURS)]
         self.location.remove([name for name in records if name != _JOB])
         self.location.remove([_JOB, OURS])
 
     def check_ownership(self, contents: OutputContents) -> None:
-        """Raise `OutputConflictError` when OUTPUT holds files that no job of ours put there. Parts without a
-        `job.json` are another tool's.
-        """
-        foreign = list(contents.foreign)
-        if not contents.has_job:
-            foreign += [self._part(shard_id) for shard_id in sorted(contents.parts)]
-            foreign += [_SUCCESS] * contents.is_finished
+        """Raise `OutputConflictError` when OUTPUT holds files that no job of ours put there."""
+        foreign = contents.foreign_names
         if foreign:
             shown = ", ".join(foreign[:5]) + (", …" if len(foreign) > 5 else "")
             raise OutputConflictError(
@@ -148,25 +112,21 @@ class JobStore:
         """Put a shard's part in place, whole or not at all. False when it was there already, which is fine:
         both hold the same rows. The shard's unfinished work is not needed any more and is removed.
         """
-        is_ours = self.location.create(self._part(shard_id), data)
+        is_ours = self.location.create(part_name(shard_id), data)
         self.clear_wip(shard_id)
         return is_ours
 
     def is_committed(self, shard_id: int) -> bool:
         """Whether the shard's part is there."""
-        return self.location.exists(self._part(shard_id))
+        return self.location.exists(part_name(shard_id))
 
     def open_part(self, shard_id: int) -> BinaryIO:
         """A committed part, for reading."""
-        return self.location.open(self._part(shard_id))
+        return self.location.open(part_name(shard_id))
 
     def remove_part(self, shard_id: int) -> None:
         """Uncommit a shard; its still valid rows must be in `wip` by now. `_SUCCESS` goes first."""
-        self.location.remove([_SUCCESS, self._part(shard_id)])
-
-    @staticmethod
-    def _part(shard_id: int) -> str:
-        return f"part-{shard_id:05d}.parquet"
+        self.location.remove([SUCCESS, part_name(shard_id)])
 
     # Finished rows of shards still open
 

@@ -21,10 +21,11 @@ from .errors import JobRequestError, StorageError
 from .input_columns import find_roles
 from .input_files import pack_schema, read_footers, unified_schema
 from .local_copy import local_folder
+from .output_contents import OutputContents
 from .record import InputRecord
 from .secrets import redacted_url
 from .spec import JobSpec
-from .store import JobStore, OutputContents
+from .store import JobStore
 
 _T = TypeVar("_T")
 
