@@ -27,6 +27,8 @@ class EngineConfig:
     included. `pool_bytes`: size of the page pool (None: a share of free memory). `num_threads`: CPU threads
     (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic per row.
     `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (never in `exact`).
+    `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
+    `launches_ahead`: a GPU's next step may be launched before the last one is read.
     """
 
     max_batch_rows: int = 64
@@ -39,6 +41,8 @@ class EngineConfig:
     mode: Mode = "auto"
     uses_prefix_cache: bool = True
     load_format: Literal["auto", "dummy"] = "auto"
+    kernels: Literal["auto", "triton"] = "auto"
+    launches_ahead: bool = True
 
 
 def read_json(path: Path) -> dict[str, Any]:

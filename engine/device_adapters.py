@@ -8,7 +8,7 @@ first used on the device and given to another when it was not used for longest.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -24,51 +24,56 @@ _ALIGNED_ELEMENTS = 8
 
 
 class DeviceAdapters:
-    """The table and who stands in it. `max_chunks` bounds the chunks of all adapters of one step together."""
+    """The table and who stands in it. It starts with `num_rows` adapters and `num_chunks` chunks, and doubles when one
+    step needs more: its tensors then lie elsewhere."""
 
-    def __init__(self, memory: torch.Tensor, model: ModelConfig, max_residents: int, max_chunks: int) -> None:
+    def __init__(self, memory: torch.Tensor, model: ModelConfig, num_rows: int, num_chunks: int) -> None:
+        self._memory = memory
+        self._num_layers = model.num_layers
         sizes = [n for site in PACKED_SITES for shape in model.members_of_site(site).values() for n in shape]
-        alignment = 1 if any(n % _ALIGNED_ELEMENTS for n in sizes) else _ALIGNED_ELEMENTS
-        self.table = LoraTable.allocate(memory, max_residents, model.num_layers, max_chunks, alignment)
-        # most chunks in any layer, per packed site
-        self.chunk_counts: NDArray[np.int32] = np.zeros((max_residents, NUM_SITES), np.int32)
-        self._chunk_rows = PagePool(max_chunks)
-        self._free = list(range(max_residents))
-        self._row_of: OrderedDict[int, int] = OrderedDict()  # ResidentAdapter.order -> row, longest unused first
+        self._alignment = 1 if any(n % _ALIGNED_ELEMENTS for n in sizes) else _ALIGNED_ELEMENTS
+        self._start(num_rows, num_chunks)
 
     def rows_of(self, adapters: Iterable[ResidentAdapter]) -> dict[int, int]:
-        """Table rows of a step's adapters by their `order`. Raises ValueError when they do not all fit."""
+        """Table rows of a step's adapters by their `order`."""
         wanted = {adapter.order: adapter for adapter in adapters}
+        while not self._enter_all(wanted):
+            self._start(2 * len(self.chunk_counts), 2 * self._chunk_rows.num_pages)
+        return {order: self._row_of[order] for order in wanted}
+
+    def _start(self, num_rows: int, num_chunks: int) -> None:
+        """An empty table."""
+        self.table = LoraTable.allocate(self._memory, num_rows, self._num_layers, num_chunks, self._alignment)
+        # most chunks in any layer, per packed site
+        self.chunk_counts: NDArray[np.int32] = np.zeros((num_rows, NUM_SITES), np.int32)
+        self._chunk_rows = PagePool(num_chunks)
+        self._free = list(range(num_rows))
+        self._row_of: OrderedDict[int, int] = OrderedDict()  # ResidentAdapter.order -> row, longest unused first
+
+    def _enter_all(self, wanted: dict[int, ResidentAdapter]) -> bool:
+        """Whether there was room for all."""
         for order in wanted:
             if order in self._row_of:
                 self._row_of.move_to_end(order)
-        for order, adapter in wanted.items():
-            if order not in self._row_of:
-                self._enter(adapter, wanted.keys())
-        return {order: self._row_of[order] for order in wanted}
+        return all(order in self._row_of or self._enter(adapter, wanted.keys()) for order, adapter in wanted.items())
 
-    def _enter(self, adapter: ResidentAdapter, needed: Iterable[int]) -> None:
+    def _enter(self, adapter: ResidentAdapter, needed: Collection[int]) -> bool:
         layers = [[_device_site(of_layer.get(site)) for site in PACKED_SITES] for of_layer in adapter.sites]
         counts = np.array([[len(site.chunks) for site in sites] for sites in layers], np.int32)
         num_chunks = max(int(counts.sum()), 1)
         run = self._chunk_rows.allocate(adapter.order, num_chunks) if self._free else None
         while run is None:
-            self._drop(next((order for order in self._row_of if order not in needed), None), num_chunks)
+            unused = next((order for order in self._row_of if order not in needed), None)
+            if unused is None:
+                return False
+            self._chunk_rows.release(unused)
+            self._free.append(self._row_of.pop(unused))
             run = self._chunk_rows.allocate(adapter.order, num_chunks)
         row = self._free.pop()
         self._row_of[adapter.order] = row
         self.chunk_counts[row] = counts.max(0)
         self.table.write(row, run.start, layers)
-
-    def _drop(self, order: int | None, num_chunks: int) -> None:
-        if order is None:
-            rows, chunks = len(self.chunk_counts), self._chunk_rows.num_pages
-            raise ValueError(
-                f"the adapters of one step need more than the device table's {rows} rows or {chunks} chunks "
-                f"(the next one has {num_chunks}). Lower max_batch_rows."
-            )
-        self._chunk_rows.release(order)
-        self._free.append(self._row_of.pop(order))
+        return True
 
 
 def _device_site(weights: LoraSiteWeights | None) -> ResidentSite:

@@ -16,8 +16,9 @@ from ..kernels.lora_residual import lora_residual_
 from ..kernels.lora_shrink import lora_shrink
 from ..kernels.lora_table import CHUNK_RANK, LoraTable
 from ..kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
+from ..kernels.rms_norm.fused import add_rms_norm
 from .decoder import Decoder, DecoderLayer
-from .device_step import DeviceLimits, DeviceStep
+from .device_step import DeviceStep
 from .model_config import PACKED_SITES, ModelConfig, PackedSite
 
 _SITE_NUMBERS = {site: number for number, site in enumerate(PACKED_SITES)}
@@ -35,17 +36,27 @@ class DeviceMemory:
     partials: Partials
 
     @classmethod
-    def allocate(cls, model: ModelConfig, table: LoraTable, limits: DeviceLimits, page_tokens: int) -> DeviceMemory:
-        """Scratch for steps within `limits`."""
+    def allocate(
+        cls, model: ModelConfig, table: LoraTable, scratch_rows: int, max_partials: int, page_tokens: int
+    ) -> DeviceMemory:
+        """Scratch of `scratch_rows` rows of 16 numbers, and room for `max_partials` pieces of contexts."""
         device = table.pool.device
         heads = HeadLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, page_tokens)
-        scratch = torch.empty(limits.scratch_rows, CHUNK_RANK, dtype=torch.float32, device=device)
-        partials = Partials.allocate(limits.max_partials, model.num_heads, model.head_dim, device)
+        scratch = torch.empty(scratch_rows, CHUNK_RANK, dtype=torch.float32, device=device)
+        partials = Partials.allocate(max_partials, model.num_heads, model.head_dim, device)
         return cls(table, heads, scratch, partials)
 
 
 class DeviceDecoder(Decoder):
-    """A decoder that serves steps prepared by `build_device_step`."""
+    """A decoder that serves prepared steps (`device_step`)."""
+
+    def weight_addresses(self) -> tuple[int, ...]:
+        """Where the live weights lie: a captured graph reads them there."""
+        packed = [linear for layer in self.layers for linear in layer.linears.values()]
+        linears = [*packed, *self.linears.values()]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        weights = [*(linear.live for linear in linears), *biases, *self.tensors.values()]
+        return tuple(weight.data_ptr() for weight in weights)
 
     def forward_step(self, step: DeviceStep, memory: DeviceMemory) -> Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in the pool."""
@@ -65,6 +76,13 @@ class DeviceDecoder(Decoder):
             x = self._join(x, active, "down", norms.mlp_output, layer, step, memory)
             x = self._norm(x, norms.after_mlp)
         return self._logits(x.index_select(0, step.sampled_rows))
+
+    def _norm(self, x: Tensor, module: str | None) -> Tensor:
+        """RMS norms in one kernel."""
+        if module is None or self.model.norm_kind == "layer":
+            return super()._norm(x, module)
+        offset = 1.0 if self.model.norm_kind == "rms_from_zero" else 0.0
+        return add_rms_norm(x, None, self.tensors[f"{module}.weight"], self.model.norm_eps, offset)
 
     def _attend_pages(
         self, h: Tensor, layer: DecoderLayer, step: DeviceStep, memory: DeviceMemory, angles: tuple[Tensor, Tensor]

@@ -1,63 +1,73 @@
 """One forward pass on a GPU, prepared: everything the kernels read, in one int32 buffer and one copy.
 
-Block tables are ragged: one flat list of pages, each sequence's own from a place that its attention items name.
+Lists have the lengths of `StepSizes`: exactly those of the step, or, where a captured graph reads them, those of a
+bucket of steps. A bucket's rest is padding: rows that no tile, no attention item and no slot names. Their numbers
+are computed and read by nobody.
+
+Legend: T rows (tokens), S sampled rows. Block tables are ragged: one flat list of pages, each sequence's own from a
+place that its attention items name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.launch import num_persistent_programs
-from ..kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention
-from ..kernels.segments import SegmentLimits, Segments, plan_segments, rows_of
-from .device_adapters import DeviceAdapters
+from ..kernels.paged_attention.work import AttentionWork, WorkLimits
+from ..kernels.sampling import SamplingRows
+from ..kernels.segments import SegmentLimits, Segments
 from .model_config import ModelConfig
 from .rope import RowLengths
-from .sequence import Sequence
-from .step_batch import PageLayout, StepEntry
 
-_SPLIT_KEYS = 512  # see kernels.paged_attention.triton
-_DECODE_TILE_ROWS, _PREFILL_TILE_ROWS = 16, 64
-_SHRINK_PROGRAMS = 4  # per multiprocessor, as in kernels.lora_shrink.triton
+_ALIGNED_INTS = 4  # every list starts at a multiple of 16 bytes, so that kernels are compiled once
+_ROW_LISTS = ("token_ids", "sources", "positions", "slots", "prompt_tokens", "total_tokens")
+_SAMPLED_LISTS: dict[str, torch.dtype] = {
+    "sampled_rows": torch.int32,
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float64,
+    "seeds": torch.int64,
+    "streams": torch.int64,
+    "draws": torch.int64,
+    "stop_penalty": torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLimits:
-    """Sizes of a step's lists, fixed for the engine's life. `exact`: contraction is never split, so that a row's
-    sums do not depend on the rows beside it."""
+class StepSizes:
+    """Lengths of a step's lists."""
 
-    max_step_tokens: int
-    scratch_rows: int
-    max_partials: int
-    exact: bool = False
-
-    @classmethod
-    def of(cls, max_step_tokens: int, num_pages: int, page_tokens: int, *, exact: bool = False) -> DeviceLimits:
-        """For a pool of `num_pages`. Ranks up to 256 on three members of a site fill 48 chunks a tile."""
-        pieces = 2 * (num_pages * page_tokens // _SPLIT_KEYS) + max_step_tokens
-        return cls(max_step_tokens, 48 * max_step_tokens, pieces, exact)
+    rows: int
+    sampled: int
+    pages: int
+    segments: SegmentLimits
+    attention: WorkLimits
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Views of the step's buffer on the device, int32. `token_ids`, `positions`, `slots` [T]; `sampled_rows` [S].
-    `has_lora`: whether any row has an adapter. Attention items name places in `pages`."""
+    """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
+    source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32,
+    `stop_penalty` fp32 [S] (minus infinity where stop tokens are withheld). Attention items name places in `pages`.
+    """
 
     token_ids: Tensor
+    sources: Tensor
     positions: Tensor
     slots: Tensor
     sampled_rows: Tensor
     pages: Tensor
     segments: Segments
     attention: AttentionWork
+    sampling: SamplingRows
+    stop_penalty: Tensor
     has_lora: bool
-    sampled: tuple[Sequence, ...]
-    row_lengths: RowLengths | None = field(default=None)
+    wants_logprobs: bool
+    row_lengths: RowLengths | None
 
     @property
     def block_tables(self) -> Tensor:
@@ -66,96 +76,77 @@ class DeviceStep:
         return self.pages.as_strided((width, width), (1, 1))
 
 
-def build_device_step(
-    entries: Items[StepEntry], model: ModelConfig, layout: PageLayout, adapters: DeviceAdapters, limits: DeviceLimits
-) -> DeviceStep:
-    """Prepare one step; entries must not be empty. Rows stay in the entries' order: kernels read a permutation."""
-    device = adapters.table.pool.device
-    rows = adapters.rows_of(e.adapter for e in entries if e.adapter is not None)
-    plus = [rows[e.adapter.order] if e.adapter else -1 for e in entries for _ in range(e.num_tokens)]
-    is_prefill = any(e.num_tokens > 1 for e in entries)
-    segments = _segments(plus, adapters, limits, _PREFILL_TILE_ROWS if is_prefill else _DECODE_TILE_ROWS)
-    spans, pages = _places(entries)
-    group = model.num_heads // model.num_kv_heads
-    tile_rows = max(_PREFILL_TILE_ROWS if is_prefill else _DECODE_TILE_ROWS, 1 << (group - 1).bit_length())
-    attention = plan_attention(spans, group, WorkLimits(_num_items(spans), len(entries), tile_rows, _SPLIT_KEYS))
-    positions = [p for e in entries for p in range(e.sequence.num_stored, e.sequence.num_stored + e.num_tokens)]
-    last_rows = [span.row + span.num_queries - 1 for span in spans]
-    yielding = [i for i, entry in enumerate(entries) if entry.yields_token]
-    lists = {
-        "token_ids": [t for e in entries for t in _token_ids(e)],
-        "positions": positions,
-        "slots": _slots(entries, layout),
-        "sampled_rows": [last_rows[i] for i in yielding],
-        "pages": pages * 2,  # read up to twice its length by `block_tables`
-        "prompt": [e.sequence.prompt_tokens for e in entries for _ in range(e.num_tokens)],
-        "known": [e.sequence.total_tokens for e in entries for _ in range(e.num_tokens)],
-    }
-    views = _to_device([*(torch.tensor(v, dtype=torch.int32) for v in lists.values()), segments.buffer,
-                        attention.buffer], device)  # fmt: skip
-    by_name = dict(zip(lists, views, strict=False))
-    return DeviceStep(
-        token_ids=by_name["token_ids"],
-        positions=by_name["positions"],
-        slots=by_name["slots"],
-        sampled_rows=by_name["sampled_rows"],
-        pages=by_name["pages"],
-        segments=Segments(segments.limits, views[-2]),
-        attention=AttentionWork(attention.limits, views[-1]),
-        has_lora=any(row >= 0 for row in plus),
-        sampled=tuple(entries[i].sequence for i in yielding),
-        row_lengths=RowLengths(by_name["prompt"], by_name["known"]) if model.has_length_dependent_rope else None,
-    )
+class StepBuffer:
+    """The step's lists in one int32 tensor, on the host or on the device, at places that `sizes` alone decide.
+
+    Pages stand last, since only those in use are copied, in twice the room, which `block_tables` may touch.
+    """
+
+    def __init__(self, sizes: StepSizes, buffer: Tensor) -> None:
+        self.sizes = sizes
+        self.buffer = buffer
+        self._places, _ = _layout(sizes)
+
+    @staticmethod
+    def length(sizes: StepSizes) -> int:
+        """int32 elements of a buffer."""
+        return _layout(sizes)[1]
+
+    def view(self, name: str) -> Tensor:
+        """One list in its own type."""
+        start, length, dtype = self._places[name]
+        return self.buffer[start : start + length].view(dtype)
+
+    def array(self, name: str) -> NDArray[np.generic]:
+        """One list of a buffer on the host, as NumPy."""
+        array: NDArray[np.generic] = self.view(name).numpy()
+        return array
+
+    def copy_to(self, target: StepBuffer, num_pages: int) -> None:
+        """Fill the device's buffer from this one, with `num_pages` pages; nobody waits for it."""
+        used = self._places["pages"][0] + num_pages
+        target.buffer[:used].copy_(self.buffer[:used], non_blocking=True)
+
+    def step(self, model: ModelConfig, *, has_lora: bool, wants_logprobs: bool) -> DeviceStep:
+        """What the decoder and the sampling read."""
+        lengths = None
+        if model.has_length_dependent_rope:
+            lengths = RowLengths(self.view("prompt_tokens"), self.view("total_tokens"))
+        return DeviceStep(
+            token_ids=self.view("token_ids"),
+            sources=self.view("sources"),
+            positions=self.view("positions"),
+            slots=self.view("slots"),
+            sampled_rows=self.view("sampled_rows"),
+            pages=self.view("pages"),
+            segments=Segments(self.sizes.segments, self.view("segments")),
+            attention=AttentionWork(self.sizes.attention, self.view("attention")),
+            sampling=SamplingRows(
+                *(self.view(name) for name in ("temperature", "top_k", "top_p", "seeds", "streams", "draws"))
+            ),
+            stop_penalty=self.view("stop_penalty"),
+            has_lora=has_lora,
+            wants_logprobs=wants_logprobs,
+            row_lengths=lengths,
+        )
 
 
-def _segments(plus: list[int], adapters: DeviceAdapters, limits: DeviceLimits, tile_rows: int) -> Segments:
-    """Lists of exactly the step's size: what is not there is not copied."""
-    residents, counts = np.unique(rows_of([row for row in plus if row >= 0]), return_counts=True)
-    tiles = -(-counts // tile_rows)
-    num_items = int((tiles * adapters.chunk_counts[residents].max(1, initial=0)).sum())
-    sizes = SegmentLimits(len(plus), num_items, limits.scratch_rows, tile_rows)
-    device = adapters.table.pool.device
-    num_programs = 1 if limits.exact else num_persistent_programs(device, _SHRINK_PROGRAMS)
-    return plan_segments(rows_of(plus), rows_of([-1] * len(plus)), adapters.chunk_counts, sizes, num_programs)
+def _layout(sizes: StepSizes) -> tuple[dict[str, tuple[int, int, torch.dtype]], int]:
+    """Start, int32 elements and type of each list, and the elements of all."""
+    places: dict[str, tuple[int, int, torch.dtype]] = {}
+    end = 0
 
+    def place(name: str, length: int, dtype: torch.dtype = torch.int32) -> None:
+        nonlocal end
+        num_ints = length * dtype.itemsize // torch.int32.itemsize
+        places[name] = (end, num_ints, dtype)
+        end += -(-num_ints // _ALIGNED_INTS) * _ALIGNED_INTS
 
-def _num_items(spans: list[Span]) -> int:
-    """Attention items at most: every query token one, and every piece of a long context."""
-    return sum(span.num_queries + (span.position + 1) // _SPLIT_KEYS for span in spans)
-
-
-def _places(entries: Items[StepEntry]) -> tuple[list[Span], list[int]]:
-    """Each entry's rows and positions, and all pages in use one after the other."""
-    spans: list[Span] = []
-    pages: list[int] = []
-    row = 0
-    for entry in entries:
-        spans.append(Span(row, entry.num_tokens, entry.sequence.num_stored, len(pages)))
-        pages.extend(range(entry.run.start, entry.run.end))
-        row += entry.num_tokens
-    return spans, pages
-
-
-def _slots(entries: Items[StepEntry], layout: PageLayout) -> list[int]:
-    """A run's pages follow one another, so its slots do."""
-    return [
-        entry.run.start * layout.page_tokens + entry.sequence.num_stored + token
-        for entry in entries
-        for token in range(entry.num_tokens)
-    ]
-
-
-def _token_ids(entry: StepEntry) -> list[int]:
-    first = entry.sequence.num_stored
-    return entry.sequence.tokens(first, first + entry.num_tokens)
-
-
-def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """All tensors in one copy, pinned where there is a GPU so that nobody waits for it. Each view starts at a multiple
-    of 16 bytes, so that kernels are compiled once."""
-    padded = [torch.nn.functional.pad(tensor, (0, -len(tensor) % 4)) for tensor in tensors]
-    buffer = torch.cat(padded)
-    if device.type == "cuda":
-        buffer = buffer.pin_memory().to(device, non_blocking=True)
-    starts = [sum(len(p) for p in padded[:i]) for i in range(len(padded))]
-    return [buffer[start : start + len(t)] for start, t in zip(starts, tensors, strict=True)]
+    for name in _ROW_LISTS:
+        place(name, sizes.rows)
+    for name, dtype in _SAMPLED_LISTS.items():
+        place(name, sizes.sampled, dtype)
+    place("segments", sizes.segments.length)
+    place("attention", sizes.attention.length)
+    place("pages", 2 * sizes.pages)
+    return places, end

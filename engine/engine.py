@@ -17,6 +17,8 @@ from .batcher import choose_batcher
 from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
 from .decoder import Decoder
+from .device_decoder import DeviceDecoder
+from .device_runner import DeviceRunner, serves_by_kernels
 from .errors import AdapterRefusedError, AdapterUnusableError
 from .exported_row import ExportedRow
 from .host_runner import HostRunner
@@ -50,7 +52,7 @@ class Engine:
         self._device, self._dtype = choose_device(config)
         with torch.inference_mode():
             weights = self._read_weights(model_folder)
-            self._decoder = Decoder(self.model, weights, is_packed=can_pack(self._device, self._dtype))
+            self._decoder = self._make_decoder(weights)
             memory = plan_memory(config, self.model)
             self._layout = memory.layout
             num_elements = memory.num_pages * memory.layout.page_elements
@@ -64,9 +66,7 @@ class Engine:
         self._live = LiveWeights(self._decoder)
         self._batcher = batcher or choose_batcher(config, self._registry.must_merge)
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
-        self._runner: StepRunner = HostRunner(
-            self._decoder, self._memory, self._layout, self._completion.stop_token_ids
-        )
+        self._runner = self._make_runner(self._completion.stop_token_ids)
         self._in_flight = StepsInFlight()
         self._rejected: list[Result] = []
         # Told what every step is about to do: measurements.
@@ -164,6 +164,17 @@ class Engine:
         if self.config.load_format == "dummy":
             return dummy_weights(self.model, self._dtype, self._device)
         return read_weights(model_folder, self.model, self._dtype, self._device)
+
+    def _make_decoder(self, weights: dict[str, torch.Tensor]) -> Decoder:
+        if serves_by_kernels(self.config, self._device):
+            return DeviceDecoder(self.model, weights, is_packed=False)
+        return Decoder(self.model, weights, is_packed=can_pack(self._device, self._dtype))
+
+    def _make_runner(self, stop_token_ids: tuple[int, ...]) -> StepRunner:
+        decoder = self._decoder
+        if isinstance(decoder, DeviceDecoder):
+            return DeviceRunner(decoder, self._live, self._memory, self._layout, self.config, stop_token_ids)
+        return HostRunner(decoder, self._memory, self._layout, stop_token_ids)
 
     def _take_out(self, request_ids: Collection[str]) -> list[Sequence]:
         sequences = self._batch.remove(request_ids)

@@ -40,6 +40,16 @@ def is_exact_dot(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or is_interpreted()
 
 
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` on `device`, copied through pinned memory on a GPU, so that the host does not wait for the copy."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def empty_pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory for copies to and from `device` that nobody waits for; torch takes it back once they are done."""
+    return torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 @cache
 def _num_multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..launch import to_device
+
 CHUNK_RANK = 16
 NUM_SITES = 4
 QKV, O_PROJ, GATE_UP, DOWN = range(NUM_SITES)
@@ -86,7 +88,7 @@ class LoraTable:
     def write(self, resident: int, first_chunk: int, layers: Sequence[Sequence[ResidentSite]]) -> int:
         """Enter one adapter as row `resident`, its chunks from row `first_chunk` on; returns how many it has.
 
-        `layers[layer][site]`. Nothing may be running that reads these rows.
+        `layers[layer][site]`. Steps launched before still read the old rows.
         """
         rows: list[tuple[int, int, int, int]] = []
         chunks: list[Chunk] = []
@@ -95,15 +97,16 @@ class LoraTable:
             for site in sites:
                 rows.append((first_chunk + len(chunks), len(site.chunks), site.factor_offset, site.bias_offset))
                 chunks.extend(site.chunks)
-        self.sites[resident] = torch.tensor(rows).view(len(layers), NUM_SITES, SITE_FIELDS)
+        device = self.pool.device
+        self.sites[resident] = to_device(torch.tensor(rows), device).view(len(layers), NUM_SITES, SITE_FIELDS)
         if chunks:
             last = first_chunk + len(chunks)
             assert last <= len(self.chunks), f"chunks end at row {last}, the table has {len(self.chunks)}"
             uneven = [c for c in chunks if any(n % self.alignment for n in _placed_numbers(c))]
             assert not uneven, f"{uneven[0]} is not aligned to {self.alignment} elements"
             fields = [(c.a_offset, c.b_offset, c.num_rows, c.column_start, c.num_columns) for c in chunks]
-            self.chunks[first_chunk:last] = torch.tensor(fields)
-            self.scales[first_chunk:last] = torch.tensor([c.scale for c in chunks])
+            self.chunks[first_chunk:last] = to_device(torch.tensor(fields), device)
+            self.scales[first_chunk:last] = to_device(torch.tensor([c.scale for c in chunks]), device)
         return len(chunks)
 
 

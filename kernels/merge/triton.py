@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..blocks import multiply
-from ..launch import is_exact_dot, num_persistent_programs
+from ..launch import is_exact_dot, num_persistent_programs, to_device
 from . import MergeJob
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -98,14 +98,10 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
     numbers = [n for row in rows for n in (row[0], row[1], row[3])] + [pair[0] for pair in pairs]
     grid = (num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR),)
     _merge[grid](
-        _on_device(torch.tensor(rows), device), len(rows), _on_device(torch.tensor(pairs or [(0, 0, 0)]), device),
-        _on_device(torch.tensor(scales or [0.0]), device), num_tiles,
+        to_device(torch.tensor(rows), device), len(rows), to_device(torch.tensor(pairs or [(0, 0, 0)]), device),
+        to_device(torch.tensor(scales or [0.0]), device), num_tiles,
         WEIGHT=_TYPES[weight_dtype], PAIR=_TYPES[pair_dtype], SEARCH_STEPS=len(rows).bit_length(),
         ALIGN=1 if any(n % _ALIGNMENT for n in numbers) else _ALIGNMENT,
         BLOCK_OUT=_BLOCK_OUT, BLOCK_IN=_BLOCK_IN, BLOCK_RANK=_BLOCK_RANK, EXACT=is_exact_dot(pair_dtype),
         num_warps=8, num_stages=2,
     )  # fmt: skip
-
-
-def _on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

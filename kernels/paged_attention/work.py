@@ -75,8 +75,11 @@ class AttentionWork:
         return self.buffer[HEADER_LENGTH + self.limits.max_items * ITEM_FIELDS :].view(-1, COMBINE_FIELDS)
 
 
-def plan_attention(spans: Iterable[Span], queries_per_key_head: int, limits: WorkLimits) -> AttentionWork:
-    """List the work of a step, on the host, longest items first. Raises ValueError when the buffer is too small."""
+def plan_attention(
+    spans: Iterable[Span], queries_per_key_head: int, limits: WorkLimits, into: Tensor | None = None
+) -> AttentionWork:
+    """List the work of a step, on the host, longest items first, in a buffer of its own or in `into`, whatever that
+    held before. Raises ValueError when the buffer is too small."""
     tile_tokens = limits.tile_rows // queries_per_key_head
     if tile_tokens < 1:
         raise ValueError(f"tile_rows={limits.tile_rows}: must hold a group of {queries_per_key_head} query heads")
@@ -102,7 +105,7 @@ def plan_attention(spans: Iterable[Span], queries_per_key_head: int, limits: Wor
         if len(found) > room:
             raise ValueError(f"attention needs {len(found)} {what}, its buffer has room for {room}")
     items.sort(key=lambda item: item[4] - item[5])
-    work = AttentionWork(limits, torch.zeros(limits.length, dtype=torch.int32))
+    work = AttentionWork(limits, torch.zeros(limits.length, dtype=torch.int32) if into is None else into)
     work.header[0], work.header[1] = len(items), len(combines)
     if items:
         work.items[: len(items)] = torch.from_numpy(np.array(items, np.int32))

@@ -99,15 +99,22 @@ class Segments:
         return [Tile(*fields) for fields in self.tiles[: int(self.header[0])].tolist()]
 
 
-def plan_segments(plus: _Ints, minus: _Ints, chunk_counts: _Ints, limits: SegmentLimits, num_programs: int) -> Segments:
-    """Group the rows of a step, on the host.
+def plan_segments(
+    plus: _Ints,
+    minus: _Ints,
+    chunk_counts: _Ints,
+    limits: SegmentLimits,
+    num_programs: int,
+    into: Tensor | None = None,
+) -> Segments:
+    """Group the rows of a step, on the host, in a buffer of their own or in `into`, whatever that held before.
 
     `plus`, `minus` [num_rows]: resident numbers, -1 for none. `chunk_counts` [num_residents, 4]: most chunks of a
     resident in any layer, per site. `num_programs`: programs of the shrink's grid; contraction is split until all
     of them have work (1 keeps a row's sum independent of what else is in the step). Raises ValueError when the
     step needs more rows, items or scratch than `limits` allow.
     """
-    segments = Segments(limits, torch.zeros(limits.length, dtype=torch.int32))
+    segments = Segments(limits, torch.zeros(limits.length, dtype=torch.int32) if into is None else into)
     num_rows = len(plus)
     _check("rows", num_rows, limits.max_rows)
     order = np.lexsort((minus, plus)).astype(np.int32)

@@ -40,7 +40,7 @@ def memory() -> torch.Tensor:
 
 
 def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch.Tensor) -> None:
-    adapters = DeviceAdapters(memory, model, max_residents=2, max_chunks=20)
+    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=20)
     one = resident(memory, model, order=1, rank=20)
     row = adapters.rows_of([one])[1]
     weights = one.sites[0]["qkv"]
@@ -61,7 +61,7 @@ def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch
 
 
 def test_the_adapter_unused_for_longest_gives_its_row_away(model: ModelConfig, memory: torch.Tensor) -> None:
-    adapters = DeviceAdapters(memory, model, max_residents=2, max_chunks=20)
+    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=20)
     zero, one, two = (resident(memory, model, order, rank=8) for order in range(3))
     first = adapters.rows_of([zero, one])
     adapters.rows_of([zero])
@@ -70,9 +70,19 @@ def test_the_adapter_unused_for_longest_gives_its_row_away(model: ModelConfig, m
 
 
 def test_chunks_may_run_out_before_rows_do(model: ModelConfig, memory: torch.Tensor) -> None:
-    adapters = DeviceAdapters(memory, model, max_residents=5, max_chunks=5)
+    adapters = DeviceAdapters(memory, model, num_rows=5, num_chunks=5)
     big, small = resident(memory, model, 0, rank=20), resident(memory, model, 1, rank=16)
     adapters.rows_of([big])
     assert adapters.rows_of([small]).keys() == {1}
-    with pytest.raises(ValueError, match="5 rows or 5 chunks"):
-        adapters.rows_of([big, small])
+
+
+def test_a_step_of_more_adapters_than_the_table_holds_gets_a_larger_table(
+    model: ModelConfig, memory: torch.Tensor
+) -> None:
+    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=2)
+    first = adapters.table
+    rows = adapters.rows_of([resident(memory, model, order, rank=20) for order in range(5)])
+    assert adapters.table is not first
+    assert sorted(rows) == [0, 1, 2, 3, 4]
+    assert len(set(rows.values())) == 5
+    assert [adapters.chunk_counts[row].tolist() for row in rows.values()] == [[4, 0, 0, 0]] * 5

@@ -3,98 +3,113 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import lorabatch.engine.engine as engine_module
+from lorabatch.engine import device_runner
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig, read_model_config
-from lorabatch.engine.device_adapters import DeviceAdapters
-from lorabatch.engine.device_decoder import DeviceDecoder, DeviceMemory
-from lorabatch.engine.device_step import DeviceLimits, DeviceStep, build_device_step
+from lorabatch.engine.device_runner import DeviceRunner
+from lorabatch.engine.device_step import DeviceStep, StepBuffer
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
 
 CONFIG = EngineConfig(
     max_batch_rows=8, max_step_tokens=24, page_tokens=4, pool_bytes=8 << 20, device="cpu", mode="unmerged"
 )
+GARBAGE = 0x7F7F7F7F
 
 
-def on_kernels(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: list[DeviceStep]) -> None:
-    """Let `engine` prepare and run its steps as on a GPU; they are noted in `steps`."""
-    model, decoder = engine.model, engine._decoder
-    num_pages = engine._batch.pool.num_pages
-    limits = DeviceLimits.of(CONFIG.max_step_tokens, num_pages, CONFIG.page_tokens)
-    adapters = DeviceAdapters(engine._memory, model, max_residents=4, max_chunks=400)
-    memory = DeviceMemory.allocate(model, adapters.table, limits, CONFIG.page_tokens)
-    for scratch in (memory.scratch, memory.partials.values, memory.partials.stats):
-        scratch.fill_(torch.nan)
-
-    def prepare(entries: Any, model: Any, layout: Any, dtype: torch.dtype) -> DeviceStep:
-        steps.append(build_device_step(entries, model, layout, adapters, limits))
-        return steps[-1]
-
-    monkeypatch.setattr(engine_module, "build_step", prepare)
-    decoder.__class__ = DeviceDecoder
-    monkeypatch.setattr(decoder, "forward", lambda step, pool: decoder.forward_step(step, memory))
-
-
-def requests(adapter_ids: list[str | None], max_tokens: int = 2) -> list[Request]:
+def requests(adapter_ids: list[str | None], **sampling: Any) -> list[Request]:
     """Rows of different lengths, one longer than a step."""
     lengths = [5, 26, 1, 9, 4]
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=True)
+    settings = SamplingParams(**({"max_tokens": 2, "ignore_eos": True, "logprobs": True} | sampling))
     return [
-        Request(str(i), tuple((7 * i + 3 * j) % 250 for j in range(lengths[i % 5])), adapter_id, sampling, i)
+        Request(str(i), tuple((7 * i + 3 * j) % 250 for j in range(lengths[i % 5])), adapter_id, settings, i)
         for i, adapter_id in enumerate(adapter_ids)
     ]
 
 
-def run(
-    folder: Path, adapters: dict[str, Path], rows: list[Request], prepare: Callable[[Engine], object]
-) -> list[Result]:
-    engine = Engine(folder, CONFIG)
+def run(folder: Path, adapters: dict[str, Path], rows: list[Request], config: EngineConfig) -> list[Result]:
+    engine = Engine(folder, config)
     for adapter_id, path in adapters.items():
         engine.register_adapter(adapter_id, path)
-    prepare(engine)
+    if isinstance(engine._runner, DeviceRunner):
+        memory = engine._runner._memory
+        for scratch in (memory.scratch, memory.partials.values, memory.partials.stats):
+            scratch.fill_(torch.nan)
     results = sorted(engine.run(rows), key=lambda result: int(result.request_id))
     engine.check_integrity()
+    assert engine.telemetry().pages_used == sum(
+        engine._batch._adapter_pages(adapter_id) for adapter_id in engine.telemetry().resident_adapter_ids
+    )
     return results
 
 
 def assert_equal(found: list[Result], expected: list[Result]) -> None:
     assert [r.error for r in found] == [None] * len(found)
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+    assert [(r.text, r.finish_reason, r.mode) for r in found] == [(r.text, r.finish_reason, r.mode) for r in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
 
 
 @pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, list[Path]], list[DeviceStep]]:
-    """`compare(model_folder, adapter_folders)`: the same rows on both engines; returns the device's steps."""
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[DeviceStep]:
+    """The steps that devices compute. What their lists leave free, on host and device, holds garbage."""
+    seen: list[DeviceStep] = []
+    compute = DeviceRunner._compute
+    create = StepBuffer.__init__
 
-    def check(folder: Path, adapters: list[Path]) -> list[DeviceStep]:
+    def noted(runner: DeviceRunner, step: DeviceStep) -> None:
+        seen.append(step)
+        compute(runner, step)
+
+    def poisoned(buffer: StepBuffer, sizes: Any, memory: torch.Tensor) -> None:
+        create(buffer, sizes, memory.fill_(GARBAGE))
+
+    monkeypatch.setattr(DeviceRunner, "_compute", noted)
+    monkeypatch.setattr(StepBuffer, "__init__", poisoned)
+    return seen
+
+
+@pytest.fixture
+def compare(steps: list[DeviceStep]) -> Callable[..., list[Result]]:
+    """`compare(model_folder, adapter_folders, rows_of_ids, **config)`: the same rows on both engines."""
+
+    def check(
+        folder: Path, adapters: list[Path], make_rows: Callable[..., list[Request]] = requests, **config: Any
+    ) -> list[Result]:
         model = read_model_config(folder)
         ids = {audit_adapter(path, model, path.name).content_sha256 or "": path for path in adapters}
-        rows = requests([None, *ids])
-        steps: list[DeviceStep] = []
-        expected = run(folder, ids, rows, lambda engine: None)
-        with monkeypatch.context() as patch:
-            found = run(folder, ids, rows, lambda engine: on_kernels(engine, patch, steps))
+        rows = make_rows([None, *ids])
+        expected = run(folder, ids, rows, replace(CONFIG, **config))
+        found = run(folder, ids, rows, replace(CONFIG, kernels="triton", **config))
         assert_equal(found, expected)
-        return steps
+        return found
 
     return check
 
 
 def test_many_adapters_and_the_base_in_one_batch(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], compare: Callable[..., list[DeviceStep]]
+    tiny_llama: Path, tiny_adapters: dict[str, Path], compare: Callable[..., object], steps: list[DeviceStep]
 ) -> None:
-    steps = compare(tiny_llama, list(tiny_adapters.values()))
+    """Ranks 1, 8, 20 and 64, greedy and drawn, with and without `min_tokens`."""
+
+    def rows(ids: list[str | None]) -> list[Request]:
+        drawn = {"temperature": 0.9, "seed": 5}
+        settings = [{}, {**drawn, "top_k": 7}, {"min_tokens": 3, "ignore_eos": False}, {**drawn, "top_p": 0.8}, drawn]
+        made = requests(ids, max_tokens=3)
+        return [replace(r, sampling=replace(r.sampling, **s)) for r, s in zip(made, settings, strict=True)]
+
+    compare(tiny_llama, list(tiny_adapters.values()), rows)
     residents = {tile.plus for step in steps for tile in step.segments.tiles_list()}
-    assert residents == {-1, 0, 1, 2, 3}
+    assert -1 in residents
+    assert len(residents) == 5
     assert any(len(step.token_ids) == CONFIG.max_step_tokens for step in steps), "no prompt came in chunks"
 
 
@@ -113,7 +128,22 @@ def test_families_with_other_norms_ropes_windows_and_activations(
     tmp_path: Path,
     make_model: Callable[..., Path],
     make_adapter: Callable[..., Path],
-    compare: Callable[..., list[DeviceStep]],
+    compare: Callable[..., object],
 ) -> None:
     folder = make_model(tmp_path / "base", family, **settings)
     compare(folder, [make_adapter(tmp_path / "adapter", folder, r=20)])
+
+
+def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
+    tiny_llama: Path,
+    tmp_path: Path,
+    make_adapter: Callable[..., Path],
+    compare: Callable[..., object],
+    steps: list[DeviceStep],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_runner, "_FIRST_SCRATCH_ROWS", 16)
+    monkeypatch.setattr(device_runner, "_FIRST_CHUNKS", 4)
+    wide = make_adapter(tmp_path / "wide", tiny_llama, r=272, target_modules=["q_proj"])
+    compare(tiny_llama, [wide], lambda ids: requests(ids)[::-1])
+    assert max(step.segments.limits.scratch_rows for step in steps) > 16

@@ -1,0 +1,173 @@
+"""A step's entries as arrays, what they need of buffers and scratch memory, and the writing of their lists.
+
+The host's whole work for a step on a GPU: no tensor on a device is touched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.paged_attention.work import Span, WorkLimits, plan_attention
+from ..kernels.segments import SegmentLimits, plan_segments
+from .device_step import StepBuffer, StepSizes
+from .sequence import Sequence
+from .step_batch import StepEntry
+
+SPLIT_KEYS = 512  # see kernels.paged_attention.triton
+DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.segments
+
+_Int32s = NDArray[np.int32]
+_Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAddresses:
+    """What a step's lists are written with. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer,
+    per site. `group`: query heads of a key head."""
+
+    chunk_counts: _Int32s
+    page_tokens: int
+    group: int
+    num_programs: int
+
+
+class PlannedStep:
+    """One step before its lists are written. `residents`: table row of each entry, -1 for none."""
+
+    def __init__(self, entries: Items[StepEntry], residents: _Int32s, addresses: DeviceAddresses) -> None:
+        self.entries = entries
+        self._addresses = addresses
+        count = len(entries)
+        self._num_tokens = np.fromiter((e.num_tokens for e in entries), np.int64, count)
+        self._stored = np.fromiter((e.sequence.num_stored for e in entries), np.int64, count)
+        self._total = np.fromiter((e.sequence.total_tokens for e in entries), np.int64, count)
+        self._residents = residents
+        self._context = self._stored + self._num_tokens
+        self._num_pages = -(-self._context // addresses.page_tokens)
+        yields = self._context == self._total
+        self._yielding = np.flatnonzero(yields)
+        self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
+        self.wants_logprobs = any(s.request.sampling.logprobs for s in self.sampled)
+        self.has_lora = bool((residents >= 0).any())
+        self.num_rows = int(self._num_tokens.sum())
+        self.num_pages = int(self._num_pages.sum())
+        self.is_decode = self.num_rows == count
+        self.num_lora_items, self.scratch_rows = self._lora_needs()
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a LoRA tile: small segments waste least in small tiles."""
+        return DECODE_TILE_ROWS if self.is_decode else PREFILL_TILE_ROWS
+
+    @property
+    def num_attention_items(self) -> int:
+        """At most: every query token one, and every piece of a long context."""
+        return int((self._num_tokens + self._context // SPLIT_KEYS).sum())
+
+    @property
+    def num_partials(self) -> int:
+        """Pieces of contexts that are split."""
+        pieces = -(-self._context // SPLIT_KEYS)
+        return int(pieces[(self._num_tokens == 1) & (pieces > 1)].sum())
+
+    def _lora_needs(self) -> tuple[int, int]:
+        """Shrink items of a site, and rows of scratch for one plane."""
+        used = self._residents >= 0
+        residents, where = np.unique(self._residents[used], return_inverse=True)
+        rows = np.bincount(where, weights=self._num_tokens[used], minlength=len(residents)).astype(np.int64)
+        chunks = self._addresses.chunk_counts[residents].max(1, initial=0)
+        return int((-(-rows // self.tile_rows) * chunks).sum()), int((rows * chunks).sum())
+
+    def exact_sizes(self, scratch_rows: int) -> StepSizes:
+        """Lists of exactly the step's lengths: what is not there is not copied."""
+        return StepSizes(
+            rows=self.num_rows,
+            sampled=len(self.sampled),
+            pages=self.num_pages,
+            segments=SegmentLimits(self.num_rows, self.num_lora_items, scratch_rows, self.tile_rows),
+            attention=WorkLimits(
+                self.num_attention_items, len(self.entries), attention_tile_rows(self._addresses, self.tile_rows),
+                SPLIT_KEYS,
+            ),
+        )  # fmt: skip
+
+    def write(self, host: StepBuffer, places: dict[int, int]) -> None:
+        """Fill a buffer on the host. `places`: for sequences (by their id()) with a pending token, where the step
+        before left it."""
+        num_rows, addresses = self.num_rows, self._addresses
+        row_starts = np.cumsum(self._num_tokens) - self._num_tokens
+        entry_of_row = np.repeat(np.arange(len(self.entries)), self._num_tokens)
+        positions = np.arange(num_rows) + (self._stored - row_starts)[entry_of_row]
+        pages = np.concatenate([np.arange(e.run.start, e.run.start + n) for e, n in zip(
+            self.entries, self._num_pages.tolist(), strict=True)])  # fmt: skip
+        page_starts = np.cumsum(self._num_pages) - self._num_pages
+        pages_of_rows = pages[page_starts[entry_of_row] + positions // addresses.page_tokens]
+        prompts = np.fromiter((e.sequence.prompt_tokens for e in self.entries), np.int64, len(self.entries))
+        sources = np.full(num_rows, -1)
+        for i in np.flatnonzero([e.sequence.num_pending > 0 for e in self.entries]).tolist():
+            # the pending token is the sequence's last, which only a row that yields the next one needs
+            if self._context[i] == self._total[i]:
+                sources[row_starts[i] + self._num_tokens[i] - 1] = places[id(self.entries[i].sequence)]
+        columns: dict[str, NDArray[np.generic]] = {
+            "token_ids": np.fromiter((t for e in self.entries for t in _token_ids(e)), np.int32, num_rows),
+            "sources": sources,
+            "positions": positions,
+            "slots": pages_of_rows * addresses.page_tokens + positions % addresses.page_tokens,
+            "prompt_tokens": prompts[entry_of_row],
+            "total_tokens": self._total[entry_of_row],
+            "sampled_rows": (row_starts + self._num_tokens - 1)[self._yielding],
+            **_sampling_columns(self.sampled),
+            "pages": pages,
+        }
+        for name, values in columns.items():
+            array = host.array(name)
+            array[: len(values)] = values
+            # padding reads row 0 and is greedy; its pages are named by nobody
+            if name != "pages":
+                array[len(values) :] = 0
+        self._plan_kernels(host, entry_of_row, row_starts, page_starts)
+
+    def _plan_kernels(self, host: StepBuffer, entry_of_row: _Int64s, row_starts: _Int64s, page_starts: _Int64s) -> None:
+        addresses, sizes = self._addresses, host.sizes
+        plus = self._residents[entry_of_row]
+        plan_segments(
+            plus,
+            np.full_like(plus, -1),
+            addresses.chunk_counts,
+            sizes.segments,
+            addresses.num_programs,
+            into=host.view("segments"),
+        )
+        columns = (row_starts, self._num_tokens, self._stored, page_starts)
+        spans = [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+        plan_attention(spans, addresses.group, sizes.attention, into=host.view("attention"))
+
+
+def attention_tile_rows(addresses: DeviceAddresses, tile_rows: int) -> int:
+    """Rows of an attention tile: at least one token's group of query heads."""
+    return max(tile_rows, 1 << (addresses.group - 1).bit_length())
+
+
+def _token_ids(entry: StepEntry) -> list[int]:
+    """Zeros stand for pending tokens."""
+    first = entry.sequence.num_stored
+    known = entry.sequence.tokens(first, first + entry.num_tokens)
+    return known + [0] * (entry.num_tokens - len(known))
+
+
+def _sampling_columns(sampled: tuple[Sequence, ...]) -> dict[str, NDArray[np.generic]]:
+    settings = [s.request.sampling for s in sampled]
+    is_short = [s.num_generated < s.request.sampling.min_tokens for s in sampled]
+    return {
+        "temperature": np.array([p.temperature for p in settings], np.float32),
+        "top_k": np.array([p.top_k for p in settings], np.int32),
+        "top_p": np.array([p.top_p for p in settings], np.float64),
+        "seeds": np.array([p.seed for p in settings], np.int64),
+        "streams": np.array([s.request.stream_id for s in sampled], np.uint64).view(np.int64),
+        "draws": np.array([s.num_generated for s in sampled], np.int64),
+        "stop_penalty": np.where(is_short, -np.inf, 0.0).astype(np.float32),
+    }

@@ -1,0 +1,178 @@
+"""Running ahead of the host: padding, pending tokens, late ends, and launching without waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+
+from lorabatch.engine import device_runner
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.device_runner import DeviceRunner, serves_by_kernels
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.graphs import EagerExecutor, GraphKey
+from lorabatch.engine.request import Request, Result, SamplingParams
+
+PROMPT = (5, 6, 7, 8, 9)
+
+
+def make_engine(folder: Path, **config: Any) -> Engine:
+    settings = {"max_batch_rows": 12, "max_step_tokens": 64, "page_tokens": 4, "pool_bytes": 4 << 20, "device": "cpu"}
+    return Engine(folder, EngineConfig(mode="unmerged", **(settings | config)))
+
+
+def device_engine(folder: Path, **config: Any) -> Engine:
+    return make_engine(folder, kernels="triton", **config)
+
+
+def rows(count: int, **sampling: Any) -> list[Request]:
+    return [Request(f"{i}", (*PROMPT, i + 3), None, SamplingParams(**sampling), i) for i in range(count)]
+
+
+def by_id(results: list[Result]) -> dict[str, Result]:
+    return {result.request_id: result for result in results}
+
+
+class Noting(EagerExecutor):
+    """Runs at once, as the interpreter must, and notes which graphs a GPU would have had."""
+
+    def __init__(self) -> None:
+        self.keys: list[GraphKey] = []
+
+    def run(self, key: GraphKey, work: Any) -> None:
+        self.keys.append(key)
+        super().run(key, work)
+
+
+def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> None:
+    engine = device_engine(tiny_llama)
+    engine._runner._executor = noting = Noting()
+    requests = [*rows(8, max_tokens=2, ignore_eos=True), *rows(9, max_tokens=3, ignore_eos=True)[8:]]
+    found = by_id(list(engine.run(requests)))
+    expected = by_id(list(make_engine(tiny_llama).run(requests)))
+    assert {key: r.token_ids for key, r in found.items()} == {key: r.token_ids for key, r in expected.items()}
+    assert noting.keys == [GraphKey(10, False, False), GraphKey(1, False, False)], "9 rows run in a bucket of 10"
+
+
+def test_the_next_step_is_launched_before_the_last_is_read(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    launch, launched = DeviceRunner.launch, DeviceRunner._launched
+
+    def noting_launch(runner: DeviceRunner, entries: Any) -> Any:
+        told.append("launch")
+        return launch(runner, entries)
+
+    def noting_read(runner: DeviceRunner, *step: Any) -> Any:
+        made = launched(runner, *step)
+        return type(made)(made.sampled, lambda: (told.append("read"), made.read())[1])
+
+    monkeypatch.setattr(DeviceRunner, "launch", noting_launch)
+    monkeypatch.setattr(DeviceRunner, "_launched", noting_read)
+    ahead = list(device_engine(tiny_llama).run(rows(1, max_tokens=3, ignore_eos=True)))
+    assert told == ["launch", "launch", "read", "launch", "read", "read"]
+    told.clear()
+    behind = list(device_engine(tiny_llama, launches_ahead=False).run(rows(1, max_tokens=3, ignore_eos=True)))
+    assert told == ["launch", "read"] * 3
+    assert ahead == behind
+
+
+def test_a_row_that_ends_early_costs_one_row_of_one_step_and_no_token(tiny_llama: Path) -> None:
+    """The second token of row 0 ends it, the host learns of it when the third is being computed."""
+    whole = by_id(list(make_engine(tiny_llama).run(rows(2, max_tokens=5, ignore_eos=True))))
+    stop = next(c for c in whole["0"].text[1:] if c not in whole["0"].text[0])
+    requests = [*rows(1, max_tokens=5, ignore_eos=True, stop=(stop,)), rows(2, max_tokens=5, ignore_eos=True)[1]]
+    expected_engine, engine = make_engine(tiny_llama), device_engine(tiny_llama)
+    expected, found = by_id(list(expected_engine.run(requests))), by_id(list(engine.run(requests)))
+    assert expected["0"].finish_reason == "stop"
+    assert found == expected
+    engine.check_integrity()
+    assert engine.telemetry().pages_used == 0
+    assert engine.telemetry().generated_tokens == expected_engine.telemetry().generated_tokens
+
+
+def test_a_row_taken_out_in_flight_leaves_nothing_and_may_come_again(tiny_llama: Path) -> None:
+    engine = device_engine(tiny_llama)
+    requests = rows(2, max_tokens=4, ignore_eos=True)
+    expected = by_id(list(make_engine(tiny_llama).run(requests)))
+    engine.add(requests)
+    engine.step()
+    engine.step()
+    engine.abort(["0"])
+    engine.add([requests[0]])
+    found: list[Result] = []
+    while engine.num_unfinished:
+        found += engine.step()
+        engine.check_integrity()
+    assert by_id(found) == expected
+
+
+class _HostOnly(TorchFunctionMode):
+    """Raises where Python asks a tensor for its numbers: on a GPU the host would wait."""
+
+    _WAITING = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in self._WAITING, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class _DeviceOnly(TorchDispatchMode):
+    """Raises for operators whose result's shape or value must be known on the host."""
+
+    _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self._WAITING, f"{name} waits for the device"
+        if name in ("index", "index_put_", "_index_put_impl_"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), "a mask's count must be known on the host"
+        return func(*args, **(kwargs or {}))
+
+
+def test_launching_waits_for_nothing(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, decode, an adapter new to the device: no number comes back to the host before it is read."""
+    engine = device_engine(tiny_llama)
+    for name in ("rank1", "rank20"):
+        engine.register_adapter(content_of(engine, tiny_adapters[name]), tiny_adapters[name])
+    ids = [None, *engine._registry._audits]
+    sampling = SamplingParams(max_tokens=4, min_tokens=2, logprobs=True, temperature=0.5, top_k=3)
+    engine.add([Request(str(i), PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])
+    launched = []
+    launch = DeviceRunner.launch
+
+    def watched(runner: DeviceRunner, entries: Any) -> Any:
+        with _HostOnly(), _DeviceOnly():
+            launched.append(len(entries))
+            return launch(runner, entries)
+
+    # the interpreter reads what a GPU would: launches themselves are not what is watched
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
+    monkeypatch.setattr(device_runner, "sample_tokens", lambda logits, rows: logits.argmax(-1))
+    monkeypatch.setattr(DeviceRunner, "launch", watched)
+    engine.step()
+    engine.step()
+    assert launched == [3, 3]
+
+
+def content_of(engine: Engine, folder: Path) -> str:
+    from lorabatch.engine.adapter import audit_adapter
+
+    return audit_adapter(folder, engine.model, folder.name).content_sha256 or ""
+
+
+def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert serves_by_kernels(EngineConfig(kernels="triton"), cpu)
+    assert not serves_by_kernels(EngineConfig(), cpu)
+    assert serves_by_kernels(EngineConfig(), torch.device("cuda"))
+    monkeypatch.setattr(device_runner, "is_interpreted", lambda: False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        serves_by_kernels(EngineConfig(kernels="triton"), cpu)
