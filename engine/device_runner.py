@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.launch import empty_pinned, is_interpreted, num_persistent_programs
+from ..kernels.launch import empty_pinned, num_persistent_programs
 from ..kernels.paged_attention.gpu import Partials
 from ..kernels.paged_attention.work import WorkLimits
 from ..kernels.sampling import sample_tokens
@@ -229,15 +229,3 @@ def steps_ahead(model: ModelConfig, config: EngineConfig) -> int:
     may depend on its token count in a way that restarts it (LongRoPE: all its angles change, it is computed anew)."""
     restarts = any(rope is not None and rope.kind == "longrope" for rope in model.layer_ropes)
     return 1 if config.launches_ahead and not restarts else 0
-
-
-def serves_by_kernels(config: EngineConfig, device: torch.device) -> bool:
-    """Whether an engine on `device` runs the Triton kernels. Raises ValueError where they cannot run."""
-    if device.type == "cuda":
-        return True
-    if config.kernels == "triton" and not is_interpreted():
-        raise ValueError(
-            "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "
-            "first import, or leave kernels='auto'."
-        )
-    return config.kernels == "triton"

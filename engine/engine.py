@@ -18,13 +18,13 @@ from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
 from .decoder import Decoder
 from .device_decoder import DeviceDecoder
-from .device_runner import DeviceRunner, serves_by_kernels
+from .device_runner import DeviceRunner
 from .errors import AdapterRefusedError, AdapterUnusableError
 from .exported_row import ExportedRow
 from .host_runner import HostRunner
 from .linear import can_pack
 from .live_weights import LiveWeights
-from .memory_plan import choose_device, plan_memory, zeroed_memory
+from .memory_plan import choose_device, plan_memory, serves_by_kernels, zeroed_memory
 from .pool import PagePool
 from .prefix_sharing import PrefixSharing, shares_prefixes
 from .request import Request, Result, ServedMode

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..kernels.launch import is_interpreted
 from .config import EngineConfig, ModelConfig
 from .errors import PoolExhaustedError
 from .step_batch import PageLayout
@@ -40,13 +41,25 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     return device, dtypes[config.dtype]
 
 
+def serves_by_kernels(config: EngineConfig, device: torch.device) -> bool:
+    """Whether an engine on `device` runs the Triton kernels. Raises ValueError where they cannot run."""
+    if device.type == "cuda":
+        return True
+    if config.kernels == "triton" and not is_interpreted():
+        raise ValueError(
+            "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "
+            "first import, or leave kernels='auto'."
+        )
+    return config.kernels == "triton"
+
+
 def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
     """Size the pool. Call after the weights are on the device, so that free memory means what is left.
 
     Raises `PoolExhaustedError` when not even one page fits into `pool_bytes`.
     """
     device, dtype = choose_device(config)
-    layout = PageLayout.of(model, config.page_tokens)
+    layout = PageLayout.of(model, config.page_tokens, is_page_wise=serves_by_kernels(config, device))
     page_bytes = layout.page_elements * dtype.itemsize
     pool_bytes = config.pool_bytes if config.pool_bytes is not None else _default_pool_bytes(device)
     num_pages = pool_bytes // page_bytes

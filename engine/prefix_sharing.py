@@ -102,6 +102,8 @@ class PrefixSharing:
     def _slot(self, run: PageRun, number: int) -> Tensor:
         """Keys and values of a run's page `number`, [num_layers * 2 * num_kv_heads, page_tokens, head_dim]."""
         model, size, page_tokens = self._model, self._layout.page_elements, self._layout.page_tokens
+        if self._layout.is_page_wise:
+            run, number = PageRun(run.start + number, 1), 0
         shape = (model.num_layers * 2 * model.num_kv_heads, run.num_pages * page_tokens, model.head_dim)
         whole = self._memory[run.start * size : run.end * size].view(shape)
         return whole[:, number * page_tokens : (number + 1) * page_tokens]

@@ -69,14 +69,16 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Geometry of the pool: `page_elements` numbers per page of `page_tokens` tokens."""
+    """Geometry of the pool: `page_elements` numbers per page of `page_tokens` tokens. `is_page_wise`: kernels for GPUs
+    read each page by itself, adapters by rank; those for CPUs a whole run of pages, laid out as one."""
 
     page_tokens: int
     page_elements: int
+    is_page_wise: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig, page_tokens: int) -> PageLayout:
-        return cls(page_tokens, page_tokens * 2 * model.num_layers * model.kv_size)
+    def of(cls, model: ModelConfig, page_tokens: int, *, is_page_wise: bool = False) -> PageLayout:
+        return cls(page_tokens, page_tokens * 2 * model.num_layers * model.kv_size, is_page_wise)
 
     def pages_for_tokens(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)

@@ -11,19 +11,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from lorabatch.engine import device_runner
+from lorabatch.engine import device_runner, memory_plan
 from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.device_runner import DeviceRunner, serves_by_kernels
+from lorabatch.engine.device_runner import DeviceRunner
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.graphs import EagerExecutor, GraphKey
+from lorabatch.engine.memory_plan import serves_by_kernels
 from lorabatch.engine.request import Request, Result, SamplingParams
 
 PROMPT = (5, 6, 7, 8, 9)
 
 
 def make_engine(folder: Path, **config: Any) -> Engine:
-    settings = {"max_batch_rows": 12, "max_step_tokens": 64, "page_tokens": 4, "pool_bytes": 4 << 20, "device": "cpu"}
-    return Engine(folder, EngineConfig(mode="unmerged", **(settings | config)))
+    settings: dict[str, Any] = {"max_batch_rows": 12, "max_step_tokens": 64, "page_tokens": 4, "pool_bytes": 4 << 20}
+    settings |= {"device": "cpu", "mode": "unmerged", "uses_prefix_cache": False}
+    return Engine(folder, EngineConfig(**(settings | config)))
 
 
 def device_engine(folder: Path, **config: Any) -> Engine:
@@ -111,6 +113,16 @@ def test_a_row_taken_out_in_flight_leaves_nothing_and_may_come_again(tiny_llama:
     assert by_id(found) == expected
 
 
+def test_rows_share_prefixes_page_by_page(tiny_llama: Path) -> None:
+    shared = tuple(range(5, 25))
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [Request(str(i), (*shared, i + 3), None, sampling) for i in range(3)]
+    engine = device_engine(tiny_llama, uses_prefix_cache=True)
+    found = by_id(list(engine.run(requests)))
+    assert found == by_id(list(make_engine(tiny_llama).run(requests)))
+    assert engine.telemetry().reused_prompt_tokens > 0
+
+
 class _HostOnly(TorchFunctionMode):
     """Raises where Python asks a tensor for its numbers: on a GPU the host would wait."""
 
@@ -173,6 +185,6 @@ def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert serves_by_kernels(EngineConfig(kernels="triton"), cpu)
     assert not serves_by_kernels(EngineConfig(), cpu)
     assert serves_by_kernels(EngineConfig(), torch.device("cuda"))
-    monkeypatch.setattr(device_runner, "is_interpreted", lambda: False)
+    monkeypatch.setattr(memory_plan, "is_interpreted", lambda: False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         serves_by_kernels(EngineConfig(kernels="triton"), cpu)
