@@ -74,17 +74,23 @@ class ExistingCluster:
 
     def __init__(self, folder: Path, environment: dict[str, str], num_workers: int) -> None:
         folder.mkdir(parents=True)
+        self._folder = folder
         self._environment = environment
         self._log = (folder / "dask.log").open("ab")
-        self._processes = [self._start("scheduler", folder, "--port", "0", "--dashboard-address", "127.0.0.1:0")]
-        nanny = ("--nthreads", "1", "--local-directory", str(folder), "--no-dashboard")
-        self._processes += [self._start("worker", folder, *nanny) for _ in range(num_workers)]
+        self._processes = [self._start("scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0")]
+        for _ in range(num_workers):
+            self.start_nanny()
         with Client(scheduler_file=str(folder / "scheduler.json"), set_as_default=False, timeout="60s") as client:
             client.wait_for_workers(num_workers, timeout=_START_LIMIT_S)
             self.address = str(client.scheduler_info(n_workers=0)["address"])
 
-    def _start(self, role: str, folder: Path, *options: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "dask", role, "--scheduler-file", str(folder / "scheduler.json")]
+    def start_nanny(self) -> None:
+        """One more worker, with its nanny."""
+        options = ("--nthreads", "1", "--local-directory", str(self._folder), "--no-dashboard")
+        self._processes.append(self._start("worker", *options))
+
+    def _start(self, role: str, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dask", role, "--scheduler-file", str(self._folder / "scheduler.json")]
         command += ["--host", "127.0.0.1", *options]
         return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
 

@@ -6,9 +6,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ _MAX_STARTS = 8
 # How long the owner of a stopped client watches it do nothing.
 _PATIENCE_S = 3.0
 _GONE_AFTER_S = 20.0
+# So long it takes a batch system to start a worker in place of one that has ended.
+_REPLACED_AFTER_S = 2.0
 
 
 @dataclass
@@ -61,8 +64,8 @@ class Trial:
         self._clusters = 0
         self._cluster: ExistingCluster | None = None
         self._waiting: list[Blow] = list(scenario.blows)
-        # Delayed blows and wake-ups: when, and what.
-        self._due: list[tuple[float, Blow | psutil.Process]] = []
+        # What is to be done, and when.
+        self._due: list[tuple[float, Callable[[], Any]]] = []
         self._stopped: list[psutil.Process] = []
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
@@ -142,49 +145,48 @@ class Trial:
             now_s = time.monotonic()
             if now_s > give_up_s:
                 raise TrialError(f"hangs: not done after {TIME_LIMIT_S:.0f} s and {self._outcome.num_starts} starts")
-            self._arm(now_s)
+            self._arm()
             for entry in [entry for entry in self._due if entry[0] <= now_s]:
                 self._due.remove(entry)
-                self._strike(entry[1], client)
+                entry[1]()
             time.sleep(_POLL_S)
 
-    def _arm(self, now_s: float) -> None:
+    def _later(self, delay_s: float, act: Callable[[], Any]) -> None:
+        self._due.append((time.monotonic() + delay_s, act))
+
+    def _arm(self) -> None:
         """Blows whose share of parts is committed fall due after their delay."""
         num_parts = sum(1 for _ in self._output.glob("part-*.parquet")) if self._waiting else 0
         share = num_parts / self._material.num_parts(self._scenario)
         for blow in [blow for blow in self._waiting if blow.share <= share]:
             self._waiting.remove(blow)
-            self._due.append((now_s + blow.delay_s, blow))
+            self._later(blow.delay_s, partial(self._strike, blow))
 
-    def _strike(self, blow: Blow | psutil.Process, client: subprocess.Popen[bytes]) -> None:
-        if isinstance(blow, psutil.Process):
-            send(blow, "CONT")
-            return
+    def _strike(self, blow: Blow) -> None:
         candidates = of_kind(marked(self._mark), blow.victim)
         if not candidates:
             # It has not started yet, or is just being replaced.
-            self._due.append((time.monotonic() + _LOOK_AGAIN_S, blow))
+            self._later(_LOOK_AGAIN_S, partial(self._strike, blow))
             return
         process = candidates[blow.pick % len(candidates)]
         if not send(process, blow.signal):
             return
         self._outcome.blows.append(f"{blow.signal} {blow.victim}")
-        # A client cannot go on without its scheduler, nor without any worker that could come back.
-        self._may_fail |= blow.victim in ("client", "scheduler", "nanny")
+        # A client cannot go on without its scheduler.
+        self._may_fail |= blow.victim in ("client", "scheduler")
         if blow.signal == "STOP":
-            self._stop(blow, process, client)
+            self._stop(blow, process)
+        elif blow.victim == "nanny" and self._cluster is not None:
+            self._later(_REPLACED_AFTER_S, self._cluster.start_nanny)
 
-    def _stop(self, blow: Blow, process: psutil.Process, client: subprocess.Popen[bytes]) -> None:
-        now_s = time.monotonic()
+    def _stop(self, blow: Blow, process: psutil.Process) -> None:
         if blow.stopped_s is not None:
-            self._due.append((now_s + blow.stopped_s, process))
+            self._later(blow.stopped_s, partial(send, process, "CONT"))
             return
         self._stopped.append(process)
         if blow.victim in ("client", "scheduler"):
             # Nobody but its owner can help here: they end it and start over.
-            time.sleep(_PATIENCE_S)
-            with suppress(psutil.Error):
-                process.kill()
+            self._later(_PATIENCE_S, partial(end_all, [process]))
 
     def _judge_exit(self, client: subprocess.Popen[bytes]) -> None:
         if client.returncode != 0 and not self._may_fail:
