@@ -22,10 +22,10 @@ from .. import __version__
 from ..jobs.local_copy import local_folder
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
-from .engine_keeper import EngineKeeper, LocalAdapter
+from .engine_keeper import EngineKeeper
 from .errors import EngineFailedError
 from .log_shipper import LogShipper
-from .messages import AdapterSource, EngineSettings, HostReport, ShardOutcome, report_topic
+from .messages import AdapterSource, EngineSettings, HostReport, LocalAdapter, ShardOutcome, report_topic
 
 _CLOSE_TIMEOUT_S = 5.0
 

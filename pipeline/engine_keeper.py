@@ -11,19 +11,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..engine.exported_row import ExportedRow
 from ..engine.out_of_memory import kernel_kills
 from ..engine.request import Request, Result
-from ..engine.wire import pack_request, unpack_result, unpack_telemetry
+from ..engine.wire import unpack_exported_row, unpack_result, unpack_telemetry
 from .engine_child import EngineChild
+from .engine_feed import EngineFeed
 from .engine_pulse import EnginePulse
 from .errors import EngineFailedError, ShardAbandonedError
 from .host_meter import HostMeter
-from .messages import AdapterSource, EngineSettings, HostReport
+from .loan_desk import Loan, LoanDesk
+from .messages import EngineSettings, HostReport, LocalAdapter
 from .open_shard import OpenShard, ServedRow
 from .restart_policy import GiveUp, RestartPolicy
 from .row_ledger import RowLedger
@@ -31,14 +34,6 @@ from .row_ledger import RowLedger
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LocalAdapter:
-    """An adapter's content in a local folder."""
-
-    source: AdapterSource
-    folder: Path
 
 
 class EngineKeeper:
@@ -65,8 +60,8 @@ class EngineKeeper:
         self._shards: list[OpenShard] = []
         # request id -> the shard that waits for it, and the request.
         self._waits: dict[str, tuple[OpenShard, Request]] = {}
-        self._adapters: dict[str, LocalAdapter] = {}
-        self._known_to_child: set[str] = set()
+        self._feed = EngineFeed()
+        self._desk = LoanDesk(self._ledger)
         self._fatal: dict[str, Any] = {}
         self._failure: Exception | None = None
         self._is_closed = False
@@ -84,7 +79,29 @@ class EngineKeeper:
         """Give rows to the engine; results arrive at the returned shard under the same request ids, which must
         be unique among all rows open here.
         """
-        shard = OpenShard(shard_id, requests)
+        return self._accept(OpenShard(shard_id, map(ExportedRow, requests)), adapters)
+
+    def open_guests(self, rows: Iterable[ExportedRow], adapters: Iterable[LocalAdapter]) -> OpenShard:
+        """Likewise for rows of another worker's shard, begun or not."""
+        return self._accept(OpenShard(None, rows), adapters)
+
+    def lend(self, shard_id: int, num_rows: int) -> Future[Loan]:
+        """Take rows of an open shard out of the engine, for another engine to go on with: at most `num_rows`, fewer
+        or none where rows have finished meanwhile. `answered` or `reclaim` must follow for each.
+        """
+        asked: Future[Loan] = Future()
+        self._inbox.put(("lend", (shard_id, num_rows, asked)))
+        return asked
+
+    def answered(self, rows: Iterable[ServedRow]) -> None:
+        """Another engine has finished rows that were lent. Those that nobody waits for are dropped."""
+        self._inbox.put(("answered", tuple(rows)))
+
+    def reclaim(self, request_ids: Iterable[str]) -> None:
+        """Lent rows go on here after all, from where they were when they left."""
+        self._inbox.put(("reclaim", tuple(request_ids)))
+
+    def _accept(self, shard: OpenShard, adapters: Iterable[LocalAdapter]) -> OpenShard:
         self._inbox.put(("open", (shard, tuple(adapters))))
         return shard
 
@@ -124,13 +141,13 @@ class EngineKeeper:
             self._handle(kind, content)
         self._watch_pulse()
         self._restart_if_due()
-        self._feed()
+        self._send_rows()
         self._report_if_due()
 
     def _refuse_until_closed(self) -> None:
         while not self._is_closed:
             kind, content = self._inbox.get()
-            if kind in ("open", "close"):
+            if kind in ("open", "lend", "close"):
                 self._handle(kind, content)
 
     def _patience_s(self) -> float:
@@ -143,6 +160,13 @@ class EngineKeeper:
                 self._open(*content)
             case "abandon":
                 self._abandon(content)
+            case "lend":
+                self._lend(*content)
+            case "answered":
+                for row in content:
+                    self._finish(row.result, row.num_crashes)
+            case "reclaim":
+                self._ledger.reclaim(content)
             case "close":
                 self._close()
             case "child":
@@ -156,19 +180,25 @@ class EngineKeeper:
             shard.fail(self._failure)
             return
         self._shards.append(shard)
-        self._adapters.update({adapter.source.adapter_id: adapter for adapter in adapters})
-        self._waits.update({request.request_id: (shard, request) for request in shard.requests})
-        self._ledger.add(shard.requests)
+        self._feed.learn(adapters)
+        self._waits.update({row.request.request_id: (shard, row.request) for row in shard.rows})
+        self._ledger.add(shard.rows)
 
     def _abandon(self, shard: OpenShard) -> None:
+        shard.is_abandoned = True
         if shard in self._shards:
             self._shards.remove(shard)
-            names = [request.request_id for request in shard.requests]
-            for name in names:
-                self._waits.pop(name, None)
-            to_abort = self._ledger.forget(names)
+            for request_id in shard.request_ids:
+                self._waits.pop(request_id, None)
+            to_abort = self._ledger.forget(shard.request_ids)
             if to_abort:
                 self._child.send({"op": "abort", "request_ids": to_abort})
+
+    def _lend(self, shard_id: int, num_rows: int, asked: Future[Loan]) -> None:
+        shard = next((shard for shard in self._shards if shard.shard_id == shard_id), None)
+        chosen = self._desk.ask(shard if self._meter.latest.state == "ready" else None, num_rows, asked)
+        if chosen:
+            self._child.send({"op": "export", "request_ids": chosen})
 
     def _close(self) -> None:
         self._is_closed = True
@@ -177,6 +207,7 @@ class EngineKeeper:
 
     def _fail(self, failure: Exception) -> None:
         self._failure = failure
+        self._desk.close()
         for shard in self._shards:
             shard.fail(failure)
         self._shards.clear()
@@ -192,6 +223,8 @@ class EngineKeeper:
                 self._policy.row_finished()
                 for raw in message["results"]:
                     self._finish(unpack_result(raw))
+            case "exported":
+                self._desk.exported(map(unpack_exported_row, message["rows"]))
             case "progress":
                 self._meter.engine_said(unpack_telemetry(message["telemetry"]))
             case "fatal":
@@ -199,10 +232,10 @@ class EngineKeeper:
             case "exited":
                 self._child_exited(str(self._fatal.get("error", message["reason"])))
 
-    def _finish(self, result: Result) -> None:
+    def _finish(self, result: Result, crashes_elsewhere: int = 0) -> None:
         """Hand a result on, unless nobody waits for it any more."""
-        if result.request_id in self._ledger:
-            num_crashes = self._ledger.crashes_of(result.request_id)
+        if self._failure is None and result.request_id in self._ledger:
+            num_crashes = self._ledger.crashes_of(result.request_id) + crashes_elsewhere
             self._ledger.finished(result.request_id)
             self._hand_on(ServedRow(result, num_crashes))
 
@@ -218,7 +251,8 @@ class EngineKeeper:
         is_permanent = bool(self._fatal.get("is_permanent", False))
         spared = self._shrink(reason)
         self._fatal = {}
-        self._known_to_child.clear()
+        self._feed.new_process()
+        self._desk.close()
         self._meter.process_died(reason)
         if spared:
             self._ledger.interrupted()
@@ -251,7 +285,7 @@ class EngineKeeper:
     def _give_up_rows(self, reason: str) -> None:
         for row in self._ledger.crashed():
             error = f"the engine process died each time it worked on this row, last because {reason}"
-            self._hand_on(ServedRow.given_up(row.request, error, row.crashes))
+            self._hand_on(ServedRow.given_up(row.row.request, error, row.crashes))
 
     def _watch_pulse(self) -> None:
         problem = self._pulse.problem(time.monotonic(), is_ready=self._meter.latest.state == "ready")
@@ -267,29 +301,14 @@ class EngineKeeper:
             self._pulse.start(time.monotonic())
             self._child = self._new_child(self._settings)
 
-    def _feed(self) -> None:
-        """Send the rows that may run, and first the adapters this process has not heard of."""
-        if self._meter.latest.state != "ready" or self._is_closed:
-            return
-        requests = self._ledger.take()
-        needed = dict.fromkeys(r.adapter_id for r in requests if r.adapter_id is not None)
-        for adapter_id in needed:
-            if adapter_id not in self._known_to_child:
-                adapter = self._adapters[adapter_id]
-                self._child.send(
-                    {
-                        "op": "adapter",
-                        "adapter_id": adapter_id,
-                        "path": str(adapter.folder),
-                        "name": adapter.source.name,
-                    }
-                )
-                self._known_to_child.add(adapter_id)
-        if requests:
-            self._child.send({"op": "add", "requests": [pack_request(request) for request in requests]})
+    def _send_rows(self) -> None:
+        """Send the rows that may run."""
+        if self._meter.latest.state == "ready" and not self._is_closed:
+            for message in self._feed.messages(self._ledger.take()):
+                self._child.send(message)
 
     def _report_if_due(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._report_at_s:
             self._report_at_s = now_s + REPORT_INTERVAL_S
-            self._send_report(self._meter.report(self._shards))
+            self._send_report(self._meter.report(self._shards, self._ledger.num_lent))

@@ -72,10 +72,16 @@ class HostMeter:
             pages_total=telemetry.pages_total,
         )
 
-    def report(self, open_shards: Iterable[OpenShard]) -> HostReport:
+    def report(self, open_shards: Iterable[OpenShard], num_lent: int = 0) -> HostReport:
         """The next report; what finished is counted in one report only."""
         finished = tuple(FinishedRows(a, n, self._tokens[a]) for a, n in self._rows.items())
         self._rows.clear()
         self._tokens.clear()
-        shards = tuple((shard.shard_id, shard.num_unfinished) for shard in open_shards)
-        return replace(self._latest, open_shards=shards, finished=finished)
+        unfinished = [(shard.shard_id, shard.num_unfinished) for shard in open_shards]
+        return replace(
+            self._latest,
+            open_shards=tuple((shard_id, rows) for shard_id, rows in unfinished if shard_id is not None),
+            guest_rows=sum(rows for shard_id, rows in unfinished if shard_id is None),
+            lent_rows=num_lent,
+            finished=finished,
+        )

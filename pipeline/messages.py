@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ..engine.config import EngineConfig
@@ -54,6 +55,14 @@ class AdapterSource:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalAdapter:
+    """An adapter's content in a local folder."""
+
+    source: AdapterSource
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
 class FinishedRows:
     """Rows of one adapter ("": base model) that an engine finished, and the tokens it generated for them."""
 
@@ -66,7 +75,8 @@ class FinishedRows:
 class HostReport:
     """One worker's state, about once a second.
 
-    `worker`: its Dask address. `open_shards`: (shard id, unfinished rows). `finished`: since the last report.
+    `worker`: its Dask address. `open_shards`: (shard id, unfinished rows). `lent_rows`: those among them that other
+    workers' engines work on; `guest_rows`: unfinished rows of other workers' shards. `finished`: since the last report.
     `error`: why the host failed, or why the last engine process ended. `num_crashes`: engine processes lost.
     """
 
@@ -77,6 +87,8 @@ class HostReport:
     engine_pid: int | None = None
     num_crashes: int = 0
     open_shards: tuple[tuple[int, int], ...] = ()
+    lent_rows: int = 0
+    guest_rows: int = 0
     running_rows: int = 0
     tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0

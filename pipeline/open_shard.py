@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..engine.exported_row import ExportedRow
 from ..engine.request import Request, Result
 
 
@@ -32,15 +33,25 @@ class ServedRow:
 
 
 class OpenShard:
-    """Results of one shard, handed from the engine's thread to the task's thread."""
+    """Results of one shard, handed from the engine's thread to the task's thread.
 
-    def __init__(self, shard_id: int, requests: Iterable[Request]) -> None:
+    `shard_id` None: guests, rows of another worker's shard.
+    """
+
+    def __init__(self, shard_id: int | None, rows: Iterable[ExportedRow]) -> None:
         self.shard_id = shard_id
-        self.requests = tuple(requests)
-        self._unfinished = {request.request_id for request in self.requests}
+        self.rows = tuple(rows)
+        self._unfinished = set(self.request_ids)
         self._fresh: list[ServedRow] = []
         self._failure: Exception | None = None
+        # Nobody takes results any more.
+        self.is_abandoned = False
         self._changed = threading.Condition()
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all its rows, in the plan's order."""
+        return [row.request.request_id for row in self.rows]
 
     @property
     def num_unfinished(self) -> int:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..engine.request import Request
+from ..engine.exported_row import ExportedRow
 
 CRASHES_TO_SUSPECT = 2
 CRASHES_ALONE_TO_GIVE_UP = 2
@@ -20,21 +20,25 @@ CRASHES_ALONE_TO_GIVE_UP = 2
 
 @dataclass(slots=True)
 class LedgerRow:
-    """One unfinished row and what it has been through."""
+    """One unfinished row, with the tokens it brought along, and what it has been through."""
 
-    request: Request
+    row: ExportedRow
     crashes: int = 0
     crashes_alone: int = 0
 
 
 class RowLedger:
-    """Unfinished rows of one engine process. `take` what to send next, say what `finished` and `crashed`."""
+    """Unfinished rows of one engine process. `take` what to send next, say what `finished` and `crashed`.
+
+    Rows that another engine works on for this one are *lent*: nothing that happens here touches them.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[str, LedgerRow] = {}
         # Insertion-ordered sets of request ids.
         self._waiting: dict[str, None] = {}
         self._in_engine: dict[str, None] = {}
+        self._lent: dict[str, None] = {}
         self._suspect_groups: deque[list[str]] = deque()
         self._is_isolating = False
 
@@ -49,18 +53,48 @@ class RowLedger:
         """Rows sent to the process and not finished."""
         return len(self._in_engine)
 
+    @property
+    def num_lent(self) -> int:
+        """Rows that another engine works on."""
+        return len(self._lent)
+
     def crashes_of(self, request_id: str) -> int:
         """Crashes an unfinished row has been through."""
         return self._rows[request_id].crashes
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, rows: Iterable[ExportedRow]) -> None:
         """New rows wait to be sent."""
-        for request in requests:
-            assert request.request_id not in self._rows, f"{request.request_id} is in the ledger already"
-            self._rows[request.request_id] = LedgerRow(request)
-            self._waiting[request.request_id] = None
+        for row in rows:
+            request_id = row.request.request_id
+            assert request_id not in self._rows, f"{request_id} is in the ledger already"
+            self._rows[request_id] = LedgerRow(row)
+            self._waiting[request_id] = None
 
-    def take(self) -> list[Request]:
+    def lendable(self, request_ids: Iterable[str], num_rows: int) -> list[str]:
+        """The last of these rows that are in the process and above suspicion: they have most of their way to go."""
+        if self._is_isolating:
+            return []
+        found = [r for r in request_ids if r in self._in_engine and not self._rows[r].crashes]
+        return found[max(0, len(found) - num_rows) :]
+
+    def lend(self, rows: Iterable[ExportedRow]) -> list[ExportedRow]:
+        """The process has given these rows up; those that somebody still waits for are lent from now on."""
+        lent = [row for row in rows if row.request.request_id in self._in_engine]
+        for row in lent:
+            request_id = row.request.request_id
+            del self._in_engine[request_id]
+            self._rows[request_id].row = row
+            self._lent[request_id] = None
+        return lent
+
+    def reclaim(self, request_ids: Iterable[str]) -> None:
+        """Lent rows wait again, before others, with the tokens they had when they left."""
+        back = [request_id for request_id in request_ids if request_id in self._lent]
+        for request_id in back:
+            del self._lent[request_id]
+        self._waiting = dict.fromkeys(back) | self._waiting
+
+    def take(self) -> list[ExportedRow]:
         """Rows to send now; they count as in the process from here on."""
         if self._is_isolating and self._in_engine:
             return []
@@ -75,7 +109,7 @@ class RowLedger:
             group = list(self._waiting)
             self._waiting.clear()
         self._in_engine.update(dict.fromkeys(group))
-        return [self._rows[request_id].request for request_id in group]
+        return [self._rows[request_id].row for request_id in group]
 
     def _next_suspects(self) -> list[str]:
         """The first group with unfinished rows, left at the head of the queue; others are dropped."""
@@ -90,6 +124,7 @@ class RowLedger:
         """A result came. False when the row is unknown: forgotten, or answered before."""
         self._in_engine.pop(request_id, None)
         self._waiting.pop(request_id, None)
+        self._lent.pop(request_id, None)
         return self._rows.pop(request_id, None) is not None
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
@@ -146,8 +181,8 @@ class RowLedger:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every unfinished row is in exactly one place."""
         suspects = [r for group in self._suspect_groups for r in group if r in self._rows]
-        places = [*self._waiting, *self._in_engine, *suspects]
+        places = [*self._waiting, *self._in_engine, *self._lent, *suspects]
         assert sorted(places) == sorted(self._rows), (
             f"{len(self._rows)} rows: {len(self._waiting)} wait, {len(self._in_engine)} in the engine, "
-            f"{len(suspects)} suspects"
+            f"{len(self._lent)} lent, {len(suspects)} suspects"
         )

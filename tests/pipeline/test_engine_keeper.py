@@ -15,11 +15,12 @@ import echo_engine
 import pytest
 
 from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.exported_row import ExportedRow
+from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.pipeline import engine_pulse
-from lorabatch.pipeline.engine_keeper import EngineKeeper, LocalAdapter
+from lorabatch.pipeline.engine_keeper import EngineKeeper
 from lorabatch.pipeline.errors import EngineFailedError, ShardAbandonedError
-from lorabatch.pipeline.messages import AdapterSource, EngineSettings, HostReport
+from lorabatch.pipeline.messages import AdapterSource, EngineSettings, HostReport, LocalAdapter
 from lorabatch.pipeline.open_shard import OpenShard, ServedRow
 
 POISON = 13
@@ -228,3 +229,56 @@ def test_the_engine_process_ends_with_its_keeper(start: Callable[..., EngineKeep
     assert time.monotonic() - began_s < 10
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
+    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    keeper = start(gate=str(gate), batch_rows=4)
+    requests = make_requests(range(10), max_tokens=3)
+    shard = keeper.open(5, requests, [])
+    reports.wait_for(lambda report: report.running_rows > 0)
+    loan = keeper.lend(5, 4).result(10)
+    assert [row.request.request_id for row in loan.rows] == ["row-6", "row-7", "row-8", "row-9"]
+    assert reports.wait_for(lambda report: report.lent_rows == 4).open_shards == ((5, 10),)
+    keeper.answered([served(row.request, num_crashes=2) for row in loan.rows[:2]])
+    keeper.reclaim([row.request.request_id for row in loan.rows])
+    gate.touch()
+    rows = collect(shard)
+    assert_right(requests, rows)
+    assert {name for name, row in rows.items() if row.num_crashes} == {"row-6", "row-7"}
+    assert reports.wait_for(lambda report: not report.open_shards and bool(report.engine_pid)).lent_rows == 0
+
+
+def served(request: Request, num_crashes: int = 0) -> ServedRow:
+    """What any engine answers to a request."""
+    text = echo_engine.answer(request.prompt_token_ids, request.adapter_id, request.sampling.max_tokens)
+    return ServedRow(Result(request.request_id, (0, 1, 2), text, "length", 1, "base"), num_crashes)
+
+
+def test_guests_go_on_where_they_were_and_are_no_shard_of_this_worker(
+    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    keeper = start(gate=str(gate))
+    requests = make_requests(range(3), max_tokens=4)
+    guests = keeper.open_guests([ExportedRow(request, (0, 1)) for request in requests], [])
+    report = reports.wait_for(lambda report: report.running_rows == 3)
+    assert (report.guest_rows, report.open_shards) == (3, ())
+    gate.touch()
+    assert_right(requests, collect(guests))
+
+
+def test_nothing_is_lent_of_a_shard_that_is_not_open_or_by_an_engine_that_is_gone(
+    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+) -> None:
+    keeper = start(gate=str(tmp_path / "never"))
+    keeper.open(0, make_requests(range(3)), [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert keeper.lend(1, 2).result(10).rows == ()
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGSTOP)
+    asked = keeper.lend(0, 2)
+    os.kill(running.engine_pid, signal.SIGKILL)
+    assert asked.result(10).rows == ()

@@ -6,6 +6,7 @@ import json
 
 import msgpack
 
+from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.host_meter import HostMeter
@@ -53,7 +54,7 @@ def test_a_report_survives_the_way_through_dask() -> None:
     meter.process_started(1)
     meter.engine_said(SNAPSHOT)
     meter.row_finished("sha-a", 5)
-    shard = OpenShard(4, [Request("r", (1,), None, SamplingParams())])
+    shard = OpenShard(4, [ExportedRow(Request("r", (1,), None, SamplingParams()))])
     report = meter.report([shard])
     assert report.open_rows == 1
     assert HostReport.from_plain(msgpack.unpackb(msgpack.packb(report.to_plain()))) == report

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.pipeline.errors import ShardAbandonedError
 from lorabatch.pipeline.open_shard import OpenShard, ServedRow
 
 
 def make_shard(*names: str) -> OpenShard:
-    return OpenShard(0, [Request(name, (1,), None, SamplingParams()) for name in names])
+    return OpenShard(0, [ExportedRow(Request(name, (1,), None, SamplingParams())) for name in names])
 
 
 def make_row(name: str) -> ServedRow:
