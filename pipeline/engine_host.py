@@ -22,10 +22,12 @@ from .. import __version__
 from ..jobs.local_copy import local_folder
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
+from .adapter_shelf import AdapterShelf
 from .engine_keeper import EngineKeeper
 from .errors import EngineFailedError
 from .log_shipper import LogShipper
-from .messages import AdapterSource, EngineSettings, HostReport, LocalAdapter, ShardOutcome, report_topic
+from .messages import EngineSettings, HostReport, ShardOutcome, report_topic
+from .row_exchange import RowExchange
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -48,6 +50,7 @@ class EngineHost(WorkerPlugin):
 
     def __init__(self, run_id: str, settings: EngineSettings, store: JobStore) -> None:
         self.name = host_name(run_id)
+        self._run_id = run_id
         self._topic = report_topic(run_id)
         self._settings = settings
         self._store = store
@@ -56,6 +59,7 @@ class EngineHost(WorkerPlugin):
         """Start the engine process; called by Dask on the worker."""
         self._worker = worker
         self._record: JobRecord | None = None
+        self._shelf: AdapterShelf | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
         # In the folder that Dask clears of what killed workers leave behind.
@@ -65,9 +69,11 @@ class EngineHost(WorkerPlugin):
         self._shipper = LogShipper(self._store, logs)
         settings = self._settings.with_threads(worker.state.nthreads)
         self.keeper = EngineKeeper(settings, self._find_model, engine_log, self._send, worker.address)
+        self._exchange = RowExchange(worker, self._run_id, self.keeper, self.shelf)
 
     async def teardown(self, worker: Worker) -> None:
         """End the engine; open shards are abandoned, and their tasks get the time to keep finished rows."""
+        self._exchange.close()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -117,14 +123,14 @@ class EngineHost(WorkerPlugin):
                 with self._lock:
                     del self._claims[shard_id]
 
-    def local_adapters(self, adapter_ids: frozenset[str]) -> list[LocalAdapter]:
-        """The named adapters, by content hash, in local folders; fetched if they lie elsewhere."""
-        found = []
-        for adapter in self.record().adapters:
-            if adapter.sha256 in adapter_ids and not adapter.is_refused:
-                folder = local_folder(adapter.url, self._settings.storage_options)
-                found.append(LocalAdapter(AdapterSource(adapter.sha256, adapter.name, adapter.url), folder))
-        return found
+    def shelf(self) -> AdapterShelf:
+        """The job's adapters on this worker."""
+        record = self.record()
+        with self._lock:
+            if self._shelf is None:
+                folder = Path(self._folder.name) / "adapters"
+                self._shelf = AdapterShelf(record.adapters, self._settings.storage_options, folder)
+            return self._shelf
 
     def _find_model(self) -> Path:
         return local_folder(self._settings.model_url, self._settings.storage_options)

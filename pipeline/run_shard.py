@@ -102,7 +102,7 @@ def _answer(
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
     journal = f"{task.attempt}-{uuid4().hex[:8]}"
-    shard = host.keeper.open(task.shard_id, asked, host.local_adapters(adapter_ids))
+    shard = host.keeper.open(task.shard_id, asked, host.shelf().local(adapter_ids))
     try:
         while len(answers) < sum(isinstance(r, Request) for r in rows.requests):
             fresh = [_row_answer(s, requests, fingerprints, task) for s in shard.take(FLUSH_INTERVAL_S)]

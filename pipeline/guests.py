@@ -1,0 +1,90 @@
+"""Rows of other workers' shards that this worker's engine works on. They belong to their owner, who asks for results.
+
+An owner that has not asked for a while is taken for lost: its guests leave, since whoever works on its shard now has
+them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..engine.exported_row import ExportedRow
+from ..engine.wire import pack_result
+from .engine_keeper import EngineKeeper
+from .messages import LocalAdapter
+from .open_shard import OpenShard, ServedRow
+
+logger = logging.getLogger(__name__)
+
+# Longer than an owner tries to reach a helper before it takes its rows back.
+PATIENCE_S = 20.0
+
+
+@dataclass(slots=True)
+class _Party:
+    """The guests of one loan. `untold`: finished rows that the owner has not acknowledged, by its request ids."""
+
+    shard: OpenShard
+    asked_s: float
+    untold: dict[str, ServedRow] = field(default_factory=dict)
+
+
+class Guests:
+    """Guests of one engine, by loan. Used from the worker's event loop only."""
+
+    def __init__(self, keeper: EngineKeeper, patience_s: float = PATIENCE_S) -> None:
+        self._keeper = keeper
+        self._patience_s = patience_s
+        self._parties: dict[str, _Party] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    def receive(self, loan_id: str, rows: Sequence[ExportedRow], adapters: Sequence[LocalAdapter]) -> None:
+        """Work on these rows. Asked again for the same loan, nothing happens."""
+        if loan_id in self._parties:
+            return
+        # Their owner's shard may be opened here too, should the owner be lost: the names must differ.
+        renamed = [_renamed(row, f"{loan_id}/{row.request.request_id}") for row in rows]
+        self._parties[loan_id] = _Party(self._keeper.open_guests(renamed, adapters), time.monotonic())
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch())
+
+    def results(self, loan_id: str, acknowledged: Sequence[str]) -> list[dict[str, Any]]:
+        """What has finished and was not acknowledged yet. When the owner has acknowledged all, the loan is over.
+
+        Raises KeyError for a loan that is not here (any more), and what the engine's failure raises.
+        """
+        party = self._parties[loan_id]
+        party.asked_s = time.monotonic()
+        for request_id in acknowledged:
+            party.untold.pop(request_id, None)
+        for served in party.shard.take(0):
+            party.untold[served.result.request_id.removeprefix(f"{loan_id}/")] = served
+        if not party.untold and not party.shard.num_unfinished:
+            del self._parties[loan_id]
+        return [
+            {"result": pack_result(replace(served.result, request_id=name)), "num_crashes": served.num_crashes}
+            for name, served in party.untold.items()
+        ]
+
+    def drop(self, loan_id: str) -> None:
+        """Nobody wants these rows any more."""
+        party = self._parties.pop(loan_id, None)
+        if party is not None:
+            self._keeper.abandon(party.shard)
+
+    async def _watch(self) -> None:
+        while self._parties:
+            await asyncio.sleep(self._patience_s / 4)
+            for loan_id, party in list(self._parties.items()):
+                if time.monotonic() - party.asked_s > self._patience_s:
+                    logger.warning("nobody asks for the guests of loan %s; they leave", loan_id)
+                    self.drop(loan_id)
+
+
+def _renamed(row: ExportedRow, request_id: str) -> ExportedRow:
+    return replace(row, request=replace(row.request, request_id=request_id))
