@@ -47,6 +47,7 @@ class JobSpec(BaseModel):
     `max_errors`: rows (`"25"`) or share of rows (`"10%"`) that may end in errors.
     `batch_rows`, `step_tokens`, `engine_threads`, `pool_bytes`: each engine; None is chosen for the machine.
     `workers`, `rows_per_shard`: None is chosen. `cost_model`: a file that `lorabatch profile` wrote.
+    `migration`: idle workers take over running rows of slow ones at the job's end.
 
     Raises `JobRequestError` with every problem at once.
     """
@@ -76,6 +77,7 @@ class JobSpec(BaseModel):
     max_errors: str = "10%"
     storage_options: dict[str, Any] = Field(default={}, repr=False)
     overwrite: bool = False
+    migration: bool = True
     rows_per_shard: int | None = Field(default=None, ge=1)
     cost_model: str | None = None
 

@@ -17,7 +17,9 @@ FINAL_PHASES: tuple[Phase, ...] = ("done", "failed", "cancelled", "interrupted")
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker, as last heard of. `mode`: how its latest step served its rows."""
+    """One worker, as last heard of. `mode`: how its latest step served its rows. `lent_rows`: of its open rows, those
+    that other workers' engines work on; `guest_rows`: rows of others that its engine works on.
+    """
 
     name: str
     tokens_per_s: float = 0.0
@@ -25,6 +27,8 @@ class WorkerState:
     running_rows: int = 0
     mode: str = ""
     resident_adapters: tuple[str, ...] = ()
+    lent_rows: int = 0
+    guest_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

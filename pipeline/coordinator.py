@@ -22,7 +22,7 @@ from distributed import Client, Future
 from ..jobs.errors import JobFailedError, StorageError
 from ..jobs.state import JobState
 from ..jobs.store import JobStore
-from ..scheduler.commands import Command, FailJob, FinishJob, Recall, RunShard
+from ..scheduler.commands import Command, FailJob, FinishJob, MigrateRows, Recall, RunShard
 from ..scheduler.events import (
     Event,
     Progress,
@@ -38,6 +38,7 @@ from .errors import EngineFailedError
 from .job_control import JobControl
 from .job_monitor import JobMonitor
 from .messages import HostReport, ShardOutcome, report_topic
+from .peers import Peers
 from .run_shard import ShardTask, run_shard
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Coordinator:
         monitor: JobMonitor,
         observe: Observer,
         control: JobControl,
+        peers: Peers,
     ) -> None:
         self._client = client
         self._store = store
@@ -84,6 +86,7 @@ class Coordinator:
         self._monitor = monitor
         self._observe = observe
         self._control = control
+        self._peers = peers
         self._inbox: queue.SimpleQueue[HostReport | _ShardEnded] = queue.SimpleQueue()
         # (shard id, attempt) -> the task's future, and the worker it runs on.
         self._tasks: dict[tuple[int, int], tuple[Future[ShardOutcome], str]] = {}
@@ -178,6 +181,8 @@ class Coordinator:
                 (name(f.adapter_id) if f.adapter_id else "", f.num_rows, f.output_tokens) for f in report.finished
             ),
             mode=report.mode,
+            lent_rows=report.lent_rows,
+            guest_rows=report.guest_rows,
         )
 
     def _engine_failed(self, report: HostReport) -> None:
@@ -257,6 +262,14 @@ class Coordinator:
                 self._submit(command)
             case Recall():
                 self._cancel(lambda shard_id, worker: shard_id == command.shard_id)
+            case MigrateRows():
+                self._peers.tell(
+                    command.from_replica_id,
+                    "lend",
+                    shard_id=command.shard_id,
+                    num_rows=command.num_rows,
+                    helper=command.to_replica_id,
+                )
             case FinishJob() | FailJob():
                 self._outcome = command
             case _:

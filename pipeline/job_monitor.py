@@ -107,4 +107,6 @@ class JobMonitor:
             running_rows=report.running_rows,
             mode=report.mode if report.state == "ready" else report.state,
             resident_adapters=tuple(map(self.adapter_name, report.resident_adapter_ids)),
+            lent_rows=report.lent_rows,
+            guest_rows=report.guest_rows,
         )

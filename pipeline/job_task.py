@@ -13,19 +13,22 @@ from typing import Any
 from distributed import Client, Reschedule, get_worker, secede
 
 from ..jobs.opening import OpenedJob, changed_adapters
+from ..scheduler.cost import CostModel
 from .cluster import loss_told
 from .hosts import stop_hosts
 from .job_control import JobControl
 from .job_reporter import JobReporter
 from .job_result import JobResult
+from .peers import Peers
 from .stages import JobRun, coordinate, count_rows, finish, index_rows, plan_shards
 from .told_progress import ToldProgress
 
 logger = logging.getLogger(__name__)
 
 
-def run_job(job: OpenedJob, run_id: str, began_s: float) -> JobResult:
-    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch.
+def run_job(job: OpenedJob, run_id: str, began_s: float, cost: CostModel) -> JobResult:
+    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch. `cost`: of its
+    engines, as far as anybody knows.
 
     Raises what `run.run` says. The hosts are gone when it returns or raises.
     """
@@ -40,7 +43,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float) -> JobResult:
     ):
         client.run_on_scheduler(_forgive, key=key)
         reporter = JobReporter(job.store, ToldProgress(client, run_id), job.spec.error_budget)
-        run = JobRun(client, job, run_id, control, reporter)
+        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), cost)
         try:
             with loss_told(client):
                 return _stages(run, began_s)

@@ -45,6 +45,16 @@ class Peers:
         answer: Answer = msgpack.unpackb(reply["body"], raw=False)
         return answer
 
+    def tell(self, address: str, question: str, **content: Any) -> None:
+        """Ask from any thread without waiting for an answer; a lost host is only logged."""
+        self._worker.loop.add_callback(self._tell, address, question, content)
+
+    async def _tell(self, address: str, question: str, content: Answer) -> None:
+        try:
+            await self.ask(address, question, **content)
+        except PeerLostError as error:
+            logger.warning("%s: %s", question, error)
+
 
 def answer_peers(worker: Worker, run_id: str, answer: Answerer) -> None:
     """Have `answer(question, content)` answer what hosts of this run ask this worker."""

@@ -12,7 +12,9 @@ from typing import Any
 from distributed import Client, Future
 
 from ..jobs.opening import OpenedJob, changed_adapters
+from ..scheduler.cost import CostModel
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
+from ..scheduler.tail import TailSettings
 from .account import Account, account_parts
 from .cluster import count_workers
 from .coordinator import Coordinator
@@ -22,23 +24,31 @@ from .job_control import JobControl
 from .job_monitor import JobMonitor
 from .job_reporter import JobReporter
 from .job_result import JobResult
+from .peers import Peers
 from .planning import JobPlan, plan_job, read_plan
 from .reopening import reopen_shards
 
 _PARTS_PER_COUNT = 64
 _INDEX_RETRIES = 3
 _CHECK_INTERVAL_S = 0.5
+# From a report that shows idle engines until lent rows run again: the engine finishes a step, rows travel, the helper
+# meets its adapters.
+_HOP_S = 0.5
+# Below this, measured paces are too rough to tell.
+_LEAST_GAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One coordinator's hold of a job. `control` is asked between any two steps."""
+    """One coordinator's hold of a job. `control` is asked between any two steps. `cost`: of the workers' engines."""
 
     client: Client
     job: OpenedJob
     run_id: str
     control: JobControl
     reporter: JobReporter
+    peers: Peers
+    cost: CostModel
 
     def results(self, futures: Sequence[Future[Any]]) -> Iterator[Any]:
         """Results of tasks, in the order they finish. Raises what a task raises, and what `control` raises."""
@@ -104,10 +114,11 @@ def coordinate(run: JobRun, plan: JobPlan) -> int:
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in job.store.committed_parts()}
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     monitor = JobMonitor(plan.shards, rows_of_part, names)
-    settings = SchedulerSettings(expected_replicas=count_workers(run.client))
+    tail = TailSettings(run.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
+    settings = SchedulerSettings(expected_replicas=count_workers(run.client), tail=tail)
     scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
-    Coordinator(run.client, job.store, run.run_id, scheduler, monitor, run.reporter, run.control).run()
+    Coordinator(run.client, job.store, run.run_id, scheduler, monitor, run.reporter, run.control, run.peers).run()
     return sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
 
 

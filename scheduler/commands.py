@@ -31,8 +31,8 @@ class Recall(Command):
 
 @dataclass(frozen=True, slots=True)
 class MigrateRows(Command):
-    """Lend `num_rows` unfinished rows of `shard_id` and `adapter` ("": base model) from its owner to a
-    helper.
+    """Lend `num_rows` unfinished rows of `shard_id` from its owner to a helper. `adapter`: theirs, when the shard has
+    one only (else "", as for the base model).
 
     The owner keeps the shard and its commit and picks the rows it expects to run longest.
     """

@@ -14,7 +14,8 @@ from .backlog import Backlog
 from .commands import Command, FailJob, FinishJob, Recall, RunShard
 from .events import Event, Progress, ReplicaJoined, ReplicaLost, ReplicasFound, ShardCommitted, ShardFailed
 from .job_state import ReplicaState, ShardState
-from .tail import TailSettings, lend
+from .lender import Lender
+from .tail import TailSettings
 from .waves import Shard
 
 # Kind of the line with which a scheduler's journal begins.
@@ -61,8 +62,7 @@ class Scheduler:
         self._is_over = False
         self._num_open = len(self._shards)
         self._open_rows = 0
-        # Replica -> shard whose rows it has on loan.
-        self._helping: dict[str, int] = {}
+        self._lender = Lender(shards, self._settings.tail) if self._settings.tail else None
         # Adapter -> rows finished so far and their output tokens.
         self._finished: dict[str, tuple[int, int]] = {}
         self._committed_before = sorted(committed)
@@ -166,7 +166,6 @@ class Scheduler:
             self._open_rows -= replica.rows_left[state.shard.shard_id]
             replica.close(state.shard.shard_id)
             self._backlog_of(state).closed(state.shard.shard_id, state.owner)
-            self._helping = {r: s for r, s in self._helping.items() if s != state.shard.shard_id}
             state.owner = None
 
     def _failed(self, event: ShardFailed) -> list[Command]:
@@ -195,7 +194,6 @@ class Scheduler:
                 )
             self._requeue(state)
         del self._replicas[replica_id]
-        self._helping.pop(replica_id, None)
         return []
 
     def _requeue(self, state: ShardState) -> None:
@@ -212,6 +210,8 @@ class Scheduler:
         if replica is None:
             return
         replica.resident = frozenset(event.resident_adapters)
+        if self._lender is not None:
+            self._lender.hear(replica, event)
         self._learn(event)
         for shard_id, rows_left in event.open_shards:
             state = self._shards.get(shard_id)
@@ -256,17 +256,12 @@ class Scheduler:
         return commands
 
     def _share_tail(self, event: Progress) -> list[Command]:
-        """Nothing is pending: lend running rows of one shard to replicas that have nothing to do."""
+        """Nothing is pending: lend rows of this replica to those that have nothing to do."""
         owner = self._replicas.get(event.replica_id)
-        if self._settings.tail is None or self._backlog or owner is None:
+        if self._lender is None or owner is None or self._backlog or not owner.rows_left:
             return []
-        helpers = [
-            r.replica_id for r in self._replicas.values() if not r.rows_left and r.replica_id not in self._helping
-        ]
         open_shards = [self._shards[shard_id].shard for shard_id in owner.rows_left]
-        lent = lend(event, open_shards, owner.rows_left, sorted(helpers), self._settings.tail)
-        self._helping |= {command.to_replica_id: command.shard_id for command in lent}
-        return list(lent)
+        return list(self._lender.lend(event, open_shards, self._replicas))
 
     def _wanted_rows(self, replica: ReplicaState, share: int) -> int:
         # At least one: an idle replica always opens something.

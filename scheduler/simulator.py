@@ -225,7 +225,16 @@ class JobSimulation:
         open_shards = tuple(rows_left.items())
         self._tell(
             Progress(
-                now, str(replica), sum(rows_left.values()), len(engine.running), 0.0, resident, open_shards, finished
+                now,
+                str(replica),
+                sum(rows_left.values()),
+                len(engine.running),
+                0.0,
+                resident,
+                open_shards,
+                finished,
+                lent_rows=sum(owner == replica for owner, _ in self._loans.values()),
+                guest_rows=sum(helper == replica for _, helper in self._loans.values()),
             )
         )
 

@@ -4,7 +4,7 @@
 mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds per step), `batch_rows`, `gate` (a
 file; while it is missing nothing moves on), and what to fail on: `crash_on_token` kills the process when a prompt with
 that token is in the batch, `raise_on_token` raises, `room_for_rows` is the largest batch that memory has room for,
-`refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a sentence.
+`refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a sentence. `slow_factor`: the engine that starts first on a model folder takes so many times longer.
 
 The tokens of a row are 0, 1, 2, …: a row from another engine that brings anything else ends the process.
 """
@@ -33,6 +33,17 @@ def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, max_tokens: 
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
+def _slowness(model_folder: Path, slow_factor: float | None) -> float:
+    """The factor for the first who asks, 1 for all others."""
+    if slow_factor is None:
+        return 1.0
+    try:
+        (model_folder / "slow").touch(exist_ok=False)
+    except FileExistsError:
+        return 1.0
+    return slow_factor
+
+
 class EchoEngine:
     """Finishes each row after `max_tokens` steps, `batch_rows` rows at a time, in the order they came."""
 
@@ -42,6 +53,7 @@ class EchoEngine:
         if "fail_start" in options:
             raise ModelFilesError(options["fail_start"])
         self._options = options
+        self._step_s: float = options.get("step_s", 0.0) * _slowness(model_folder, options.get("slow_factor"))
         self._batch_rows: int = options.get("batch_rows", config.max_batch_rows)
         self._queue: dict[str, Request] = {}
         self._steps_done: dict[str, int] = {}
@@ -77,7 +89,7 @@ class EchoEngine:
             self._steps_done.pop(request_id, None)
 
     def step(self) -> list[Result]:
-        time.sleep(self._options.get("step_s", 0.0))
+        time.sleep(self._step_s)
         if not Path(self._options.get("gate", "/")).exists():
             time.sleep(0.01)
             return []

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from distributed import Client, LocalCluster
+from cluster_under_test import own_cluster
+from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.jobs.state import JobState
@@ -16,14 +15,6 @@ from lorabatch.jobs.state import JobState
 
 def half_done(state: JobState) -> bool:
     return state.phase == "running" and state.rows // 4 < state.rows_done < state.rows
-
-
-@contextmanager
-def own_cluster(num_workers: int = 2) -> Iterator[Client]:
-    """A cluster whose workers may be killed."""
-    cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")
-    with cluster, Client(cluster, set_as_default=False) as client:
-        yield client
 
 
 def coordinating_worker(client: Client) -> str:

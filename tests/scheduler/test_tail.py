@@ -1,52 +1,93 @@
+"""When running rows are worth lending: batch sizes, second prefills, slow owners and slow helpers."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
 from lorabatch.scheduler.commands import MigrateRows
+from lorabatch.scheduler.cost import StepLoad
 from lorabatch.scheduler.events import Progress
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
-from lorabatch.scheduler.tail import TailRows, TailSettings, lend, rows_to_lend
+from lorabatch.scheduler.tail import Pace, TailRows, TailSettings, lend, measured_pace, rows_to_lend
 from lorabatch.scheduler.waves import Shard
 
+CPU = TailSettings(CPU_SMOLLM2_135M, hop_s=0.1)
+PACE = Pace(64)
 
-def test_a_slow_batch_is_shared_and_the_helper_gets_less_for_its_second_prefill():
-    assert 4 <= rows_to_lend(TailRows(16, 200, 300), 1, CPU_SMOLLM2_135M, hop_s=0.1) < 8
+
+def test_a_batch_is_shared_and_the_helper_gets_less_for_its_second_prefill():
+    (lent,) = rows_to_lend(TailRows(16, 200, 300), PACE, [PACE], CPU)
+    assert 4 <= lent < 8
 
 
 def test_rows_that_are_nearly_done_stay():
-    assert rows_to_lend(TailRows(16, 2000, 2), 1, CPU_SMOLLM2_135M, hop_s=0.1) == 0
+    assert rows_to_lend(TailRows(16, 2000, 2), PACE, [PACE], CPU) == [0]
 
 
 def test_where_steps_cost_the_same_for_any_batch_nothing_moves():
     flat = replace(H200_LLAMA_3_8B, decode_row_s=0.0, context_token_s=0.0)
-    assert rows_to_lend(TailRows(64, 500, 500), 3, flat, hop_s=0.01) == 0
+    settings = TailSettings(flat, hop_s=0.01)
+    assert rows_to_lend(TailRows(64, 500, 500), PACE, [PACE] * 3, settings) == [0, 0, 0]
 
 
-def test_one_row_has_nobody_to_share_with():
-    assert rows_to_lend(TailRows(1, 100, 1000), 4, CPU_SMOLLM2_135M, hop_s=0.0) == 0
+def test_rows_beyond_one_batch_move_even_there():
+    flat = replace(H200_LLAMA_3_8B, decode_row_s=0.0, context_token_s=0.0)
+    assert rows_to_lend(TailRows(64, 500, 500), Pace(32), [Pace(32)], TailSettings(flat, hop_s=0.01)) == [32]
+
+
+def test_a_slow_owner_gives_most_of_its_rows_away():
+    (lent,) = rows_to_lend(TailRows(40, 20, 300), Pace(64, slowness=4.0), [PACE], CPU)
+    assert 30 <= lent <= 38
+
+
+def test_a_slow_helper_gets_less_than_a_fast_one():
+    fast, slow = rows_to_lend(TailRows(60, 20, 1000), PACE, [PACE, Pace(64, slowness=4.0)], CPU)
+    assert fast > 2 * slow
+    assert rows_to_lend(TailRows(8, 200, 30), PACE, [Pace(64, slowness=40.0)], CPU) == [0]
 
 
 def test_more_helpers_take_fewer_rows_each():
-    rows = TailRows(24, 100, 1000)
-    one, three = (rows_to_lend(rows, helpers, CPU_SMOLLM2_135M, hop_s=0.05) for helpers in (1, 3))
-    assert one == 12
-    assert three == 6
+    settings = TailSettings(CPU_SMOLLM2_135M, hop_s=0.05)
+    assert rows_to_lend(TailRows(24, 100, 1000), PACE, [PACE], settings) == [12]
+    assert rows_to_lend(TailRows(24, 100, 1000), PACE, [PACE] * 3, settings) == [6, 6, 6]
 
 
-def make_progress(running):
-    return Progress(9.0, "slow", running, running, 10.0, ())
+def test_a_gain_of_too_few_seconds_is_none():
+    rows = TailRows(16, 200, 300)
+    assert rows_to_lend(rows, PACE, [PACE], replace(CPU, least_gain_s=1000.0)) == [0]
 
 
-def test_the_shard_with_most_rows_left_is_shared_with_every_helper():
+def make_progress(open_shards, running=16, lent=0, tokens_per_s=10.0):
+    left = sum(rows for _, rows in open_shards)
+    return Progress(9.0, "slow", left, running, tokens_per_s, (), open_shards, lent_rows=lent)
+
+
+def test_the_pace_is_what_steps_took_over_what_they_should_take():
+    expected_s = float(CPU_SMOLLM2_135M.step_seconds(StepLoad(decode_rows=16, context_tokens=16 * 100)))
+    progress = make_progress(((0, 20),), tokens_per_s=16 / expected_s / 4)
+    pace = measured_pace(progress, 64, 100, CPU_SMOLLM2_135M)
+    assert pace is not None
+    assert round(pace.slowness, 6) == 4.0
+    assert measured_pace(make_progress(((0, 20),), running=0), 64, 100, CPU_SMOLLM2_135M) is None
+
+
+def test_the_shard_opened_last_is_shared_first_and_rows_lent_before_stay_lent():
     shards = [Shard(i, 0, "unmerged", ("x",), 20, 4000, 12_000) for i in range(2)]
-    lent = lend(make_progress(18), shards, {0: 4, 1: 18}, ["a", "b"], TailSettings(CPU_SMOLLM2_135M))
+    lent = lend(make_progress(((0, 10), (1, 18))), shards, PACE, {"a": PACE, "b": PACE}, CPU)
     assert [(m.shard_id, m.to_replica_id, m.adapter) for m in lent] == [(1, "a", "x"), (1, "b", "x")]
-    assert all(isinstance(m, MigrateRows) and 0 < m.num_rows <= 6 for m in lent)
+    assert all(isinstance(m, MigrateRows) and 0 < m.num_rows <= 9 for m in lent)
+    assert lend(make_progress(((0, 10), (1, 18)), lent=27), shards, PACE, {"a": PACE}, CPU) == ()
+
+
+def test_a_share_larger_than_a_shard_comes_from_several():
+    shards = [Shard(i, 0, "unmerged", ("x",), 20, 4000, 12_000) for i in range(2)]
+    lent = lend(make_progress(((0, 18), (1, 6))), shards, Pace(64, slowness=8.0), {"a": PACE}, CPU)
+    assert [m.shard_id for m in lent] == [1, 0]
+    assert lent[0].num_rows == 6
 
 
 def test_without_helpers_or_work_nothing_is_lent():
-    settings = TailSettings(CPU_SMOLLM2_135M)
     idle = Shard(0, 0, "none", (), 20, 0, 0)
-    assert lend(make_progress(9), [idle], {0: 0}, ["a"], settings) == ()
+    assert lend(make_progress(((0, 0),)), [idle], PACE, {"a": PACE}, CPU) == ()
     busy = Shard(0, 0, "unmerged", ("x",), 20, 4000, 12_000)
-    assert lend(make_progress(9), [busy], {0: 9}, [], settings) == ()
+    assert lend(make_progress(((0, 9),)), [busy], PACE, {}, CPU) == ()

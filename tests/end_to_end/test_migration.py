@@ -1,0 +1,83 @@
+"""Rows that move between real workers while they run: nothing is lost, repeated or changed, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cluster_under_test import own_cluster
+from distributed import Client
+from echo_job import EchoJob, Watcher, make_rows
+
+from lorabatch.jobs.state import JobState
+from lorabatch.jobs.store import JobStore
+
+# One engine takes eight times longer: at the end it has two batches of rows, and the other one nothing to do.
+SLOW = {"step_s": 0.02, "slow_factor": 8}
+JOB = {"max_tokens": 40, "batch_rows": 8, "rows_per_shard": 8}
+
+
+def moves(store: JobStore) -> list[dict[str, Any]]:
+    return [record for record in store.read_events() if record["kind"] == "MigrateRows"]
+
+
+def has_guests(state: JobState) -> bool:
+    return any(worker.guest_rows for worker in state.workers)
+
+
+def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, shared_client: Client) -> None:
+    rows = make_rows(64)
+    echo_job.write_input(rows)
+    echo_job.set_engine(**SLOW)
+    watcher = Watcher(has_guests, lambda: None)
+    result = echo_job.run(shared_client, progress=watcher, **JOB)
+    echo_job.assert_answered(rows, max_tokens=40)
+    assert (result.num_rows, result.num_errors) == (64, 0)
+    assert moves(echo_job.store)
+    assert watcher.has_acted
+    # The owner kept its shards: each was committed by whoever had opened it.
+    events = echo_job.store.read_events()
+    opened = {record["shard_id"]: record["replica_id"] for record in events if record["kind"] == "RunShard"}
+    committed = {r["shard_id"]: r["replica_id"] for r in events if r["kind"] == "ShardCommitted"}
+    assert opened == committed
+
+
+def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Client) -> None:
+    rows = make_rows(32)
+    echo_job.write_input(rows)
+    echo_job.set_engine(**SLOW)
+    echo_job.run(shared_client, migration=False, **JOB)
+    echo_job.assert_answered(rows, max_tokens=40)
+    assert moves(echo_job.store) == []
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("victim", ["owner", "helper"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_with_rows_on_loan_loses_and_repeats_nothing(
+    echo_job: EchoJob, victim: str, sent: signal.Signals
+) -> None:
+    if (victim, sent) == ("owner", signal.SIGSTOP):
+        pytest.skip("a stopped owner is lost when Dask says so, after a minute")
+    rows = make_rows(64)
+    echo_job.write_input(rows)
+    echo_job.set_engine(**SLOW)
+    with own_cluster(3) as client:
+        pids = client.run(os.getpid)
+        result = echo_job.run(client, progress=Watcher(has_guests, disturb(echo_job.store, pids, victim, sent)), **JOB)
+    echo_job.assert_answered(rows, max_tokens=40)
+    assert (result.num_rows, result.num_errors) == (64, 0)
+
+
+def disturb(store: JobStore, pids: dict[str, int], victim: str, sent: signal.Signals) -> Callable[[], None]:
+    """Send a signal to the worker process at one end of the first loan."""
+
+    def act() -> None:
+        move = moves(store)[0]
+        address = move["from_replica_id" if victim == "owner" else "to_replica_id"]
+        os.kill(pids[address], sent)
+
+    return act
