@@ -4,7 +4,8 @@
 mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds per step), `batch_rows`, `gate` (a
 file; while it is missing nothing moves on), and what to fail on: `crash_on_token` kills the process when a prompt with
 that token is in the batch, `raise_on_token` raises, `room_for_rows` is the largest batch that memory has room for,
-`refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a sentence. `slow_factor`: the engine that starts first on a model folder takes so many times longer.
+`refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a sentence.
+`slow_factor`: the engine that starts first on a model folder takes so many times longer.
 
 The tokens of a row are 0, 1, 2, …: a row from another engine that brings anything else ends the process.
 """
