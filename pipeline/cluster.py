@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_WORKERS = 2
 _CONNECT_TIMEOUT = "10s"
 _CLUSTER_STARTS = 3
+_ANSWER_LIMIT_S = 10.0
+# Workers send heartbeats every few seconds, in big clusters less often.
+_LIVELY_WITHIN_S = 15.0
 # Index tasks use one thread each; shard tasks secede and do not count.
 _TASK_THREADS = 1
 # For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
@@ -81,6 +85,16 @@ def count_workers(client: Client) -> int:
     return max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
 
 
+def placement_of_tasks(client: Client) -> dict[str, Any]:
+    """Options for tasks that any worker may run: not on one that hangs, which Dask notices after minutes only."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    now_s = time.time()
+    lively = [address for address, told in workers.items() if now_s - told["last_seen"] < _LIVELY_WITHIN_S]
+    if not lively or len(lively) == len(workers):
+        return {}
+    return {"workers": lively, "allow_other_workers": True}
+
+
 @contextmanager
 def connected(spec: JobSpec) -> Iterator[Client]:
     """A client of the cluster that `spec.cluster` names: `local` starts one and ends it afterwards.
@@ -108,7 +122,12 @@ def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
 
 def check_workers(client: Client) -> None:
     """Raise `JobFailedError` naming the workers that lack lorabatch or have another version of it."""
-    found = client.run(_version_on_worker)
+    try:
+        found = client.sync(client._run, _version_on_worker, on_error="ignore", callback_timeout=_ANSWER_LIMIT_S)
+    except TimeoutError:
+        # One that hangs is no reason to keep the others waiting: its shards will go to them.
+        logger.warning("some workers did not tell their version within %.0f s", _ANSWER_LIMIT_S)
+        return
     wrong = {address: have for address, have in found.items() if have != __version__}
     if wrong:
         shown = ", ".join(f"{address} has {have or 'none'}" for address, have in list(wrong.items())[:5])

@@ -39,6 +39,7 @@ from .job_control import JobControl
 from .job_monitor import JobMonitor
 from .messages import HostReport, ShardOutcome, report_topic
 from .peers import Peers
+from .roll_call import RollCall
 from .run_shard import ShardTask, run_shard
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Coordinator:
         self._failed_workers: dict[str, str] = {}
         self._journal = [json.dumps(scheduler.beginning())]
         self._start_s = self._watched_s = self._ticked_s = self._engine_seen_s = time.monotonic()
+        self._roll = RollCall(self._start_s)
         self._outcome: Command | None = None
 
     def run(self) -> None:
@@ -157,6 +159,7 @@ class Coordinator:
 
     def _report(self, report: HostReport) -> None:
         self._monitor.reported(report)
+        self._roll.heard(report.worker, time.monotonic())
         if report.state == "failed":
             self._engine_failed(report)
         elif report.state == "ready" and report.worker not in self._workers:
@@ -230,7 +233,7 @@ class Coordinator:
             return
         self._watched_s = now_s
         alive = self._alive_workers()
-        for worker in self._workers - alive:
+        for worker in (self._workers - alive) | self._roll.silent(self._workers, now_s):
             self._lose(worker)
         if self._workers:
             self._engine_seen_s = now_s

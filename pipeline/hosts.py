@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from distributed import Client
@@ -19,8 +20,7 @@ from .messages import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-# A worker that hangs must not keep the others' teardown from being told.
-_TEARDOWN_TIMEOUT_S = 20.0
+_ANSWER_LIMIT_S = 10.0
 
 
 def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str) -> EngineSettings:
@@ -48,7 +48,9 @@ def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: Jo
     for name in client.run_on_scheduler(_hosts_of_job, job_id=job_id):
         _take_down(client, name)
     run_id = f"{job_id}-{uuid.uuid4().hex[:6]}"
-    client.register_plugin(EngineHost(run_id, settings, store))
+    host = EngineHost(run_id, settings, store)
+    if not _answered(lambda: client.register_plugin(host)):
+        logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
     return run_id
 
 
@@ -68,10 +70,26 @@ def _take_down(client: Client, name: str) -> None:
         with contextlib.suppress(Exception):
             client.unregister_worker_plugin(name)
 
-    if client.status != "running":
-        return
-    thread = threading.Thread(target=unregister, name="take down engines", daemon=True)
+    if client.status == "running" and not _answered(unregister):
+        logger.warning("some workers did not stop their engines within %.0f s", _ANSWER_LIMIT_S)
+
+
+def _answered(ask: Callable[[], object]) -> bool:
+    """Ask all workers for something; whether all have answered. One that hangs must not keep the others waiting.
+
+    Raises what `ask` raises in time.
+    """
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            ask()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="ask all workers", daemon=True)
     thread.start()
-    thread.join(_TEARDOWN_TIMEOUT_S)
-    if thread.is_alive():
-        logger.warning("some workers did not stop their engines within %.0f s", _TEARDOWN_TIMEOUT_S)
+    thread.join(_ANSWER_LIMIT_S)
+    if failures:
+        raise failures[0]
+    return not thread.is_alive()

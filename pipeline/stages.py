@@ -16,7 +16,7 @@ from ..scheduler.cost import CostModel
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from ..scheduler.tail import TailSettings
 from .account import Account, account_parts
-from .cluster import count_workers
+from .cluster import count_workers, placement_of_tasks
 from .coordinator import Coordinator
 from .index import ChunkSummary, index_chunk, list_chunks
 from .index_job import IndexJob
@@ -79,6 +79,7 @@ def index_rows(run: JobRun) -> list[ChunkSummary]:
         key=f"lora_index-{run.run_id}-{run.control.coordinator_id}",
         retries=_INDEX_RETRIES,
         pure=False,
+        **placement_of_tasks(run.client),
     )
     summaries: list[ChunkSummary] = []
     for summary in run.results(futures):
@@ -128,9 +129,8 @@ def count_rows(run: JobRun, plan: JobPlan) -> Account:
     shard_ids = [shard.shard_id for shard in plan.shards]
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
-    for account in run.results(
-        run.client.map(partial(account_parts, run.job.store, run.job.record), groups, pure=False)
-    ):
+    count = partial(account_parts, run.job.store, run.job.record)
+    for account in run.results(run.client.map(count, groups, pure=False, **placement_of_tasks(run.client))):
         total.add(account)
     return total
 

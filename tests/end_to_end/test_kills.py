@@ -137,6 +137,33 @@ def test_a_nanny_killed_on_an_existing_cluster_costs_its_worker_and_no_row(echo_
     echo_job.assert_answered(rows)
 
 
+def test_a_hung_worker_costs_seconds_and_no_row(echo_job: EchoJob, tmp_path: Path) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.03)
+    hung: list[int] = []
+    # With Dask's own settings, which give a silent worker five minutes.
+    with existing_cluster(tmp_path, num_workers=2) as (address, _, _):
+        try:
+            with Client(address, set_as_default=False) as client:
+                watcher = Watcher(half_done, lambda: hung.append(hang_one_worker(client)))
+                echo_job.run(progress=watcher, cluster=address)
+            echo_job.assert_answered(rows)
+            assert psutil.Process(hung[0]).status() == psutil.STATUS_STOPPED
+        finally:
+            for pid in hung:
+                os.kill(pid, signal.SIGKILL)
+
+
+def hang_one_worker(client: Client) -> int:
+    """Stop a worker that does not coordinate the job; its process id."""
+    coordinators = [address for address, keys in client.processing().items() if "lora_job-" in str(keys)]
+    pids = client.run(os.getpid)
+    pid = next(pid for address, pid in pids.items() if address not in coordinators)
+    os.kill(pid, signal.SIGSTOP)
+    return int(pid)
+
+
 @contextmanager
 def existing_cluster(folder: Path, num_workers: int) -> Iterator[tuple[str, list[Process], Process]]:
     """A Dask scheduler and nannied workers as their own processes, with Dask's default settings."""
