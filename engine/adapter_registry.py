@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .adapter import AdapterAudit, audit_adapter
 from .adapter.weights import AdapterWeights, load_adapter
 from .config import ModelConfig
 from .errors import AdapterRefusedError, AdapterUnusableError
+from .model_config import PACKED_SITES
 
 BASE_CODE = -1
 
@@ -24,6 +27,9 @@ class AdapterRegistry:
         self._audits: dict[str, AdapterAudit] = {}
         self.code_of: dict[str | None, int] = {None: BASE_CODE}
         self._id_of_code: list[str] = []
+        self._ranks: NDArray[np.float64] = np.zeros(0)
+        members = [shape for site in PACKED_SITES for shape in model.members_of_site(site).values()]
+        self._elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
 
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._audits
@@ -73,6 +79,14 @@ class AdapterRegistry:
         """Numbers the adapter's matrices take in the pool."""
         sites = self._audits[adapter_id].sites
         return sum(site.rank * (site.in_features + site.out_features) for site in sites)
+
+    def ranks(self) -> NDArray[np.float64]:
+        """Rank of every adapter by its number, float64 [num_adapters]: as if it stood on all linear layers, so that
+        an adapter of few layers counts for what it computes."""
+        if len(self._ranks) < len(self._id_of_code):
+            new = [self.num_elements(adapter_id) for adapter_id in self._id_of_code[len(self._ranks) :]]
+            self._ranks = np.concatenate([self._ranks, np.array(new, np.float64) / self._elements_per_rank])
+        return self._ranks
 
     def load(self, adapter_id: str) -> AdapterWeights:
         """Read the adapter's tensors from its folder. Raises `AdapterUnusableError`."""

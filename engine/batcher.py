@@ -1,25 +1,40 @@
-"""Which batcher an engine uses for each mode that a job can ask for."""
+"""Which batcher an engine uses for each mode that a job can ask for. No torch: plans ask it too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..scheduler.batching import Batcher, ClusteredBatcher
+from ..scheduler.batching import Batcher, ClusteredBatcher, InClusters
+from ..scheduler.cost import CostModel
+from ..scheduler.cost_batching import CostBatcher, DloraBatcher, Ranks
 from ..scheduler.merge_waves import MergeWaveBatcher
 from .config import EngineConfig
 
 # Merging re-packs every targeted weight, about a second for 135M parameters on two cores, and saves about a
 # tenth of each step: four full batches are where it starts to pay.
-_AUTO_MERGE_BATCHES = 4
+_WAVE_BATCHES = 4
 
 
-def choose_batcher(config: EngineConfig, must_merge: Callable[[int], bool]) -> Batcher:
-    """`unmerged` and `exact` merge only what is exact no other way; `merged` merges every adapter; `auto` merges an
-    adapter whose waiting rows fill several batches."""
-    min_rows = {
-        "unmerged": None,
-        "exact": None,
-        "merged": 1,
-        "auto": _AUTO_MERGE_BATCHES * config.max_batch_rows,
-    }[config.mode]
-    return MergeWaveBatcher(ClusteredBatcher(), must_merge, min_rows)
+def choose_batcher(
+    config: EngineConfig,
+    must_merge: Callable[[int], bool],
+    cost: CostModel,
+    ranks: Ranks,
+    mean_output_tokens: Callable[[], float],
+) -> Batcher:
+    """`unmerged` and `exact` merge only what is exact no other way; `merged` merges every adapter, one after the
+    other; `auto` decides as `config.auto_policy` says. What must be merged has waves of its own in every mode.
+    """
+    min_rows = None
+    inner: Batcher = ClusteredBatcher()
+    if config.mode == "merged":
+        min_rows = 1
+    elif config.mode == "auto":
+        match config.auto_policy:
+            case "cost":
+                inner = InClusters(CostBatcher(cost, ranks, mean_output_tokens))
+            case "dlora":
+                inner = DloraBatcher(cost, ranks, config.max_batch_rows)
+            case "waves":
+                min_rows = _WAVE_BATCHES * config.max_batch_rows
+    return MergeWaveBatcher(inner, must_merge, min_rows)

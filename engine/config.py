@@ -14,9 +14,10 @@ from .errors import ModelFilesError
 from .families import parse_model_config
 from .model_config import ModelConfig
 
-__all__ = ["EngineConfig", "Mode", "ModelConfig", "read_json", "read_model_config"]
+__all__ = ["AutoPolicy", "EngineConfig", "Mode", "ModelConfig", "read_json", "read_model_config"]
 
 Mode = Literal["auto", "unmerged", "merged", "exact"]
+AutoPolicy = Literal["cost", "dlora", "waves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,10 @@ class EngineConfig:
 
     `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
     included. `pool_bytes`: size of the page pool (None: a share of free memory). `num_threads`: CPU threads
-    (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic per row.
-    `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (never in `exact`).
+    (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic per row. `auto_policy`:
+    what mode `auto` decides by: the cost of each step, mixture included; dLoRA's dynamic batching; or merged waves for
+    adapters with many rows. `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (never in
+    `exact`).
     `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
     `launches_ahead`: a GPU's next step may be launched before the last one is read.
     """
@@ -39,6 +42,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     mode: Mode = "auto"
+    auto_policy: AutoPolicy = "cost"
     uses_prefix_cache: bool = True
     load_format: Literal["auto", "dummy"] = "auto"
     kernels: Literal["auto", "triton"] = "auto"

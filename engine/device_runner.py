@@ -110,13 +110,18 @@ class DeviceRunner:
         return self._launched(planned.sampled, planned.wants_logprobs)
 
     def _plan(self, entries: Items[StepEntry]) -> PlannedStep:
-        rows = self._adapters.rows_of(e.adapter for e in entries if e.adapter is not None)
+        plus = [e.adapter for e in entries]
+        minus = [e.minus.resident if e.minus else None for e in entries]
+        rows = self._adapters.rows_of(adapter for adapter in (*plus, *minus) if adapter is not None)
         if self._adapters.table is not self._memory.table:
             self._memory = replace(self._memory, table=self._adapters.table)
             self._forget_addresses()
-        residents = np.fromiter((rows[e.adapter.order] if e.adapter else -1 for e in entries), np.int32, len(entries))
+        plus_rows, minus_rows = (
+            np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
+            for adapters in (plus, minus)
+        )
         addresses = DeviceAddresses(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
-        return PlannedStep(entries, residents, addresses)
+        return PlannedStep(entries, plus_rows, minus_rows, addresses)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Scratch grows to what a step needs (ranks know no limit), and graphs read the addresses of their weights."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..scheduler.batching import Batcher, StepPlan
+from ..scheduler.batching import Batcher, StepPlan, everybody_unmerged
+from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from .adapter_registry import AdapterRegistry
 from .batcher import choose_batcher
 from .completion import Completion
@@ -25,6 +26,7 @@ from .host_runner import HostRunner
 from .linear import can_pack
 from .live_weights import LiveWeights
 from .memory_plan import choose_device, plan_memory, serves_by_kernels, zeroed_memory
+from .output_lengths import OutputLengths
 from .pool import PagePool
 from .prefix_sharing import PrefixSharing, shares_prefixes
 from .request import Request, Result, ServedMode
@@ -62,16 +64,21 @@ class Engine:
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, self.model)
         shares = shares_prefixes(config, self.model)
         prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
-        self._batch = RunningBatch(pool, self._layout, residency, self._registry, prefixes)
+        may_switch = config.mode == "auto"
+        self._batch = RunningBatch(pool, self._layout, residency, self._registry, prefixes, may_switch=may_switch)
         self._live = LiveWeights(self._decoder)
-        self._batcher = batcher or choose_batcher(config, self._registry.must_merge)
+        self._lengths = OutputLengths()
+        cost = CPU_SMOLLM2_135M if self._device.type == "cpu" else H200_LLAMA_3_8B
+        self._batcher = batcher or choose_batcher(
+            config, self._registry.must_merge, cost, self._registry.ranks, self._lengths.mean
+        )
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
         self._runner = self._make_runner(self._completion.stop_token_ids)
         self._in_flight = StepsInFlight()
         self._rejected: list[Result] = []
         # Told what every step is about to do: measurements.
         self.observe_step: Callable[[Items[StepEntry]], None] | None = None
-        self._num_steps = self._prompt_tokens = self._generated_tokens = 0
+        self._num_steps = self._num_step_rows = self._prompt_tokens = self._generated_tokens = 0
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Make an adapter known by its content hash; its tensors are read on first use.
@@ -93,6 +100,7 @@ class Engine:
             problem = self._problem_with(row)
             if problem is None:
                 self._batch.append(Sequence.of(row))
+                self._lengths.asked(row.request.sampling.max_tokens)
             else:
                 self._rejected.append(_error_result(row.request, problem))
 
@@ -125,8 +133,7 @@ class Engine:
         entries: list[StepEntry] = []
         if self._batch.num_waiting + self._batch.num_running:
             try:
-                plan = self._plan_step()
-                entries = self._batch.entries(plan, self.config.max_step_tokens)
+                entries = self._plan_step()
             except AdapterUnusableError as error:
                 return finished + self._give_up_adapter(error)
         if entries:
@@ -149,6 +156,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_steps=self._num_steps,
+            num_step_rows=self._num_step_rows,
             reused_prompt_tokens=0 if self._batch.prefixes is None else self._batch.prefixes.num_reused_tokens,
         )
 
@@ -205,23 +213,36 @@ class Engine:
 
     def _mode(self) -> ServedMode:
         if self._live.merged_adapter_id is not None:
-            return "merged"
+            return "mixture" if self._batch.is_mixture else "merged"
         return "unmerged" if self._batch.residency.resident_ids else "base"
 
-    def _plan_step(self) -> StepPlan:
-        """Ask the batcher, and switch weights if it wants others: all running rows are then of the new kind."""
-        plan = self._batcher.next_step(self._batch.view(self.config.max_batch_rows, self._live.merged_adapter_id))
-        if plan.merged_adapter is None:
+    def _plan_step(self) -> list[StepEntry]:
+        """The rows of the next step as the batcher wants them."""
+        view = self._batch.view(self.config.max_batch_rows, self._live.merged_adapter_id)
+        plan = self._batcher.next_step(view)
+        entries = self._enact(plan)
+        if not entries and not self._in_flight:
+            # Memory does not allow the plan: paused rows hold it. Unmerged all of them can go on.
+            entries = self._enact(everybody_unmerged(view, plan.admit))
+        return entries
+
+    def _enact(self, plan: StepPlan) -> list[StepEntry]:
+        """Switch weights if the plan wants others, and take its rows as far as memory allows."""
+        merged = None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter)
+        if not self._batch.take_out(merged if plan.mode == "mixture" else None):
+            return []
+        self._switch_weights(merged)
+        return self._batch.entries(plan, self.config.max_step_tokens)
+
+    def _switch_weights(self, adapter_id: str | None) -> None:
+        if adapter_id is None:
             self._live.restore()
-            return plan
-        adapter_id = self._registry.id_of(plan.merged_adapter)
-        if self._live.merged_adapter_id != adapter_id:
+        elif self._live.merged_adapter_id != adapter_id:
             weights = self._registry.load(adapter_id)
             try:
                 self._live.merge(adapter_id, weights)
             except AdapterRefusedError as error:
                 raise AdapterUnusableError(adapter_id, str(error)) from error
-        return plan
 
     def _give_up_adapter(self, error: AdapterUnusableError) -> list[Result]:
         """Rows of an adapter that cannot be had are errors; all others go on."""
@@ -239,6 +260,7 @@ class Engine:
         self._in_flight.add(self._runner.launch(entries), entries)
         self._batch.after_step(entries)
         self._num_steps += 1
+        self._num_step_rows += len(entries)
 
     def _append_token(self, sequence: Sequence, token: int, logprob: float) -> Result | None:
         if not self._batch.is_running(sequence):
@@ -251,6 +273,7 @@ class Engine:
         if result is None and restarts_at(self.model.layer_ropes, sequence.total_tokens):
             sequence.num_stored = 0
         if result is not None:
+            self._lengths.finished(len(sequence.token_ids))
             self._batch.release(sequence)
             self._completion.forget(sequence)
         return result

@@ -36,23 +36,27 @@ class DeviceAddresses:
 
 
 class PlannedStep:
-    """One step before its lists are written. `residents`: table row of each entry, -1 for none."""
+    """One step before its lists are written.
 
-    def __init__(self, entries: Items[StepEntry], residents: _Int32s, addresses: DeviceAddresses) -> None:
+    `plus`, `minus` [num_entries]: table rows of the adapter that an entry is served by and of the merged one that it
+    must not see, -1 for none.
+    """
+
+    def __init__(self, entries: Items[StepEntry], plus: _Int32s, minus: _Int32s, addresses: DeviceAddresses) -> None:
         self.entries = entries
         self._addresses = addresses
         count = len(entries)
         self._num_tokens = np.fromiter((e.num_tokens for e in entries), np.int64, count)
         self._stored = np.fromiter((e.sequence.num_stored for e in entries), np.int64, count)
         self._total = np.fromiter((e.sequence.total_tokens for e in entries), np.int64, count)
-        self._residents = residents
+        self._plus, self._minus = plus, minus
         self._context = self._stored + self._num_tokens
         self._num_pages = -(-self._context // addresses.page_tokens)
         yields = self._context == self._total
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
         self.wants_logprobs = any(s.request.sampling.logprobs for s in self.sampled)
-        self.has_lora = bool((residents >= 0).any())
+        self.has_lora = bool((plus >= 0).any() or (minus >= 0).any())
         self.num_rows = int(self._num_tokens.sum())
         self.num_pages = int(self._num_pages.sum())
         self.is_decode = self.num_rows == count
@@ -76,10 +80,10 @@ class PlannedStep:
 
     def _lora_needs(self) -> tuple[int, int]:
         """Shrink items of a site, and rows of scratch for one plane."""
-        used = self._residents >= 0
-        residents, where = np.unique(self._residents[used], return_inverse=True)
-        rows = np.bincount(where, weights=self._num_tokens[used], minlength=len(residents)).astype(np.int64)
-        chunks = self._addresses.chunk_counts[residents].max(1, initial=0)
+        pairs, where = np.unique(np.stack((self._plus, self._minus)), axis=1, return_inverse=True)
+        rows = np.bincount(where, weights=self._num_tokens, minlength=pairs.shape[1]).astype(np.int64)
+        most_chunks = self._addresses.chunk_counts.max(1, initial=0)
+        chunks = np.where(pairs >= 0, most_chunks[pairs], 0).sum(0)
         return int((-(-rows // self.tile_rows) * chunks).sum()), int((rows * chunks).sum())
 
     def exact_sizes(self, scratch_rows: int) -> StepSizes:
@@ -133,10 +137,9 @@ class PlannedStep:
 
     def _plan_kernels(self, host: StepBuffer, entry_of_row: _Int64s, row_starts: _Int64s, page_starts: _Int64s) -> None:
         addresses, sizes = self._addresses, host.sizes
-        plus = self._residents[entry_of_row]
         plan_segments(
-            plus,
-            np.full_like(plus, -1),
+            self._plus[entry_of_row],
+            self._minus[entry_of_row],
             addresses.chunk_counts,
             sizes.segments,
             addresses.num_programs,

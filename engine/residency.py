@@ -7,7 +7,7 @@ first (Belady 1966). Adapters of running sequences are pinned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,6 +29,25 @@ class ResidentAdapter:
     adapter_id: str
     order: int
     sites: tuple[dict[str, LoraSiteWeights], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedShare:
+    """A merged adapter for rows that must not see it: `negative` has the same matrices and negative scaling, and
+    added to merged weights leaves those of the base model."""
+
+    resident: ResidentAdapter
+    negative: ResidentAdapter
+
+    @classmethod
+    def of(cls, resident: ResidentAdapter) -> MergedShare:
+        """The share of an adapter that lies in the pool."""
+        layers = ({site: _negated(weights) for site, weights in layer.items()} for layer in resident.sites)
+        return cls(resident, replace(resident, sites=tuple(layers)))
+
+
+def _negated(weights: LoraSiteWeights) -> LoraSiteWeights:
+    return replace(weights, members=tuple(replace(member, scaling=-member.scaling) for member in weights.members))
 
 
 class AdapterResidency:

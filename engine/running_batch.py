@@ -3,6 +3,9 @@
 Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter
 is resident, so a running row is never pushed out again. Adapters that no running row uses make room, the one
 needed furthest in the future first.
+
+Where weights may change while rows run, a row keeps its adapter in the pool even while it is served merged: any mode
+can then follow any other between two steps.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from .adapter_registry import AdapterRegistry
 from .errors import AdapterUnusableError
 from .pool import PagePool
 from .prefix_sharing import PrefixSharing
-from .request import Request, ServedMode
-from .residency import AdapterResidency
+from .request import Request
+from .residency import AdapterResidency, MergedShare
 from .sequence import Sequence
 from .step_batch import PageLayout, StepEntry
 from .waiting_rows import WaitingRows
@@ -30,7 +33,10 @@ _RUN_PAGES = 4
 
 
 class RunningBatch:
-    """Bookkeeping between requests and steps; no arithmetic on tensors."""
+    """Bookkeeping between requests and steps; no arithmetic on tensors.
+
+    `may_switch`: weights may change while rows run.
+    """
 
     def __init__(
         self,
@@ -39,12 +45,16 @@ class RunningBatch:
         residency: AdapterResidency,
         registry: AdapterRegistry,
         prefixes: PrefixSharing | None,
+        *,
+        may_switch: bool,
     ) -> None:
         self.pool = pool
         self.residency = residency
         self.prefixes = prefixes
         self._layout = layout
         self._registry = registry
+        self._may_switch = may_switch
+        self._taken_out: MergedShare | None = None
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
 
@@ -87,6 +97,29 @@ class RunningBatch:
             pages += self._adapter_pages(request.adapter_id)
         return pages
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether rows of the next step may have to take out the merged adapter."""
+        return self._taken_out is not None
+
+    def take_out(self, adapter_id: str | None) -> bool:
+        """Keep the merged adapter in the pool too, for rows that must not see it; None: no longer.
+
+        False when memory does not allow it now.
+        """
+        if self._taken_out is not None and self._taken_out.resident.adapter_id != adapter_id:
+            self.residency.unpin(self._taken_out.resident.adapter_id)
+            self._taken_out = None
+        if adapter_id is None or self._taken_out is not None:
+            return True
+        if not self._make_resident(adapter_id, self._next_use()):
+            return False
+        resident = self.residency.get(adapter_id)
+        assert resident is not None
+        self.residency.pin(adapter_id)
+        self._taken_out = MergedShare.of(resident)
+        return True
+
     def entries(self, plan: StepPlan, max_step_tokens: int) -> list[StepEntry]:
         """Admit what the plan wants and memory allows, then list the step's rows: every served decoding row,
         and prompts in order of admission until `max_step_tokens` are reached."""
@@ -94,7 +127,7 @@ class RunningBatch:
         paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
         self._admit(plan)
         served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
-        entries = [self._entry(s, 1) for s in served if s.is_decoding]
+        entries = [self._entry(s, 1, plan) for s in served if s.is_decoding]
         budget = max(max_step_tokens - len(entries), 1)
         for sequence in served:
             if sequence.is_decoding or not self._can_advance(sequence):
@@ -102,7 +135,7 @@ class RunningBatch:
             num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
             if self.prefixes is not None:
                 self.prefixes.compute(sequence, num_tokens)
-            entries.append(self._entry(sequence, num_tokens))
+            entries.append(self._entry(sequence, num_tokens, plan))
             budget -= num_tokens
             if budget == 0:
                 break
@@ -119,9 +152,10 @@ class RunningBatch:
         self.pool.release(_owner(sequence))
         if self.prefixes is not None:
             self.prefixes.forget(sequence)
-        if sequence.mode == "unmerged":
+        if sequence.holds_adapter:
             assert sequence.request.adapter_id is not None
             self.residency.unpin(sequence.request.adapter_id)
+            sequence.holds_adapter = False
 
     def remove_adapter(self, adapter_id: str) -> list[Sequence]:
         """Take every row of an adapter out."""
@@ -144,8 +178,9 @@ class RunningBatch:
     def check_integrity(self) -> None:
         """Pool, pins and running rows agree with each other."""
         self.pool.check_integrity()
-        unmerged = [s.request.adapter_id for s in self._running.values() if s.mode == "unmerged"]
-        self.residency.check_integrity([a for a in unmerged if a is not None])
+        held_adapters = [s.request.adapter_id for s in self._running.values() if s.holds_adapter]
+        held_adapters += [self._taken_out.resident.adapter_id] if self._taken_out else []
+        self.residency.check_integrity([a for a in held_adapters if a is not None])
         if self.prefixes is not None:
             unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]
             self.prefixes.check_integrity(unfinished)
@@ -154,12 +189,21 @@ class RunningBatch:
             needed = sequence.capacity_tokens
             assert held >= needed, f"row {sequence.request.request_id} holds {held} token places, needs {needed}"
 
-    def _entry(self, sequence: Sequence, num_tokens: int) -> StepEntry:
-        adapter = None
-        if sequence.mode == "unmerged" and sequence.request.adapter_id is not None:
-            adapter = self.residency.get(sequence.request.adapter_id)
-            assert adapter is not None, f"row {sequence.request.request_id}: its adapter left the pool"
-        return StepEntry(sequence, num_tokens, self.pool.run_of(_owner(sequence)), adapter)
+    def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
+        adapter_id, run = sequence.request.adapter_id, self.pool.run_of(_owner(sequence))
+        if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
+            sequence.served("merged")
+            return StepEntry(sequence, num_tokens, run, None)
+        adapter = None if adapter_id is None else self.residency.get(adapter_id)
+        assert adapter_id is None or adapter is not None, (
+            f"row {sequence.request.request_id}: its adapter left the pool"
+        )
+        assert plan.mode != "merged", f"row {sequence.request.request_id} would see adapter {plan.merged_adapter}"
+        if plan.mode == "mixture":
+            sequence.served("mixture")
+            return StepEntry(sequence, num_tokens, run, adapter, self._taken_out)
+        sequence.served("base" if adapter is None else "unmerged")
+        return StepEntry(sequence, num_tokens, run, adapter)
 
     def _can_advance(self, sequence: Sequence) -> bool:
         return self.prefixes is None or self.prefixes.advance(sequence, self.pool.run_of(_owner(sequence)))
@@ -167,33 +211,42 @@ class RunningBatch:
     def _admit(self, plan: StepPlan) -> None:
         if len(plan.admit) == 0:
             return
-        rows = list(self._waiting)
+        rows, next_use = list(self._waiting), self._next_use()
+        admitted = [rows[position] for position in plan.admit.tolist()]
+        if sum(map(self._rounded_pages, admitted)) <= self.pool.largest_free_run // 2:
+            # Memory is no concern: adapters first, then runs of equal size side by side.
+            for adapter_id in dict.fromkeys(self._adapter_to_hold(s, plan) for s in admitted):
+                if adapter_id is not None:
+                    self._make_resident(adapter_id, next_use)
+            admitted.sort(key=self._rounded_pages)
+        for sequence in admitted:
+            if not self._admit_row(sequence, plan, next_use):
+                break
+
+    def _next_use(self) -> _NextUse:
         positions = self._waiting.first_positions()
 
         def next_use(adapter_id: str) -> float:
             return positions.get(adapter_id, inf)
 
-        admitted = [rows[position] for position in plan.admit.tolist()]
-        if sum(map(self._rounded_pages, admitted)) <= self.pool.largest_free_run // 2:
-            # Memory is no concern: adapters first, then runs of equal size side by side.
-            if plan.mode == "unmerged":
-                for adapter_id in dict.fromkeys(s.request.adapter_id for s in admitted):
-                    if adapter_id is not None:
-                        self._make_resident(adapter_id, next_use)
-            admitted.sort(key=self._rounded_pages)
-        for sequence in admitted:
-            if not self._admit_row(sequence, plan, next_use):
-                break
+        return next_use
+
+    def _adapter_to_hold(self, sequence: Sequence, plan: StepPlan) -> str | None:
+        """The adapter that the row needs in the pool: in this step, or in one after a switch."""
+        adapter_id = sequence.request.adapter_id
+        if adapter_id is None or self._registry.must_merge_id(adapter_id):
+            return None
+        return adapter_id if self._may_switch or plan.mode == "unmerged" else None
 
     def _rounded_pages(self, sequence: Sequence) -> int:
         return -(-self._layout.pages_for_tokens(sequence.capacity_tokens) // _RUN_PAGES) * _RUN_PAGES
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: _NextUse) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
-        adapter_id = sequence.request.adapter_id if plan.mode == "unmerged" else None
+        adapter_id = self._adapter_to_hold(sequence, plan)
         pages = self._layout.pages_for_tokens(sequence.capacity_tokens)
         if not self._make_room(pages, next_use, keep=adapter_id):
-            if self._running:
+            if self._running or self.is_mixture:
                 return False
             # nothing runs: only the row's own adapter can stand in the middle of the pool
             self._make_room(pages, next_use, keep=None)
@@ -206,11 +259,12 @@ class RunningBatch:
             raise
         if not is_resident:
             self.pool.release(_owner(sequence))
-            assert self._running, f"row {sequence.request.request_id} does not fit into an empty pool"
+            is_empty = not self._running and not self.is_mixture
+            assert not is_empty, f"row {sequence.request.request_id} does not fit into an empty pool"
             return False
-        sequence.mode = _served_mode(sequence.request.adapter_id, plan)
         if adapter_id is not None:
             self.residency.pin(adapter_id)
+            sequence.holds_adapter = True
         self._running[sequence.request.request_id] = self._waiting.remove(sequence.request.request_id)
         return True
 
@@ -241,9 +295,3 @@ class RunningBatch:
 
 def _owner(sequence: Sequence) -> tuple[str, str]:
     return ("sequence", sequence.request.request_id)
-
-
-def _served_mode(adapter_id: str | None, plan: StepPlan) -> ServedMode:
-    if adapter_id is None:
-        return "base"
-    return "merged" if plan.mode == "merged" else "unmerged"

@@ -14,7 +14,8 @@ class Sequence:
 
     `prompt_tokens` counts the prompt alone; a sequence moved here from another engine brings `token_ids` along.
     `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
-    device knows them.
+    device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
+    adapter in the pool.
     """
 
     request: Request
@@ -22,7 +23,8 @@ class Sequence:
     token_logprobs: list[float] = field(default_factory=list)
     num_stored: int = 0
     num_pending: int = 0
-    mode: ServedMode = "base"
+    mode: ServedMode | None = None
+    holds_adapter: bool = False
 
     @classmethod
     def of(cls, row: ExportedRow) -> Sequence:
@@ -58,6 +60,10 @@ class Sequence:
         """Its last token is pending: nothing is left to launch."""
         return self.num_pending > 0 and self.num_generated >= self.request.sampling.max_tokens
 
+    def served(self, mode: ServedMode) -> None:
+        """Count a step's mode; a row that saw more than one was served by a mixture."""
+        self.mode = mode if self.mode in (None, mode) else "mixture"
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions `start:end` of prompt and completion together."""
         prompt = self.request.prompt_token_ids
@@ -72,6 +78,7 @@ class Sequence:
 
     def result(self, text: str, finish_reason: FinishReason) -> Result:
         """The outcome, once nothing more will be generated."""
+        assert self.mode is not None, f"row {self.request.request_id} ended before its first step"
         return Result(
             request_id=self.request.request_id,
             token_ids=tuple(self.token_ids),

@@ -1,6 +1,7 @@
 """One forward pass, prepared: which tokens, where their keys and values go, who attends to what, which adapter.
 
-The tokens of a step stand sorted by adapter, so that each adapter owns one run of rows. Decoding sequences are
+The tokens of a step stand sorted by adapter, so that each adapter owns one run of rows; what must not see the merged
+adapter stands last, as one run more that lies over the others. Decoding sequences are
 also grouped by where their pages lie: evenly spaced runs of equal size share one attention call.
 
 Legend: T tokens of the step, S decoding sequences, K key/value heads, D head_dim.
@@ -17,19 +18,23 @@ from torch import Tensor
 from ..kernels.paged_attention import AttentionPlan, DecodeGroup, PrefillChunk
 from .config import ModelConfig
 from .pool import PageRun
-from .residency import ResidentAdapter
+from .residency import MergedShare, ResidentAdapter
 from .rope import RowLengths
 from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """`num_tokens` next tokens of one sequence, with the adapter it is served by (None: base or merged)."""
+    """`num_tokens` next tokens of one sequence, with the adapter it is served by (None: base or merged).
+
+    `minus`: the merged adapter, where the sequence must not see it (mixture).
+    """
 
     sequence: Sequence
     num_tokens: int
     run: PageRun
     adapter: ResidentAdapter | None
+    minus: MergedShare | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -89,7 +94,7 @@ class PageLayout:
 
 def build_step(entries: Items[StepEntry], model: ModelConfig, layout: PageLayout, dtype: torch.dtype) -> StepBatch:
     """Prepare one step. `entries` must not be empty."""
-    ordered = sorted(entries, key=lambda e: e.adapter.order if e.adapter else -1)
+    ordered = sorted(entries, key=lambda e: (e.minus is not None, e.adapter.order if e.adapter else -1))
     starts = [0]
     for entry in ordered:
         starts.append(starts[-1] + entry.num_tokens)
@@ -142,6 +147,10 @@ def _adapter_spans(ordered: Items[StepEntry], starts: Items[int]) -> tuple[Adapt
             spans[-1] = AdapterSpan(spans[-1].start, end, entry.adapter)
         else:
             spans.append(AdapterSpan(start, end, entry.adapter))
+    for entry, start in zip(ordered, starts, strict=False):
+        if entry.minus is not None:
+            spans.append(AdapterSpan(start, starts[-1], entry.minus.negative))
+            break
     return tuple(spans)
 
 

@@ -46,6 +46,9 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[LaunchedStep] = deque()
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
     def add(self, step: LaunchedStep, entries: Items[StepEntry]) -> None:
         """Count a launched step's tokens as stored and its sampled ones as pending."""
         for entry in entries:

@@ -13,7 +13,8 @@ class EngineTelemetry:
 
     `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. Token and step
     counts are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
-    are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike.
+    are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
+    rows of all steps: per step, they are the occupancy of the batch.
     """
 
     num_running: int
@@ -26,6 +27,7 @@ class EngineTelemetry:
     generated_tokens: int
     num_steps: int
     reused_prompt_tokens: int = 0
+    num_step_rows: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:

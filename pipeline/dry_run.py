@@ -15,12 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..engine.batcher import choose_batcher
 from ..engine.config import EngineConfig, ModelConfig, read_model_config
 from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import AdapterRecord
 from ..jobs.spec import JobSpec
 from ..scheduler.batching import Batcher
+from ..scheduler.cost import CostModel
 from ..scheduler.demand import LengthModel
 from ..scheduler.forecast import Forecast, forecast_job
 from ..scheduler.simulated_replica import ReplicaSettings
@@ -70,7 +73,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
             num_workers,
             lengths=expected_lengths(spec, checked.workload),
             rows_per_shard=spec.rows_per_shard,
-            make_batcher=partial(job_batcher, spec, checked.workload, job.record.adapters),
+            make_batcher=partial(job_batcher, spec, checked.workload, job.record.adapters, cost.cost),
         )
         weight_bytes = sum(file.stat().st_size for file in job.model_folder.glob("*.safetensors"))
         return DryRun(
@@ -119,8 +122,16 @@ def expected_lengths(spec: JobSpec, workload: Workload) -> LengthModel:
     return LengthModel([adapter.name for adapter in workload.adapters], prior_share=share)
 
 
-def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord, ...]) -> Batcher:
+def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord, ...], cost: CostModel) -> Batcher:
     """The batcher that the job's engines use, over the workload's adapter numbers."""
     verdicts = {adapter.name: adapter.verdict for adapter in adapters}
     config = EngineConfig(max_batch_rows=spec.batch_rows, max_step_tokens=spec.step_tokens, mode=spec.mode)
-    return choose_batcher(config, lambda number: verdicts[workload.adapters[number].name] == "exact-by-merge")
+    ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
+    mean_output_tokens = float(workload.max_tokens.mean()) / 2 if workload.num_rows else 1.0
+    return choose_batcher(
+        config,
+        lambda number: verdicts[workload.adapters[number].name] == "exact-by-merge",
+        cost,
+        lambda: ranks,
+        lambda: mean_output_tokens,
+    )

@@ -10,7 +10,7 @@ not yet admitted, both in order of arrival.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -87,6 +87,19 @@ class ClusteredBatcher:
         return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
 
 
+@dataclass(frozen=True, slots=True)
+class InClusters:
+    """Lets `inner` choose as if rows had come adapter by adapter: those running first, then the most wanted."""
+
+    inner: Batcher
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        order = clustered_order(view.running_adapter, view.waiting_adapter)
+        plan = self.inner.next_step(replace(view, waiting_adapter=view.waiting_adapter[order]))
+        return replace(plan, admit=order[plan.admit])
+
+
 def clustered_order(running_adapter: NDArray[np.int32], waiting_adapter: NDArray[np.int32]) -> NDArray[np.int64]:
     """Positions of all waiting rows: adapters already running first, then the most wanted; stable inside.
 
@@ -97,6 +110,12 @@ def clustered_order(running_adapter: NDArray[np.int32], waiting_adapter: NDArray
     present, group, waiting = np.unique(waiting_adapter, return_inverse=True, return_counts=True)
     is_new = ~np.isin(present, running_adapter) & (present >= 0)
     return np.lexsort((np.arange(len(group)), present[group], -waiting[group], is_new[group])).astype(np.int64)
+
+
+def everybody_unmerged(view: BatchView, admit: NDArray[np.int64]) -> StepPlan:
+    """All running rows in order of arrival, as far as a step holds them, then `admit`: possible in any state."""
+    serve = np.arange(len(view.running_adapter)) < view.max_batch_rows
+    return StepPlan("unmerged", None, serve, admit[: view.max_batch_rows - int(serve.sum())])
 
 
 def as_step_plan(

@@ -23,8 +23,16 @@ class Credits:
         assert initial <= starve_above, f"initial={initial}: everybody would start starving"
         self.balance: NDArray[np.float64] = np.full(num_adapters + 1, float(initial))
         self._is_starving = np.zeros(num_adapters + 1, dtype=bool)
+        self._initial = float(initial)
         self._starve_above = starve_above
         self._normal_below = normal_below
+
+    def extend(self, num_adapters: int) -> None:
+        """Open accounts for adapters that became known since; the base model's stays the last."""
+        num_new = num_adapters + 1 - len(self.balance)
+        if num_new > 0:
+            self.balance = np.insert(self.balance, -1, np.full(num_new, self._initial))
+            self._is_starving = np.insert(self._is_starving, -1, np.zeros(num_new, dtype=bool))
 
     def starving(self) -> NDArray[np.bool_]:
         """`[num_adapters + 1]`: who must be served first; updates the two states (lines 6-11)."""

@@ -47,7 +47,10 @@ class LoraSegment:
 
 
 def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
-    """Add every segment's LoRA to `y` in place. Rows outside all segments are not touched."""
+    """Add every segment's LoRA to `y` in place. Rows outside all segments are not touched.
+
+    Segments may overlap: a row gets what every one of them adds.
+    """
     for segment in segments:
         site = segment.site
         if site is None:

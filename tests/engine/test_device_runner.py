@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from peft_oracle import register_all
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
@@ -18,6 +20,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.graphs import EagerExecutor, GraphKey
 from lorabatch.engine.memory_plan import serves_by_kernels
 from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.scheduler.batching import BatchView, StepPlan
 
 PROMPT = (5, 6, 7, 8, 9)
 
@@ -38,6 +41,33 @@ def rows(count: int, **sampling: Any) -> list[Request]:
 
 def by_id(results: list[Result]) -> dict[str, Result]:
     return {result.request_id: result for result in results}
+
+
+def test_rows_beside_a_merged_adapter_take_it_out_again(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
+    names = ["rank8", "rank20"]
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    found = {}
+    for kind in ("unmerged", "mixture"):
+        if kind == "unmerged":
+            engine = make_engine(tiny_llama)
+        else:
+            engine = device_engine(tiny_llama, mode="auto")
+            engine._batcher = MergesFirst()
+        ids = register_all(engine, {name: tiny_adapters[name] for name in names})
+        adapters = [None, *ids.values()]
+        requests = [Request(f"{i}", (*PROMPT, i + 3), adapters[i % 3], sampling) for i in range(6)]
+        found[kind] = by_id(list(engine.run(requests)))
+    tokens = {kind: {key: result.token_ids for key, result in results.items()} for kind, results in found.items()}
+    assert tokens["mixture"] == tokens["unmerged"]
+    assert [found["mixture"][f"{i}"].mode for i in range(3)] == ["mixture", "merged", "mixture"]
+
+
+class MergesFirst:
+    """Merges the first adapter and serves everybody beside it."""
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        everybody = np.ones(len(view.running_adapter), bool)
+        return StepPlan("mixture", 0, everybody, np.arange(len(view.waiting_adapter)))
 
 
 class Noting(EagerExecutor):

@@ -62,3 +62,13 @@ def test_credit_is_never_made_or_lost(types, mask, batch):
     served = np.flatnonzero([(mask >> i) & 1 for i in range(len(types))])
     account.transfer(served, np.arange(min(batch, len(types))), types)
     account.check_integrity(6.0)
+
+
+def test_an_adapter_that_comes_later_starts_like_the_others_and_changes_no_account():
+    account = make_credits()
+    account.transfer(np.array([1]), np.array([0]), np.array([-1, 0], np.int32))
+    account.extend(4)
+    account.extend(3)
+    assert account.balance.tolist() == [1.0, 2.0, 2.0, 2.0, 3.0]
+    assert account.starving().tolist() == [False] * 5
+    account.check_integrity(5 * 2.0)

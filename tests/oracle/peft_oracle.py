@@ -1,0 +1,84 @@
+"""Tiny engines beside their oracle, transformers and PEFT in fp32, row by row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from lorabatch.engine.adapter import audit_adapter
+from lorabatch.engine.config import EngineConfig, Mode
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request, Result
+
+POOL_BYTES = 4 << 20
+
+
+def make_engine(model: Path, mode: Mode = "unmerged", **config: object) -> Engine:
+    settings = {"max_batch_rows": 8, "max_step_tokens": 24, "pool_bytes": POOL_BYTES} | config
+    return Engine(model, EngineConfig(mode=mode, **settings))  # type: ignore[arg-type]
+
+
+def register_all(engine: Engine, adapters: dict[str, Path]) -> dict[str, str]:
+    """Content hash of each adapter by name."""
+    ids = {}
+    for name, folder in adapters.items():
+        content = audit_adapter(folder, engine.model, name).content_sha256
+        assert content is not None
+        engine.register_adapter(content, folder, name)
+        ids[name] = content
+    return ids
+
+
+def prompts(count: int, vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 40))) for _ in range(count)]
+
+
+def serve(engine: Engine, requests: Iterable[Request]) -> dict[str, Result]:
+    """All results by request id; the engine proves itself after each step."""
+    engine.add(requests)
+    results: dict[str, Result] = {}
+    while engine.num_unfinished:
+        for result in engine.step():
+            assert result.request_id not in results
+            results[result.request_id] = result
+        engine.check_integrity()
+    return results
+
+
+class Oracle:
+    """Greedy generation by transformers + PEFT, one row at a time, without batching or caching tricks."""
+
+    def __init__(self, model_folder: Path, adapters: dict[str, Path]) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        self._model = base
+        for name, folder in adapters.items():
+            if self._model is base:
+                self._model = PeftModel.from_pretrained(base, folder, adapter_name=name)
+            else:
+                self._model.load_adapter(folder, adapter_name=name)
+        self._has_adapters = bool(adapters)
+        self._model.eval()
+
+    @torch.no_grad()
+    def logits(self, token_ids: Iterable[int], adapter: str | None) -> torch.Tensor:
+        """Logits at the last position, [vocab_size]."""
+        inputs = torch.tensor([list(token_ids)])
+        if adapter is None and self._has_adapters:
+            with self._model.disable_adapter():
+                return self._model(inputs).logits[0, -1]
+        if adapter is not None:
+            self._model.set_adapter(adapter)
+        return self._model(inputs).logits[0, -1]
+
+    def greedy(self, prompt: tuple[int, ...], adapter: str | None, max_tokens: int, stop_id: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        while len(tokens) < max_tokens and (not tokens or tokens[-1] != stop_id):
+            tokens.append(int(self.logits([*prompt, *tokens], adapter).argmax()))
+        return tuple(tokens)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, InClusters
+from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.cost_batching import CostBatcher, DloraBatcher
+from lorabatch.scheduler.dispatch import RoundRobinDispatcher
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B
+from lorabatch.scheduler.serving import ServingSettings, ServingSimulation
+from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.synthetic import (
+    draw_adapters,
+    draw_lengths,
+    make_adapters,
+    make_workload,
+    power_popularity,
+    uniform_popularity,
+)
+from lorabatch.scheduler.timeline import Timeline
+from lorabatch.scheduler.workload import Workload
+
+RANKS = np.array([8.0, 16.0, 64.0, 32.0])
+BATCH = 64
+
+
+def make_view(running, waiting, *, batch=16, merged=None):
+    return BatchView(np.asarray(running, np.int32), np.asarray(waiting, np.int32), batch, merged)
+
+
+def draw_workload(seed: int, num_rows: int, popularity: np.ndarray) -> Workload:
+    generator = np.random.default_rng(seed)
+    return make_workload(
+        make_adapters([8, 16, 64, 32]),
+        draw_adapters(generator, num_rows, popularity),
+        draw_lengths(generator, num_rows, 100, 0.5, 400),
+        draw_lengths(generator, num_rows, 60, 0.7, 200),
+        max_tokens=200,
+    )
+
+
+def makespan_s(workload: Workload, cost: CostModel, batcher: Batcher) -> float:
+    """One replica that has all rows from the start."""
+    arrived = replace(workload, release_s=np.zeros(workload.num_rows))
+    timeline = Timeline.empty(workload.num_rows, 1)
+    replica = SimulatedReplica(0, arrived, cost, batcher, ReplicaSettings(max_batch_rows=BATCH), timeline)
+    in_turn = RoundRobinDispatcher(np.ones((len(workload.adapters), 1), dtype=bool))
+    ServingSimulation(arrived, [replica], in_turn, cost, ServingSettings(BATCH, migrate_every_s=None)).run()
+    return float(timeline.finish_s.max())
+
+
+@pytest.mark.parametrize("merge_s", [0.1, 0.25, 1.0])
+@pytest.mark.parametrize("num_rows", [100, 500])
+@pytest.mark.parametrize("popularity", [np.eye(4)[2], power_popularity(4, 1.5), uniform_popularity(4)])
+def test_on_a_cpu_choosing_by_cost_is_never_slower_than_unmerged(merge_s, num_rows, popularity):
+    cost = replace(CPU_SMOLLM2_135M, merge_s=merge_s)
+    workload = draw_workload(1, num_rows, popularity)
+    unmerged = makespan_s(workload, cost, InClusters(ClusteredBatcher()))
+    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, lambda: 60.0)))
+    assert chosen <= unmerged * 1.001
+
+
+def test_where_lora_is_dear_choosing_by_cost_gains_what_dlora_gains():
+    cost = DLORA_A800_LLAMA_2_7B
+    workload = draw_workload(2, 500, power_popularity(4, 1.5))
+    unmerged = makespan_s(workload, cost, InClusters(ClusteredBatcher()))
+    chosen = makespan_s(workload, cost, InClusters(CostBatcher(cost, lambda: RANKS, lambda: 60.0)))
+    dlora = makespan_s(workload, cost, DloraBatcher(cost, lambda: RANKS, BATCH))
+    assert chosen < unmerged * 0.95
+    assert chosen < dlora * 1.05
+
+
+def test_a_merge_must_pay_for_the_way_back_too():
+    # Steps take 1 s, or 1.1 s with any adapter unmerged; twenty tokens are expected, so ten steps save 1 s.
+    nothing = {name: 0.0 for name in CPU_SMOLLM2_135M.to_json() if name.endswith("_s") and "bytes" not in name}
+    for merge_s, mode in ((0.4, "merged"), (0.6, "unmerged")):
+        cost = replace(CPU_SMOLLM2_135M, **(nothing | {"step_s": 1.0, "lora_step_s": 0.1, "merge_s": merge_s}))
+        batcher = CostBatcher(cost, lambda: RANKS, lambda: 20.0)
+        assert batcher.next_step(make_view([], [0] * 16)).mode == mode
+
+
+def test_adapters_may_become_known_between_steps():
+    ranks = [np.array([8.0])]
+    batchers = (
+        CostBatcher(CPU_SMOLLM2_135M, lambda: ranks[0], lambda: 10.0),
+        DloraBatcher(CPU_SMOLLM2_135M, lambda: ranks[0], 16),
+    )
+    for batcher in batchers:
+        ranks[0] = np.array([8.0])
+        assert len(batcher.next_step(make_view([], [0, 0, -1])).admit) == 3
+        ranks[0] = np.array([8.0, 16.0, 4.0])
+        plan = batcher.next_step(make_view([0, 0, -1], [2, 1, 2]))
+        assert plan.serve.any() or len(plan.admit)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    running=st.lists(st.integers(-1, 3), max_size=16),
+    waiting=st.lists(st.integers(-1, 3), max_size=30),
+    merged=st.sampled_from([None, 0, 3]),
+    output_tokens=st.floats(1.0, 1e4),
+)
+def test_every_step_is_sound_and_never_idle(running, waiting, merged, output_tokens):
+    view = make_view(running, waiting, merged=merged)
+    for inner in (
+        CostBatcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, lambda: output_tokens),
+        DloraBatcher(DLORA_A800_LLAMA_2_7B, lambda: RANKS, 16),
+    ):
+        plan = InClusters(inner).next_step(view)
+        plan.check_integrity(view)
+        assert plan.serve.any() or len(plan.admit) or not (running or waiting)
