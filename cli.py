@@ -119,7 +119,7 @@ def simulate(
 @app.command()
 def profile(
     model: Annotated[str, typer.Option(help="Base model: folder, GGUF file, hub id or URL.")],
-    workers: Annotated[int, typer.Option(min=1, help="Engines measured at once, as a job would run them.")] = 2,
+    workers: Annotated[int | None, typer.Option(min=1, help="Engines at once; 2, or 1 on a GPU.")] = None,
     engine_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each; shared out.")] = None,
     batch_rows: Annotated[int, typer.Option(min=1)] = 64,
     step_tokens: Annotated[int, typer.Option(min=16)] = 512,

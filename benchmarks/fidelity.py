@@ -2,9 +2,10 @@
 
 python -m lorabatch.benchmarks.fidelity --cost-model PROFILE.json --save RESULTS.json [--job NAME …]
 
-Answers have known lengths (the stop token is ignored), so that what differs is the model of the engine and of the
-cluster, not a guess of lengths. Measured: from the first shard opened to the last part written. Results of several
-calls are collected in one file.
+Most jobs' answers have known lengths (the stop token is ignored), so that what differs is the model of the engine and
+of the cluster, not a guess of lengths. The last one is the demo, whose lengths nobody knows: it is also predicted
+afterwards, with the lengths that came out. Measured: from the first shard opened to the last part written. Results of
+several calls are collected in one file.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..demo.base_model import base_model_folder
@@ -28,12 +31,20 @@ from ..engine.random_adapter import write_random_adapter
 from ..jobs.cost_profile import read_profile
 from ..jobs.spec import JobSpec
 from ..jobs.store import JobStore
+from ..pipeline.demo_job import demo_spec
 from ..pipeline.dry_run import dry_run
+from ..pipeline.job_forecast import job_batcher
 from ..pipeline.profile_engines import machine
 from ..pipeline.run import run
+from ..scheduler.forecast import plan_waves, predicted_lengths
+from ..scheduler.policies import run_planned
+from ..scheduler.simulated_replica import ReplicaSettings
+from ..scheduler.synthetic import make_workload
+from ..scheduler.workload import BASE_MODEL
 from .fidelity_results import Fidelity
 
 NUM_WORKERS = 2
+DEMO = "the demo"
 RANKS = (8, 8, 16, 16, 32, 32, 64, 64)
 _SCHEMA = pa.schema(
     {"id": pa.int64(), "adapter": pa.string(), "prompt_token_ids": pa.list_(pa.int32()), "max_tokens": pa.int32()}
@@ -107,6 +118,30 @@ def measure(mix: JobMix, model: Path, adapters: Path, cost_model: Path, folder: 
     )
 
 
+def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
+    """The demo as `plan` sees it, and once more with the lengths that its answers have had."""
+    spec = demo_spec(folder / "output", workers=NUM_WORKERS, overwrite=False)
+    options = spec.model_dump(exclude={"columns"}) | {"cost_model": str(cost_model)}
+    found = dry_run(options)
+    run(JobSpec.from_values(options))
+    measured_s = measured_makespan_s(JobStore(str(folder / "output")))
+    rows = ds.dataset(folder / "output", format="parquet").to_table().to_pydict()
+    number = {adapter.name: i for i, adapter in enumerate(found.workload.adapters)}
+    adapter = np.array([number.get(name, BASE_MODEL) for name in rows["adapter"]], np.int32)
+    prompt, output = (np.array(rows[name], np.int32) for name in ("prompt_tokens", "completion_tokens"))
+    limits = [spec.max_tokens if limit is None else limit for limit in rows["max_tokens"]]
+    workload = make_workload(found.workload.adapters, adapter, prompt, output, max_tokens=np.array(limits, np.int32))
+    settings = ReplicaSettings(spec.batch_rows, spec.step_tokens, adapter_source="storage", leap_steps=8)
+    cost, batcher = found.cost.cost, partial(job_batcher, spec, workload, found.adapters, found.cost.cost)
+    plan = plan_waves(workload, cost, predicted_lengths(workload), batch_rows=spec.batch_rows, num_replicas=NUM_WORKERS)
+    known_s = run_planned(workload, plan, cost, settings, NUM_WORKERS, batcher).metrics.makespan_s
+    sizes = (len(adapter), int(prompt.sum()), int(output.sum()))
+    return [
+        Fidelity(DEMO, *sizes, predicted_s=found.forecast.predicted_s, measured_s=measured_s, has_lengths=False),
+        Fidelity(f"{DEMO}, lengths as they came", *sizes, predicted_s=known_s, measured_s=measured_s),
+    ]
+
+
 def measured_makespan_s(store: JobStore) -> float:
     """From the first shard opened to the last one committed, by the job's own journal."""
     now_s = 0.0
@@ -127,7 +162,7 @@ def main() -> None:
     parser.add_argument("--cost-model", type=Path, required=True, help="file of `lorabatch profile --workers 2`")
     parser.add_argument("--save", type=Path, required=True, help="JSON file; results that are there are kept")
     parser.add_argument("--model", type=Path, help="model folder; by default the demo's base")
-    parser.add_argument("--job", type=int, nargs="*", default=range(len(MIXES)), help="numbers of jobs, all by default")
+    parser.add_argument("--job", type=int, nargs="*", default=range(len(MIXES) + 1), help="numbers, all by default")
     chosen = parser.parse_args()
     model = chosen.model or base_model_folder()
     before = json.loads(chosen.save.read_text(encoding="utf-8"))["jobs"] if chosen.save.exists() else []
@@ -139,9 +174,13 @@ def main() -> None:
         for number in chosen.job:
             folder = Path(name) / str(number)
             folder.mkdir()
-            fidelity = measure(MIXES[number], model, adapters, chosen.cost_model, folder)
-            found[fidelity.job] = asdict(fidelity)
-            print(f"{fidelity.job}: predicted {fidelity.predicted_s:.1f} s, measured {fidelity.measured_s:.1f} s")
+            if number < len(MIXES):
+                measured = [measure(MIXES[number], model, adapters, chosen.cost_model, folder)]
+            else:
+                measured = measure_demo(chosen.cost_model, folder)
+            for one in measured:
+                found[one.job] = asdict(one)
+                print(f"{one.job}: predicted {one.predicted_s:.1f} s, measured {one.measured_s:.1f} s", flush=True)
     facts = {"machine": machine(), "date": datetime.now(UTC).date().isoformat(), "workers": NUM_WORKERS}
     facts |= {"model": model.name, "profile": read_profile(chosen.cost_model).to_json()}
     chosen.save.write_text(json.dumps(facts | {"jobs": list(found.values())}, indent=1) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """Seconds of one job. `error`: predicted over measured, less one."""
+    """Seconds of one job. `error`: predicted over measured, less one. `has_lengths`: its answers' were known."""
 
     job: str
     num_rows: int
@@ -21,6 +21,7 @@ class Fidelity:
     output_tokens: int
     predicted_s: float
     measured_s: float
+    has_lengths: bool = True
 
     @property
     def error(self) -> float:
@@ -52,8 +53,9 @@ class FidelityResults:
 
     @property
     def mean_error(self) -> float:
-        """Mean of the absolute errors, as a share."""
-        return sum(abs(job.error) for job in self.jobs) / len(self.jobs)
+        """Mean of the absolute errors over jobs with known lengths, as a share."""
+        errors = [abs(job.error) for job in self.jobs if job.has_lengths]
+        return sum(errors) / len(errors)
 
     def to_lines(self) -> list[str]:
         """The section, in Markdown."""
@@ -65,18 +67,21 @@ class FidelityResults:
             "## Fidelity: predicted and measured",
             "",
             "Jobs planned with a cost model from `lorabatch profile` and then run for real",
-            f"({self.facts}): seconds from the first shard opened to the last part written. Lengths are known, so that",
-            "what differs is the model of engine and cluster. `python -m lorabatch.benchmarks.fidelity` repeats it",
+            f"({self.facts}): seconds from the first shard opened to the last part written. Lengths of answers are",
+            "known unless a job says otherwise, so that what differs is the model of engine and cluster; where they",
+            "are not, half of `max_tokens` is assumed. `python -m lorabatch.benchmarks.fidelity` repeats it",
             f"(`benchmarks/results/{self.name}`). The cost model's fit: {fits}.",
             "",
             "| job | rows | prompt tokens | output tokens | predicted, s | measured, s | error |",
             "|---|---|---|---|---|---|---|",
-            *(
-                f"| {job.job} | {job.num_rows} | {job.prompt_tokens} | {job.output_tokens} | {job.predicted_s:.1f} | "
-                f"{job.measured_s:.1f} | {job.error:+.1%} |"
-                for job in self.jobs
-            ),
+            *map(_line, self.jobs),
             "",
-            f"Mean absolute error: {self.mean_error:.1%}.",
+            f"Mean absolute error of the jobs with known lengths: {self.mean_error:.1%}.",
             "",
         ]
+
+
+def _line(job: Fidelity) -> str:
+    name = job.job if job.has_lengths else f"{job.job}, lengths unknown"
+    counts = f"{job.num_rows} | {job.prompt_tokens} | {job.output_tokens}"
+    return f"| {name} | {counts} | {job.predicted_s:.1f} | {job.measured_s:.1f} | {job.error:+.1%} |"

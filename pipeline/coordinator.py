@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 from distributed import Client, Future
@@ -97,6 +98,7 @@ class Coordinator:
         self._start_s = self._watched_s = self._ticked_s = self._engine_seen_s = time.monotonic()
         self._roll = RollCall(self._start_s)
         self._outcome: Command | None = None
+        self._opened_s, self._committed_s = inf, 0.0
 
     def run(self) -> None:
         """Go on until every shard is committed.
@@ -222,6 +224,7 @@ class Coordinator:
                 self._handle(ShardFailed(self._now_s(), message.shard_id, message.worker, reason))
                 return
             outcome = self._monitor.unknown_outcome(message.shard_id, message.worker)
+        self._committed_s = self._now_s()
         self._monitor.committed(outcome)
         self._handle(ShardCommitted(self._now_s(), message.shard_id, outcome.worker))
 
@@ -278,7 +281,13 @@ class Coordinator:
             case _:
                 raise AssertionError(f"no way to enact {command}")
 
+    @property
+    def working_s(self) -> float:
+        """Seconds from the first shard opened to the last part written; what plans predict."""
+        return max(0.0, self._committed_s - self._opened_s)
+
     def _submit(self, command: RunShard) -> None:
+        self._opened_s = min(self._opened_s, self._now_s())
         # A new key per attempt and coordinator: Dask would otherwise hand out the outcome of the one before.
         attempt = f"{self._control.coordinator_id}-{command.attempt}"
         key = (f"lora_shard-{self._run_id}", command.shard_id, attempt)

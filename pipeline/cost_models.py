@@ -29,12 +29,19 @@ def choose_cost(spec: JobSpec, model_sha256: str, model: ModelConfig, threads: i
     """The cost model for a job's engines. Raises `JobRequestError` for a `cost_model` that cannot be used."""
     if spec.cost_model is not None:
         return ChosenCost(read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}")
-    device = spec.device.partition(":")[0] if spec.device != "auto" else "cuda" if _NVIDIA_DRIVER.exists() else "cpu"
+    device = device_kind(spec.device)
     dtype = spec.dtype if spec.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     path = profile_path(model_sha256, device, dtype, threads if device == "cpu" else None)
     if path.exists():
         return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
     return _preset(model, device, threads)
+
+
+def device_kind(device: str) -> str:
+    """`cpu` or `cuda`, as engines of this machine would choose."""
+    if device != "auto":
+        return device.partition(":")[0]
+    return "cuda" if _NVIDIA_DRIVER.exists() else "cpu"
 
 
 def _preset(model: ModelConfig, device: str, threads: int | None) -> ChosenCost:

@@ -25,7 +25,8 @@ class AdapterCount:
 class JobResult:
     """The account of a finished job. `errors`: kinds of error rows, with the first of each kind.
 
-    `seconds`: of the run that finished it; `num_reused`: rows that this run found done.
+    `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
+    from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
     """
 
     output: str
@@ -39,6 +40,8 @@ class JobResult:
     adapters: tuple[AdapterCount, ...]
     seconds: float
     num_reused: int
+    predicted_s: float | None = None
+    working_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As `summary.json` holds it."""
@@ -61,6 +64,9 @@ class JobResult:
         lines.append(
             f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated, {self.seconds:,.1f} s{rate}"
         )
+        if self.predicted_s is not None and self.working_s is not None and not self.num_reused:
+            took = f"{self.predicted_s:,.1f} s were predicted, it took {self.working_s:,.1f} s"
+            lines.append(f"from the first shard opened to the last part written {took}")
         if self.num_errors:
             lines.append(f"{self.num_errors:,} rows are errors; select them with `error IS NOT NULL`:")
             lines += [

@@ -13,10 +13,10 @@ from typing import Any
 from distributed import Client, Reschedule, get_worker, secede
 
 from ..jobs.opening import OpenedJob, changed_adapters
-from ..scheduler.cost import CostModel
 from .cluster import loss_told
 from .hosts import stop_hosts
 from .job_control import JobControl
+from .job_forecast import Forecaster
 from .job_reporter import JobReporter
 from .job_result import JobResult
 from .peers import Peers
@@ -26,9 +26,8 @@ from .told_progress import ToldProgress
 logger = logging.getLogger(__name__)
 
 
-def run_job(job: OpenedJob, run_id: str, began_s: float, cost: CostModel) -> JobResult:
-    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch. `cost`: of its
-    engines, as far as anybody knows.
+def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster) -> JobResult:
+    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch.
 
     Raises what `run.run` says. The hosts are gone when it returns or raises.
     """
@@ -43,7 +42,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, cost: CostModel) -> Job
     ):
         client.run_on_scheduler(_forgive, key=key)
         reporter = JobReporter(job.store, ToldProgress(client, run_id), job.spec.error_budget)
-        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), cost)
+        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), forecaster)
         try:
             with loss_told(client):
                 return _stages(run, began_s)
@@ -70,10 +69,10 @@ def finished_before(job: OpenedJob) -> JobResult:
 
 def _stages(run: JobRun, began_s: float) -> JobResult:
     plan = plan_shards(run, index_rows(run))
-    num_reused = coordinate(run, plan)
+    done = coordinate(run, plan)
     stop_hosts(run.client, run.run_id)
     account = count_rows(run, plan)
-    return finish(run, plan, account, num_reused, time.time() - began_s)
+    return finish(run, plan, account, done, time.time() - began_s)
 
 
 def _forgive(dask_scheduler: Any, key: Any) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 
 from distributed import Client, Future, KilledWorker
 
-from ..engine.config import read_model_config
 from ..jobs.errors import JobFailedError, JobInterruptedError
 from ..jobs.opening import OpenedJob
 from .cluster import count_workers
-from .cost_models import choose_cost
 from .hosts import engine_settings, start_hosts, stop_hosts
 from .job_control import ask_to_stop
+from .job_forecast import Forecaster
 from .job_reporter import INTERRUPTED, JobReporter
 from .job_result import JobResult
 from .job_task import run_job
@@ -43,14 +42,12 @@ class LaunchedJob:
 
 def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
     """Start engines for an opened job, and the task that coordinates it."""
-    settings = engine_settings(job, count_workers(client), engine_factory)
+    num_workers = count_workers(client)
+    forecaster = Forecaster.of(job, num_workers)
+    settings = engine_settings(job, num_workers, engine_factory)
     run_id = start_hosts(client, job.record.job_id, settings, job.store)
-    cost = choose_cost(
-        job.spec, job.record.model.sha256, read_model_config(job.model_folder), settings.config.num_threads
-    ).cost
-    future = client.submit(
-        run_job, job, run_id, time.time(), cost, key=f"lora_job-{run_id}", priority=_JOB_PRIORITY, pure=False
-    )
+    asked = (job, run_id, time.time(), forecaster)
+    future = client.submit(run_job, *asked, key=f"lora_job-{run_id}", priority=_JOB_PRIORITY, pure=False)
     return LaunchedJob(job, run_id, future)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ..scheduler.forecast import AdapterForecast
 from ..scheduler.waves import Shard
 from .adapter_audits import adapter_notes
 from .dry_run import DryRun
@@ -151,7 +152,7 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
     return lines
 
 
-def _by_seconds(found: DryRun) -> list[Any]:
+def _by_seconds(found: DryRun) -> list[AdapterForecast]:
     return sorted(found.forecast.adapters, key=lambda adapter: (-adapter.engine_s, adapter.name))
 
 
@@ -174,7 +175,7 @@ def _adapter_table() -> Table:
     return _table(("adapter", "rank", "rows", "prompt tokens", "output tokens", "engine s"), "adapter")
 
 
-def _adapter_cells(adapter: Any) -> tuple[str, ...]:
+def _adapter_cells(adapter: AdapterForecast) -> tuple[str, ...]:
     counts = (adapter.rank, adapter.num_rows, adapter.prompt_tokens, adapter.predicted_output_tokens)
     return (adapter.name or "(base model)", *map(str, counts), f"{adapter.engine_s:.1f}")
 

@@ -5,7 +5,7 @@ Nothing has run yet, so whatever is wrong here costs no work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -17,7 +17,8 @@ from ..jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError
 from ..jobs.input_columns import DEFAULT_ID_COLUMN
 from ..jobs.record import JobRecord, adapter_problem
 from ..jobs.store import JobStore
-from ..scheduler.waves import Shard, ShardPlan, plan_shards
+from ..scheduler.forecast import Forecast
+from ..scheduler.waves import Shard, ShardPlan
 from ..scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 from . import prepared_rows as prepared
 from .index import ChunkSummary
@@ -42,7 +43,7 @@ class JobPlan:
     """What planning found. `errors`: rows that no engine will see, by kind; a row counts once.
 
     `rows_per_adapter`: "" counts the base model's rows. `adapter_names`: per shard, every name its rows ask
-    for, refused and unknown ones included.
+    for, refused and unknown ones included. `predicted_s`: from the first shard opened to the last part written.
     """
 
     shards: tuple[Shard, ...]
@@ -51,6 +52,7 @@ class JobPlan:
     errors: tuple[KindOfError, ...]
     rows_per_adapter: Mapping[str, int]
     adapter_names: tuple[tuple[str, ...], ...]
+    predicted_s: float | None = None
 
     @property
     def num_errors(self) -> int:
@@ -72,18 +74,14 @@ def plan_job(
     record: JobRecord,
     summaries: Sequence[ChunkSummary],
     *,
-    batch_rows: int,
     num_replicas: int,
+    forecast: Callable[[Workload, int], Forecast],
 ) -> JobPlan:
-    """Check the whole index, cut it into shards, and write the plan. Raises what `check_rows` raises."""
+    """Check the whole index, plan and predict it, and write the plan. Raises what `check_rows` raises."""
     checked = check_rows(store, record, summaries)
     index, errors, workload = checked.index, checked.errors, checked.workload
-    cut = plan_shards(
-        workload,
-        batch_rows=batch_rows,
-        num_replicas=num_replicas,
-        rows_per_shard=record.spec["rows_per_shard"],
-    )
+    found = forecast(workload, num_replicas)
+    cut = found.plan
     cut.check_integrity()
     plan = JobPlan(
         shards=cut.shards,
@@ -92,6 +90,7 @@ def plan_job(
         errors=errors,
         rows_per_adapter=_rows_per_adapter(index),
         adapter_names=tuple(_names(index, cut.rows_of(shard.shard_id)) for shard in cut.shards),
+        predicted_s=found.predicted_s,
     )
     store.write_plan(_references(index, cut), plan_facts(plan))
     return plan

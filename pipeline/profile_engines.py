@@ -28,20 +28,28 @@ from ..jobs.model_content import model_sha256
 from ..scheduler.cost import CostModel
 from ..scheduler.fitting import fit, fit_loads, fit_quality
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from .cluster import DEFAULT_WORKERS
+from .cost_models import device_kind
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What to measure. `engine_threads`: of each engine; None shares this machine's cores out."""
+    """What to measure. `num_engines`: at once; None is as many as a job has workers, or one on a GPU. `engine_threads`:
+    of each engine; None shares this machine's cores out."""
 
     model: str
-    num_engines: int = 2
+    num_engines: int | None = None
     engine_threads: int | None = None
     batch_rows: int = 64
     step_tokens: int = 512
     dtype: str = "auto"
     device: str = "auto"
     max_seconds: float = 120.0
+
+    @property
+    def engines(self) -> int:
+        """How many are measured."""
+        return self.num_engines or (DEFAULT_WORKERS if device_kind(self.device) == "cpu" else 1)
 
 
 def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[CostProfile, Path]:
@@ -50,7 +58,7 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
     Raises `StorageError` or `EngineError` for a model that cannot be had or served.
     """
     folder = local_folder(request.model, {})
-    threads = request.engine_threads or max(1, len(os.sched_getaffinity(0)) // request.num_engines)
+    threads = request.engine_threads or max(1, len(os.sched_getaffinity(0)) // request.engines)
     config = EngineConfig(
         max_batch_rows=request.batch_rows,
         max_step_tokens=request.step_tokens,
@@ -68,8 +76,8 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
 
 def _measure(folder: Path, config: EngineConfig, request: ProfileRequest) -> list[EngineProfile]:
     processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(request.num_engines, mp_context=processes) as pool:
-        running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.num_engines)]
+    with ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
+        running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.engines)]
         return [one.result() for one in running]
 
 
@@ -89,7 +97,7 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
         device=device,
         dtype=dtype,
         engine_threads=threads if device == "cpu" else None,
-        num_engines=request.num_engines,
+        num_engines=request.engines,
         batch_rows=request.batch_rows,
         quality={kind: fit_quality([s for k, s in steps if k == kind], cost) for kind in kinds},
         cost=cost,

@@ -12,8 +12,8 @@ from typing import Any
 from distributed import Client, Future
 
 from ..jobs.opening import OpenedJob, changed_adapters
-from ..scheduler.cost import CostModel
-from ..scheduler.scheduler import Scheduler, SchedulerSettings
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.scheduler_settings import SchedulerSettings
 from ..scheduler.tail import TailSettings
 from .account import Account, account_parts
 from .cluster import count_workers, placement_of_tasks
@@ -21,6 +21,7 @@ from .coordinator import Coordinator
 from .index import ChunkSummary, index_chunk, list_chunks
 from .index_job import IndexJob
 from .job_control import JobControl
+from .job_forecast import Forecaster
 from .job_monitor import JobMonitor
 from .job_reporter import JobReporter
 from .job_result import JobResult
@@ -40,7 +41,9 @@ _LEAST_GAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One coordinator's hold of a job. `control` is asked between any two steps. `cost`: of the workers' engines."""
+    """One coordinator's hold of a job. `control` is asked between any two steps. `forecaster`: of rows, and of what
+    engines take.
+    """
 
     client: Client
     job: OpenedJob
@@ -48,7 +51,7 @@ class JobRun:
     control: JobControl
     reporter: JobReporter
     peers: Peers
-    cost: CostModel
+    forecaster: Forecaster
 
     def results(self, futures: Sequence[Future[Any]]) -> Iterator[Any]:
         """Results of tasks, in the order they finish. Raises what a task raises, and what `control` raises."""
@@ -97,8 +100,8 @@ def plan_shards(run: JobRun, summaries: Sequence[ChunkSummary]) -> JobPlan:
             job.store,
             job.record,
             summaries,
-            batch_rows=job.spec.batch_rows,
             num_replicas=count_workers(run.client),
+            forecast=run.forecaster,
         )
     else:
         # Asked here, not remembered: a coordinator before this one may have reopened them.
@@ -109,18 +112,31 @@ def plan_shards(run: JobRun, summaries: Sequence[ChunkSummary]) -> JobPlan:
     return plan
 
 
-def coordinate(run: JobRun, plan: JobPlan) -> int:
-    """Run every shard that has no part; the number of rows that were done before."""
+@dataclass(frozen=True, slots=True)
+class Coordinated:
+    """`num_reused`: rows that were done before. `working_s`: seconds that the others took."""
+
+    num_reused: int
+    working_s: float
+
+
+def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
+    """Run every shard that has no part."""
     job = run.job
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in job.store.committed_parts()}
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     monitor = JobMonitor(plan.shards, rows_of_part, names)
-    tail = TailSettings(run.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
+    tail = TailSettings(run.forecaster.cost.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
     settings = SchedulerSettings(expected_replicas=count_workers(run.client), tail=tail)
     scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
-    Coordinator(run.client, job.store, run.run_id, scheduler, monitor, run.reporter, run.control, run.peers).run()
-    return sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
+    coordinator = Coordinator(
+        run.client, job.store, run.run_id, scheduler, monitor, run.reporter, run.control, run.peers
+    )
+    coordinator.run()
+    return Coordinated(
+        sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes), coordinator.working_s
+    )
 
 
 def count_rows(run: JobRun, plan: JobPlan) -> Account:
@@ -135,7 +151,7 @@ def count_rows(run: JobRun, plan: JobPlan) -> Account:
     return total
 
 
-def finish(run: JobRun, plan: JobPlan, account: Account, num_reused: int, seconds: float) -> JobResult:
+def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seconds: float) -> JobResult:
     """Check that the parts hold every row, write the summary, and say that the job is done."""
     account.check_complete(plan)
     job = run.job
@@ -150,7 +166,9 @@ def finish(run: JobRun, plan: JobPlan, account: Account, num_reused: int, second
         errors=(*plan.errors, *account.engine_error_kind()),
         adapters=account.adapter_counts(),
         seconds=seconds,
-        num_reused=num_reused,
+        num_reused=done.num_reused,
+        predicted_s=plan.predicted_s,
+        working_s=done.working_s,
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
     job.store.write_summary(result.to_json())

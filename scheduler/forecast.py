@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from .simulated_replica import ReplicaSettings
 from .wave_modes import with_merged_waves
 from .waves import ShardPlan, plan_shards
 from .workload import Workload
+
+WaveMode = Literal["auto", "unmerged", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ def forecast_job(
     *,
     lengths: LengthModel | None = None,
     rows_per_shard: int | None = None,
+    mode: WaveMode = "auto",
     make_batcher: Callable[[], Batcher] | None = None,
     max_simulated_rows: int = 50_000,
 ) -> Forecast:
@@ -75,6 +79,7 @@ def forecast_job(
         batch_rows=settings.max_batch_rows,
         num_replicas=num_replicas,
         rows_per_shard=rows_per_shard,
+        mode=mode,
     )
     row_s = _row_seconds(workload, predicted, cost, settings.max_batch_rows)
     shard_s = np.array([row_s[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards])
@@ -102,8 +107,9 @@ def plan_waves(
     batch_rows: int,
     num_replicas: int,
     rows_per_shard: int | None = None,
+    mode: WaveMode = "auto",
 ) -> ShardPlan:
-    """Shards from predicted lengths, and their modes from the cost model."""
+    """Shards from predicted lengths, and their modes: from the cost model, or one for all as asked."""
     plan = plan_shards(
         workload,
         batch_rows=batch_rows,
@@ -111,7 +117,9 @@ def plan_waves(
         predicted_output_tokens=predicted,
         rows_per_shard=rows_per_shard,
     )
-    return with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
+    if mode == "auto":
+        return with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
+    return replace(plan, shards=tuple(replace(s, mode=mode) if s.mode == "unmerged" else s for s in plan.shards))
 
 
 def placement_problem(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from .assignment import cheapest_assignment
 
 _EPSILON = 1e-12
+_LEVEL_ROUNDS = 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,11 +58,12 @@ def assign_loraserve(
     move as few bytes as it can. Without any demand every adapter counts the same.
     """
     assert num_servers >= 1, "no server"
-    utilisation = _utilisation(ranks, demand_tps, operating_points)
+    demand = demand_tps if demand_tps.any() else np.ones(len(ranks))
+    utilisation = _utilisation(ranks, demand, operating_points)
     target = utilisation.sum() / num_servers
     budget = server_budget(ranks, utilisation, num_servers)
-    fraction, is_packed = _pack_ranks(ranks, utilisation, budget, target, num_servers)
-    _place_leftovers(ranks, utilisation, fraction, is_packed, target)
+    packed = _pack_ranks(ranks, utilisation, budget, target, num_servers)
+    fraction = _Leftovers(ranks, demand, operating_points).place(packed, target)
     routing = Routing(fraction / fraction.sum(axis=1, keepdims=True))
     if previous is not None:
         size = np.ones(len(ranks)) if weight_bytes is None else weight_bytes
@@ -70,10 +72,9 @@ def assign_loraserve(
 
 
 def _utilisation(
-    ranks: NDArray[np.int64], demand_tps: NDArray[np.float64], operating_points: Mapping[int, float]
+    ranks: NDArray[np.int64], demand: NDArray[np.float64], operating_points: Mapping[int, float]
 ) -> NDArray[np.float64]:
     """Step 1. Raises KeyError naming a rank that was never profiled."""
-    demand = demand_tps if demand_tps.any() else np.ones(len(ranks))
     return demand / np.array([operating_points[int(rank)] for rank in ranks], dtype=np.float64)
 
 
@@ -97,11 +98,8 @@ def _pack_ranks(
     budget: Mapping[int, int],
     target: float,
     num_servers: int,
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Step 3: fractional bin packing of each rank into its own servers, the most wanted adapters first.
-
-    Returns the fractions so far and which adapters are packed whole.
-    """
+) -> NDArray[np.float64]:
+    """Step 3: fractional bin packing of each rank into its own servers, the most wanted adapters first."""
     fraction = np.zeros((len(ranks), num_servers))
     first = 0
     for rank in sorted(budget, reverse=True):
@@ -113,7 +111,7 @@ def _pack_ranks(
             for adapter in members[np.argsort(-utilisation[members], kind="stable")]:
                 _pour(int(adapter), float(utilisation[adapter]), list(range(first, last)), room, fraction)
         first = last
-    return fraction, fraction.sum(axis=1) > 1 - 1e-9
+    return fraction
 
 
 def _pour(
@@ -132,32 +130,54 @@ def _pour(
             left -= poured
 
 
-def _place_leftovers(
-    ranks: NDArray[np.int64],
-    utilisation: NDArray[np.float64],
-    fraction: NDArray[np.float64],
-    is_packed: NDArray[np.bool_],
-    target: float,
-) -> None:
+class _Leftovers:
     """Step 4: what is left, by falling rank, to servers whose maximum rank is highest, least utilised first.
 
-    A server that already runs this rank or a higher one is not slowed by it; only when none of those has
-    room do others come, again the highest first. When rounding left no room anywhere, the least utilised
-    server takes it.
+    A server that already runs this rank or a higher one is not slowed by it; only when none of those has room do others
+    come, again the highest first. A server's load is counted at the rank it runs at, its maximum (section III-A5: small
+    ranks pay for large ones), so a mixed server is full sooner; the level to which servers are filled is the lowest at
+    which everything has a place.
     """
-    num_servers = fraction.shape[1]
-    leftovers = np.flatnonzero(~is_packed)
-    for adapter in leftovers[np.lexsort((-utilisation[leftovers], -ranks[leftovers]))]:
-        max_rank = np.where(fraction > 0, ranks[:, None], 0).max(axis=0)
-        used = utilisation @ fraction
-        room = target - used
-        order = np.lexsort((np.arange(num_servers), used, -max_rank, max_rank < ranks[adapter]))
-        open_servers = [int(s) for s in order if room[s] > _EPSILON]
-        if open_servers:
-            _pour(int(adapter), float(utilisation[adapter]), open_servers, room, fraction)
-        rest = 1.0 - fraction[adapter].sum()
-        if rest > _EPSILON:
-            fraction[adapter, int(np.argmin(utilisation @ fraction))] += rest
+
+    def __init__(self, ranks: NDArray[np.int64], demand: NDArray[np.float64], points: Mapping[int, float]) -> None:
+        self._ranks, self._demand, self._points = ranks, demand, points
+
+    def place(self, packed: NDArray[np.float64], target: float) -> NDArray[np.float64]:
+        """Fractions with everything placed. `packed`: those of step 3, filled to `target`."""
+        highest = self._points[int(self._ranks.max(initial=0))] if len(self._ranks) else 1.0
+        low, high = target, max(target, float(self._demand.sum()) / highest / packed.shape[1]) * (1 + 1e-9)
+        found = self._fill(packed, low)
+        if self._is_placed(found):
+            return found
+        for _ in range(_LEVEL_ROUNDS):
+            middle = (low + high) / 2
+            found = self._fill(packed, middle)
+            low, high = (low, middle) if self._is_placed(found) else (middle, high)
+        return self._rest_anywhere(self._fill(packed, high))
+
+    def _is_placed(self, fraction: NDArray[np.float64]) -> bool:
+        return bool((fraction.sum(axis=1) > 1 - 1e-9).all())
+
+    def _fill(self, packed: NDArray[np.float64], level: float) -> NDArray[np.float64]:
+        fraction = packed.copy()
+        leftovers = np.flatnonzero(fraction.sum(axis=1) <= 1 - 1e-9)
+        for adapter in leftovers[np.lexsort((-self._demand[leftovers], -self._ranks[leftovers]))].tolist():
+            max_rank = np.where(fraction > 0, self._ranks[:, None], 0).max(axis=0)
+            runs_at = np.maximum(max_rank, self._ranks[adapter])
+            speed = np.array([self._points[int(rank)] for rank in runs_at])
+            used = self._demand @ fraction / speed
+            order = np.lexsort((np.arange(len(used)), used, -max_rank, max_rank < self._ranks[adapter]))
+            room = level - used
+            for server in order.tolist():
+                if room[server] > _EPSILON:
+                    _pour(adapter, float(self._demand[adapter] / speed[server]), [server], room, fraction)
+        return fraction
+
+    def _rest_anywhere(self, fraction: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What rounding has left to the server with the least demand."""
+        for adapter in np.flatnonzero(fraction.sum(axis=1) <= 1 - 1e-9).tolist():
+            fraction[adapter, int(np.argmin(self._demand @ fraction))] += 1.0 - fraction[adapter].sum()
+        return fraction
 
 
 def permute_assignment(routing: Routing, previous: Routing, weight_bytes: NDArray[np.float64]) -> Routing:

@@ -20,7 +20,8 @@ from .credits import Credits
 from .dispatch import RoundRobinDispatcher
 from .dynamic_batching import DynamicBatcher, Thresholds, Tuning
 from .metrics import JobMetrics, job_metrics
-from .scheduler import Scheduler, SchedulerSettings
+from .scheduler import Scheduler
+from .scheduler_settings import SchedulerSettings
 from .serving import ServingSettings, ServingSimulation
 from .simulated_replica import ReplicaSettings, SimulatedReplica
 from .simulator import Cluster, JobSimulation
@@ -69,15 +70,16 @@ def run_planned(
     settings: ReplicaSettings,
     num_replicas: int,
     make_batcher: Callable[[], Batcher] | None = None,
+    scheduling: SchedulerSettings | None = None,
 ) -> PolicyRun:
     """A plan, played by the real Scheduler on replicas that are all there from the start.
 
-    `make_batcher`: of each replica; by default the planner's own.
+    `make_batcher`: of each replica; by default the planner's own. `scheduling`: by default as in real runs.
     """
     make = make_batcher or (lambda: planner_batcher(workload, cost, settings, num_replicas))
     timeline = Timeline.empty(workload.num_rows, num_replicas)
     replicas = [SimulatedReplica(number, workload, cost, make(), settings, timeline) for number in range(num_replicas)]
-    scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=num_replicas))
+    scheduler = Scheduler(plan.shards, settings=scheduling or SchedulerSettings(expected_replicas=num_replicas))
     cluster = Cluster((0.0,) * num_replicas, progress_s=0.5)
     outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, settings).run()
     assert outcome.failure is None, outcome.failure

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .adapter_traffic import TrafficSettings
 from .commands import Command
 from .cost import CostModel
 from .events import Event
-from .scheduler import BEGINNING, Scheduler, SchedulerSettings
+from .scheduler import BEGINNING, Scheduler
+from .scheduler_settings import SchedulerSettings
 from .tail import TailSettings
 from .waves import Shard
 
@@ -68,4 +70,7 @@ def _settings(raw: Mapping[str, Any]) -> SchedulerSettings:
     tail = raw["tail"]
     if tail is not None:
         tail = TailSettings(**{**tail, "cost": CostModel.from_json(tail["cost"])})
-    return SchedulerSettings(**{**raw, "tail": tail})
+    traffic = raw["traffic"]
+    if traffic is not None:
+        traffic = TrafficSettings(**traffic)
+    return SchedulerSettings(**{**raw, "tail": tail, "traffic": traffic})

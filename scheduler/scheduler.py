@@ -7,36 +7,20 @@ and draws no random numbers: the same events give the same commands (`events.jso
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from .adapter_traffic import AdapterTraffic
 from .backlog import Backlog
 from .commands import Command, FailJob, FinishJob, Recall, RunShard
 from .events import Event, Progress, ReplicaJoined, ReplicaLost, ReplicasFound, ShardCommitted, ShardFailed
 from .job_state import ReplicaState, ShardState
 from .lender import Lender
-from .tail import TailSettings
+from .scheduler_settings import SchedulerSettings
 from .waves import Shard
 
 # Kind of the line with which a scheduler's journal begins.
 BEGINNING = "SchedulerStarted"
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """`open_batches`: full batches of unfinished rows kept open per replica, so that no batch drains at a
-    shard's end. `max_failures`, `max_losses`: attempts of one shard that may fail, or die with their
-    replica, before the job fails. `learn_rows`: finished rows of an adapter from which its predicted length is
-    corrected. `expected_replicas`: replicas still to join count as present when a short job is shared out. `tail`:
-    when to lend running rows to idle replicas (None: never).
-    """
-
-    open_batches: float = 2.0
-    max_failures: int = 4
-    max_losses: int = 8
-    learn_rows: int = 8
-    expected_replicas: int = 1
-    tail: TailSettings | None = None
 
 
 class Scheduler:
@@ -59,6 +43,8 @@ class Scheduler:
         self._backlog = Backlog([shard for shard in shards if shard.has_engine_work])
         # Error rows only: any replica may write them beside its engine's work.
         self._idle_backlog = Backlog([shard for shard in shards if not shard.has_engine_work])
+        traffic = self._settings.traffic
+        self._traffic = AdapterTraffic(shards, traffic) if traffic is not None else None
         self._is_over = False
         self._num_open = len(self._shards)
         self._open_rows = 0
@@ -166,6 +152,8 @@ class Scheduler:
             self._open_rows -= replica.rows_left[state.shard.shard_id]
             replica.close(state.shard.shard_id)
             self._backlog_of(state).closed(state.shard.shard_id, state.owner)
+            if self._traffic is not None:
+                self._traffic.closed(state.owner, state.shard, is_pending=not state.is_committed)
             state.owner = None
 
     def _failed(self, event: ShardFailed) -> list[Command]:
@@ -194,6 +182,8 @@ class Scheduler:
                 )
             self._requeue(state)
         del self._replicas[replica_id]
+        if self._traffic is not None:
+            self._traffic.lost(replica_id)
         return []
 
     def _requeue(self, state: ShardState) -> None:
@@ -210,6 +200,8 @@ class Scheduler:
         if replica is None:
             return
         replica.resident = frozenset(event.resident_adapters)
+        if self._traffic is not None:
+            self._traffic.reported(event.replica_id, event.resident_adapters)
         if self._lender is not None:
             self._lender.hear(replica, event)
         self._learn(event)
@@ -277,7 +269,8 @@ class Scheduler:
             return []
         state = self._shards[shard_id]
         self._assign(state, replica)
-        return [RunShard(shard_id, replica.replica_id, state.attempt)]
+        loads = self._traffic.opened(replica.replica_id, state.shard) if self._traffic is not None else []
+        return [*loads, RunShard(shard_id, replica.replica_id, state.attempt)]
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the failing sum, when the state contradicts itself."""

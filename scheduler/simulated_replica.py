@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .batching import Batcher, BatchView, StepPlan
 from .cost import AdapterSource, CostModel, StepLoad, lora_load
+from .simulated_memory import SimulatedMemory
 from .timeline import Timeline
 from .workload import Workload
 
@@ -70,8 +71,7 @@ class SimulatedReplica:
         # Tokens that rows on loan had generated elsewhere; they are prefilled again with the prompt.
         self._brought: dict[int, int] = {}
         self._merged: int | None = None
-        self._last_use: dict[int, int] = {}
-        self._clock = 0
+        self._memory = SimulatedMemory(workload.adapters, cost, settings.adapter_source, settings.adapter_slots)
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +81,7 @@ class SimulatedReplica:
     @property
     def resident(self) -> list[int]:
         """Adapters in its memory."""
-        return list(self._last_use)
+        return self._memory.resident
 
     def add(self, rows: NDArray[np.int64]) -> None:
         """Rows join the end of the queue."""
@@ -123,8 +123,18 @@ class SimulatedReplica:
         """Lose everything; returns the rows that were here."""
         lost = np.concatenate([self.waiting, self.running])
         self.waiting = self.running = self._remaining = self._context = np.zeros(0, np.int64)
-        self._merged, self._last_use, self._brought = None, {}, {}
+        self._merged, self._brought = None, {}
+        self._memory.clear()
         return lost
+
+    def fetch(self, adapter: int, now_s: float, source: AdapterSource) -> None:
+        """Begin to load an adapter beside the work."""
+        self._memory.fetch(adapter, now_s, source)
+
+    def drop_adapter(self, adapter: int) -> None:
+        """Forget an adapter unless running rows use it."""
+        if adapter not in self._workload.adapter_index[self.running]:
+            self._memory.drop(adapter)
 
     def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
         """Run one step, or one leap that ends about `until_s` at the latest. There must be rows."""
@@ -137,7 +147,9 @@ class SimulatedReplica:
         if not serve.any() and len(admitted) == 0:
             # Paused rows hold the memory that the policy wants for others: let them finish.
             serve = np.ones(len(self.running), bool)
-        overhead_s = self._switch(plan.merged_adapter) + self._load(np.concatenate([self.running[serve], admitted]))
+        overhead_s = self._switch(plan.merged_adapter) + self._load(
+            np.concatenate([self.running[serve], admitted]), now_s
+        )
         is_served = self._join(serve, plan.admit[: len(admitted)])
         passes = self._passes(plan, is_served, len(admitted), now_s, until_s)
         return self._advance(now_s, overhead_s, is_served, len(admitted), passes)
@@ -167,22 +179,13 @@ class SimulatedReplica:
         self._timeline.switch_s[self.number] += seconds
         return seconds
 
-    def _load(self, rows: NDArray[np.int64]) -> float:
-        """Seconds to fetch the absent adapters of these rows; evicts the least recently used beyond the slots."""
+    def _load(self, rows: NDArray[np.int64], now_s: float) -> float:
+        """Seconds until the adapters of these rows are there."""
         needed = np.unique(self._workload.adapter_index[rows])
-        seconds = 0.0
-        self._clock += 1
-        for adapter in needed[needed >= 0].tolist():
-            if self._last_use.pop(adapter, None) is None:
-                info = self._workload.adapters[adapter]
-                seconds += self._cost.load_seconds(info.weight_bytes, self._settings.adapter_source)
-            self._last_use[adapter] = self._clock
-        slots = self._settings.adapter_slots
-        while slots is not None and len(self._last_use) > max(slots, len(needed)):
-            del self._last_use[next(iter(self._last_use))]
+        seconds = self._memory.wait_s(needed[needed >= 0].tolist(), now_s)
         timeline = self._timeline
         timeline.load_s[self.number] += seconds
-        timeline.peak_adapters[self.number] = max(timeline.peak_adapters[self.number], len(self._last_use))
+        timeline.peak_adapters[self.number] = max(timeline.peak_adapters[self.number], len(self._memory.resident))
         return seconds
 
     def _join(self, serve: NDArray[np.bool_], positions: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .commands import Command, FailJob, FinishJob, MigrateRows, Recall, RunShard
+from .commands import Command, EvictAdapter, FailJob, FinishJob, LoadAdapter, MigrateRows, Recall, RunShard
+from .cost import AdapterSource
 from .events import Event, Progress, ReplicaJoined, ReplicaLost, ShardCommitted
 from .simulated_replica import ReplicaSettings, SimulatedReplica, StepOutcome
 from .timeline import Timeline
@@ -87,6 +88,7 @@ class JobSimulation:
         self._shard_of[plan.row_order] = np.repeat(np.arange(len(plan.shards)), np.diff(plan.shard_offsets))
         self._rows_left: list[dict[int, int]] = [{} for _ in replicas]
         self._finished: list[Counter[tuple[int, int]]] = [Counter() for _ in replicas]
+        self._number = {adapter.name: number for number, adapter in enumerate(workload.adapters)}
         self._is_stepping = [False] * len(replicas)
         self._is_alive = [False] * len(replicas)
         self._heap: list[_Happening] = []
@@ -161,12 +163,23 @@ class JobSimulation:
                 self._open(now, int(command.replica_id), command.shard_id)
             case Recall():
                 self._rows_left[int(command.replica_id)].pop(command.shard_id, None)
+            case LoadAdapter():
+                source = self._source_of(command)
+                self._replicas[int(command.replica_id)].fetch(self._number[command.adapter], now, source)
+            case EvictAdapter():
+                self._replicas[int(command.replica_id)].drop_adapter(self._number[command.adapter])
             case MigrateRows():
                 self._later(now + self._cluster.hop_s, "migrate", move=command)
             case FinishJob():
                 self._end_s = now
             case FailJob():
                 self._end_s, self._failure = now, command.reason
+
+    def _source_of(self, command: LoadAdapter) -> AdapterSource:
+        """Its own host memory where that is said to hold every adapter, else the peer that the scheduler names."""
+        if self._settings.adapter_source == "host":
+            return "host"
+        return "peer" if command.source_replica_id else "storage"
 
     def _open(self, now: float, replica: int, shard_id: int) -> None:
         rows = self._plan.rows_of(shard_id)

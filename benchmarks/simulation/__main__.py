@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..fidelity_results import FidelityResults
 from . import dlora_figures, loraserve_figures
 from .decisions import migration_decision_ms, placement_quality, planning_scale, scale_row
 from .figure import Figure
+from .kept import Kept
 from .lengths import Lengths, read_trace, synthetic_lengths
-from .offline import compare
+from .offline import compare, compare_loads
 from .report import Results, write_report
 
 SIZES = ((100_000, 100, 10), (1_000_000, 1_000, 100), (10_000_000, 10_000, 1_000))
@@ -29,38 +31,41 @@ def main() -> None:
     parser.add_argument("--offline-rows", type=int, default=3000, help="rows per offline job")
     parser.add_argument("--largest", type=int, default=1_000_000, help="largest job of the scale table, in rows")
     parser.add_argument("--fidelity", type=Path, help="a file of benchmarks.fidelity; by default the newest result")
+    parser.add_argument("--keep", type=Path, help="folder for parts that are done, to go on with after an end")
     chosen = parser.parse_args()
     lengths = read_trace(chosen.trace) if chosen.trace else synthetic_lengths()
+    kept = Kept(chosen.keep)
     results = Results(
         lengths_source=lengths.source,
-        figures=_figures(lengths, chosen.rows),
-        comparisons=compare(lengths, chosen.offline_rows),
+        figures=_figures(lengths, chosen.rows, kept),
+        comparisons=kept.get("offline jobs", lambda: compare(lengths, chosen.offline_rows)),
         offline_rows=chosen.offline_rows,
-        placement=placement_quality(),
-        migration_ms=migration_decision_ms(),
-        planning=planning_scale(),
+        loads=kept.get("adapter loads", lambda: compare_loads(lengths, chosen.offline_rows)),
+        placement=kept.get("placement", placement_quality),
+        migration_ms=kept.get("migration", migration_decision_ms),
+        planning=kept.get("planning", planning_scale),
         fidelity=FidelityResults.read(chosen.fidelity) if chosen.fidelity else FidelityResults.newest(),
-        scale=[scale_row(*size) for size in SIZES if size[0] <= chosen.largest],
+        scale=[kept.get(f"scale {size[0]}", partial(scale_row, *size)) for size in SIZES if size[0] <= chosen.largest],
         command=_command(chosen),
     )
     print(f"wrote {write_report(results, chosen.output)}")
 
 
-def _figures(lengths: Lengths, num_rows: int) -> list[Figure]:
-    figures = list(dlora_figures.figure_10_and_14(lengths, num_rows))
-    # A P95 of 10 s says something only over minutes: LoRAServe's higher rates need more requests.
-    makers: tuple[tuple[Callable[[Lengths, int], Figure], int], ...] = (
-        (dlora_figures.figure_11, 1),
-        (dlora_figures.figure_12, 1),
-        (loraserve_figures.figure_17, 3),
-        (loraserve_figures.figure_19, 3),
-        (loraserve_figures.figure_21, 2),
-        (loraserve_figures.figure_22, 3),
+def _figures(lengths: Lengths, num_rows: int, kept: Kept) -> list[Figure]:
+    """Every figure. A P95 of 10 s says something only over minutes: LoRAServe's higher rates need more requests."""
+    makers: tuple[tuple[str, Callable[[Lengths, int], Figure], int], ...] = (
+        ("dLoRA 11", dlora_figures.figure_11, 2),
+        ("dLoRA 12", dlora_figures.figure_12, 1),
+        ("LoRAServe 17", loraserve_figures.figure_17, 3),
+        ("LoRAServe 19", loraserve_figures.figure_19, 3),
+        ("LoRAServe 21", loraserve_figures.figure_21, 2),
+        ("LoRAServe 22", loraserve_figures.figure_22, 3),
     )
-    for make, factor in makers:
-        figures.append(make(lengths, factor * num_rows))
-        print(f"{figures[-1].name} done", flush=True)
-    return figures
+    first = kept.get("dLoRA 10 and 14", lambda: dlora_figures.figure_10_and_14(lengths, num_rows))
+    return [
+        *first,
+        *(kept.get(name, partial(make, lengths, factor * num_rows)) for name, make, factor in makers),
+    ]
 
 
 def _command(chosen: argparse.Namespace) -> str:

@@ -18,7 +18,8 @@ from lorabatch.scheduler.makespan import place_shards
 from lorabatch.scheduler.migration import plan_migration
 from lorabatch.scheduler.migration_problem import ReplicaLoad, RowGroup
 from lorabatch.scheduler.placement_problem import PlacementProblem
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.scheduler_settings import SchedulerSettings
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.synthetic import draw_adapters, draw_lengths, make_adapters, make_workload, power_popularity

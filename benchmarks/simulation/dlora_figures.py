@@ -18,6 +18,7 @@ from lorabatch.scheduler.placement import place_round_robin, replicate_for_burst
 from lorabatch.scheduler.policies import dlora_batcher
 from lorabatch.scheduler.simulated_replica import ReplicaSettings
 from lorabatch.scheduler.synthetic import (
+    bursty_arrivals,
     bursty_arrivals_per_adapter,
     draw_adapters,
     make_adapters,
@@ -32,7 +33,7 @@ from .serving_run import Policy, at_rate, serve, sustained_factor
 
 BATCH = 32
 SLO_S = 0.5  # per output token (section 7.1)
-CV = 4.0  # of the gaps between one adapter's requests: function traces are bursty
+LOAD = 0.95  # of the most that all replicas serve together
 COST = DLORA_A800_LLAMA_2_7B
 REPLICA = ReplicaSettings(max_batch_rows=BATCH, max_step_tokens=2048, leap_steps=8, look_ahead=256)
 LATENCY, P90, QUEUEING = "average latency, s per output token", "P90 latency, s", "mean queueing delay, s"
@@ -43,6 +44,16 @@ def single_replica(name: str, make_batcher: Callable[[], Batcher]) -> Policy:
     return Policy(name, make_batcher, ProactiveDispatcher)
 
 
+def together(generator: np.random.Generator, adapter: NDArray[np.int32], rate: float) -> NDArray[np.float64]:
+    """Release times: bursts of all adapters at once."""
+    return bursty_arrivals(generator, len(adapter), rate, cv=2.0)
+
+
+def apart(generator: np.random.Generator, adapter: NDArray[np.int32], rate: float) -> NDArray[np.float64]:
+    """Release times: bursts of each adapter's own, as the functions of a trace have them."""
+    return bursty_arrivals_per_adapter(generator, adapter, rate, cv=4.0)
+
+
 def requests(
     lengths: Lengths,
     num_rows: int,
@@ -51,13 +62,13 @@ def requests(
     rate: float,
     *,
     scale: float = 1.0,
-    seed: int = 0,
+    arrive: Callable[[np.random.Generator, NDArray[np.int32], float], NDArray[np.float64]] = together,
 ) -> Workload:
-    """Bursts of each adapter's own, popularity by a power law; rank 8 throughout, as in section 7.1."""
-    generator = np.random.default_rng(seed)
+    """Bursty arrivals, popularity by a power law; rank 8 throughout, as in section 7.1."""
+    generator = np.random.default_rng(0)
     prompt, output = lengths.draw(generator, num_rows, scale=scale)
     adapter = draw_adapters(generator, num_rows, power_popularity(num_adapters, exponent))
-    release = bursty_arrivals_per_adapter(generator, adapter, rate, cv=CV)
+    release = arrive(generator, adapter, rate)
     return make_workload(make_adapters([8] * num_adapters), adapter, prompt, output, release_s=release)
 
 
@@ -140,17 +151,14 @@ def figure_11(lengths: Lengths, num_rows: int) -> Figure:
     queueing: dict[str, list[float]] = {policy.name: [] for policy in policies}
     latency: dict[str, list[float]] = {policy.name: [] for policy in policies}
     replica = REPLICA
-    base = requests(lengths, num_rows, num_adapters, 1.0, rate=8.0)
-
-    def is_within(factor: float) -> bool:
-        return serve(at_rate(base, factor), policies[2], COST, replica, num_replicas)[0].latency_per_token_s <= SLO_S
-
-    factor = sustained_factor(is_within, low=0.2, high=6.0)
     for scale in points:
-        scaled = requests(lengths, num_rows, num_adapters, 1.0, rate=8.0, scale=scale)
+        workload = requests(lengths, num_rows, num_adapters, 1.0, rate=8.0, scale=scale, arrive=apart)
+        assert workload.output_tokens is not None
+        at_once = replace(workload, release_s=np.zeros(num_rows))
+        most = serve(at_once, policies[1], COST, replica, num_replicas)[0].output_tokens_per_s
+        factor = LOAD * most / float(workload.output_tokens.mean()) / 8.0
         for policy in policies:
-            # The rate falls as lengths grow, so that the same tokens arrive per second.
-            metrics, _ = serve(at_rate(scaled, factor / scale), policy, COST, replica, num_replicas)
+            metrics, _ = serve(at_rate(workload, factor), policy, COST, replica, num_replicas)
             queueing[policy.name].append(metrics.queueing_s)
             latency[policy.name].append(metrics.latency_per_token_s)
     return Figure(
@@ -165,8 +173,11 @@ def figure_11(lengths: Lengths, num_rows: int) -> Figure:
             Claim("dLoRA", "RR", 23.5, LATENCY),
             Claim("dLoRA", "Proactive", 2.39, LATENCY),
         ),
-        "The dispatcher knows the mean output length and each prompt, so its estimates are better than the paper's "
-        "and migration finds next to nothing to correct: proactive dispatch alone is already as good.",
+        f"Requests arrive at {LOAD:.0%} of the rate that all replicas together can serve: at the paper's objective of "
+        "0.5 s per token they would have to queue for minutes, longer than our runs. Below saturation the replicas "
+        "with popular adapters overflow under round robin while others idle, so its ratio is larger than the paper's. "
+        "Migration finds next to nothing to correct here: our dispatcher's queues shrink with every row that finishes, "
+        "the trace's lengths even out over a batch of 32, and what waits is little.",
     )
 
 

@@ -6,12 +6,14 @@ order, dealt to replicas in turn, and batch by their own policy (`scheduler/poli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorabatch.scheduler.adapter_traffic import TrafficSettings
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B
-from lorabatch.scheduler.policies import simulate_policy
+from lorabatch.scheduler.policies import run_planned, simulate_policy
+from lorabatch.scheduler.scheduler_settings import SchedulerSettings
 from lorabatch.scheduler.simulated_replica import ReplicaSettings
 from lorabatch.scheduler.synthetic import (
     draw_adapters,
@@ -21,6 +23,7 @@ from lorabatch.scheduler.synthetic import (
     top_five_popularity,
     uniform_popularity,
 )
+from lorabatch.scheduler.waves import plan_shards
 from lorabatch.scheduler.workload import Workload
 
 from .lengths import Lengths
@@ -94,3 +97,30 @@ def _compare_job(job: Job) -> Comparison:
     }
     makespan = {name: run.metrics.makespan_s for name, run in runs.items()}
     return Comparison(job.name, makespan, runs["planner"].metrics.merged_share)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsAhead:
+    """Makespan in seconds and share of busy time spent on adapter loads: rows that fetch their adapter, and adapters
+    that the scheduler has sent ahead."""
+
+    job: str
+    on_demand: tuple[float, float]
+    ahead: tuple[float, float]
+
+
+def compare_loads(lengths: Lengths, num_rows: int, seed: int = 21) -> list[LoadsAhead]:
+    """Jobs whose adapters lie in storage, with and without LoadAdapter commands."""
+    stored = replace(SETTINGS, adapter_source="storage")
+    found = []
+    for job in jobs(lengths, num_rows, seed)[2:]:
+        workload = job.workload
+        plan = plan_shards(workload, batch_rows=stored.max_batch_rows, num_replicas=NUM_REPLICAS)
+        traffic = TrafficSettings({adapter.name: adapter.weight_bytes for adapter in workload.adapters})
+        seconds = []
+        for chosen in (None, traffic):
+            scheduling = SchedulerSettings(expected_replicas=NUM_REPLICAS, traffic=chosen)
+            run = run_planned(workload, plan, H200_LLAMA_3_8B, stored, NUM_REPLICAS, scheduling=scheduling)
+            seconds.append((run.metrics.makespan_s, run.metrics.load_share))
+        found.append(LoadsAhead(job.name, *seconds))
+    return found

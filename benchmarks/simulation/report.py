@@ -10,7 +10,7 @@ from pathlib import Path
 from ..fidelity_results import FidelityResults
 from .decisions import PlacementQuality, PlanningScale, ScaleRow
 from .figure import Figure
-from .offline import Comparison
+from .offline import Comparison, LoadsAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Results:
     figures: Sequence[Figure]
     comparisons: Sequence[Comparison]
     offline_rows: int
+    loads: Sequence[LoadsAhead]
     placement: PlacementQuality
     migration_ms: tuple[float, float]
     planning: PlanningScale
@@ -43,6 +44,7 @@ def write_report(results: Results, folder: Path) -> Path:
         "",
         *_papers(results.figures),
         *_offline(results.comparisons, results.offline_rows),
+        *_loads(results.loads),
         *_decisions(results),
         *(results.fidelity.to_lines() if results.fidelity else []),
         "## The figures",
@@ -105,6 +107,24 @@ def _offline(comparisons: Sequence[Comparison], num_rows: int) -> list[str]:
         "every policy; what remains at the end of a job is the last long row.",
         "",
     ]
+
+
+def _loads(loads: Sequence[LoadsAhead]) -> list[str]:
+    lines = [
+        "## Adapters sent ahead",
+        "",
+        "The same jobs with adapters in storage (1 GB/s): rows that fetch their adapter when they are admitted, and",
+        "adapters that the scheduler has sent ahead when it opened the shard (LoadAdapter, from a peer that has it).",
+        "",
+        "| job | on demand, s | of it loading | sent ahead, s | of it loading |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {found.job} | {found.on_demand[0]:.1f} | {found.on_demand[1]:.1%} | {found.ahead[0]:.1f} | "
+        f"{found.ahead[1]:.1%} |"
+        for found in loads
+    ]
+    return [*lines, ""]
 
 
 def _decisions(results: Results) -> list[str]:

@@ -7,7 +7,7 @@ from lorabatch.benchmarks.fidelity_results import Fidelity, FidelityResults
 from lorabatch.benchmarks.simulation.decisions import PlacementQuality, PlanningScale, scale_row
 from lorabatch.benchmarks.simulation.figure import Claim, Figure
 from lorabatch.benchmarks.simulation.lengths import read_trace, synthetic_lengths
-from lorabatch.benchmarks.simulation.offline import Comparison, jobs
+from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead, jobs
 from lorabatch.benchmarks.simulation.report import Results, write_report
 from lorabatch.benchmarks.simulation.serving_run import sustained_factor
 
@@ -39,6 +39,7 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
         [make_figure()],
         [Comparison("a job", {"planner": 10.0, "S-LoRA": 12.0}, 0.5)],
         100,
+        [LoadsAhead("a job", (12.0, 0.15), (10.0, 0.01))],
         PlacementQuality(0.01, 0.001, 0.015, 0.2),
         (5.0, 9.0),
         PlanningScale(2.9, 150_000_000, 0.004, 1593),
@@ -47,15 +48,21 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
             "made-up.json",
             "a machine",
             {"decode": {"r_squared": 0.9, "median_error": 0.05}},
-            [Fidelity("a job", 10, 100, 200, 11.0, 10.0), Fidelity("another", 10, 100, 200, 9.7, 10.0)],
+            [
+                Fidelity("a job", 10, 100, 200, 11.0, 10.0),
+                Fidelity("another", 10, 100, 200, 9.7, 10.0),
+                Fidelity("a third", 10, 100, 200, 20.0, 10.0, has_lengths=False),
+            ],
         ),
         "the command",
     )
     text = write_report(results, tmp_path).read_text()
     assert "| Paper fig. 1 | ours | theirs | s | up to 3 | 4.00 | yes |" in text
     assert "| a job | 10.0 | 12.0 (1.20) | 50% |" in text
+    assert "| a job | 12.0 | 15.0% | 10.0 | 1.0% |" in text
     assert "| a job | 10 | 100 | 200 | 11.0 | 10.0 | +10.0% |" in text
-    assert "Mean absolute error: 6.5%" in text
+    assert "| a third, lengths unknown | 10 |" in text
+    assert "known lengths: 6.5%" in text
 
     assert sorted(p.name for p in (tmp_path / "simulation").iterdir()) == ["paper-fig-1-0.png", "paper-fig-1-1.png"]
 
@@ -64,7 +71,7 @@ def test_the_newest_fidelity_results_are_read_back():
     found = FidelityResults.newest()
     assert found is not None
     assert len(found.jobs) >= 5
-    assert found.mean_error == pytest.approx(np.mean([abs(job.error) for job in found.jobs]))
+    assert found.mean_error == pytest.approx(np.mean([abs(job.error) for job in found.jobs if job.has_lengths]))
 
 
 def test_a_trace_is_read_by_its_column_names(tmp_path):

@@ -18,7 +18,8 @@ from echo_job import EchoJob, make_rows
 from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, OutputConflictError
 from lorabatch.scheduler.commands import Command, RunShard
 from lorabatch.scheduler.events import Event
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.scheduler_settings import SchedulerSettings
 
 POISON = 77
 

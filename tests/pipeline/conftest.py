@@ -18,11 +18,15 @@ from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
 from lorabatch.jobs.validation import check_job
+from lorabatch.pipeline.cost_models import ChosenCost
 from lorabatch.pipeline.index import ChunkSummary, index_chunk, list_chunks
 from lorabatch.pipeline.index_job import IndexJob
+from lorabatch.pipeline.job_forecast import Forecaster
 from lorabatch.pipeline.planning import JobPlan, plan_job
 from lorabatch.pipeline.reader import ShardRows, read_shard
 from lorabatch.pipeline.row_answer import RowAnswer
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
+from lorabatch.scheduler.simulated_replica import ReplicaSettings
 
 ADAPTERS = (
     AdapterRecord(name="alpha", url="/alpha", verdict="exact", sha256="a" * 64, rank=8, weight_bytes=1000),
@@ -44,8 +48,14 @@ class PreparedJob:
         return [index_chunk(chunk, job, self.store) for chunk in list_chunks(self.record)]
 
     def plan(self, num_replicas: int = 1) -> JobPlan:
-        return plan_job(
-            self.store, self.record, self.index(), batch_rows=self.spec.batch_rows, num_replicas=num_replicas
+        return plan_job(self.store, self.record, self.index(), num_replicas=num_replicas, forecast=self.forecaster())
+
+    def forecaster(self) -> Forecaster:
+        return Forecaster(
+            self.spec,
+            self.record.adapters,
+            ChosenCost(CPU_SMOLLM2_135M, "a preset"),
+            ReplicaSettings(self.spec.batch_rows),
         )
 
     def shards(self) -> list[ShardRows]:

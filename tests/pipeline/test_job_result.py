@@ -36,6 +36,12 @@ def test_its_text_names_each_kind_of_error_and_where_the_first_is() -> None:
     assert len(lines[3]) < 300
 
 
+def test_what_was_predicted_stands_beside_what_it_took() -> None:
+    text = replace(RESULT, predicted_s=9.0, working_s=8.5).to_text()
+    assert "9.0 s were predicted, it took 8.5 s" in text
+    assert "predicted" not in replace(RESULT, predicted_s=9.0, working_s=8.5, num_reused=1).to_text()
+
+
 def test_a_run_that_found_rows_done_claims_no_speed() -> None:
     text = replace(RESULT, num_reused=700).to_text()
     assert "700 of them were done before this run" in text

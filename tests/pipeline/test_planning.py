@@ -122,7 +122,7 @@ def test_damaged_row_groups_stop_the_job_all_named_at_once(prepare_job: Callable
     job = prepare_job(rows(4))
     summaries = [ChunkSummary(0, damage="first is broken"), ChunkSummary(1, 5), ChunkSummary(2, damage="third too")]
     with pytest.raises(JobRequestError) as caught:
-        plan_job(job.store, job.record, summaries, batch_rows=4, num_replicas=1)
+        plan_job(job.store, job.record, summaries, num_replicas=1, forecast=job.forecaster())
     assert caught.value.problems == ("first is broken", "third too")
 
 
@@ -138,7 +138,7 @@ def test_an_empty_input_is_a_plan_without_shards(prepare_job: Callable[..., Any]
 def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(rows(4))
     with pytest.raises(MissingFileError, match="chunk-00000"):
-        plan_job(job.store, job.record, [ChunkSummary(0, 4)], batch_rows=4, num_replicas=1)
+        plan_job(job.store, job.record, [ChunkSummary(0, 4)], num_replicas=1, forecast=job.forecaster())
     job.store.write_plan_facts({"shards": []})
     with pytest.raises(DamagedRecordError, match=r"plan\.json"):
         read_plan(job.store)
@@ -146,7 +146,7 @@ def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., An
     path = job.store.location.local_path("_lorabatch/index/chunk-00000.arrow")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DamagedRecordError, match="chunk-00000"):
-        plan_job(job.store, job.record, [ChunkSummary(0, 4)], batch_rows=4, num_replicas=1)
+        plan_job(job.store, job.record, [ChunkSummary(0, 4)], num_replicas=1, forecast=job.forecaster())
 
 
 def test_adapters_of_all_chunks_are_told_apart(prepare_job: Callable[..., Any]) -> None:

@@ -67,3 +67,11 @@ def test_big_waves_of_one_adapter_are_planned_merged_and_small_ones_not():
     modes = {shard.adapters: shard.mode for shard in found.plan.shards}
     assert modes[("adapter-00000-r16",)] == "merged"
     assert all(mode == "unmerged" for adapters, mode in modes.items() if adapters != ("adapter-00000-r16",))
+
+
+def test_a_mode_that_was_asked_for_is_every_waves():
+    workload = make_job([0] * 3000 + [1] * 20 + [-1] * 20)
+    merged = forecast_job(workload, COST, SETTINGS, 2, mode="merged").plan.shards
+    assert {shard.mode for shard in merged} == {"merged", "base"}
+    unmerged = forecast_job(workload, COST, SETTINGS, 2, mode="unmerged").plan.shards
+    assert {shard.mode for shard in unmerged} == {"unmerged", "base"}

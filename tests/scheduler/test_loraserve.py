@@ -20,6 +20,12 @@ def utilisation_of(routing, ranks, demand):
     return (np.array(demand) / [POINTS[r] for r in ranks]) @ routing.fraction
 
 
+def utilisation_at_max_rank(routing, ranks, demand):
+    max_rank = np.where(routing.fraction > 0, np.array(ranks)[:, None], 0).max(axis=0)
+    speed = np.array([POINTS.get(int(rank), np.inf) for rank in max_rank])
+    return np.array(demand) @ routing.fraction / speed
+
+
 def test_step_1_and_2_give_each_rank_its_share_of_servers():
     # Utilisation 2.0 at rank 8 and 2.0 at rank 128 over four servers: two servers each.
     ranks, utilisation = np.array([8, 8, 128]), np.array([1.5, 0.5, 2.0])
@@ -103,8 +109,20 @@ def test_requests_are_never_lost_and_load_is_even(ranks, num_servers, seed):
     demand = rng.pareto(1.2, len(ranks)) * rng.integers(0, 2, len(ranks))
     routing = place(ranks, demand, num_servers)
     if demand.any():
-        used = utilisation_of(routing, ranks, demand)
-        assert used.max() <= used.sum() / num_servers * (1 + 1e-6) + 1e-9
+        used = utilisation_at_max_rank(routing, ranks, demand)
+        # Every server at the highest rank would be the worst that mixing can cost.
+        assert used.max() <= demand.sum() / POINTS[max(ranks)] / num_servers * (1 + 1e-6) + 1e-9
+        if len(set(ranks)) == 1:
+            assert used.max() <= used.sum() / num_servers * (1 + 1e-6) + 1e-9
+
+
+def test_a_mixed_server_counts_its_load_at_its_highest_rank():
+    # Utilisation 2.4, 1.0, 0.36 and 0.24 on four servers. By their own ranks the leftovers fill the fourth exactly; at
+    # rank 128 they would take it 1.96 times as long as there is.
+    ranks, demand = [8, 16, 32, 128], [2400, 900, 288, 96]
+    routing = place(ranks, demand, 4)
+    assert utilisation_at_max_rank(routing, ranks, demand).max() <= 1.15
+    assert (routing.fraction[3] > 0).sum() == 1
 
 
 @settings(deadline=None, max_examples=40)

@@ -9,7 +9,8 @@ from lorabatch.scheduler.events import ReplicaJoined, Tick
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.policies import planner_batcher
 from lorabatch.scheduler.replay import replay
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.scheduler_settings import SchedulerSettings
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.synthetic import make_adapters, make_workload

@@ -13,7 +13,8 @@ from lorabatch.scheduler.events import (
     ShardFailed,
     Tick,
 )
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.scheduler_settings import SchedulerSettings
 from lorabatch.scheduler.waves import Shard
 
 

@@ -9,7 +9,8 @@ from lorabatch.scheduler.events import Progress
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 from lorabatch.scheduler.machines import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.metrics import job_metrics
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.scheduler_settings import SchedulerSettings
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.synthetic import (

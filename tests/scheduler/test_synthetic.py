@@ -5,6 +5,7 @@ import pytest
 
 from lorabatch.scheduler.synthetic import (
     bursty_arrivals,
+    bursty_arrivals_per_adapter,
     draw_lengths,
     draw_shifting,
     make_adapters,
@@ -59,3 +60,13 @@ def test_a_synthetic_workload_is_sound():
     workload.check_integrity()
     assert workload.max_tokens.tolist() == [8, 8]
     assert workload.adapters[1].weight_bytes == 8 * workload.adapters[0].weight_bytes
+
+
+def test_each_adapter_has_bursts_and_lulls_of_its_own():
+    adapter = np.repeat(np.arange(4, dtype=np.int32), 500)
+    release = bursty_arrivals_per_adapter(np.random.default_rng(0), adapter, 20.0, cv=4.0)
+    assert 0 <= release.min() <= release.max() <= 2000 / 20.0
+    counts = np.array([np.histogram(release[adapter == k], bins=20, range=(0, 100))[0] for k in range(4)])
+    # Poisson arrivals would vary by their root; adapters do not swing together.
+    assert (counts.std(axis=1) > 2 * np.sqrt(counts.mean(axis=1))).all()
+    assert np.abs(np.corrcoef(counts) - np.eye(4)).max() < 0.7

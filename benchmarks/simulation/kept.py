@@ -1,0 +1,32 @@
+"""Results of parts of a long run, kept in a folder, so that the run can be broken off and gone on with."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`folder` None: nothing is kept. A folder belongs to one set of arguments and one state of the code."""
+
+    folder: Path | None
+
+    def get(self, name: str, make: Callable[[], _T]) -> _T:
+        """What an earlier call kept under this name, else what `make` gives now."""
+        path = None if self.folder is None else self.folder / f"{name.replace(' ', '-')}.pickle"
+        if path is not None and path.exists():
+            # Written by this class on this machine.
+            found: _T = pickle.loads(path.read_bytes())
+            return found
+        made = make()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pickle.dumps(made))
+        print(f"{name} done", flush=True)
+        return made

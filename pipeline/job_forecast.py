@@ -1,0 +1,90 @@
+"""A job's plan and its seconds, from the cost model of its engines: the same for `lorabatch plan` and a real run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ..engine.batcher import choose_batcher
+from ..engine.config import EngineConfig, ModelConfig, read_model_config
+from ..jobs.opening import OpenedJob
+from ..jobs.record import AdapterRecord
+from ..jobs.spec import JobSpec
+from ..scheduler.batching import Batcher
+from ..scheduler.cost import CostModel
+from ..scheduler.demand import LengthModel
+from ..scheduler.forecast import Forecast, forecast_job
+from ..scheduler.simulated_replica import ReplicaSettings
+from ..scheduler.workload import Workload
+from .cluster import threads_per_engine
+from .cost_models import ChosenCost, choose_cost
+
+_FP32_BYTES = 4
+# Playing a plan takes half a second per thousand rows: a run does not wait longer than its engines take to start.
+_SIMULATED_ROWS = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class Forecaster:
+    """Plans and predicts a job's rows. Made where the job is opened, used where it is planned."""
+
+    spec: JobSpec
+    adapters: tuple[AdapterRecord, ...]
+    cost: ChosenCost
+    settings: ReplicaSettings
+
+    @classmethod
+    def of(cls, job: OpenedJob, num_workers: int) -> Forecaster:
+        """For a job on so many workers. Raises `JobRequestError` for a cost model that cannot be read."""
+        model = read_model_config(job.model_folder)
+        cost = choose_cost(job.spec, job.record.model.sha256, model, threads_per_engine(job.spec, num_workers))
+        return cls(job.spec, job.record.adapters, cost, replica_settings(job.spec, model))
+
+    def __call__(self, workload: Workload, num_workers: int, *, max_simulated_rows: int = _SIMULATED_ROWS) -> Forecast:
+        """Waves, their modes, placement and seconds; those of a larger job are its placement's."""
+        return forecast_job(
+            workload,
+            self.cost.cost,
+            self.settings,
+            num_workers,
+            lengths=expected_lengths(self.spec, workload),
+            rows_per_shard=self.spec.rows_per_shard,
+            mode="unmerged" if self.spec.mode == "exact" else self.spec.mode,
+            make_batcher=partial(job_batcher, self.spec, workload, self.adapters, self.cost.cost),
+            max_simulated_rows=max_simulated_rows,
+        )
+
+
+def replica_settings(spec: JobSpec, model: ModelConfig) -> ReplicaSettings:
+    """A simulated replica with the limits of the job's engines."""
+    token_bytes = 2 * model.num_layers * model.kv_size * _FP32_BYTES
+    return ReplicaSettings(
+        max_batch_rows=spec.batch_rows,
+        max_step_tokens=spec.step_tokens,
+        kv_tokens=spec.pool_bytes // token_bytes if spec.pool_bytes else None,
+        adapter_source="storage",
+        leap_steps=8,
+    )
+
+
+def expected_lengths(spec: JobSpec, workload: Workload) -> LengthModel:
+    """How long answers are expected to be: half of `max_tokens`, or all of it when the stop token is ignored."""
+    share = 1.0 if spec.ignore_eos else 0.5
+    return LengthModel([adapter.name for adapter in workload.adapters], prior_share=share)
+
+
+def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord, ...], cost: CostModel) -> Batcher:
+    """The batcher that the job's engines use, over the workload's adapter numbers."""
+    verdicts = {adapter.name: adapter.verdict for adapter in adapters}
+    config = EngineConfig(max_batch_rows=spec.batch_rows, max_step_tokens=spec.step_tokens, mode=spec.mode)
+    ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
+    mean_output_tokens = float(workload.max_tokens.mean()) / 2 if workload.num_rows else 1.0
+    return choose_batcher(
+        config,
+        lambda number: verdicts[workload.adapters[number].name] == "exact-by-merge",
+        cost,
+        lambda: ranks,
+        lambda: mean_output_tokens,
+    )
