@@ -33,6 +33,6 @@ def _engines_find_echo() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def shared_client(_engines_find_echo: None) -> Iterator[Client]:
     """Two workers for all jobs that leave them as they were."""
-    cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")
+    cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", host="127.0.0.1")
     with cluster, Client(cluster, set_as_default=False) as client:
         yield client
