@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from .adapter import AdapterAudit, audit_adapter
 from .adapter.weights import AdapterWeights, load_adapter
 from .config import ModelConfig
+from .dummy_adapter import dummy_adapter_weights, dummy_audit
 from .errors import AdapterRefusedError, AdapterUnusableError
 from .model_config import PACKED_SITES
 
@@ -30,6 +31,7 @@ class AdapterRegistry:
         self._ranks: NDArray[np.float64] = np.zeros(0)
         members = [shape for site in PACKED_SITES for shape in model.members_of_site(site).values()]
         self._elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
+        self._dummy_ids: set[str] = set()
 
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._audits
@@ -48,6 +50,18 @@ class AdapterRegistry:
                 f"adapter {name!r}: {folder} holds content {found[:12]}, planned was {adapter_id[:12]}. It "
                 "changed meanwhile; run the job again, and its rows are planned anew."
             )
+        self._enter(adapter_id, audit)
+
+    def register_dummy(self, name: str, rank: int) -> str:
+        """Make an adapter of random weights known; returns its id."""
+        audit = dummy_audit(self._model, rank, name)
+        assert audit.content_sha256 is not None
+        if audit.content_sha256 not in self._audits:
+            self._enter(audit.content_sha256, audit)
+            self._dummy_ids.add(audit.content_sha256)
+        return audit.content_sha256
+
+    def _enter(self, adapter_id: str, audit: AdapterAudit) -> None:
         self._audits[adapter_id] = audit
         self.code_of[adapter_id] = len(self._id_of_code)
         self._id_of_code.append(adapter_id)
@@ -90,6 +104,8 @@ class AdapterRegistry:
 
     def load(self, adapter_id: str) -> AdapterWeights:
         """Read the adapter's tensors from its folder. Raises `AdapterUnusableError`."""
+        if adapter_id in self._dummy_ids:
+            return dummy_adapter_weights(self._audits[adapter_id], self._dtype, self._device)
         try:
             return load_adapter(self._audits[adapter_id], self._dtype, self._device)
         except (AdapterRefusedError, OSError) as error:

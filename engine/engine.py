@@ -66,7 +66,7 @@ class Engine:
         prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
         may_switch = config.mode == "auto"
         self._batch = RunningBatch(pool, self._layout, residency, self._registry, prefixes, may_switch=may_switch)
-        self._live = LiveWeights(self._decoder)
+        self._live = LiveWeights(self._decoder, by_kernel=isinstance(self._decoder, DeviceDecoder))
         self._lengths = OutputLengths()
         cost = CPU_SMOLLM2_135M if self._device.type == "cpu" else H200_LLAMA_3_8B
         self._batcher = batcher or choose_batcher(
@@ -86,6 +86,17 @@ class Engine:
         Raises `AdapterRefusedError` when it cannot be applied exactly.
         """
         self._registry.register(adapter_id, folder, name or folder.name)
+
+    def register_dummy_adapter(self, name: str, rank: int) -> str:
+        """Make an adapter of random weights known, for benchmarks; returns its id.
+
+        Raises ValueError unless the base's weights are random too (`load_format="dummy"`).
+        """
+        if self.config.load_format != "dummy":
+            raise ValueError(
+                f"load_format={self.config.load_format!r}: random adapters belong to random weights; use 'dummy'."
+            )
+        return self._registry.register_dummy(name, rank)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Hand rows over, in the order in which they should be served. A bad row becomes an error result.

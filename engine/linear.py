@@ -35,6 +35,13 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self._live, self.bias, "none", [], "")  # type: ignore[no-any-return]
         return linear(x, self._live, self.bias)
 
+    def live_buffer(self) -> Tensor:
+        """The buffer that the layer computes with from now on, to be filled with a merged weight. Its address stays."""
+        assert not self._is_packed, "a packed weight has no plain buffer"
+        if self._live is self.pristine or self._live.shape != self.pristine.shape:
+            self._live = torch.empty_like(self.pristine)
+        return self._live
+
     def replace(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compute with `weight` (and `bias`) from now on."""
         self.bias = bias

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..kernels.merge import MergeJob
 from .adapter.weights import AdapterWeights
 from .decoder import Decoder
 from .linear import Linear
+from .merge_pass import has_plain_pairs, merge_jobs, run_merge
 from .model_config import PACKED_SITES
 from .packed_sites import PackedMember, packed_members
 
@@ -23,8 +25,10 @@ from .packed_sites import PackedMember, packed_members
 class LiveWeights:
     """Merges one adapter at a time into a decoder and takes it out again."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, by_kernel: bool = False) -> None:
+        """`by_kernel`: all plain pairs merge in one launch, into buffers whose addresses stay."""
         self._decoder = decoder
+        self._by_kernel = by_kernel
         self._pristine_tensors = dict(decoder.tensors)
         self._replaced_linears: list[Linear] = []
         self.merged_adapter_id: str | None = None
@@ -69,10 +73,15 @@ class LiveWeights:
 
     def _merge_all(self, adapter: AdapterWeights) -> None:
         touched = set(adapter.touched_parameters)
+        jobs: list[MergeJob] = []
         for members, linear in self._packed_linears():
             if any(f"{m.module}.weight" in touched or f"{m.module}.bias" in touched for m in members):
-                linear.replace(*_effective(adapter, members, linear))
                 self._replaced_linears.append(linear)
+                if self._by_kernel and has_plain_pairs(adapter, members):
+                    jobs += merge_jobs(adapter, members, linear)
+                else:
+                    linear.replace(*_effective(adapter, members, linear))
+        run_merge(adapter, jobs)
         self._merge_tensors(adapter, touched)
 
     def _merge_tensors(self, adapter: AdapterWeights, touched: set[str]) -> None:

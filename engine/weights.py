@@ -59,7 +59,8 @@ def read_weights(folder: Path, model: ModelConfig, dtype: torch.dtype, device: t
 
 def dummy_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
     """Random parameters of the right shapes, for benchmarks: normal with a deviation of 0.02, norms of ones."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    # on the meta device there are shapes and no numbers
+    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
     weights = {}
     for name, shape in stored_shapes(model).items():
         if name.endswith("norm.weight"):

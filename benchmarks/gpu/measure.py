@@ -11,6 +11,7 @@ import torch
 from ...kernels.launch import num_persistent_programs
 from ...kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
 from ...kernels.merge import merge_weights
+from .budget import Deadline
 from .device import Peaks, eager_median_s, median_s
 from .kernel_cases import kernel_cases
 from .layer import DecodeLayer
@@ -36,13 +37,21 @@ def ranks_for(rank: int | str, count: int) -> list[int]:
 
 
 def measure_kernels(
-    shape: ModelShape, batch: int, num_adapters: int, context: int, peaks: Peaks, device: torch.device
+    shape: ModelShape,
+    batch: int,
+    num_adapters: int,
+    context: int,
+    peaks: Peaks,
+    device: torch.device,
+    deadline: Deadline,
 ) -> list[dict[str, Any]]:
     """One row per kernel: seconds, floor and the fraction of the floor's speed that is reached."""
     ranks = ranks_for(16, num_adapters)
     layer = _layer(shape, batch, context, ranks, device)
     rows = []
     for case in kernel_cases(layer, ranks, context):
+        if deadline.has_passed:
+            break
         seconds = median_s(case.run, device)
         floor_s = peaks.floor_s(case.num_bytes, case.flops)
         rows.append(
@@ -51,15 +60,19 @@ def measure_kernels(
     return rows
 
 
-def measure_layer(shape: ModelShape, matrix: Matrix, device: torch.device) -> list[dict[str, Any]]:
+def measure_layer(shape: ModelShape, matrix: Matrix, device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
     """Decode of one layer: unmerged beside the base alone, per batch, number of adapters and rank."""
     rows: list[dict[str, Any]] = []
     for batch in matrix.batches:
+        if deadline.has_passed:
+            return rows
         base_s = _decode_s(shape, batch, matrix.context, [], device)
         rows.append({"batch": batch, "adapters": 0, "rank": None, "us": base_s * 1e6, "of_base": 1.0})
         for count, rank in itertools.product(matrix.adapters, matrix.ranks):
             if count > batch:
                 continue
+            if deadline.has_passed:
+                return rows
             seconds = _decode_s(shape, batch, matrix.context, ranks_for(rank, count), device)
             of_base = base_s / seconds
             rows.append({"batch": batch, "adapters": count, "rank": rank, "us": seconds * 1e6, "of_base": of_base})

@@ -1,8 +1,10 @@
-"""Sizes of the models that are measured: of their decoder layers, no weights."""
+"""The models that are measured: their sizes and configurations, no weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ...kernels.lora_qkv import HeadLayout
 
@@ -21,6 +23,25 @@ class ModelShape:
     intermediate: int
     num_layers: int
     vocab: int
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def config_json(self) -> dict[str, Any]:
+        """What the model's `config.json` says of its architecture; `settings` are what sizes do not tell."""
+        return {
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.num_layers,
+            "vocab_size": self.vocab,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "eos_token_id": 0,
+            **self.settings,
+        }
 
     @property
     def layout(self) -> HeadLayout:
@@ -48,8 +69,54 @@ class ModelShape:
         return sum(rank * (in_features + out) for in_features, members in self.sites for out in members)
 
 
-LLAMA_3_8B = ModelShape("Llama-3-8B", 4096, 32, 8, 128, 14336, 32, 128256)
-QWEN_2_5_7B = ModelShape("Qwen2.5-7B", 3584, 28, 4, 128, 18944, 28, 152064)
-LLAMA_3_2_1B = ModelShape("Llama-3.2-1B", 2048, 32, 8, 64, 8192, 16, 128256)
-MODELS = {shape.name: shape for shape in (LLAMA_3_8B, QWEN_2_5_7B, LLAMA_3_2_1B)}
-TINY = ModelShape("tiny", 48, 4, 2, 16, 64, 2, 96)
+LLAMA_3_8B = ModelShape(
+    "Llama-3-8B",
+    hidden=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    num_layers=32,
+    vocab=128256,
+    settings={"max_position_embeddings": 8192, "rope_theta": 500_000.0},
+)
+QWEN_2_5_7B = ModelShape(
+    "Qwen2.5-7B",
+    hidden=3584,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    intermediate=18944,
+    num_layers=28,
+    vocab=152064,
+    settings={
+        "model_type": "qwen2",
+        "max_position_embeddings": 32768,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+    },
+)
+LLAMA_3_2_1B = ModelShape(
+    "Llama-3.2-1B",
+    hidden=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    intermediate=8192,
+    num_layers=16,
+    vocab=128256,
+    settings={
+        "max_position_embeddings": 131072,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+)
+TINY = ModelShape("tiny", 48, 4, 2, 16, 64, 2, 96, settings={"max_position_embeddings": 256})
+MODELS = {shape.name: shape for shape in (LLAMA_3_8B, QWEN_2_5_7B, LLAMA_3_2_1B, TINY)}

@@ -34,23 +34,24 @@ class MergeJob:
     pairs: tuple[MergePair, ...]
 
 
-def merge_weights(jobs: Sequence[MergeJob]) -> None:
-    """Fill every job's `live`. All weights share a device and a dtype, and so do all pairs.
+def merge_weights(jobs: Sequence[MergeJob]) -> Tensor:
+    """Fill every job's `live`. All weights share a device and a dtype, and so do all pairs; there is at least one job.
 
-    Raises ValueError when shapes do not fit or a tensor is not contiguous.
+    Returns an int32 number on the device, not 0 when a merged weight is not finite; reading it waits. Raises
+    ValueError when shapes do not fit or a tensor is not contiguous.
     """
     for index, job in enumerate(jobs):
         _check(f"job {index}", job)
     dtypes = {tensor.dtype for job in jobs for pair in job.pairs for tensor in (pair.a, pair.b)}
     if len(dtypes) > 1:
         raise ValueError(f"pairs of one merge must share a type, found {sorted(map(str, dtypes))}")
-    if not jobs:
-        return
+    overflow = torch.zeros(1, dtype=torch.int32, device=jobs[0].live.device)
     if uses_triton(jobs[0].live.device):
         from .triton import merge
     else:
         from .reference import merge
-    merge(jobs, dtypes.pop() if dtypes else torch.float32)
+    merge(jobs, dtypes.pop() if dtypes else torch.float32, overflow)
+    return overflow
 
 
 def _check(name: str, job: MergeJob) -> None:

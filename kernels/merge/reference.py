@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from . import MergeJob
 
 
-def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
+def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: Tensor) -> None:
     """See `merge_weights`."""
     for job in jobs:
         value = job.base.float()
@@ -17,3 +18,5 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
             assert pair.a.dtype == pair_dtype, f"{pair.a.dtype} among pairs of {pair_dtype}"
             value = value + pair.scale * (pair.b.float() @ pair.a.float())
         job.live.copy_(value)
+        if not torch.isfinite(job.live).all():
+            overflow.fill_(1)

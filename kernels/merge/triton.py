@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 
 @triton.jit
 def _merge(
-    jobs, num_jobs, pairs, scales, num_tiles,
+    jobs, num_jobs, pairs, scales, overflow, num_tiles,
     WEIGHT: tl.constexpr, PAIR: tl.constexpr, SEARCH_STEPS: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_RANK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -78,10 +78,15 @@ def _merge(
                 a_tile = tl.load(a_at, mask=in_rank[:, None] & in_columns, other=0.0)
                 delta = multiply(b_tile, a_tile, delta, EXACT)
             value += tl.load(scales + first_pair + index_of_pair) * delta
-        tl.store(live + corner + at, value.to(WEIGHT), mask=in_rows & in_columns)
+        rounded = value.to(WEIGHT)
+        tl.store(live + corner + at, rounded, mask=in_rows & in_columns)
+        # neither infinity nor NaN is below infinity; what is masked is 0
+        is_finite = tl.abs(rounded.to(tl.float32)) < float("inf")
+        if tl.max(tl.max(tl.where(is_finite, 0, 1), axis=1), axis=0) > 0:
+            tl.store(overflow, 1)
 
 
-def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
+def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Tensor) -> None:
     """See `merge_weights`. The lists go to the device in one copy each; nothing waits for it."""
     device, weight_dtype = jobs[0].live.device, jobs[0].live.dtype
     rows: list[tuple[int, ...]] = []
@@ -99,7 +104,7 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype) -> None:
     grid = (num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR),)
     _merge[grid](
         to_device(torch.tensor(rows), device), len(rows), to_device(torch.tensor(pairs or [(0, 0, 0)]), device),
-        to_device(torch.tensor(scales or [0.0]), device), num_tiles,
+        to_device(torch.tensor(scales or [0.0]), device), overflow, num_tiles,
         WEIGHT=_TYPES[weight_dtype], PAIR=_TYPES[pair_dtype], SEARCH_STEPS=len(rows).bit_length(),
         ALIGN=1 if any(n % _ALIGNMENT for n in numbers) else _ALIGNMENT,
         BLOCK_OUT=_BLOCK_OUT, BLOCK_IN=_BLOCK_IN, BLOCK_RANK=_BLOCK_RANK, EXACT=is_exact_dot(pair_dtype),

@@ -144,3 +144,35 @@ def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
     wide = make_adapter(tmp_path / "wide", tiny_llama, r=272, target_modules=["q_proj"])
     compare(tiny_llama, [wide], lambda ids: requests(ids)[::-1])
     assert max(step.segments.limits.scratch_rows for step in steps) > 16
+
+
+def test_merging_by_the_kernel_and_parameter_by_parameter(
+    tiny_llama: Path,
+    tiny_adapters: dict[str, Path],
+    tmp_path: Path,
+    make_adapter: Callable[..., Path],
+    compare: Callable[..., list[Result]],
+) -> None:
+    """Plain pairs of two adapters, one after the other, then DoRA, which is more than a pair."""
+    dora = make_adapter(tmp_path / "dora", tiny_llama, r=4, use_dora=True, target_modules=["v_proj", "down_proj"])
+    results = compare(tiny_llama, [tiny_adapters["rank8"], tiny_adapters["rank20"], dora], mode="merged")
+    assert [result.mode for result in results] == ["base", "merged", "merged", "merged"]
+
+
+def test_any_number_of_switches_leaves_the_weights_bit_for_bit(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_llama, replace(CONFIG, kernels="triton", mode="merged"))
+    before, forgotten = engine.weights_sha256(), []
+    executor = engine._runner._executor
+    monkeypatch.setattr(executor, "forget", lambda: forgotten.append(True))
+    for path in (tiny_adapters["rank8"], tiny_adapters["rank1"], tiny_adapters["rank8"]):
+        content = audit_adapter(path, engine.model, path.name).content_sha256 or ""
+        engine.register_adapter(content, path)
+        list(engine.run(replace(row, adapter_id=content) for row in requests([None])))
+        assert engine.weights_sha256() != before
+    with torch.inference_mode():
+        engine._live.restore()
+    assert engine.weights_sha256() == before
+    # rank8 gives q and v their live buffers, rank1 all others; the second rank8 finds every address as it was
+    assert len(forgotten) == 2

@@ -37,7 +37,7 @@ def test_layers_of_all_shapes_merge_in_one_launch(
     merge_weights(jobs)
     for job in jobs:
         expected = MergeJob(torch.empty_like(job.base, dtype=torch.float32), job.base, job.pairs)
-        merge([expected], pair_dtype)
+        merge([expected], pair_dtype, torch.zeros(1, dtype=torch.int32))
         assert_close(job.live, expected.live)
 
 
@@ -65,6 +65,15 @@ def test_rows_of_a_packed_layer_merge_on_their_own(dtype: torch.dtype, device: t
     assert torch.equal(packed[10:50], job.live)
     assert bool((packed[:10] == 5).all())
     assert bool((packed[50:] == 5).all())
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_weights_that_are_not_finite_are_told(dtype: torch.dtype, device: torch.device, value: float) -> None:
+    """Infinity is what an overflow rounds to."""
+    jobs = [on(device, make_job((70, 40), [4], dtype, dtype)) for _ in range(2)]
+    assert int(merge_weights(jobs)) == 0
+    jobs[1].base[69, 39] = value
+    assert int(merge_weights(jobs)) == 1
 
 
 def test_pairs_that_do_not_fit_are_named() -> None:

@@ -1,0 +1,89 @@
+"""Is the engine right on this device? The same rows as on the CPU path, and launches that wait for nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ...engine.adapter import audit_adapter
+from ...engine.config import EngineConfig
+from ...engine.engine import Engine
+from ...engine.random_adapter import write_random_adapter
+from ...engine.request import Request, Result, SamplingParams
+from .model_folder import write_model_folder, write_weights
+from .shapes import TINY, ModelShape
+
+_RANKS = (1, 20, 64)
+
+
+def check_engine(device: torch.device, max_tokens: int, shape: ModelShape = TINY) -> list[str]:
+    """What differs between the CPU path and the device, in fp32: tokens of greedy and drawn rows, as sentences."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", shape)
+        write_weights(folder)
+        cpu = EngineConfig(device="cpu", mode="unmerged", pool_bytes=8 << 20, max_batch_rows=8, max_step_tokens=24)
+        other = EngineConfig(
+            device=device.type, dtype="float32", mode="unmerged", pool_bytes=8 << 20, max_batch_rows=8,
+            max_step_tokens=24, kernels="triton" if device.type == "cpu" else "auto",
+        )  # fmt: skip
+        expected, found = (_serve(folder, config, max_tokens) for config in (cpu, other))
+    problems = []
+    for one, two in zip(expected, found, strict=True):
+        if one.token_ids != two.token_ids:
+            problems.append(f"engine, row {one.request_id}: tokens {two.token_ids}, on the CPU path {one.token_ids}")
+    return problems
+
+
+def check_launches(device: torch.device, shape: ModelShape = TINY) -> list[str]:
+    """Whether a launch makes the host wait for the device, as CUDA tells it. Nothing to tell without a GPU."""
+    if device.type != "cuda":
+        return []
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", shape)
+        config = EngineConfig(device=device.type, pool_bytes=64 << 20, load_format="dummy", mode="unmerged")
+        engine = Engine(folder, config)
+        ids = [None, engine.register_dummy_adapter("a", 16), engine.register_dummy_adapter("b", 8)]
+        sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+        engine.add([Request(str(i), (1, 2, 3), adapter_id, sampling) for i, adapter_id in enumerate(ids)])
+        for _ in range(4):  # compiles kernels and captures graphs, which may wait
+            engine.step()
+        launch = engine._runner.launch
+        problems: list[str] = []
+
+        def watched(entries: object) -> object:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(entries)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                problems.append(f"a launch waits for the device: {str(error).splitlines()[0]}")
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        engine._runner.launch = watched  # type: ignore[assignment, method-assign]
+        try:
+            for _ in range(4):
+                engine.step()
+        except RuntimeError as error:
+            problems = problems or [f"a launch failed: {error}"]
+        return problems
+
+
+def _serve(folder: Path, config: EngineConfig, max_tokens: int) -> list[Result]:
+    engine = Engine(folder, config)
+    ids: list[str | None] = [None]
+    for rank in _RANKS:
+        path = write_random_adapter(folder.parent / f"rank{rank}", engine.model, rank, seed=rank)
+        content = audit_adapter(path, engine.model, path.name).content_sha256
+        assert content is not None, f"the random adapter of rank {rank} was refused"
+        engine.register_adapter(content, path)
+        ids.append(content)
+    greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, seed=3)
+    rows = [
+        Request(f"{i}", tuple((i * 13 + j * 7) % 90 + 1 for j in range(5 + 7 * i)), ids[i % len(ids)], sampling, i)
+        for i, sampling in enumerate([greedy, greedy, greedy, greedy, drawn, drawn])
+    ]
+    return sorted(engine.run(rows), key=lambda result: result.request_id)

@@ -1,0 +1,194 @@
+"""Whole engine runs: prompts and decoding, per batch, adapters, ranks and mode, beside the base model alone.
+
+One engine serves all points; its batcher is exchanged between them. A point's rows are added, their prompts computed
+(prefill), and then decode steps of the full batch are timed on the wall clock, from device idle to device idle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...engine.batcher import choose_batcher
+from ...engine.config import EngineConfig, Mode
+from ...engine.engine import Engine
+from ...engine.request import Request, SamplingParams
+from ...scheduler.batching import Batcher, BatchView, StepPlan
+from .budget import Deadline
+from .measure import ranks_for
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`batch` rows of `prompt_tokens`, dealt to `adapters` (0: the base alone) of `rank`, or of mixed ranks."""
+
+    batch: int
+    adapters: int
+    rank: int | str | None
+    mode: Mode
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMatrix:
+    """Points in the order in which they are measured: what matters most first. `warm_steps` capture graphs and are
+    not timed."""
+
+    points: tuple[Point, ...]
+    decode_steps: int = 48
+    warm_steps: int = 6
+    max_step_tokens: int = 8192
+
+
+def full_matrix() -> EngineMatrix:
+    """Batches 64 to 512, adapters 0 to 256, ranks 8, 16, 64 and mixed, unmerged and merged; prompts of 128 tokens
+    where decoding counts and of 1024 where prefill does."""
+    short, long = 128, 1024
+    points = []
+    for batch in (256, 64, 512, 128):
+        points.append(Point(batch, 0, None, "unmerged", short))
+        points += [Point(batch, count, 16, "unmerged", short) for count in (1, 16, 64, 256) if count <= batch]
+        if batch in (256, 64):
+            points.append(Point(batch, 1, 16, "merged", short))
+            points += [
+                Point(batch, count, rank, "unmerged", short)
+                for rank in (64, 8, "mixed")
+                for count in (16, 256)
+                if count <= batch
+            ]
+        if batch == 256:
+            points.append(Point(64, 0, None, "unmerged", long))
+            points += [Point(64, count, 16, "unmerged", long) for count in (1, 16, 64)]
+    return EngineMatrix(tuple(points))
+
+
+def tiny_matrix() -> EngineMatrix:
+    """For a machine without a GPU, to see that all of it runs."""
+    points = (
+        Point(3, 0, None, "unmerged", 4),
+        Point(3, 2, 8, "unmerged", 4),
+        Point(3, 1, 8, "merged", 4),
+        Point(1, 1, "mixed", "unmerged", 20),
+    )
+    return EngineMatrix(points, decode_steps=2, warm_steps=1, max_step_tokens=16)
+
+
+class ExchangeableBatcher:
+    """A batcher whose mode can be exchanged while no row is unfinished."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._batchers: dict[Mode, Batcher] = {
+            mode: choose_batcher(EngineConfig(max_batch_rows=config.max_batch_rows, mode=mode), lambda code: False)
+            for mode in ("unmerged", "merged")
+        }
+        self.mode: Mode = "unmerged"
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher`."""
+        return self._batchers[self.mode].next_step(view)
+
+
+def measure_engine(
+    folder: Path, matrix: EngineMatrix, device: torch.device, pool_bytes: int | None, deadline: Deadline
+) -> dict[str, Any]:
+    """Points measured before the deadline, those left out, and what loading took."""
+    config = EngineConfig(
+        max_batch_rows=max(point.batch for point in matrix.points),
+        max_step_tokens=matrix.max_step_tokens,
+        pool_bytes=pool_bytes,
+        device=device.type,
+        load_format="dummy",
+        uses_prefix_cache=False,
+        kernels="triton" if device.type == "cpu" else "auto",
+    )
+    batcher = ExchangeableBatcher(config)
+    start = time.perf_counter()
+    engine = Engine(folder, config, batcher)
+    _wait(device)
+    load_s = time.perf_counter() - start
+    rows: list[dict[str, Any]] = []
+    base_of: dict[tuple[int, int], dict[str, float]] = {}
+    for index, point in enumerate(matrix.points):
+        if deadline.has_passed:
+            left_out = [asdict(p) for p in matrix.points[index:]]
+            return {"load_s": load_s, "points": rows, "left_out": left_out}
+        batcher.mode = point.mode
+        measured = measure_point(engine, point, matrix, device)
+        if point.adapters == 0:
+            base_of[point.batch, point.prompt_tokens] = measured
+        base = base_of.get((point.batch, point.prompt_tokens))
+        rows.append(asdict(point) | measured | (_ratios(measured, base) if base else {}))
+    return {"load_s": load_s, "points": rows, "left_out": []}
+
+
+def measure_point(engine: Engine, point: Point, matrix: EngineMatrix, device: torch.device) -> dict[str, float]:
+    """Tokens per second of prefill and decode, milliseconds per decode step, and the host's share of a step."""
+    adapter_ids = _adapters(engine, point)
+    _make_resident(engine, adapter_ids)
+    num_steps = matrix.warm_steps + matrix.decode_steps
+    sampling = SamplingParams(max_tokens=num_steps + 4, ignore_eos=True)
+    requests = [_request(engine, point, index, adapter_ids, sampling) for index in range(point.batch)]
+    engine.add(requests)
+    before = engine.telemetry().prompt_tokens
+    _wait(device)
+    start = time.perf_counter()
+    while engine.num_unfinished and engine.telemetry().prompt_tokens - before < point.batch * point.prompt_tokens:
+        engine.step()
+    _wait(device)
+    prefill_s = time.perf_counter() - start
+    for _ in range(matrix.warm_steps):
+        engine.step()
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(matrix.decode_steps):
+        engine.step()
+    host_s = time.perf_counter() - start
+    _wait(device)
+    decode_s = time.perf_counter() - start
+    engine.abort([request.request_id for request in requests])
+    engine.check_integrity()
+    return {
+        "prefill_tokens_per_s": point.batch * point.prompt_tokens / prefill_s,
+        "decode_tokens_per_s": point.batch * matrix.decode_steps / decode_s,
+        "step_ms": decode_s / matrix.decode_steps * 1e3,
+        "step_without_last_wait_ms": host_s / matrix.decode_steps * 1e3,
+    }
+
+
+def _ratios(measured: dict[str, float], base: dict[str, float]) -> dict[str, float]:
+    return {
+        f"{phase}_of_base": measured[f"{phase}_tokens_per_s"] / base[f"{phase}_tokens_per_s"]
+        for phase in ("prefill", "decode")
+    }
+
+
+def _adapters(engine: Engine, point: Point) -> list[str]:
+    if point.rank is None:
+        return []
+    ranks = ranks_for(point.rank, point.adapters)
+    return [engine.register_dummy_adapter(f"{rank}-{index}", rank) for index, rank in enumerate(ranks)]
+
+
+def _make_resident(engine: Engine, adapter_ids: Sequence[str]) -> None:
+    """Serve one short row by each adapter, so that no load falls into a measurement."""
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    for _ in engine.run(Request(f"load-{a}", (1, 2), a, sampling) for a in adapter_ids):
+        pass
+
+
+def _request(engine: Engine, point: Point, index: int, adapter_ids: Sequence[str], sampling: SamplingParams) -> Request:
+    """Prompts differ from row to row and from point to point, so that no prefix is shared."""
+    vocab_size, first = engine.model.vocab_size, 7919 * index + 131 * engine.telemetry().num_steps
+    prompt = tuple((first + place * 31) % (vocab_size - 1) + 1 for place in range(point.prompt_tokens))
+    adapter_id = adapter_ids[index % len(adapter_ids)] if adapter_ids else None
+    return Request(f"{point.mode}-{index}", prompt, adapter_id, sampling, index)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

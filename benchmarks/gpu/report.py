@@ -1,0 +1,43 @@
+"""The short table that ends a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def as_table(result: dict[str, Any]) -> str:
+    """What was measured, a line each; sections that failed or were not reached say so."""
+    lines = [f"{result['model']} on {result['machine']['device']}, {result['machine']['date']}"]
+    lines += _section(result, "kernels", "kernel                     us   floor  fraction", _kernel)
+    switches = result.get("switches", {})
+    lines += ["", *(f"{name:<18}{value:>8.2f}" for name, value in switches.items() if isinstance(value, float))]
+    lines += ["", "batch  prompt adapters   rank      mode  prefill t/s  decode t/s   step ms  of base"]
+    engine = result.get("engine", {})
+    lines += [_point(row) for row in engine.get("points", [])]
+    lines += [f"{len(engine.get('left_out', []))} points left out for want of time"] if engine.get("left_out") else []
+    lines += ["", *(f"peft {name}: {value}" for name, value in result.get("peft", {}).items())]
+    lines += _section(result, "layer", "batch  adapters   rank  us/layer of base", _layer)
+    failed = {name: value["failed"] for name, value in result.items() if isinstance(value, dict) and "failed" in value}
+    lines += [f"{name} failed: {why}" for name, why in failed.items()]
+    return "\n".join(lines)
+
+
+def _section(result: dict[str, Any], name: str, head: str, line: Any) -> list[str]:
+    rows = result.get(name)
+    return ["", head, *map(line, rows)] if isinstance(rows, list) else []
+
+
+def _kernel(row: dict[str, Any]) -> str:
+    return f"{row['kernel']:<22}{row['us']:>8.1f}{row['floor_us']:>8.1f}{row['fraction']:>9.0%}"
+
+
+def _point(row: dict[str, Any]) -> str:
+    of_base = f"{row['decode_of_base']:>8.0%}" if "decode_of_base" in row else ""
+    return (
+        f"{row['batch']:>5}{row['prompt_tokens']:>8}{row['adapters']:>9}{row['rank'] or '-':>7}{row['mode']:>10}"
+        f"{row['prefill_tokens_per_s']:>13.0f}{row['decode_tokens_per_s']:>12.0f}{row['step_ms']:>10.2f}{of_base}"
+    )
+
+
+def _layer(row: dict[str, Any]) -> str:
+    return f"{row['batch']:>5}{row['adapters']:>10}{row['rank'] or '-':>7}{row['us']:>10.1f}{row['of_base']:>8.0%}"
