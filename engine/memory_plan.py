@@ -10,12 +10,12 @@ import torch
 
 from ..kernels.launch import is_interpreted
 from .config import EngineConfig, ModelConfig
+from .device_budget import gpu_pool_bytes
 from .errors import PoolExhaustedError
 from .step_batch import PageLayout
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
-_GPU_SHARE = 0.9
 _ALIGNMENT_BYTES = 64
 
 
@@ -61,7 +61,11 @@ def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
     device, dtype = choose_device(config)
     layout = PageLayout.of(model, config.page_tokens, is_page_wise=serves_by_kernels(config, device))
     page_bytes = layout.page_elements * dtype.itemsize
-    pool_bytes = config.pool_bytes if config.pool_bytes is not None else _default_pool_bytes(device)
+    pool_bytes = config.pool_bytes
+    if pool_bytes is None and device.type == "cuda":
+        pool_bytes = gpu_pool_bytes(torch.cuda.mem_get_info(device)[0], config, model, dtype.itemsize)
+    elif pool_bytes is None:
+        pool_bytes = _default_pool_bytes()
     num_pages = pool_bytes // page_bytes
     if num_pages < 1:
         raise PoolExhaustedError(
@@ -70,10 +74,7 @@ def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
     return MemoryPlan(device, dtype, layout, num_pages)
 
 
-def _default_pool_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _GPU_SHARE)
+def _default_pool_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(_DEFAULT_CPU_POOL_BYTES, total // 8)
 

@@ -108,5 +108,5 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Ten
         WEIGHT=_TYPES[weight_dtype], PAIR=_TYPES[pair_dtype], SEARCH_STEPS=len(rows).bit_length(),
         ALIGN=1 if any(n % _ALIGNMENT for n in numbers) else _ALIGNMENT,
         BLOCK_OUT=_BLOCK_OUT, BLOCK_IN=_BLOCK_IN, BLOCK_RANK=_BLOCK_RANK, EXACT=is_exact_dot(pair_dtype),
-        num_warps=8, num_stages=2,
+        num_warps=8, num_stages=2, maxnreg=128,
     )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Llama-3-8B, Qwen2.5-7B and Llama-3.2-1B by their shapes alone: nothing is allocated."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorabatch.benchmarks.gpu.model_folder import write_model_folder
+from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, ModelShape
+from lorabatch.engine.config import EngineConfig, ModelConfig
+from lorabatch.engine.device_budget import gpu_pool_bytes, live_weight_bytes, step_bytes
+from lorabatch.engine.device_decoder import DeviceDecoder
+from lorabatch.engine.dummy_adapter import dummy_audit
+from lorabatch.engine.families import parse_model_config
+from lorabatch.engine.memory_plan import plan_memory
+from lorabatch.engine.weights import dummy_weights, stored_shapes
+
+H200_BYTES = 139 << 30
+BF16 = torch.bfloat16.itemsize
+
+
+def model_of(shape: ModelShape) -> ModelConfig:
+    return parse_model_config(shape.config_json(), {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parameters"),
+    [(LLAMA_3_8B, 8_030_261_248), (QWEN_2_5_7B, 7_615_616_512), (LLAMA_3_2_1B, 1_235_814_400)],
+    ids=lambda value: value.name if isinstance(value, ModelShape) else "",
+)
+def test_parameters_are_as_many_as_the_published_models_have(shape: ModelShape, num_parameters: int) -> None:
+    assert sum(math.prod(sizes) for sizes in stored_shapes(model_of(shape)).values()) == num_parameters
+
+
+@pytest.mark.parametrize("shape", [LLAMA_3_8B, QWEN_2_5_7B, LLAMA_3_2_1B], ids=lambda shape: shape.name)
+def test_the_decoder_takes_random_weights_of_these_shapes(shape: ModelShape) -> None:
+    model, meta = model_of(shape), torch.device("meta")
+    decoder = DeviceDecoder(model, dummy_weights(model, torch.bfloat16, meta), is_packed=False)
+    layer = decoder.layers[-1].linears
+    packed = {site: tuple(linear.pristine.shape) for site, linear in layer.items()}
+    expected = [(sum(members), in_features) for in_features, members in shape.sites]
+    assert list(packed.values()) == expected
+    assert (layer["qkv"].bias is not None) == (shape is QWEN_2_5_7B)
+
+
+def test_the_memory_of_an_8b_engine_on_an_h200() -> None:
+    model = model_of(LLAMA_3_8B)
+    config = EngineConfig(max_batch_rows=256, max_step_tokens=8192, dtype="bfloat16", device="cpu", pool_bytes=1 << 34)
+    plan = plan_memory(config, model)
+    assert plan.layout.page_elements * BF16 == 2 << 20, "a page of 16 tokens is 2 MiB"
+    assert plan.num_pages == 1 << 13
+    sites = dummy_audit(model, 16, "x").sites
+    adapter_bytes = sum(site.rank * (site.in_features + site.out_features) for site in sites) * BF16
+    assert adapter_bytes == 83_886_080, "a rank-16 adapter is 80 MiB: 40 pages, nothing padded"
+    weight_bytes = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
+    assert live_weight_bytes(model, BF16) == 32 * LLAMA_3_8B.layer_weights * BF16
+    assert step_bytes(config, model, BF16) < 2 << 30
+    pool = gpu_pool_bytes(H200_BYTES - weight_bytes, config, model, BF16)
+    assert 90 << 30 < pool < H200_BYTES - weight_bytes - live_weight_bytes(model, BF16)
+
+
+def test_a_card_that_holds_the_weights_and_little_else_has_no_pool() -> None:
+    model = model_of(LLAMA_3_8B)
+    assert gpu_pool_bytes(10 << 30, EngineConfig(), model, BF16) == 0
+
+
+def test_a_folder_of_shapes_can_be_read_like_any_other(tmp_path: Path) -> None:
+    from lorabatch.engine.config import read_model_config
+    from lorabatch.engine.tokenizer import Tokenizer
+
+    folder = write_model_folder(tmp_path / "model", LLAMA_3_2_1B)
+    assert read_model_config(folder) == model_of(LLAMA_3_2_1B)
+    assert Tokenizer.from_folder(folder).decode([7, 128_255]).split() == ["7", "128255"]
