@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ...engine.batcher import choose_batcher
-from ...engine.config import EngineConfig, Mode
+from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import Request, SamplingParams
-from ...scheduler.batching import Batcher, BatchView, StepPlan
+from ...scheduler.batching import BatchView, ReplicaMode, StepPlan
 from .budget import Deadline
 from .measure import ranks_for
 
@@ -30,7 +30,7 @@ class Point:
     batch: int
     adapters: int
     rank: int | str | None
-    mode: Mode
+    mode: ReplicaMode
     prompt_tokens: int
 
 
@@ -46,8 +46,8 @@ class EngineMatrix:
 
 
 def full_matrix() -> EngineMatrix:
-    """Batches 64 to 512, adapters 0 to 256, ranks 8, 16, 64 and mixed, unmerged and merged; prompts of 128 tokens
-    where decoding counts and of 1024 where prefill does."""
+    """Batches 64 to 512, adapters 0 to 256, ranks 8, 16, 64 and mixed, unmerged, merged and mixture; prompts of 128
+    tokens where decoding counts and of 1024 where prefill does."""
     short, long = 128, 1024
     points = []
     for batch in (256, 64, 512, 128):
@@ -55,6 +55,7 @@ def full_matrix() -> EngineMatrix:
         points += [Point(batch, count, 16, "unmerged", short) for count in (1, 16, 64, 256) if count <= batch]
         if batch in (256, 64):
             points.append(Point(batch, 1, 16, "merged", short))
+            points.append(Point(batch, 16, 16, "mixture", short))
             points += [
                 Point(batch, count, rank, "unmerged", short)
                 for rank in (64, 8, "mixed")
@@ -73,24 +74,26 @@ def tiny_matrix() -> EngineMatrix:
         Point(3, 0, None, "unmerged", 4),
         Point(3, 2, 8, "unmerged", 4),
         Point(3, 1, 8, "merged", 4),
+        Point(3, 2, 8, "mixture", 4),
         Point(1, 1, "mixed", "unmerged", 20),
     )
     return EngineMatrix(points, decode_steps=2, warm_steps=1, max_step_tokens=16)
 
 
 class ExchangeableBatcher:
-    """A batcher whose mode can be exchanged while no row is unfinished."""
+    """Every row that there is room for, in a mode that can be exchanged while no row is unfinished. What is merged is
+    the adapter of the lowest number among the rows."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._batchers: dict[Mode, Batcher] = {
-            mode: choose_batcher(EngineConfig(max_batch_rows=config.max_batch_rows, mode=mode), lambda code: False)
-            for mode in ("unmerged", "merged")
-        }
-        self.mode: Mode = "unmerged"
+    def __init__(self) -> None:
+        self.mode: ReplicaMode = "unmerged"
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher`."""
-        return self._batchers[self.mode].next_step(view)
+        room = max(view.max_batch_rows - len(view.running_adapter), 0)
+        numbers = np.concatenate([view.running_adapter, view.waiting_adapter])
+        merged = None if self.mode == "unmerged" else int(numbers[numbers >= 0].min())
+        admit = np.arange(min(room, len(view.waiting_adapter)), dtype=np.int64)
+        return StepPlan(self.mode, merged, np.ones(len(view.running_adapter), np.bool_), admit)
 
 
 def measure_engine(
@@ -106,7 +109,7 @@ def measure_engine(
         uses_prefix_cache=False,
         kernels="triton" if device.type == "cpu" else "auto",
     )
-    batcher = ExchangeableBatcher(config)
+    batcher = ExchangeableBatcher()
     start = time.perf_counter()
     engine = Engine(folder, config, batcher)
     _wait(device)
@@ -114,11 +117,11 @@ def measure_engine(
     rows: list[dict[str, Any]] = []
     base_of: dict[tuple[int, int], dict[str, float]] = {}
     for index, point in enumerate(matrix.points):
+        batcher.mode = "unmerged"
         if deadline.has_passed:
             left_out = [asdict(p) for p in matrix.points[index:]]
             return {"load_s": load_s, "points": rows, "left_out": left_out}
-        batcher.mode = point.mode
-        measured = measure_point(engine, point, matrix, device)
+        measured = measure_point(engine, batcher, point, matrix, device)
         if point.adapters == 0:
             base_of[point.batch, point.prompt_tokens] = measured
         base = base_of.get((point.batch, point.prompt_tokens))
@@ -126,10 +129,13 @@ def measure_engine(
     return {"load_s": load_s, "points": rows, "left_out": []}
 
 
-def measure_point(engine: Engine, point: Point, matrix: EngineMatrix, device: torch.device) -> dict[str, float]:
+def measure_point(
+    engine: Engine, batcher: ExchangeableBatcher, point: Point, matrix: EngineMatrix, device: torch.device
+) -> dict[str, float]:
     """Tokens per second of prefill and decode, milliseconds per decode step, and the host's share of a step."""
     adapter_ids = _adapters(engine, point)
     _make_resident(engine, adapter_ids)
+    batcher.mode = point.mode
     num_steps = matrix.warm_steps + matrix.decode_steps
     sampling = SamplingParams(max_tokens=num_steps + 4, ignore_eos=True)
     requests = [_request(engine, point, index, adapter_ids, sampling) for index in range(point.batch)]

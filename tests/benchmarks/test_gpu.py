@@ -59,7 +59,9 @@ def test_a_whole_run_at_the_smallest_sizes(tmp_path: Path, capsys: pytest.Captur
     assert not failed
     assert result["problems"] == []
     assert {row["kernel"] for row in result["kernels"]} >= {"attention decode", "LoRA shrink qkv"}
-    assert [row["mode"] for row in result["engine"]["points"]] == ["unmerged", "unmerged", "merged", "unmerged"]
+    assert [row["mode"] for row in result["engine"]["points"]] == [
+        "unmerged", "unmerged", "merged", "mixture", "unmerged"
+    ]  # fmt: skip
     assert all(row["decode_tokens_per_s"] > 0 for row in result["engine"]["points"])
     assert "decode_of_base" in result["engine"]["points"][1]
     assert result["peft"].keys() >= {"base_tokens_per_s", "mixed_2_adapters_tokens_per_s", "merged_tokens_per_s"}
@@ -67,6 +69,7 @@ def test_a_whole_run_at_the_smallest_sizes(tmp_path: Path, capsys: pytest.Captur
     table = capsys.readouterr().out
     assert "attention decode" in table
     assert len([line for line in table.splitlines() if "  unmerged" in line or "  merged" in line]) == 4
+    assert "mixture" in table
 
 
 def test_without_time_it_ends_with_what_it_has() -> None:
@@ -85,7 +88,7 @@ def test_the_matrix_covers_what_was_asked_of_it() -> None:
     assert {p.batch for p in points} == {64, 128, 256, 512}
     assert {p.adapters for p in points} == {0, 1, 16, 64, 256}
     assert {p.rank for p in points} == {None, 8, 16, 64, MIXED}
-    assert {p.mode for p in points} == {"unmerged", "merged"}
+    assert {p.mode for p in points} == {"unmerged", "merged", "mixture"}
     assert len({p.prompt_tokens for p in points}) == 2
     assert len(points) == len(set(points))
     bases = {(p.batch, p.prompt_tokens) for p in points if p.adapters == 0}
