@@ -34,6 +34,7 @@ from .planned_step import (
     DeviceAddresses,
     PlannedStep,
     attention_tile_rows,
+    rounded,
 )
 from .sequence import Sequence
 from .step_batch import PageLayout, StepEntry
@@ -168,8 +169,10 @@ class DeviceRunner:
             rows=bucket,
             sampled=bucket,
             pages=self._bucket_pages(bucket),
-            segments=SegmentLimits(bucket, bucket * _BUCKET_CHUNKS, len(self._memory.scratch), DECODE_TILE_ROWS),
-            attention=WorkLimits(self._attention_items(bucket), bucket, tile_rows, SPLIT_KEYS),
+            segments=SegmentLimits(
+                rounded(bucket), rounded(bucket * _BUCKET_CHUNKS), len(self._memory.scratch), DECODE_TILE_ROWS
+            ),
+            attention=WorkLimits(rounded(self._attention_items(bucket)), bucket, tile_rows, SPLIT_KEYS),
         )
 
     def _bucket_pages(self, bucket: int) -> int:

@@ -92,12 +92,14 @@ class PlannedStep:
             rows=self.num_rows,
             sampled=len(self.sampled),
             pages=self.num_pages,
-            segments=SegmentLimits(self.num_rows, self.num_lora_items, scratch_rows, self.tile_rows),
+            segments=SegmentLimits(rounded(self.num_rows), rounded(self.num_lora_items), scratch_rows, self.tile_rows),
             attention=WorkLimits(
-                self.num_attention_items, len(self.entries), attention_tile_rows(self._addresses, self.tile_rows),
+                rounded(self.num_attention_items),
+                len(self.entries),
+                attention_tile_rows(self._addresses, self.tile_rows),
                 SPLIT_KEYS,
             ),
-        )  # fmt: skip
+        )
 
     def write(self, host: StepBuffer, places: dict[int, int]) -> None:
         """Fill a buffer on the host. `places`: for sequences (by their id()) with a pending token, where the step
@@ -148,6 +150,12 @@ class PlannedStep:
         columns = (row_starts, self._num_tokens, self._stored, page_starts)
         spans = [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
         plan_attention(spans, addresses.group, sizes.attention, into=host.view("attention"))
+
+
+def rounded(length: int) -> int:
+    """Lists of kernels have lengths of multiples of 16, so that the lists behind them start at multiples of 16 bytes:
+    Triton compiles a kernel anew for a pointer that does not."""
+    return -(-length // 16) * 16
 
 
 def attention_tile_rows(addresses: DeviceAddresses, tile_rows: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..lora_qkv import HeadLayout
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _write(
     keys, values, slots, pool, layer, page_elements, key_token, key_head, value_token, value_head,
     K: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -41,7 +41,7 @@ def _side(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site_row"])
 def _gate_up(
     out, y, bias, intermediate, site_row, rows_per_resident,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,

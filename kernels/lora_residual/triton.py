@@ -22,14 +22,14 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 _BLOCK_N = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site_row", "splits_at"])
 def _add_residual(
-    out, y, residual, bias, out_features, site_row, rows_per_resident,
+    out, y, residual, bias, out_features, site_row, rows_per_resident, splits_at,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
-    SPLITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_splits = tl.load(header + SPLITS)
+    num_splits = tl.load(header + splits_at)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
     num_blocks = tl.cdiv(out_features, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -70,9 +70,9 @@ def add_residual(
     grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
     _add_residual[grid](
         out, y, residual, bias, y.shape[1], layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,
-        table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
+        SPLITS_AT + site, table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
-        SPLITS=SPLITS_AT + site, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
         BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype),
         ALIGN=table.alignment, num_warps=4, num_stages=2,
     )  # fmt: skip

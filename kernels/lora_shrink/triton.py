@@ -22,15 +22,14 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 _BLOCK_K = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site_row", "max_items", "items_at", "splits_at"])
 def _shrink(
-    x, x_stride, in_features, site_row, rows_per_resident,
+    x, x_stride, in_features, site_row, rows_per_resident, items_at, splits_at,
     pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,
-    ITEMS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
-    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_splits = tl.load(header + SPLITS)
-    num_works = tl.load(header + ITEMS) * num_splits
+    num_splits = tl.load(header + splits_at)
+    num_works = tl.load(header + items_at) * num_splits
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
     # k-steps of a split, rounded up: late splits may have none and then write zeros
     steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), num_splits)
@@ -69,8 +68,8 @@ def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, lay
     items = segments.items(site)
     _shrink[grid](
         x, x.stride(0), x.shape[1], layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,
-        table.pool, table.sites, table.chunks, segments.header, segments.perm, segments.tiles,
-        items, items.shape[1], scratch, len(scratch),
-        ITEMS=ITEMS_AT + site, SPLITS=SPLITS_AT + site, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K,
+        ITEMS_AT + site, SPLITS_AT + site, table.pool, table.sites, table.chunks,
+        segments.header, segments.perm, segments.tiles, items, items.shape[1], scratch, len(scratch),
+        BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K,
         EXACT=is_exact_dot(x.dtype), ALIGN=table.alignment, num_warps=4, num_stages=4,
     )  # fmt: skip

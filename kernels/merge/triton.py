@@ -6,9 +6,9 @@ Bytes: every weight read once and written once. Llama-3-8B has 6.98e9 weights in
 by the ordinary cores (67 TFLOP/s: 3.3 ms, still under the reads).
 
 A tile of 64 x 128 weights is 16 KiB each way and 32 weights in each of 256 threads, twice over (sum and product of
-the pair at hand): 115 registers, so 2 programs fit and keep 32 KiB of reads in flight, where 25 KiB are needed. One
-launch serves all layers: 224 launches of their own would leave 26 us to each, about what it takes the host to make
-one.
+the pair at hand): 65536 registers / (2 x 256) = 128 let 2 programs fit and keep 32 KiB of reads in flight, where 25
+KiB are needed; the launch limits the compiler to them, since Triton 3.6 would take 136 by itself. One launch serves
+all layers: 224 launches of their own would leave 26 us to each, about what it takes the host to make one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 _ALIGNMENT = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_jobs", "num_tiles"])
 def _merge(
     jobs, num_jobs, pairs, scales, overflow, num_tiles,
     WEIGHT: tl.constexpr, PAIR: tl.constexpr, SEARCH_STEPS: tl.constexpr, ALIGN: tl.constexpr,

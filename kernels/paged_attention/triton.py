@@ -27,7 +27,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4  # 108 registers x 128 threads, 38 KiB of shared
 _BLOCK_N = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _attend(
     out, q, q_stride, pool, page_elements, layer, block_tables, table_stride, header, items, values, stats,
     scale, softcap, window,

@@ -20,13 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from lorabatch.engine.planned_step import rounded
 from lorabatch.kernels.kv_write import triton as kv_write
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout
 from lorabatch.kernels.lora_qkv import triton as qkv
 from lorabatch.kernels.lora_residual import triton as residual
 from lorabatch.kernels.lora_shrink import triton as shrink
-from lorabatch.kernels.lora_table import O_PROJ, QKV, LoraTable
+from lorabatch.kernels.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
 from lorabatch.kernels.merge import MergeJob, MergePair
 from lorabatch.kernels.merge import triton as merge
 from lorabatch.kernels.paged_attention import triton as attention
@@ -59,56 +60,69 @@ def main() -> None:
     """Compile all, print `{kernel: {registers, stack_bytes, shared_bytes, has_tensor_cores, has_wide_loads}}`."""
     triton.runtime.driver.set_active(_TargetOnly())
     compiled: dict[str, Any] = {}
+    programs: dict[str, set[int]] = {}
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled[self.__name__] = run(self, *args, grid=grid, warmup=True, **options)
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled[self.__name__] = kernel
+        programs.setdefault(self.__name__, set()).add(id(kernel))
 
     JITFunction.run = compile_only
-    _reach_linear_kernels()
-    _reach_other_kernels()
-    json.dump({name: _describe(kernel) for name, kernel in compiled.items()}, sys.stdout)
+    # as a model's layers and steps of several sizes would
+    for layer, num_rows in ((0, 2), (1, 3), (2, 40), (16, 16)):
+        _reach_linear_kernels(layer, num_rows)
+        _reach_other_kernels(layer, num_rows)
+    json.dump(
+        {name: _describe(kernel) | {"num_programs": len(programs[name])} for name, kernel in compiled.items()},
+        sys.stdout,
+    )
 
 
 def _bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _segments() -> Segments:
+def _segments(num_rows: int) -> Segments:
     counts = np.ones((2, 4), np.int32)
-    limits = SegmentLimits(max_rows=16, max_items=64, scratch_rows=256)
-    return plan_segments(rows_of([0, 1]), rows_of([-1, -1]), counts, limits, num_programs=1)
+    limits = SegmentLimits(rounded(num_rows), rounded(2 * num_rows), scratch_rows=256)
+    plus = rows_of([row % 2 for row in range(num_rows)])
+    return plan_segments(plus, rows_of([-1] * num_rows), counts, limits, num_programs=1)
 
 
-def _reach_linear_kernels() -> None:
-    table = LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=1, num_chunks=8, alignment=8)
-    segments = _segments()
+def _reach_linear_kernels(layer: int, num_rows: int) -> None:
+    table = LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, alignment=8)
+    segments = _segments(num_rows)
     scratch = segments.allocate_scratch()
-    x, weight = _bf16(2, HIDDEN), _bf16(128)
-    shrink.shrink(x, table, segments, scratch, 0, QKV)
-    residual.add_residual(x, _bf16(2, HIDDEN), x, None, table, segments, scratch, 0, O_PROJ)
-    y = _bf16(2, 2 * INTERMEDIATE)
-    gate_up.gate_up(_bf16(2, INTERMEDIATE), y, None, "silu", table, segments, scratch, 0)
-    angles, slots = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int32)
+    x, weight = _bf16(num_rows, HIDDEN), _bf16(128)
+    for site in range(NUM_SITES):
+        shrink.shrink(x, table, segments, scratch, layer, site)
+    for site in (O_PROJ, DOWN):
+        residual.add_residual(x, _bf16(num_rows, HIDDEN), x, None, table, segments, scratch, layer, site)
+    y, active = _bf16(num_rows, 2 * INTERMEDIATE), _bf16(num_rows, INTERMEDIATE)
+    gate_up.gate_up(active, y, None, "silu", table, segments, scratch, layer)
+    angles, slots = torch.zeros(num_rows, 64), torch.zeros(num_rows, dtype=torch.int32)
     finish = HeadFinish(angles, angles, slots, bias=_bf16(48 * 128), q_norm=weight, k_norm=weight)
-    qkv.qkv(_bf16(2, 48 * 128), finish, LAYOUT, table, segments, scratch, 0)
+    qkv.qkv(_bf16(num_rows, 48 * 128), finish, LAYOUT, table, segments, scratch, layer)
 
 
-def _reach_other_kernels() -> None:
-    pool, q = _bf16(4 * LAYOUT.page_elements), _bf16(2, 32, 128)
-    keys, slots = _bf16(2, 8, 128), torch.zeros(2, dtype=torch.int32)
-    kv_write.write(keys, keys, slots, pool, LAYOUT, 0)
-    work = plan_attention([Span(0, 1, 900, 0), Span(1, 1, 5, 1)], 4, WorkLimits(64, 16, 16, 512))
+def _reach_other_kernels(layer: int, num_rows: int) -> None:
+    pool, q = _bf16(4 * LAYOUT.page_elements), _bf16(num_rows, 32, 128)
+    keys, slots = _bf16(num_rows, 8, 128), torch.zeros(num_rows, dtype=torch.int32)
+    kv_write.write(keys, keys, slots, pool, LAYOUT, layer)
+    spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
+    work = plan_attention(spans, 4, WorkLimits(rounded(2 * num_rows), num_rows, 16, 512))
     partials = Partials.allocate(64, 32, 128, torch.device("cpu"))
-    tables = torch.zeros(2, 64, dtype=torch.int32)
-    attention.attend(q, q, pool, tables, work, partials, LAYOUT, 0, AttentionRule(0.1, window=512, softcap=50.0))
-    x = _bf16(2, HIDDEN)
+    tables = torch.zeros(num_rows, 64, dtype=torch.int32)
+    attention.attend(q, q, pool, tables, work, partials, LAYOUT, layer, AttentionRule(0.1, window=512, softcap=50.0))
+    x = _bf16(num_rows, HIDDEN)
     rms_norm.norm(x, x, _bf16(HIDDEN), 1e-5, 0.0)
-    job = MergeJob(_bf16(256, 256), _bf16(256, 256), (MergePair(_bf16(16, 256), _bf16(256, 16), 1.0),))
-    merge.merge([job], torch.bfloat16, torch.zeros(1, dtype=torch.int32))
-    ints = torch.zeros(2, dtype=torch.int64)
-    rows = SamplingRows(torch.ones(2), ints.int(), torch.ones(2, dtype=torch.float64), ints, ints, ints)
-    sampling.sample(ints, _bf16(2, 4096), rows)
+    jobs = [MergeJob(_bf16(256, 256), _bf16(256, 256), (MergePair(_bf16(16, 256), _bf16(256, 16), 1.0),))] * num_rows
+    merge.merge(jobs[:7], torch.bfloat16, torch.zeros(1, dtype=torch.int32))
+    ints = torch.zeros(num_rows, dtype=torch.int64)
+    ones = torch.ones(num_rows)
+    rows = SamplingRows(ones, ints.int(), ones.double(), ints, ints, ints)
+    sampling.sample(ints, _bf16(num_rows, 4096), rows)
 
 
 def _describe(kernel: Any) -> dict[str, Any]:

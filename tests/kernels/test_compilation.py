@@ -44,6 +44,12 @@ def test_every_kernel_is_there_and_keeps_its_numbers_in_registers(compiled: dict
     assert not spilling, f"bytes of registers kept in memory: {spilling}"
 
 
+def test_one_program_serves_all_layers_sites_and_step_sizes(compiled: dict[str, dict[str, Any]]) -> None:
+    """Each more would be compiled when a job first needs it. A merge has one for each number of layers' bits."""
+    several = {name: kernel["num_programs"] for name, kernel in compiled.items() if kernel["num_programs"] > 1}
+    assert several.keys() <= {"_merge"}, several
+
+
 def test_all_programs_of_a_persistent_grid_fit_at_once(compiled: dict[str, dict[str, Any]]) -> None:
     for name, operator in PERSISTENT.items():
         kernel = compiled[name]
