@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import get_args
 
 import pytest
 
 from lorabatch.tests.end_to_end.chaos.material import Material
-from lorabatch.tests.end_to_end.chaos.scenario import make_scenario
+from lorabatch.tests.end_to_end.chaos.scenario import Victim, make_scenario
 from lorabatch.tests.end_to_end.chaos.trial import Outcome, Trial
 
 SEEDS = range(20)
@@ -25,7 +26,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Fut
     """A future per seed; all of them are under way."""
     folder = tmp_path_factory.mktemp("chaos")
     material = Material(folder / "material")
-    for engine in ("echo", "real"):
+    for engine in ("echo", "uneven", "real"):
         material.undisturbed_digest(engine)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         trials = {seed: Trial(make_scenario(seed), material, folder / f"trial-{seed}") for seed in SEEDS}
@@ -43,5 +44,5 @@ def test_a_disturbed_job_answers_every_row_once_as_if_nothing_had_happened(
 def test_a_seed_means_the_same_scenario_every_time() -> None:
     assert [make_scenario(seed) for seed in SEEDS] == [make_scenario(seed) for seed in SEEDS]
     blows = [blow for seed in range(200) for blow in make_scenario(seed).blows]
-    assert {blow.victim for blow in blows} == {"client", "worker", "nanny", "engine", "scheduler"}
+    assert {blow.victim for blow in blows} == {*get_args(Victim)}
     assert {blow.signal for blow in blows} == {"KILL", "TERM", "STOP"}

@@ -58,7 +58,7 @@ def _options() -> Any:
 def _run_all(options: Any, folder: Path) -> Iterator[Outcome]:
     """Outcomes in the order of their seeds."""
     material = Material(folder / "material")
-    for engine in ("echo", "real"):
+    for engine in ("echo", "uneven", "real"):
         material.undisturbed_digest(engine)
     stop_s = time.monotonic() + options.minutes * 60
 
@@ -80,7 +80,7 @@ def _trial_folder(folder: Path, seed: int) -> Path:
 def _told(outcome: Outcome) -> str:
     scenario = outcome.scenario
     place = f"{scenario.engine:4} {scenario.cluster:8} {scenario.num_workers} workers"
-    line = f"{scenario.seed:5} {place} {outcome.seconds:6.1f} s {outcome.num_starts} starts"
+    line = f"{scenario.seed:5} {place} {outcome.seconds:6.1f} s {outcome.num_starts} starts {outcome.num_loans} loans"
     verdict = "; ".join(outcome.faults) or "right"
     return f"{line}  {', '.join(outcome.blows) or 'no blow fell'}: {verdict}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -24,11 +25,15 @@ _ADAPTERS: dict[str, dict[str, Any]] = {
     "rank8": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
     "rank20": {"r": 20, "lora_alpha": 10, "target_modules": ["gate_proj", "down_proj", "o_proj"]},
 }
-_NUM_ROWS: dict[EngineKind, int] = {"echo": 256, "real": 64}
 # Long enough that blows land in the middle: some two seconds of work for two engines.
-_ECHO_STEP_S = 0.04
-_MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "real": 40}
-_BATCH_ROWS: dict[EngineKind, int] = {"echo": 8, "real": 4}
+_NUM_ROWS: dict[EngineKind, int] = {"echo": 256, "uneven": 64, "real": 64}
+_MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "uneven": 40, "real": 40}
+_BATCH_ROWS: dict[EngineKind, int] = {"echo": 8, "uneven": 8, "real": 4}
+_ECHO: dict[EngineKind, dict[str, Any]] = {
+    "echo": {"step_s": 0.04},
+    "uneven": {"step_s": 0.02, "slow_factor": 8},
+    "real": {},
+}
 _UNDISTURBED_LIMIT_S = 180
 
 
@@ -41,10 +46,14 @@ class Material:
 
     @cached_property
     def model(self) -> Path:
-        """A random two-layer Llama; its `echo.json` tells echo engines how slow to be."""
-        model = write_model(self.folder / "model")
-        (model / "echo.json").write_text(json.dumps({"step_s": _ECHO_STEP_S}))
-        return model
+        """A random two-layer Llama."""
+        return write_model(self.folder / "model")
+
+    def model_of_one_job(self, engine: EngineKind, folder: Path) -> Path:
+        """A copy that tells echo engines how slow to be, the first of them above all."""
+        shutil.copytree(self.model, folder, dirs_exist_ok=True)
+        (folder / "echo.json").write_text(json.dumps(_ECHO[engine]))
+        return folder
 
     @cached_property
     def adapters(self) -> Path:
@@ -74,9 +83,8 @@ class Material:
         return path
 
     def options(self, engine: EngineKind) -> dict[str, Any]:
-        """The job, but for its output and where it runs."""
+        """The job, but for its model, its output and where it runs."""
         return {
-            "model": self.model,
             "adapters": self.adapters,
             "input": self.input(engine),
             "max_tokens": _MAX_TOKENS[engine],
@@ -95,7 +103,7 @@ class Material:
 
     def command_line(self, engine: EngineKind) -> list[str]:
         """What follows `python` to get the command line with these engines."""
-        return [str(_ECHO_FOLDER / "echo_cli.py")] if engine == "echo" else ["-m", "lorabatch"]
+        return ["-m", "lorabatch"] if engine == "real" else [str(_ECHO_FOLDER / "echo_cli.py")]
 
     def environment(self) -> dict[str, str]:
         """Processes find the echo engine and the code under test."""
@@ -105,7 +113,8 @@ class Material:
         """Hash of the sorted output of a run that nothing disturbs: one worker, made once."""
         if engine not in self._digests:
             output = self.folder / f"undisturbed-{engine}"
-            options = self.options(engine) | {"output": output, "workers": 1, "rows_per_shard": 64}
+            model = self.model_of_one_job(engine, self.folder / f"model-{engine}")
+            options = self.options(engine) | {"model": model, "output": output, "workers": 1, "rows_per_shard": 64}
             words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
             command = [sys.executable, *self.command_line(engine), "run", *words]
             subprocess.run(

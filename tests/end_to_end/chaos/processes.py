@@ -42,6 +42,17 @@ def of_kind(processes: Iterable[psutil.Process], kind: Victim) -> list[psutil.Pr
     return [process for _, _, process in sorted(found, key=lambda entry: entry[:2])]
 
 
+def listening_at(processes: Iterable[psutil.Process], address: str) -> list[psutil.Process]:
+    """The one among them that a Dask address such as `tcp://127.0.0.1:1234` belongs to, if it is alive."""
+    port, found = int(address.rpartition(":")[2]), []
+    for process in processes:
+        with suppress(psutil.Error):
+            sockets = process.net_connections(kind="tcp")
+            if any(s.laddr.port == port and s.status == psutil.CONN_LISTEN for s in sockets):
+                found.append(process)
+    return found
+
+
 def _kind(command: str) -> Victim | None:
     if "lorabatch.engine.process" in command:
         return "engine"

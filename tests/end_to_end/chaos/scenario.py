@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-EngineKind = Literal["echo", "real"]
+# Uneven: echo engines of which one is slow, so that rows move from it to the others.
+EngineKind = Literal["echo", "uneven", "real"]
 ClusterKind = Literal["embedded", "existing"]
-Victim = Literal["client", "worker", "nanny", "engine", "scheduler"]
+# Owner and helper: the workers at the two ends of a loan of rows.
+Victim = Literal["client", "worker", "nanny", "engine", "scheduler", "owner", "helper"]
 Signal = Literal["KILL", "TERM", "STOP"]
 
 # Which processes can be hit: an embedded cluster's scheduler and nannies live inside the client.
@@ -21,7 +24,7 @@ _MAX_BLOWS = 4
 # Three crashes clear a row; a fourth, alone in its engine, would rightly make it an error row.
 _MAX_ENGINE_BLOWS = 3
 _SHARD_ROWS = (8, 16, 32)
-_REAL_SHARE = 0.2
+_ENGINES: tuple[EngineKind, ...] = ("echo", "echo", "echo", "uneven", "uneven", "real")
 _MAX_DELAY_S = 0.6
 _LONGEST_START_S = 4.0
 
@@ -57,10 +60,11 @@ def make_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     luck = random.Random(seed)
     cluster: ClusterKind = luck.choice(("embedded", "existing"))
-    engine: EngineKind = "real" if luck.random() < _REAL_SHARE else "echo"
-    num_workers = luck.choice((1, 2, 2, 2, 3))
-    rows_per_shard = luck.choice(_SHARD_ROWS)
-    blows = [_make_blow(luck, cluster) for _ in range(luck.randint(1, _MAX_BLOWS))]
+    engine = luck.choice(_ENGINES)
+    num_workers = luck.choice((2, 3) if engine == "uneven" else (1, 2, 2, 2, 3))
+    rows_per_shard = 8 if engine == "uneven" else luck.choice(_SHARD_ROWS)
+    victims = _VICTIMS[cluster] + (("owner", "owner", "helper", "helper") if engine == "uneven" else ())
+    blows = [_make_blow(luck, victims) for _ in range(luck.randint(1, _MAX_BLOWS))]
     engine_blows = [blow for blow in blows if blow.victim == "engine"]
     spared = engine_blows[_MAX_ENGINE_BLOWS:]
     blows = [blow for blow in blows if not any(blow is one for one in spared)]
@@ -69,7 +73,7 @@ def make_scenario(seed: int) -> Scenario:
     )
 
 
-def _make_blow(luck: random.Random, cluster: ClusterKind) -> Blow:
+def _make_blow(luck: random.Random, victims: Sequence[Victim]) -> Blow:
     moment = luck.random()
     if moment < 0.2:
         share, delay_s = 0.0, luck.uniform(0.0, _LONGEST_START_S)
@@ -80,4 +84,4 @@ def _make_blow(luck: random.Random, cluster: ClusterKind) -> Blow:
         share, delay_s = 1.0, luck.uniform(0.0, 0.2)
     signal = luck.choice(_SIGNALS)
     stopped_s = luck.choice((None, 0.5, 5.0, 20.0)) if signal == "STOP" else None
-    return Blow(share, delay_s, luck.choice(_VICTIMS[cluster]), signal, luck.randrange(8), stopped_s)
+    return Blow(share, delay_s, luck.choice(victims), signal, luck.randrange(8), stopped_s)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,17 +16,20 @@ from typing import Any
 
 import psutil
 
+from lorabatch.jobs.store import JobStore
+from lorabatch.scheduler.scheduler import BEGINNING
 from lorabatch.tests.end_to_end.chaos.material import Material
 from lorabatch.tests.end_to_end.chaos.processes import (
     MARK,
     ExistingCluster,
     end_all,
+    listening_at,
     marked,
     of_kind,
     send,
     wait_until_gone,
 )
-from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario
+from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario, Victim
 from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output
 
 _POLL_S = 0.05
@@ -42,11 +46,15 @@ _REPLACED_AFTER_S = 2.0
 
 @dataclass
 class Outcome:
-    """What happened in a trial. `faults`: what must not have happened, as sentences."""
+    """What happened in a trial: starts of the client, loans of rows between workers, coordinators one after another.
+    `faults`: what must not have happened, as sentences.
+    """
 
     scenario: Scenario
     seconds: float = 0.0
     num_starts: int = 0
+    num_loans: int = 0
+    num_coordinators: int = 0
     blows: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -60,6 +68,7 @@ class Trial:
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._environment = material.environment() | {MARK: self._mark, "TMPDIR": str(folder / "tmp")}
+        self._model = folder / "model"
         self._output = folder / "output"
         self._clusters = 0
         self._cluster: ExistingCluster | None = None
@@ -75,11 +84,15 @@ class Trial:
         """Carry it out. Leaves no process behind, whatever happens."""
         began_s = time.monotonic()
         (self._folder / "tmp").mkdir(parents=True)
+        self._material.model_of_one_job(self._scenario.engine, self._model)
         try:
             self._finish_job(began_s + TIME_LIMIT_S)
             end_all(self._stopped)
             self._check_leftovers("engine", "the job is done")
             self._outcome.faults += faults_of_output(self._output, self._material, self._scenario)
+            events = Counter(event["kind"] for event in JobStore(str(self._output)).read_events())
+            self._outcome.num_loans = events["MigrateRows"]
+            self._outcome.num_coordinators = events[BEGINNING]
             self._close_cluster()
             self._check_leftovers(None, "everything has ended")
         except TrialError as fault:
@@ -116,6 +129,7 @@ class Trial:
 
     def _arguments(self) -> list[str]:
         options: dict[str, Any] = self._material.options(self._scenario.engine) | {
+            "model": self._model,
             "output": str(self._output),
             "rows_per_shard": self._scenario.rows_per_shard,
         }
@@ -163,9 +177,9 @@ class Trial:
             self._later(blow.delay_s, partial(self._strike, blow))
 
     def _strike(self, blow: Blow) -> None:
-        candidates = of_kind(marked(self._mark), blow.victim)
+        candidates = self._victims(blow.victim)
         if not candidates:
-            # It has not started yet, or is just being replaced.
+            # It has not started yet, or is just being replaced; or no rows have moved yet.
             self._later(_LOOK_AGAIN_S, partial(self._strike, blow))
             return
         process = candidates[blow.pick % len(candidates)]
@@ -178,6 +192,14 @@ class Trial:
             self._stop(blow, process)
         elif blow.victim == "nanny" and self._cluster is not None:
             self._later(_REPLACED_AFTER_S, self._cluster.start_nanny)
+
+    def _victims(self, kind: Victim) -> list[psutil.Process]:
+        processes = marked(self._mark)
+        if kind not in ("owner", "helper"):
+            return of_kind(processes, kind)
+        loans = [event for event in JobStore(str(self._output)).read_events() if event["kind"] == "MigrateRows"]
+        end = "from_replica_id" if kind == "owner" else "to_replica_id"
+        return listening_at(of_kind(processes, "worker"), loans[-1][end]) if loans else []
 
     def _stop(self, blow: Blow, process: psutil.Process) -> None:
         if blow.stopped_s is not None:

@@ -46,8 +46,8 @@ def _wrong(table: pa.Table, material: Material, scenario: Scenario) -> Iterator[
     errors = [row for row in rows if row["error"] is not None]
     if errors:
         yield f"{len(errors)} rows are errors, first {errors[0]['id']}: {errors[0]['error']}"
-    if scenario.engine == "echo":
-        tokens = material.max_tokens("echo")
+    if scenario.engine != "real":
+        tokens = material.max_tokens(scenario.engine)
         wrong = [
             row["id"]
             for row in rows
