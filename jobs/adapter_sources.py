@@ -23,6 +23,12 @@ def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Map
         return {}
     found = _in_folder(adapters, storage_options) if isinstance(adapters, str) else dict(adapters)
     problems = [problem for name in found if (problem := _name_problem(name)) is not None]
+    problems += [
+        f"adapters: {name}={redacted_url(url)}: carries a password or a signature, which is never recorded, and "
+        "workers fetch adapters as recorded. Put what opens it into --storage-options."
+        for name, url in found.items()
+        if redacted_url(url) != url
+    ]
     if problems:
         raise JobRequestError(*problems)
     return dict(sorted(found.items()))
@@ -50,6 +56,13 @@ def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _name_problem(name: str) -> str | None:
-    if not name or len(name) > _MAX_NAME_CHARS or not name.isprintable():
-        return f"adapters: name {name!r}: expected 1 to {_MAX_NAME_CHARS} printable characters."
+    """Names stand in rows, records and reports, and are never made into paths; one that is a path is a mistake, or
+    an attempt at reading elsewhere.
+    """
+    is_path = name in (".", "..") or any(sign in name for sign in "/\\")
+    if not name or len(name) > _MAX_NAME_CHARS or not name.isprintable() or is_path:
+        return (
+            f"adapters: name {name[:_MAX_NAME_CHARS]!r}: expected 1 to {_MAX_NAME_CHARS} printable characters without "
+            "slashes. Give it another name: --adapters NAME=URL."
+        )
     return None

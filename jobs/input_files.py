@@ -20,6 +20,7 @@ from .location import options_for, storage_reason
 from .record import InputFile
 from .secrets import redacted_url
 
+_WEB = ("http://", "https://")
 _SUFFIXES = (".parquet", ".pq", ".parq")
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 _TAIL_BYTES = 8
@@ -128,10 +129,12 @@ def _find(fs: Any, path: str) -> list[str]:
 def _names(paths: list[str], root: str) -> dict[str, str]:
     """Path -> a short name, unique in the job: below the folder given, or the file name."""
     folder = root.rstrip("/") + "/"
-    short = {path: path.removeprefix(folder).rsplit("/", 1)[-1] for path in paths}
+    # On the web a path is a whole URL, and what follows the question mark may open the file.
+    plain = {path: path.partition("?")[0] if path.startswith(_WEB) else path for path in paths}
+    short = {path: plain[path].removeprefix(folder).rsplit("/", 1)[-1] for path in paths}
     if len(set(short.values())) == len(paths):
         return short
-    parts = [path.split("/") for path in paths]
+    parts = [plain[path].split("/") for path in paths]
     common = 0
     while len({tuple(p[: common + 1]) for p in parts}) == 1:
         common += 1
@@ -151,7 +154,7 @@ def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any]) -> F
     url = path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
     return Footer(
         InputFile(
-            url=url,
+            url=redacted_url(url),
             name=name,
             size_bytes=size,
             footer_sha256=hashlib.sha256(footer).hexdigest(),

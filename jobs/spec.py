@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from ..engine.request import SamplingParams
 from .error_budget import ErrorBudget
 from .errors import JobRequestError
 from .location import absolute
+from .secrets import redacted_url
 
 SAMPLING_FIELDS = (
     "max_tokens",
@@ -89,6 +90,15 @@ class JobSpec(BaseModel):
     step_tokens: int = Field(default=512, ge=16)
     engine_threads: int | None = Field(default=None, ge=1)
     pool_bytes: int | None = Field(default=None, ge=1)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Without what opens URLs: Dask logs the arguments of tasks that fail."""
+        for name, value in super().__repr_args__():
+            if isinstance(value, str):
+                value = redacted_url(value)
+            elif name == "adapters" and value:
+                value = {adapter: redacted_url(url) for adapter, url in value.items()}
+            yield name, value
 
     if not TYPE_CHECKING:
 

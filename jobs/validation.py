@@ -23,7 +23,7 @@ from .input_files import pack_schema, read_footers, unified_schema
 from .local_copy import local_folder
 from .output_contents import OutputContents
 from .record import InputRecord
-from .secrets import redacted_url
+from .secrets import is_redacted, redacted_url
 from .spec import JobSpec
 from .store import JobStore
 
@@ -105,6 +105,11 @@ def _check_model(spec: JobSpec) -> CheckedModel:
 
 
 def _check_input(spec: JobSpec) -> InputRecord:
+    if is_redacted(spec.input):
+        raise JobRequestError(
+            f"input={spec.input!r}: what opens this URL is not recorded. Instead of resuming, run the same command as "
+            "at first on the same output; it goes on where the job stopped."
+        )
     footers = read_footers(spec.input, spec.storage_options)
     schema: pa.Schema = unified_schema(footers)
     roles, problems = find_roles(schema, spec.columns)

@@ -18,6 +18,7 @@ import pyarrow as pa
 from ..engine.tokenizer import Tokenizer
 from ..jobs.local_copy import local_folder
 from ..jobs.record import JobRecord
+from ..jobs.secrets import is_redacted
 from ..jobs.store import JobStore
 from .chunk_file import ChunkRef, DamagedChunkError, read_chunk
 from .chunk_rows import ChunkRows
@@ -43,14 +44,17 @@ class ChunkSummary:
     damage: str | None = None
 
 
-def list_chunks(record: JobRecord) -> tuple[ChunkRef, ...]:
-    """One chunk per row group that has rows, in input order."""
+def list_chunks(record: JobRecord, input_url: str = "") -> tuple[ChunkRef, ...]:
+    """One chunk per row group that has rows, in input order. `input_url`: the job's input with what opens it; the
+    record has it without.
+    """
     chunks: list[ChunkRef] = []
     for file in record.input.files:
+        url = input_url if is_redacted(file.url) else file.url
         first_row = 0
         for row_group, num_rows in enumerate(file.row_group_rows):
             if num_rows:
-                chunks.append(ChunkRef(len(chunks), file.url, file.name, row_group, first_row, num_rows))
+                chunks.append(ChunkRef(len(chunks), url, file.name, row_group, first_row, num_rows))
             first_row += num_rows
     return tuple(chunks)
 

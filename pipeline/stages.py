@@ -76,7 +76,7 @@ def index_rows(run: JobRun) -> list[ChunkSummary]:
     reporter.phase("indexing", rows)
     futures = run.client.map(
         index_chunk,
-        list_chunks(record),
+        list_chunks(record, run.job.spec.input),
         job=IndexJob.from_record(record, run.job.spec),
         store=run.job.store,
         key=f"lora_index-{run.run_id}-{run.control.coordinator_id}",

@@ -45,6 +45,18 @@ def test_names_that_no_row_could_mean_are_refused() -> None:
     assert len(caught.value.problems) == 3
 
 
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "..", "x\0y", "s3://bucket/x", "a\\b", "."])
+def test_names_that_are_paths_or_urls_are_refused(name: str) -> None:
+    with pytest.raises(JobRequestError, match="printable characters without slashes"):
+        find_adapters({name: "/a"}, {})
+
+
+def test_urls_that_carry_secrets_are_refused_without_showing_them() -> None:
+    with pytest.raises(JobRequestError, match=r"a=https://host/x\?\*\*\*: carries a password") as caught:
+        find_adapters({"a": "https://host/x?sig=topsecret", "b": "/fine"}, {})
+    assert "topsecret" not in str(caught.value)
+
+
 def test_an_impossible_url_is_explained() -> None:
     with pytest.raises(JobRequestError, match=r"adapters='zzz://x'.*Protocol not known"):
         find_adapters("zzz://x", {})
