@@ -35,6 +35,7 @@ SAMPLING_FIELDS = (
 )
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_FIELDS)
+TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 # Options that people write in one spelling and we keep in another.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
 
@@ -74,6 +75,9 @@ class JobSpec(BaseModel):
 
     cluster: str = Field(default="local", min_length=1)
     workers: int | None = Field(default=None, ge=1)
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     mode: Mode = "auto"
     max_errors: str = "10%"
     storage_options: dict[str, Any] = Field(default={}, repr=False)
@@ -111,7 +115,7 @@ class JobSpec(BaseModel):
             except ValidationError as error:
                 problems += _sentences(error, known)
             else:
-                problems += self.sampling.problems()
+                problems += [*self.sampling.problems(), *self._tls_problems()]
             if problems:
                 raise JobRequestError(*problems)
 
@@ -134,6 +138,21 @@ class JobSpec(BaseModel):
     def sampling(self) -> SamplingParams:
         """The sampling of rows that do not override it."""
         return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_FIELDS})
+
+    def _tls_problems(self) -> list[str]:
+        """Certificate and key make sense together only, and only where they exist."""
+        given = {name: value for name in TLS_FIELDS if (value := getattr(self, name)) is not None}
+        problems = [
+            f"{name}={path!r}: no such file. Expected a PEM file on this machine."
+            for name, path in given.items()
+            if not Path(path).is_file()
+        ]
+        missing = [name for name in TLS_FIELDS if given and name not in given]
+        if missing:
+            problems.append(f"{', '.join(missing)}: required beside {', '.join(given)}. Give all three PEM files.")
+        if given and not self.cluster.startswith("tls://"):
+            problems.append(f"cluster={self.cluster!r}: TLS files are for an address such as tls://10.0.0.5:8786.")
+        return problems
 
     @property
     def error_budget(self) -> ErrorBudget:

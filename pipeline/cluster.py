@@ -8,10 +8,11 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import dask
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Worker
+from distributed.security import Security
 
 from .. import __version__
 from ..jobs.errors import JobError, JobFailedError, JobRequestError
@@ -106,7 +107,7 @@ def connected(spec: JobSpec) -> Iterator[Client]:
         with _embedded(spec.workers or DEFAULT_WORKERS) as client:
             yield client
         return
-    with _existing(spec.cluster) as client:
+    with _existing(spec.cluster, _security(spec)) as client:
         check_workers(client)
         yield client
 
@@ -197,16 +198,40 @@ def _environment(variable: tuple[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _existing(address: str) -> Iterator[Client]:
+def _existing(address: str, security: Security | None) -> Iterator[Client]:
     try:
-        client = Client(address, set_as_default=False, timeout=_CONNECT_TIMEOUT)
-    except (OSError, ValueError, TimeoutError) as error:
+        client = Client(address, set_as_default=False, timeout=_CONNECT_TIMEOUT, security=security)
+    except (OSError, ValueError, TimeoutError, TypeError) as error:
+        tls = " and, for tls://, that --tls-ca, --tls-cert and --tls-key are the cluster's"
         raise JobRequestError(
             f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected "
-            "local or an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached."
+            "local or an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached"
+            f"{tls if address.startswith('tls') else ''}."
         ) from None
     with client:
         yield client
+
+
+def _security(spec: JobSpec) -> Security | None:
+    """Dask's own security object; None leaves it to Dask's configuration."""
+    if spec.tls_ca is None:
+        return None
+    return Security(
+        tls_ca_file=spec.tls_ca, tls_client_cert=spec.tls_cert, tls_client_key=spec.tls_key, require_encryption=True
+    )
+
+
+def client_security(worker: Worker) -> Security:
+    """For a client inside a worker: workers often have certificates for their own role only."""
+    own: Any = worker.security
+    if own.tls_ca_file is None or own.tls_client_cert is not None:
+        return cast(Security, own)
+    return Security(
+        tls_ca_file=own.tls_ca_file,
+        tls_client_cert=own.tls_worker_cert,
+        tls_client_key=own.tls_worker_key,
+        require_encryption=own.require_encryption,
+    )
 
 
 def _usable_cores() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from distributed import Client, Reschedule, get_worker, secede
 
 from ..jobs.opening import OpenedJob, changed_adapters
-from .cluster import loss_told
+from .cluster import client_security, loss_told
 from .hosts import stop_hosts
 from .job_control import JobControl
 from .job_forecast import Forecaster
@@ -37,7 +37,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster)
         return finished_before(job)
     key = worker.get_current_task()
     with (
-        Client(worker.scheduler.address, security=worker.security, set_as_default=False) as client,
+        Client(worker.scheduler.address, security=client_security(worker), set_as_default=False) as client,
         JobControl(client, worker, job.store, run_id, key) as control,
     ):
         client.run_on_scheduler(_forgive, key=key)

@@ -147,3 +147,17 @@ def test_every_option_is_documented_with_the_job_file() -> None:
     text = (Path(lorabatch.__file__).parent / "docs" / "data-formats.md").read_text()
     table = text[text.index("## The job file") : text.index("## Output")]
     assert [name for name in JobSpec.model_fields if f"`{name}`" not in table] == []
+
+
+def test_tls_files_belong_together_and_to_a_tls_cluster(tmp_path: Path) -> None:
+    pem = tmp_path / "ca.pem"
+    pem.touch()
+    with pytest.raises(JobRequestError) as caught:
+        JobSpec(model="m", input="i", output="o", cluster="tcp://h:1", tls_ca=str(pem), tls_cert="/nowhere.pem")
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "tls_cert='/nowhere.pem'",
+        "tls_key",
+        "cluster='tcp",
+    ]
+    files = dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), str(pem))
+    assert JobSpec(model="m", input="i", output="o", cluster="tls://h:1", **files).tls_key == str(pem)

@@ -127,8 +127,9 @@ def _answer(model: Path, adapter: Path) -> str:
     assert audit.verdict == "exact", audit.reasons
     prompt = tuple(Tokenizer.from_folder(model).encode_prompt("the quick brown fox"))
     engine = Engine(model, EngineConfig(num_threads=1))
-    engine.register_adapter("sha", adapter)
-    engine.add([Request("row", prompt, "sha", SamplingParams(max_tokens=5))])
+    assert audit.identity_sha256
+    engine.register_adapter(audit.identity_sha256, adapter)
+    engine.add([Request("row", prompt, audit.identity_sha256, SamplingParams(max_tokens=5))])
     results = []
     while engine.num_unfinished:
         results += engine.step()

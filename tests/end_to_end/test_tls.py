@@ -1,0 +1,70 @@
+"""A job on a cluster whose every connection is encrypted and authenticated, with certificates made for the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from distributed import Client
+from distributed.security import Security
+from echo_job import EchoJob, make_rows
+
+from lorabatch.jobs.errors import JobRequestError
+
+FILES = ("tls_ca", "tls_cert", "tls_key")
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, str]:
+    """A self-signed certificate and its key, as PEM files."""
+    made = Security.temporary()
+    for name, text in zip(FILES, (made.tls_ca_file, made.tls_client_cert, made.tls_client_key), strict=True):
+        (tmp_path / f"{name}.pem").write_text(text)
+    return {name: str(tmp_path / f"{name}.pem") for name in FILES}
+
+
+@pytest.fixture
+def tls_cluster(certificates: dict[str, str], tmp_path: Path) -> Iterator[str]:
+    """The address of a scheduler with two workers that speak TLS only."""
+    address_file = tmp_path / "scheduler.json"
+    dask = [sys.executable, "-m", "dask"]
+    tls = [f"--{name.replace('_', '-')}{'-file' if name == 'tls_ca' else ''}={certificates[name]}" for name in FILES]
+    common = [*tls, "--scheduler-file", str(address_file), "--protocol", "tls", "--host", "127.0.0.1", "--no-dashboard"]
+    worker = [*dask, "worker", *common, "--nthreads", "1", "--local-directory", str(tmp_path)]
+    commands = [[*dask, "scheduler", *common, "--port", "0"], worker, worker]
+    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+    try:
+        security = Security(
+            tls_ca_file=certificates["tls_ca"],
+            tls_client_cert=certificates["tls_cert"],
+            tls_client_key=certificates["tls_key"],
+            require_encryption=True,
+        )
+        with Client(scheduler_file=str(address_file), security=security, set_as_default=False, timeout="60s") as client:
+            client.wait_for_workers(2, timeout=60)
+            address = str(client.scheduler_info(n_workers=0)["address"])
+        yield address
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(8)
+            process.kill()
+            process.wait()
+
+
+def test_a_job_runs_on_a_tls_cluster_and_strangers_are_turned_away(
+    echo_job: EchoJob, tls_cluster: str, certificates: dict[str, str]
+) -> None:
+    assert tls_cluster.startswith("tls://")
+    rows = make_rows(80)
+    echo_job.write_input(rows)
+    with pytest.raises(JobRequestError, match=r"no Dask scheduler answers there .* --tls-ca, --tls-cert and --tls-key"):
+        echo_job.run(cluster=tls_cluster)
+    echo_job.run(cluster=tls_cluster, **certificates)
+    echo_job.assert_answered(rows)
