@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_WORKERS = 2
 _CONNECT_TIMEOUT = "10s"
 _CLUSTER_STARTS = 3
+_WORKER_START_LIMIT_S = 60.0
 _ANSWER_LIMIT_S = 10.0
 # Workers send heartbeats every few seconds, in big clusters less often.
 _LIVELY_WITHIN_S = 15.0
@@ -159,6 +160,8 @@ def _embedded(num_workers: int) -> Iterator[Client]:
             dashboard_address="127.0.0.1:0",
             memory_limit=None,
             silence_logs=False,
+            # a worker that hangs while it starts must not hang the command
+            death_timeout=_WORKER_START_LIMIT_S,
         )
         try:
             with Client(cluster, set_as_default=False) as client:
@@ -173,8 +176,8 @@ def _start(**options: Any) -> LocalCluster:
     for _ in range(_CLUSTER_STARTS):
         try:
             return LocalCluster(**options)
-        except RuntimeError as error:
-            reason = str(error)
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
             logger.warning("the embedded cluster could not be started: %s", reason)
     raise JobFailedError(
         f"cluster='local': its workers could not be started ({reason}). Check free memory and the number of "
