@@ -35,6 +35,13 @@ SAMPLING_FIELDS = (
 )
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_FIELDS)
+# Where pydantic's own words would say little.
+_EXPECTED = {
+    "name": "expected 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
+    "model": "expected a folder, GGUF file, hub id or URL",
+    "input": "expected a Parquet file, folder, glob or URL",
+    "output": "expected a folder or URL",
+}
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 # Options that people write in one spelling and we keep in another.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
@@ -117,7 +124,7 @@ class JobSpec(BaseModel):
             else:
                 problems += [*self.sampling.problems(), *self._tls_problems()]
             if problems:
-                raise JobRequestError(*problems)
+                raise JobRequestError(*map(with_next_step, problems))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> JobSpec:
@@ -268,14 +275,21 @@ def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
     return f"{text}; did you mean {close[0]!r}?" if close else text
 
 
+def with_next_step(problem: str) -> str:
+    """A finding about an option as a whole sentence that says where to look."""
+    return problem if problem.endswith(".") else f"{problem}. See `lorabatch run --help`."
+
+
 def _sentences(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
     """pydantic's findings in our form: `field=value: expectation`; storage options without their values."""
     sentences = []
     for found in error.errors(include_url=False):
         field = ".".join(str(part) for part in found["loc"][:1])
-        expectation = found["msg"].removeprefix("Value error, ")
+        expectation = _EXPECTED.get(field) or found["msg"].removeprefix("Value error, ")
+        expectation = expectation.replace("Input should be", "expected").replace("greater than or equal to", "at least")
         if found["type"] == "missing":
-            sentences.append(f"{field}: required and not given")
+            option = f"--{field.replace('_', '-')}"
+            sentences.append(f"{field}: required and not given. Add {option}, or the key {field} in the job file.")
         elif field == "storage_options":
             sentences.append(f"{field}: {expectation}")
         else:

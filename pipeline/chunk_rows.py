@@ -107,10 +107,10 @@ class ChunkRows:
             sampling, problems = self._sampling({name: columns[name][row] for name in own})
             draft = RowDraft(row_id, sampling)
             if row_id is None:
-                draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row.")
+                draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
             self._check_prompt(draft, columns[self._prompt_role][row], adapter)
             for problem in problems:
-                draft.reject(ErrorKind.SAMPLING, f"{problem}.")
+                draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
             drafts.append(draft)
         return drafts
 

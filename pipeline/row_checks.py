@@ -47,7 +47,9 @@ class RowDraft:
 def check_text(draft: RowDraft, value: Any) -> None:
     """A `prompt`: text that is not empty."""
     if not isinstance(value, str) or not value:
-        draft.reject(ErrorKind.PROMPT, f"prompt={_shown(value)}: expected text that is not empty.")
+        draft.reject(
+            ErrorKind.PROMPT, f"prompt={_shown(value)}: expected text that is not empty. Fill it or drop the row."
+        )
         return
     _set_text(draft, "prompt", value)
 
@@ -58,7 +60,10 @@ def check_messages(draft: RowDraft, value: Any, render: Callable[[list[dict[str,
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            draft.reject(ErrorKind.PROMPT, f"messages={_shown(value)}: not JSON ({error}).")
+            draft.reject(
+                ErrorKind.PROMPT,
+                f"messages={_shown(value)}: not JSON ({error}). Write a list of objects with role and content.",
+            )
             return
     problem = _messages_problem(value)
     if problem is not None:
@@ -79,7 +84,8 @@ def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             draft.reject(
                 ErrorKind.PROMPT,
-                f"prompt_token_ids[{position}]={token}: expected a token from 0 to {vocab_size - 1}.",
+                f"prompt_token_ids[{position}]={token}: expected a token from 0 to {vocab_size - 1}. "
+                "Tokenise for this model.",
             )
             return
     draft.tokens = value
@@ -89,7 +95,7 @@ def check_length(draft: RowDraft, max_context_tokens: int) -> None:
     """Prompt and `max_tokens` together fit into the model's context."""
     if not draft.tokens:
         if not draft.problems:
-            draft.reject(ErrorKind.PROMPT, "prompt: gives no tokens; expected at least one.")
+            draft.reject(ErrorKind.PROMPT, "prompt: gives no tokens; expected at least one. Fill it or drop the row.")
         return
     max_tokens = max(draft.sampling.max_tokens, 0)
     if len(draft.tokens) + max_tokens > max_context_tokens:

@@ -46,6 +46,16 @@ def test_everything_wrong_is_said_at_once_with_field_and_value() -> None:
         assert part in found
 
 
+def test_every_problem_says_what_to_do() -> None:
+    with pytest.raises(JobRequestError) as caught:
+        JobSpec(model="m", output="", name="a/b", workers=0, mode="fast", nonsense=1, max_errors="lots", seed="x")
+    steps = {problem.split("=")[0].split(":")[0]: problem for problem in caught.value.problems}
+    assert steps.keys() == {"output", "name", "workers", "mode", "nonsense", "max_errors", "seed", "input"}
+    assert steps.pop("input") == "input: required and not given. Add --input, or the key input in the job file."
+    assert all(problem.endswith(". See `lorabatch run --help`.") for problem in steps.values())
+    assert steps["workers"].startswith("workers=0: expected at least 1.")
+
+
 def test_sampling_out_of_range_is_said_with_its_expectation() -> None:
     found = problems(**BASICS, temperature=-1, top_p=0, max_tokens=0, seed=-1, stop="")
     for part in ("temperature=-1.0", "top_p=0.0", "max_tokens=0: must be at least 1", "seed=-1", "stop=['']"):

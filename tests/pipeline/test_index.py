@@ -18,6 +18,7 @@ from lorabatch.pipeline.index import index_chunk, list_chunks
 from lorabatch.pipeline.index_job import IndexJob
 from lorabatch.pipeline.prepared_rows import BATCH_ROWS, arrow_file, passthrough_schema
 
+CORRECT = "Correct the row, or leave it null for the job's value."
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
@@ -75,13 +76,13 @@ def test_bad_rows_get_a_sentence_each_and_good_rows_none(prepare_job: Callable[.
     (summary,) = job.index()
     found = errors(job.store)
     assert found["ok"] is None
-    assert found["null"] == "prompt=null: expected text that is not empty."
-    assert found["empty"] == "prompt='': expected text that is not empty."
+    assert found["null"] == "prompt=null: expected text that is not empty. Fill it or drop the row."
+    assert found["empty"] == "prompt='': expected text that is not empty. Fill it or drop the row."
     assert "more than the context of 128 tokens" in found["long"]
-    assert found["tokens"] == "max_tokens=0: must be at least 1."
-    assert found["cold"] == "temperature=-1.0: must be 0 (greedy) or a positive finite number."
+    assert found["tokens"] == "max_tokens=0: must be at least 1. " + CORRECT
+    assert found["cold"] == ("temperature=-1.0: must be 0 (greedy) or a positive finite number. " + CORRECT)
     assert found["many"] is None
-    assert found[None] == "id=null: expected a value of its own for every row."
+    assert found[None] == "id=null: expected a value of its own for every row. Fill it in."
     assert summary.errors == {"prompt": 2, "too_long": 1, "sampling": 2, "id": 1}
 
 
