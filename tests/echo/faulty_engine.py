@@ -1,0 +1,41 @@
+"""The real engine with a fault built in: what no real row does on request.
+
+The model folder may hold `faults.json` with `poison_token` (a row whose prompt has it kills the process, as a driver's
+crash would) and `room_for_rows` (an engine set up for more rows than that runs out of memory as soon as it works).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.exported_row import ExportedRow
+from lorabatch.engine.request import Result
+
+
+class FaultyEngine(Engine):
+    """The engine, but for its faults."""
+
+    def __init__(self, model_folder: Path, config: EngineConfig) -> None:
+        super().__init__(model_folder, config)
+        faults = json.loads((model_folder / "faults.json").read_text())
+        self._poison_token = faults.get("poison_token")
+        self._has_room = config.max_batch_rows <= faults.get("room_for_rows", config.max_batch_rows)
+        self._is_poisoned = False
+
+    def import_rows(self, rows: Iterable[ExportedRow]) -> None:
+        rows = list(rows)
+        self._is_poisoned |= any(self._poison_token in row.request.prompt_token_ids for row in rows)
+        super().import_rows(rows)
+
+    def step(self) -> list[Result]:
+        if self._is_poisoned:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self._has_room:
+            raise MemoryError("no room for so many rows")
+        return super().step()
