@@ -31,19 +31,22 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class FidelityResults:
-    """Jobs that were planned and run, and where. `quality`: of the cost model, by kind of step."""
+    """Jobs that were planned and run, and where. `quality`: of the cost model, by kind of step. `remark`: what else a
+    reader must know, written into the file by hand."""
 
     name: str
     facts: str
     quality: Mapping[str, Mapping[str, float]]
     jobs: Sequence[Fidelity]
+    remark: str = ""
 
     @classmethod
     def read(cls, path: Path) -> FidelityResults:
         """The file's content."""
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         facts = f"{raw['workers']} workers, {raw['machine']}, {raw['model']}, {raw['date']}"
-        return cls(path.name, facts, raw["profile"]["quality"], [Fidelity(**job) for job in raw["jobs"]])
+        jobs = [Fidelity(**job) for job in raw["jobs"]]
+        return cls(path.name, facts, raw["profile"]["quality"], jobs, raw.get("remark", ""))
 
     @classmethod
     def newest(cls, folder: Path = RESULTS) -> FidelityResults | None:
@@ -77,6 +80,7 @@ class FidelityResults:
             *map(_line, self.jobs),
             "",
             f"Mean absolute error of the jobs with known lengths: {self.mean_error:.1%}.",
+            *([self.remark] if self.remark else []),
             "",
         ]
 
