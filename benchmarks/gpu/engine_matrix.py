@@ -136,7 +136,9 @@ def measure_point(
     adapter_ids = _adapters(engine, point)
     _make_resident(engine, adapter_ids)
     batcher.mode = point.mode
-    num_steps = matrix.warm_steps + matrix.decode_steps
+    # the rows computed first decode while the prompts of others are computed: no row may end before the last step
+    prefill_steps = -(-point.batch * point.prompt_tokens // matrix.max_step_tokens)
+    num_steps = 2 * prefill_steps + matrix.warm_steps + matrix.decode_steps
     sampling = SamplingParams(max_tokens=num_steps + 4, ignore_eos=True)
     requests = [_request(engine, point, index, adapter_ids, sampling) for index in range(point.batch)]
     engine.add(requests)
@@ -150,20 +152,24 @@ def measure_point(
     for _ in range(matrix.warm_steps):
         engine.step()
     _wait(device)
+    generated, num_running = engine.telemetry().generated_tokens, engine.telemetry().num_running
     start = time.perf_counter()
     for _ in range(matrix.decode_steps):
         engine.step()
     host_s = time.perf_counter() - start
     _wait(device)
     decode_s = time.perf_counter() - start
-    engine.abort([request.request_id for request in requests])
-    engine.check_integrity()
-    return {
+    result = {
         "prefill_tokens_per_s": point.batch * point.prompt_tokens / prefill_s,
-        "decode_tokens_per_s": point.batch * matrix.decode_steps / decode_s,
+        # counted: where adapters fill the pool, fewer rows than the batch run at once
+        "decode_tokens_per_s": (engine.telemetry().generated_tokens - generated) / decode_s,
+        "num_running": num_running,
         "step_ms": decode_s / matrix.decode_steps * 1e3,
         "step_without_last_wait_ms": host_s / matrix.decode_steps * 1e3,
     }
+    engine.abort([request.request_id for request in requests])
+    engine.check_integrity()
+    return result
 
 
 def _ratios(measured: dict[str, float], base: dict[str, float]) -> dict[str, float]:
