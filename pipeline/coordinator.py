@@ -8,8 +8,6 @@ Every event and command goes to `events.jsonl`, so that a run can be replayed.
 
 from __future__ import annotations
 
-import json
-import logging
 import queue
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from typing import Any
 
 from distributed import Client, Future
 
-from ..jobs.errors import JobFailedError, StorageError
+from ..jobs.errors import JobFailedError
 from ..jobs.state import JobState
 from ..jobs.store import JobStore
 from ..scheduler.commands import Command, FailJob, FinishJob, MigrateRows, Recall, RunShard
@@ -38,12 +36,11 @@ from ..scheduler.scheduler import Scheduler
 from .errors import EngineFailedError
 from .job_control import JobControl
 from .job_monitor import JobMonitor
+from .journal import Journal
 from .messages import HostReport, ShardOutcome, report_topic
 from .peers import Peers
 from .roll_call import RollCall
 from .run_shard import ShardTask, run_shard
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 # How often workers are counted.
@@ -94,7 +91,7 @@ class Coordinator:
         self._tasks: dict[tuple[int, int], tuple[Future[ShardOutcome], str]] = {}
         self._workers: set[str] = set()
         self._failed_workers: dict[str, str] = {}
-        self._journal = [json.dumps(scheduler.beginning())]
+        self._journal = Journal(store, scheduler.beginning())
         self._start_s = self._watched_s = self._ticked_s = self._engine_seen_s = time.monotonic()
         self._roll = RollCall(self._start_s)
         self._outcome: Command | None = None
@@ -115,7 +112,7 @@ class Coordinator:
         finally:
             self._client.unsubscribe_topic(topic)
             self._cancel(lambda shard_id, worker: True)
-            self._flush()
+            self._journal.flush()
         if isinstance(self._outcome, FailJob):
             raise JobFailedError(f"{self._outcome.reason} Finished rows are kept; run the same command to go on.")
 
@@ -157,7 +154,7 @@ class Coordinator:
             self._ticked_s = time.monotonic()
             self._handle(Tick(self._now_s()))
             self._observe(self._monitor.state("running", time.time()))
-            self._flush()
+            self._journal.flush()
 
     def _report(self, report: HostReport) -> None:
         self._monitor.reported(report)
@@ -258,7 +255,7 @@ class Coordinator:
         """One event through the scheduler, and its commands done."""
         commands = self._scheduler.handle(event)
         if commands or not isinstance(event, Tick):
-            self._journal += [json.dumps(record.to_json()) for record in (event, *commands)]
+            self._journal.add(event, *commands)
         for command in commands:
             self._enact(command)
 
@@ -308,16 +305,6 @@ class Coordinator:
         for key in [key for key, (_, worker) in self._tasks.items() if is_unwanted(key[0], worker)]:
             future, _ = self._tasks.pop(key)
             future.cancel()
-
-    def _flush(self) -> None:
-        if self._journal:
-            lines = "\n".join(self._journal) + "\n"
-            try:
-                self._store.append_events(lines.encode())
-            except StorageError as error:
-                logger.warning("events are kept for the next attempt: %s", error)
-            else:
-                self._journal.clear()
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
