@@ -80,6 +80,7 @@ def _device_site(weights: LoraSiteWeights | None) -> ResidentSite:
     """Chunks of one packed site: offsets into the pool that `weights` are views of."""
     if weights is None:
         return ResidentSite()
+    assert weights.a.is_contiguous(), "device kernels read A by rank"
     in_features = weights.a.shape[1]
     chunks = []
     for member in weights.members:

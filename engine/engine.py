@@ -61,7 +61,9 @@ class Engine:
             self._memory = zeroed_memory(num_elements, self._dtype, self._device)
         pool = PagePool(memory.num_pages)
         self._registry = AdapterRegistry(self.model, self._dtype, self._device)
-        residency = AdapterResidency(pool, self._memory, self._layout.page_elements, self.model)
+        residency = AdapterResidency(
+            pool, self._memory, self._layout.page_elements, self.model, stacks_by_rank=self._layout.is_page_wise
+        )
         shares = shares_prefixes(config, self.model)
         prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
         may_switch = config.mode == "auto"
@@ -170,6 +172,11 @@ class Engine:
             num_step_rows=self._num_step_rows,
             reused_prompt_tokens=0 if self._batch.prefixes is None else self._batch.prefixes.num_reused_tokens,
         )
+
+    @property
+    def switching_s(self) -> float:
+        """Seconds spent on merging adapters so far."""
+        return self._live.switching_s
 
     def weights_sha256(self) -> str:
         """Hash of the live weights; equal before and after any number of switches."""

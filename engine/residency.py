@@ -51,13 +51,20 @@ def _negated(weights: LoraSiteWeights) -> LoraSiteWeights:
 
 
 class AdapterResidency:
-    """Loads adapters into runs of pages of `memory` (flat) and evicts them by next use."""
+    """Loads adapters into runs of pages of `memory` (flat) and evicts them by next use.
 
-    def __init__(self, pool: PagePool, memory: Tensor, page_elements: int, model: ModelConfig) -> None:
+    `stacks_by_rank`: the numbers of one row of A lie side by side, as GPU kernels read them; otherwise those of one
+    input feature, as CPU kernels do.
+    """
+
+    def __init__(
+        self, pool: PagePool, memory: Tensor, page_elements: int, model: ModelConfig, *, stacks_by_rank: bool
+    ) -> None:
         self._pool = pool
         self._memory = memory
         self._page_elements = page_elements
         self._model = model
+        self._stacks_by_rank = stacks_by_rank
         self._residents: dict[str, ResidentAdapter] = {}
         self._pins: dict[str, int] = {}
         self.num_loads = 0
@@ -134,7 +141,7 @@ class AdapterResidency:
                 members = []
                 stacked_rank = sum(pair.a.shape[0] for _, pair in present)
                 in_features = present[0][1].a.shape[1]
-                a = self._memory[cursor : cursor + stacked_rank * in_features].view(stacked_rank, in_features)
+                a = self._matrix(cursor, stacked_rank, in_features)
                 cursor += a.numel()
                 for member, pair in present:
                     rank, out_features = pair.a.shape[0], pair.b.shape[0]
@@ -150,3 +157,8 @@ class AdapterResidency:
         limit = run.end * self._page_elements
         assert cursor <= limit, f"adapter took {cursor} elements, its pages end at {limit}"
         return tuple(sites)
+
+    def _matrix(self, start: int, rank: int, in_features: int) -> Tensor:
+        """A view for a stacked A, [rank, in_features], laid out as the kernels that will read it want it."""
+        numbers = self._memory[start : start + rank * in_features]
+        return numbers.view(rank, in_features) if self._stacks_by_rank else numbers.view(in_features, rank).t()

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from .cpu import MAX_MEMBERS, SiteRecord, add_lora_natively_, native_lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +32,25 @@ class LoraMember:
     scaling: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoraSiteWeights:
-    """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B."""
+    """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
+
+    Compiled kernels take A whose memory lies by input feature (`a.t()` contiguous), B contiguous, both fp32.
+    """
 
     a: Tensor
     members: tuple[LoraMember, ...]
+
+    @cached_property
+    def record(self) -> SiteRecord | None:
+        """What compiled kernels read, or None if they cannot serve these tensors."""
+        tensors = [self.a.t(), *(member.b for member in self.members)]
+        fits = all(t.is_contiguous() and t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+        if not fits or len(self.members) > MAX_MEMBERS:
+            return None
+        members = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b, m.scaling) for m in self.members]
+        return SiteRecord.of(self.a, members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +65,29 @@ class LoraSegment:
 def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
     """Add every segment's LoRA to `y` in place. Rows outside all segments are not touched.
 
-    Segments may overlap: a row gets what every one of them adds.
+    Segments may overlap: a row gets what every one of them adds, in their order. Compiled, a row's result does not
+    depend on the other rows of the step, bit for bit; by torch it may.
     """
+    native = native_lora() if _is_dense(x) and _is_dense(y) else None
+    records = [(s.start, s.end, s.site.record) for s in segments if s.site is not None]
+    served = [(start, end, record) for start, end, record in records if record is not None]
+    if native is None or len(served) < len(records):
+        add_lora_by_torch_(y, x, segments)
+        return
+    first = 0
+    for i in range(1, len(served) + 1):
+        # one call takes segments that lie apart
+        if i == len(served) or served[i][0] < served[i - 1][1]:
+            add_lora_natively_(native, y, x, served[first:i])
+            first = i
+
+
+def _is_dense(rows: Tensor) -> bool:
+    return rows.dtype == torch.float32 and rows.device.type == "cpu" and rows.is_contiguous()
+
+
+def add_lora_by_torch_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
+    """`add_lora_` for every device and dtype: one product per segment, and one per member."""
     for segment in segments:
         site = segment.site
         if site is None:

@@ -1,17 +1,28 @@
-"""Unmerged LoRA over segments against one token at a time in fp64."""
+"""Unmerged LoRA over segments against one token at a time in fp64, compiled and by torch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from lorabatch.kernels.segment_lora import LoraMember, LoraSegment, LoraSiteWeights, add_lora_
+from lorabatch.kernels.segment_lora import LoraMember, LoraSegment, LoraSiteWeights, add_lora_, add_lora_by_torch_
+from lorabatch.kernels.segment_lora.cpu import native_lora
 from lorabatch.kernels.segment_lora.reference import add_lora_reference
 
-IN, OUTS = 24, (16, 8, 8)
+IN, OUTS = 24, (40, 8, 37)
+AddLora = Callable[[torch.Tensor, torch.Tensor, Sequence[LoraSegment]], None]
+needs_library = pytest.mark.skipif(native_lora() is None, reason="compiled kernels were not built on this machine")
 
 
-def site(ranks: tuple[int | None, ...], seed: int) -> LoraSiteWeights:
+@pytest.fixture(params=[pytest.param(add_lora_, marks=needs_library, id="compiled"), add_lora_by_torch_])
+def add_lora(request: pytest.FixtureRequest) -> AddLora:
+    chosen: AddLora = request.param
+    return chosen
+
+
+def site(ranks: tuple[int | None, ...], seed: int, *, by_input: bool = True) -> LoraSiteWeights:
     """An adapter at a packed layer of three members; None leaves a member alone."""
     generator = torch.Generator().manual_seed(seed)
     members, stacked, row, column = [], [], 0, 0
@@ -22,12 +33,15 @@ def site(ranks: tuple[int | None, ...], seed: int) -> LoraSiteWeights:
             members.append(LoraMember(row, row + rank, column, column + out, b, scaling=0.5 * (seed + 1)))
             row += rank
         column += out
-    return LoraSiteWeights(torch.cat(stacked), tuple(members))
+    a = torch.cat(stacked)
+    return LoraSiteWeights(a.t().contiguous().t() if by_input else a, tuple(members))
 
 
 @pytest.mark.parametrize("ranks", [(1, 1, 1), (8, None, 8), (20, 3, 64), (None, None, 5)])
-@pytest.mark.parametrize("sizes", [(1,), (3, 1, 5), (0, 4)])
-def test_each_segment_gets_its_own_adapter(ranks: tuple[int | None, ...], sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(1,), (3, 1, 5), (0, 4), (2, 23, 8)])
+def test_each_segment_gets_its_own_adapter(
+    ranks: tuple[int | None, ...], sizes: tuple[int, ...], add_lora: AddLora
+) -> None:
     start, segments = 2, []
     for seed, size in enumerate(sizes):
         segments.append(LoraSegment(start, start + size, site(ranks, seed)))
@@ -35,14 +49,56 @@ def test_each_segment_gets_its_own_adapter(ranks: tuple[int | None, ...], sizes:
     x, y = torch.randn(start + 1, IN), torch.randn(start + 1, sum(OUTS))
     expected = add_lora_reference(y, x, segments)
     before = y.clone()
-    add_lora_(y, x, segments)
+    add_lora(y, x, segments)
     assert (y.double() - expected).abs().max() < 1e-3
     assert torch.equal(y[:2], before[:2]), "rows without an adapter changed"
     assert torch.equal(y[-1], before[-1]), "rows without an adapter changed"
 
 
-def test_an_adapter_that_leaves_the_layer_alone_changes_nothing() -> None:
+def test_a_row_of_several_segments_gets_what_each_adds(add_lora: AddLora) -> None:
+    x, y = torch.randn(12, IN), torch.randn(12, sum(OUTS))
+    cuts = [(0, 5), (5, 9), (3, 12), (3, 12)]
+    segments = [LoraSegment(*cut, site((8, 20, 3), seed)) for seed, cut in enumerate(cuts)]
+    expected = add_lora_reference(y, x, segments)
+    add_lora(y, x, segments)
+    assert (y.double() - expected).abs().max() < 1e-3
+
+
+def test_an_adapter_that_leaves_the_layer_alone_changes_nothing(add_lora: AddLora) -> None:
     x, y = torch.randn(4, IN), torch.randn(4, sum(OUTS))
     before = y.clone()
-    add_lora_(y, x, [LoraSegment(0, 4, None)])
+    add_lora(y, x, [LoraSegment(0, 4, None)])
     assert torch.equal(y, before)
+
+
+@needs_library
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (20, 3, 64)])
+def test_compiled_a_row_gets_the_same_bits_whatever_stands_beside_it(ranks: tuple[int, ...]) -> None:
+    x, y = torch.randn(60, IN), torch.randn(60, sum(OUTS))
+    together = y.clone()
+    cuts = [(0, 1), (1, 14), (14, 17), (17, 60)]
+    sites = [site(ranks, seed) for seed in range(len(cuts))]
+    add_lora_(together, x, [LoraSegment(*cut, s) for cut, s in zip(cuts, sites, strict=True)])
+    for (start, end), s in zip(cuts, sites, strict=True):
+        for row in range(start, end):
+            alone = y[row : row + 1].clone()
+            add_lora_(alone, x[row : row + 1], [LoraSegment(0, 1, s)])
+            assert torch.equal(alone[0], together[row]), f"row {row} of {start}:{end}"
+
+
+@needs_library
+def test_matrices_that_compiled_kernels_cannot_read_are_served_by_torch() -> None:
+    x, y = torch.randn(4, IN), torch.randn(4, sum(OUTS))
+    segments = [LoraSegment(0, 2, site((8, 8, 8), 0)), LoraSegment(2, 4, site((8, 8, 8), 1, by_input=False))]
+    expected = add_lora_reference(y, x, segments)
+    add_lora_(y, x, segments)
+    assert (y.double() - expected).abs().max() < 1e-3
+
+
+def test_rows_in_bfloat16_are_served_by_torch() -> None:
+    x, y = torch.zeros(2, IN, dtype=torch.bfloat16), torch.ones(2, sum(OUTS), dtype=torch.bfloat16)
+    s = site((4, None, None), 0)
+    member = s.members[0]
+    half = LoraMember(0, 4, member.column_start, member.column_end, member.b.bfloat16(), 1.0)
+    add_lora_(y, x, [LoraSegment(0, 2, LoraSiteWeights(s.a.bfloat16(), (half,)))])
+    assert torch.equal(y, torch.ones_like(y))

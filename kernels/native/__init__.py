@@ -1,0 +1,52 @@
+"""Compiled CPU kernels, if they were built when the package was installed.
+
+They are plain C with OpenMP, compiled for AVX-512 and for AVX2, and called with addresses. Nothing is compiled while
+a job runs; where no library fits (no C compiler at installation, another processor) callers take their torch path.
+The threads are torch's own: its OpenMP library is in the process already, and these libraries bring none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ADDRESS = ctypes.c_void_p
+COUNT = ctypes.c_int64
+NUMBER = ctypes.c_float
+# As in version.c; to be raised with every change of a function's arguments: a library built before is not used.
+_VERSION = 1
+
+
+@cache
+def native_function(name: str, *argument_types: Any) -> Callable[..., None] | None:
+    """The compiled function of this name, or None where there is no library."""
+    library = _library()
+    if library is None:
+        return None
+    function: Any = getattr(library, name)
+    function.argtypes = argument_types
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
+def native_build() -> str | None:
+    """Instruction set of the library in use ("avx512", "avx2"), or None."""
+    return torch.backends.cpu.get_cpu_capability().lower() if _library() is not None else None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    build = torch.backends.cpu.get_cpu_capability().lower()
+    for path in Path(__file__).parent.glob(f"_{build}.*so"):
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:  # built against a system that lacks what this torch brings
+            continue
+        if library.lorabatch_kernels_version() == _VERSION:
+            return library
+    return None

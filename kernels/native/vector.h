@@ -1,0 +1,80 @@
+/* Vectors of the build's width, and what all kernels need of them. VECTOR_BYTES (64 or 32) is given on the command
+ * line, with the machine's instructions to match: AVX-512, or AVX2 with FMA. */
+#ifndef LORABATCH_VECTOR_H
+#define LORABATCH_VECTOR_H
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define WIDTH ((int)(VECTOR_BYTES / sizeof(float)))
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t vec_of_int __attribute__((vector_size(VECTOR_BYTES)));
+
+INLINE vec load(const float *from)
+{
+    vec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+INLINE void store(float *to, vec v)
+{
+    memcpy(to, &v, sizeof v);
+}
+
+/* The first `count` lanes; the others are zero and their memory is not touched. */
+#if VECTOR_BYTES == 64
+INLINE vec load_first(const float *from, int count)
+{
+    return (vec)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+}
+
+INLINE void store_first(float *to, vec v, int count)
+{
+    _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)v);
+}
+#else
+INLINE __m256i lanes_below(int count)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+INLINE vec load_first(const float *from, int count)
+{
+    return (vec)_mm256_maskload_ps(from, lanes_below(count));
+}
+
+INLINE void store_first(float *to, vec v, int count)
+{
+    _mm256_maskstore_ps(to, lanes_below(count), (__m256)v);
+}
+#endif
+
+INLINE vec larger_lanes(vec a, vec b)
+{
+    const vec_of_int is_first = a > b;
+    return (vec)((is_first & (vec_of_int)a) | (~is_first & (vec_of_int)b));
+}
+
+/* e^x for x <= 0: 2^n times the series of 2^f, |f| <= 1/2. Below -87 the result is no smaller than e^-87. */
+INLINE vec exponential(vec x)
+{
+    const vec lowest = (vec){0} - 87.0f, shift = (vec){0} + 12582912.0f; /* 1.5 * 2^23 rounds to whole numbers */
+    x = larger_lanes(x, lowest);
+    vec n = (x * 1.44269504f + shift) - shift;
+    vec f = (x * 1.44269504f - n) * 0.693147181f;
+    vec series = f * (1.0f / 5040) + (1.0f / 720);
+    series = series * f + (1.0f / 120);
+    series = series * f + (1.0f / 24);
+    series = series * f + (1.0f / 6);
+    series = series * f + 0.5f;
+    series = series * f + 1.0f;
+    series = series * f + 1.0f;
+    vec_of_int exponent = (__builtin_convertvector(n, vec_of_int) + 127) << 23;
+    return series * (vec)exponent;
+}
+
+#endif
