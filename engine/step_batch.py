@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import AttentionPlan, DecodeGroup, PrefillChunk
+from ..kernels.paged_attention.compiled import SpanTable, can_attend_compiled
 from .config import ModelConfig
 from .pool import PageRun
 from .residency import MergedShare, ResidentAdapter
@@ -158,6 +159,9 @@ def _attention_plans(
     ordered: Items[StepEntry], starts: Items[int], model: ModelConfig, layout: PageLayout, dtype: torch.dtype
 ) -> dict[int | None, AttentionPlan]:
     """One plan per distinct sliding window of the model's layers."""
+    if can_attend_compiled(model.head_dim, dtype):
+        spans = SpanTable.of([_attention_span(e, start, layout) for e, start in zip(ordered, starts, strict=False)])
+        return {window: AttentionPlan(spans=spans, window=window) for window in set(model.sliding_windows)}
     decoding = sorted(
         ((e, start) for e, start in zip(ordered, starts, strict=False) if e.is_decode),
         key=lambda pair: (pair[0].run.num_pages, pair[0].run.start),
@@ -172,8 +176,13 @@ def _attention_plans(
             groups.append(_decode_group(members, start, layout, window, dtype))
             start += len(members)
         chunks = [_prefill_chunk(e, row, layout, window, dtype) for e, row in filling]
-        plans[window] = AttentionPlan(rows, groups, chunks)
+        plans[window] = AttentionPlan(rows, groups, chunks, window=window)
     return plans
+
+
+def _attention_span(entry: StepEntry, start: int, layout: PageLayout) -> tuple[int, int, int, int, int]:
+    offset, capacity = entry.run.start * layout.page_elements, entry.run.num_pages * layout.page_tokens
+    return start, entry.num_tokens, entry.sequence.num_stored, offset, capacity
 
 
 def _evenly_spaced(decoding: Items[StepEntry]) -> list[list[StepEntry]]:

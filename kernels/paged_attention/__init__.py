@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .compiled import SpanTable
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
@@ -50,8 +52,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How one step attends. `decode_rows` [S]: step rows of decoding sequences, in the order of the groups."""
+    """How one step attends. `decode_rows` [S]: step rows of decoding sequences, in the order of the groups.
 
-    decode_rows: Tensor | None
-    groups: Sequence[DecodeGroup]
-    chunks: Sequence[PrefillChunk]
+    Where the compiled kernel serves, `spans` says it all and the rest is empty.
+    """
+
+    decode_rows: Tensor | None = None
+    groups: Sequence[DecodeGroup] = ()
+    chunks: Sequence[PrefillChunk] = ()
+    spans: SpanTable | None = None
+    window: int | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from . import AttentionPlan, DecodeGroup, PrefillChunk
+from .compiled import attend_spans
 
 
 def paged_attention(
@@ -28,6 +29,8 @@ def paged_attention(
     The keys and values of the step's own tokens must be in the pool already. With `softcap` a score s becomes
     `softcap * tanh(s / softcap)` before masking (Gemma 2 report, section 2).
     """
+    if plan.spans is not None:
+        return attend_spans(q, pool, plan.spans, layer, num_kv_heads, plan.window, scale, softcap)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty_like(q)
     if plan.decode_rows is not None:

@@ -14,6 +14,7 @@ from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import Mode, read_model_config
 from lorabatch.engine.errors import AdapterRefusedError
 from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.kernels.native import native_function
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,22 @@ def test_greedy_tokens_of_a_mixed_batch_equal_peft_row_by_row(
         assert results[key].token_ids == oracle.greedy(prompt, name, 12, stop_id=2), f"{key} under {name}"
     modes = {results[key].mode for key, (_, name) in rows.items() if name is not None}
     assert modes == {"merged" if mode == "merged" else "unmerged"}
+
+
+def test_without_compiled_kernels_torch_serves_the_same_tokens(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.kernels.native._library", lambda: None)
+    native_function.cache_clear()
+    engine = make_engine(tiny_llama)
+    ids = register_all(engine, tiny_adapters)
+    names = [None, *tiny_adapters]
+    rows = {f"row-{i}": (p, names[i % len(names)]) for i, p in enumerate(prompts(20, engine.model.vocab_size))}
+    requests = [Request(key, p, ids.get(name or ""), SamplingParams(max_tokens=12)) for key, (p, name) in rows.items()]
+    results = serve(engine, requests)
+    native_function.cache_clear()
+    for key, (prompt, name) in rows.items():
+        assert results[key].token_ids == oracle.greedy(prompt, name, 12, stop_id=2), f"{key} under {name}"
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "merged"])

@@ -1,0 +1,75 @@
+"""Attention of all sequences of a step in one compiled call per layer, see `cpu.c`: no groups, masks or copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..native import ADDRESS, COUNT, NUMBER, native_function
+
+_BLOCK_TOKENS = 4  # BLOCK_TOKENS in cpu.c
+_LANES = 16  # of the widest vectors
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTable:
+    """New tokens of each sequence of a step.
+
+    `rows` int64 [num_spans, 5]: first step row, number of tokens, tokens stored before, offset of the sequence's
+    extent in elements of the pool, its capacity in tokens. `block_starts` [num_spans + 1]: blocks before each span.
+    """
+
+    rows: NDArray[np.int64]
+    block_starts: NDArray[np.int64]
+    longest_context: int
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[int, int, int, int, int]]) -> SpanTable:
+        """From the rows as tuples."""
+        rows = np.array(spans, dtype=np.int64)
+        blocks = -(-rows[:, 1] // _BLOCK_TOKENS)
+        return cls(rows, np.concatenate([[0], np.cumsum(blocks)]), int((rows[:, 1] + rows[:, 2]).max()))
+
+
+def can_attend_compiled(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the compiled kernel serves heads of this kind on this machine's processor."""
+    return dtype == torch.float32 and head_dim % _LANES == 0 and _compiled() is not None
+
+
+def attend_spans(
+    q: Tensor,
+    pool: Tensor,
+    table: SpanTable,
+    layer: int,
+    num_kv_heads: int,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attend `q` [T, H, D] (rows evenly spaced, heads dense) to the pool (flat); returns [T, H * D]."""
+    num_tokens, num_heads, head_dim = q.shape
+    assert q.stride(2) == 1, "a head must be dense"
+    assert q.stride(1) == head_dim, "heads must lie side by side"
+    compiled = _compiled()
+    assert compiled is not None, "compiled kernels are not there"
+    per_kv = num_heads // num_kv_heads
+    # whole vectors of scores are written, from wherever a window begins
+    stride = table.longest_context + _LANES
+    scratch = torch.empty(torch.get_num_threads() * _BLOCK_TOKENS * per_kv * stride)
+    out = torch.empty(num_tokens, num_heads * head_dim)
+    compiled(
+        out.data_ptr(), q.data_ptr(), q.stride(0), pool.data_ptr(), table.rows.ctypes.data,
+        table.block_starts.ctypes.data, len(table.rows), layer, num_kv_heads, per_kv, head_dim, window or 0,
+        scale, softcap or 0.0, scratch.data_ptr(), stride, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _compiled() -> Callable[..., None] | None:
+    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS)
+    return native_function("attend_spans", *places, *(COUNT,) * 6, NUMBER, NUMBER, ADDRESS, COUNT, COUNT)

@@ -1,0 +1,94 @@
+"""Compiled attention of a step against one query and one head at a time in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lorabatch.kernels.paged_attention.compiled import SpanTable, attend_spans, can_attend_compiled
+
+pytestmark = pytest.mark.skipif(
+    not can_attend_compiled(64, torch.float32), reason="compiled kernels were not built on this machine"
+)
+LAYER, NUM_LAYERS, CAPACITY = 1, 2, 160
+Span = tuple[int, int]  # new tokens, tokens stored before
+# decoding rows of several contexts, whole prompts, chunks after a prefix
+MIXED: list[Span] = [(1, 0), (1, 30), (7, 0), (1, 129), (9, 6), (70, 65)]
+
+
+class Step:
+    """Random queries, and a pool in which places behind each sequence's last token hold NaN."""
+
+    def __init__(self, spans: Sequence[Span], heads: tuple[int, int, int]) -> None:
+        num_heads, self.num_kv_heads, self.head_dim = heads
+        extent = NUM_LAYERS * 2 * self.num_kv_heads * CAPACITY * self.head_dim
+        self.pool = torch.randn(len(spans) * extent)
+        views = self.pool.view(len(spans), NUM_LAYERS, 2, self.num_kv_heads, CAPACITY, self.head_dim)
+        self.keys, self.values = views[:, LAYER, 0], views[:, LAYER, 1]
+        rows, first = [], 0
+        for i, (new, past) in enumerate(spans):
+            views[i, :, :, :, new + past :] = torch.nan
+            rows.append((first, new, past, i * extent, CAPACITY))
+            first += new
+        self.rows = rows
+        self.packed = torch.randn(first, num_heads + 2 * self.num_kv_heads, self.head_dim)
+        self.q = self.packed[:, :num_heads]
+
+    def attend(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+        return attend_spans(
+            self.q, self.pool, SpanTable.of(self.rows), LAYER, self.num_kv_heads, window, 0.3, softcap
+        ).view(self.q.shape)
+
+    def expected(self, window: int | None, softcap: float | None) -> torch.Tensor:
+        out = torch.empty(self.q.shape, dtype=torch.float64)
+        per_kv = self.q.shape[1] // self.num_kv_heads
+        for i, (start, new, past, _, _) in enumerate(self.rows):
+            for t in range(new):
+                end = past + t + 1
+                begin = 0 if window is None else max(end - window, 0)
+                for head in range(self.q.shape[1]):
+                    keys = self.keys[i, head // per_kv, begin:end].double()
+                    scores = 0.3 * (keys @ self.q[start + t, head].double())
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    out[start + t, head] = scores.softmax(0) @ self.values[i, head // per_kv, begin:end].double()
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_decode_and_prefill_in_one_step(window: int | None, softcap: float | None) -> None:
+    step = Step(MIXED, (6, 2, 64))
+    assert (step.attend(window, softcap).double() - step.expected(window, softcap)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (2, 2, 128), (14, 2, 16), (4, 4, 80), (8, 1, 256), (5, 1, 96)])
+def test_groups_and_heads_of_many_sizes(heads: tuple[int, int, int]) -> None:
+    step = Step(MIXED[:5], heads)
+    assert (step.attend().double() - step.expected(None, None)).abs().max() < 1e-5
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    step = Step(MIXED, (4, 2, 64))
+    step.q.mul_(200)
+    assert (step.attend().double() - step.expected(None, None)).abs().max() < 1e-3  # scores of 2,000 in fp32
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_row_gets_the_same_bits_alone_and_however_its_prompt_is_cut(window: int | None) -> None:
+    step = Step(MIXED, (6, 2, 64))
+    together = step.attend(window)
+    everything = step.rows
+    for start, new, past, offset, capacity in everything:
+        for cut in {0, new // 2, new - 1} - {new}:
+            pieces = [(start, cut, past, offset, capacity)] if cut else []
+            step.rows = [*pieces, (start + cut, new - cut, past + cut, offset, capacity)]
+            apart = step.attend(window)[start : start + new]
+            assert torch.equal(apart, together[start : start + new]), f"row at {start} cut at {cut}"
+
+
+def test_heads_that_the_vectors_do_not_divide_are_left_to_torch() -> None:
+    assert not can_attend_compiled(40, torch.float32)
+    assert not can_attend_compiled(64, torch.bfloat16)
