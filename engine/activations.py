@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
+from ..kernels.gated import silu_gate
 from .model_config import Activation, ModelConfig
 
 _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -26,6 +27,8 @@ def activation_of(model: ModelConfig) -> Callable[[Tensor], Tensor]:
     function = _FUNCTIONS[model.activation]
     if not model.has_gate:
         return function
+    if model.activation == "silu":
+        return silu_gate
 
     def gated(packed: Tensor) -> Tensor:
         gate, up = packed.chunk(2, dim=-1)

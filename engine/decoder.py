@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged_attention.cpu import paged_attention
-from ..kernels.rotary import rotate_
+from ..kernels.rotary import rotate_and_store_
 from ..kernels.segment_lora import LoraSegment, add_lora_
 from .activations import activation_of
 from .linear import Linear
@@ -117,10 +117,7 @@ class Decoder:
             q, k = qkv[:, :num_heads], qkv[:, num_heads:-num_kv_heads]
             q.copy_(self._norm(q, layer.norms.query))
             k.copy_(self._norm(k, layer.norms.key))
-        if rotary is not None:
-            rotate_(qkv[:, : num_heads + num_kv_heads, : 2 * rotary[0].shape[-1]], *rotary)
-        stored = qkv[:, num_heads:].reshape(-1, model.head_dim)  # [T * 2K, D]
-        pool.view(-1, model.head_dim).index_copy_(0, kv_rows.view(-1), stored)
+        rotate_and_store_(qkv, rotary, pool, kv_rows, num_heads)
         attended = paged_attention(
             qkv[:, :num_heads],
             pool,

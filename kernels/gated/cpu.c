@@ -1,0 +1,20 @@
+/* The gated activation silu(gate) * up, in one pass. */
+#include "../native/vector.h"
+
+/* packed [num_tokens, 2 * inner], gate beside up, to out [num_tokens, inner]. */
+void silu_gate(float *out, const float *packed, int64_t num_tokens, int64_t inner)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const float *gate = packed + t * 2 * inner, *up = gate + inner;
+        for (int64_t i = 0; i < inner; i += WIDTH) {
+            int count = inner - i < WIDTH ? (int)(inner - i) : WIDTH;
+            vec g = load_first(gate + i, count);
+            vec_of_int is_negative = g < 0;
+            /* e^-|g| cannot overflow: sigmoid is 1 / (1 + e^-|g|) above zero and e^-|g| times that below */
+            vec power = exponential((vec)((vec_of_int)g | INT32_MIN)), sigmoid = 1.0f / (1.0f + power);
+            vec factor = (vec)((is_negative & (vec_of_int)(power * sigmoid)) | (~is_negative & (vec_of_int)sigmoid));
+            store_first(out + t * inner + i, g * factor * load_first(up + i, count), count);
+        }
+    }
+}
