@@ -8,6 +8,7 @@ subtracted, so weights are bit-identical after any number of switches. (Adding a
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +24,10 @@ from .packed_sites import PackedMember, packed_members
 
 
 class LiveWeights:
-    """Merges one adapter at a time into a decoder and takes it out again."""
+    """Merges one adapter at a time into a decoder and takes it out again.
+
+    `num_switches`: merges and restorations so far. `switching_s`: seconds that merging took.
+    """
 
     def __init__(self, decoder: Decoder, *, by_kernel: bool = False) -> None:
         """`by_kernel`: all plain pairs merge in one launch, into buffers whose addresses stay."""
@@ -33,12 +37,13 @@ class LiveWeights:
         self._replaced_linears: list[Linear] = []
         self.merged_adapter_id: str | None = None
         self.num_switches = 0
+        self.switching_s = 0.0
 
     def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
         """Make the weights those of the merged adapter, whatever they were before."""
         if self.merged_adapter_id == adapter_id:
             return
-        self.restore()
+        began_s = time.perf_counter()
         self.merged_adapter_id = adapter_id
         self.num_switches += 1
         try:
@@ -47,14 +52,13 @@ class LiveWeights:
             # weights merged by half would be neither the base's nor the adapter's
             self.restore()
             raise
+        self.switching_s += time.perf_counter() - began_s
 
     def restore(self) -> None:
         """Make the weights those of the base model."""
         if self.merged_adapter_id is None:
             return
-        for linear in self._replaced_linears:
-            linear.restore()
-        self._replaced_linears.clear()
+        self._restore_all_but([])
         self._decoder.tensors.update(self._pristine_tensors)
         self.merged_adapter_id = None
         self.num_switches += 1
@@ -73,26 +77,37 @@ class LiveWeights:
 
     def _merge_all(self, adapter: AdapterWeights) -> None:
         touched = set(adapter.touched_parameters)
+        touched_linears = [
+            (members, linear)
+            for members, linear in [*self._packed_linears(), *self._whole_linears()]
+            if any(f"{m.module}.weight" in touched or f"{m.module}.bias" in touched for m in members)
+        ]
+        # what the adapter before has changed and this one replaces anyway is not restored in between
+        self._restore_all_but([linear for _, linear in touched_linears])
         jobs: list[MergeJob] = []
-        for members, linear in self._packed_linears():
-            if any(f"{m.module}.weight" in touched or f"{m.module}.bias" in touched for m in members):
+        for members, linear in touched_linears:
+            if linear not in self._replaced_linears:
                 self._replaced_linears.append(linear)
-                if self._by_kernel and has_plain_pairs(adapter, members):
-                    jobs += merge_jobs(adapter, members, linear)
-                else:
-                    linear.replace(*_effective(adapter, members, linear))
+            is_in_layer = members[0].module not in self._decoder.linears
+            if self._by_kernel and is_in_layer and has_plain_pairs(adapter, members):
+                jobs += merge_jobs(adapter, members, linear)
+            else:
+                linear.replace(*_effective(adapter, members, linear))
         run_merge(adapter, jobs)
-        self._merge_tensors(adapter, touched)
-
-    def _merge_tensors(self, adapter: AdapterWeights, touched: set[str]) -> None:
-        """Embeddings, norms, projections and the head: whatever is in no decoder layer's packed linear layer."""
+        self._decoder.tensors.update(self._pristine_tensors)
         for name in touched & self._pristine_tensors.keys():
             self._decoder.tensors[name] = adapter.effective(name, self._pristine_tensors[name])
+
+    def _restore_all_but(self, kept: list[Linear]) -> None:
+        for linear in self._replaced_linears:
+            if linear not in kept:
+                linear.restore()
+        self._replaced_linears = [linear for linear in self._replaced_linears if linear in kept]
+
+    def _whole_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
+        """The head and projections: linear layers of one member, in no decoder layer."""
         for module, linear in self._decoder.linears.items():
-            if f"{module}.weight" in touched or f"{module}.bias" in touched:
-                whole = (PackedMember(module, 0, linear.pristine.shape[0]),)
-                linear.replace(*_effective(adapter, whole, linear))
-                self._replaced_linears.append(linear)
+            yield (PackedMember(module, 0, linear.pristine.shape[0]),), linear
 
     def _packed_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
         for index, layer in enumerate(self._decoder.layers):
@@ -107,9 +122,10 @@ def _effective(
     weight = torch.cat([adapter.effective(f"{m.module}.weight", linear.pristine[m.start : m.end]) for m in members])
     # an adapter may bring a bias to a layer that has none: zeros then stand for the base's
     bias_names = [f"{m.module}.bias" for m in members]
-    if linear.bias is None and not set(bias_names) & set(adapter.touched_parameters):
+    bias = linear.pristine_bias
+    if bias is None and not set(bias_names) & set(adapter.touched_parameters):
         return weight, None
-    pristine = linear.bias if linear.bias is not None else weight.new_zeros(weight.shape[0])
+    pristine = bias if bias is not None else weight.new_zeros(weight.shape[0])
     return weight, torch.cat(
         [adapter.effective(name, pristine[m.start : m.end]) for name, m in zip(bias_names, members, strict=True)]
     )

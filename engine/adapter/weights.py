@@ -86,7 +86,8 @@ class AdapterWeights:
         elif change.site:
             value = self._with_pair(change.site, value)
         merged = value.to(pristine.dtype)
-        if not torch.isfinite(merged).all():
+        # one pass without a mask in memory: a NaN or an infinity reaches the extremes
+        if merged.numel() and not all(map(torch.isfinite, torch.aminmax(merged))):
             raise AdapterRefusedError(
                 f"adapter {self.audit.name!r}: {parameter_name} merged in {pristine.dtype} is not finite. Use a wider "
                 "--dtype, or an earlier checkpoint."
@@ -105,6 +106,8 @@ class AdapterWeights:
     def _with_pair(self, site: LoraSite, weight: Tensor) -> Tensor:
         """W + scaling·B·A; with DoRA each row then gets the length of its magnitude (Liu 2024, section 4)."""
         a, b = self._exact(site.a_key, weight.device), self._exact(site.b_key, weight.device)
+        if site.magnitude_key is None and not site.is_embedding:
+            return torch.addmm(weight, b, a, alpha=site.scaling)
         delta = b @ a  # [out_features, in_features]
         if site.is_embedding:
             delta = delta.T  # [vocab_size, hidden_size]
