@@ -227,17 +227,21 @@ def report(
 @bench_app.command("engine")
 def bench_engine(
     model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
-    vs: Annotated[list[str] | None, typer.Option(help="Peers to run beside: peft. Repeatable.")] = None,
+    vs: Annotated[list[str] | None, typer.Option(help="Peers to run beside: peft, vllm. Repeatable.")] = None,
     rows: Annotated[int, typer.Option(min=1)] = 64,
     adapters: Annotated[int, typer.Option(min=1)] = 8,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+    runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
 ) -> None:
     """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
     with _errors_told():
         from .benchmarks.engine_bench import main as run_benchmark
 
-        run_benchmark(model, tuple(vs or ()), rows, adapters, repeats, save)
+        try:
+            run_benchmark(model, tuple(vs or ()), rows, adapters, repeats, save, runs)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
 
 
 def _run(spec: JobSpec) -> None:

@@ -1,8 +1,7 @@
 """One timed run of one system over an engine workload, in a process of its own.
 
-`python -m lorabatch.benchmarks.engine_systems SYSTEM WORKLOAD.json` prints one JSON object: seconds of serving (loading
-the base model excluded; adapters are loaded or merged inside the time), tokens out, memory, and the tokens
-themselves for comparison.
+`python -m lorabatch.benchmarks.engine_systems SYSTEM WORKLOAD.json` prints one JSON object, a `Run`: seconds of serving
+(loading the base model excluded; adapters are loaded or merged inside the time), memory, and the tokens for comparison.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,22 @@ import torch
 from ..engine.adapter import audit_adapter
 from ..engine.config import EngineConfig, Mode, read_model_config
 from ..engine.engine import Engine
+from ..engine.linear import Linear, can_pack
 from ..engine.request import Request, SamplingParams
-from .engine_workload import BenchRow, EngineWorkload
+from .engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, UNMERGED, Run
+from .engine_workload import RANKS, BenchRow, EngineWorkload
 
 PEFT_BATCH = 32
 Tokens = list[list[int]]
+Measured = tuple[float, Tokens, float]  # seconds, tokens of each row, seconds spent on merging weights
 
 
-def run_ours(workload: EngineWorkload, mode: Mode, *, with_adapters: bool = True) -> tuple[float, Tokens]:
-    """Our engine; without adapters every row asks the base."""
+def run_ours(workload: EngineWorkload, mode: Mode, adapter_of: Callable[[BenchRow], str | None]) -> Measured:
+    """Our engine; `adapter_of` says which adapter a row asks, None for the base."""
     engine = Engine(Path(workload.model), EngineConfig(mode=mode, max_batch_rows=64))
-    ids: dict[str, str] = {}
+    ids: dict[str | None, str | None] = {None: None}
     for name, folder in workload.adapters.items():
-        content = audit_adapter(Path(folder), engine.model, name).content_sha256
+        content = audit_adapter(Path(folder), engine.model, name).identity_sha256
         assert content is not None, f"{name}: refused"
         engine.register_adapter(content, Path(folder), name)
         ids[name] = content
@@ -43,7 +46,7 @@ def run_ours(workload: EngineWorkload, mode: Mode, *, with_adapters: bool = True
         Request(
             str(i),
             tuple(row.prompt_token_ids),
-            ids[row.adapter] if with_adapters else None,
+            ids[adapter_of(row)],
             SamplingParams(max_tokens=row.max_tokens, ignore_eos=True),
         )
         for i, row in enumerate(workload.rows)
@@ -51,10 +54,10 @@ def run_ours(workload: EngineWorkload, mode: Mode, *, with_adapters: bool = True
     began = time.perf_counter()
     results = {r.request_id: list(r.token_ids) for r in engine.run(requests)}
     seconds = time.perf_counter() - began
-    return seconds, [results[str(i)] for i in range(len(requests))]
+    return seconds, [results[str(i)] for i in range(len(requests))], engine.switching_s
 
 
-def run_peft_merged(workload: EngineWorkload) -> tuple[float, Tokens]:
+def run_peft_merged(workload: EngineWorkload) -> Measured:
     """transformers + PEFT: one adapter after another, merged, batches of 32 rows, left-padded `generate`."""
     model = _peft_model(workload)
     rows_of: dict[str, list[int]] = defaultdict(list)
@@ -68,32 +71,57 @@ def run_peft_merged(workload: EngineWorkload) -> tuple[float, Tokens]:
         for batch in _batches(rows, workload):
             _generate(model, batch, workload, tokens, {})
         model.unmerge_adapter()
-    return time.perf_counter() - began, tokens
+    return time.perf_counter() - began, tokens, 0.0
 
 
-def run_peft_mixed(workload: EngineWorkload) -> tuple[float, Tokens]:
+def run_peft_mixed(workload: EngineWorkload) -> Measured:
     """transformers + PEFT: mixed batches of 32 rows through `adapter_names`."""
     model = _peft_model(workload)
     tokens: Tokens = [[] for _ in workload.rows]
     began = time.perf_counter()
     for batch in _batches(list(range(len(workload.rows))), workload):
         _generate(model, batch, workload, tokens, {"adapter_names": [workload.rows[i].adapter for i in batch]})
-    return time.perf_counter() - began, tokens
+    return time.perf_counter() - began, tokens, 0.0
 
 
-def run_gemm_ceiling(workload: EngineWorkload) -> tuple[float, Tokens]:
-    """Nothing but the base model's matrix multiplications for the same tokens, in steps of the same sizes: prompts in
-    steps of 512 rows, answers as one batch that shrinks as rows end."""
+def run_vllm(workload: EngineWorkload) -> Measured:
+    """vLLM with all adapters at once, in fp32 like the others."""
+    from vllm import LLM
+    from vllm import SamplingParams as VllmSampling
+    from vllm.lora.request import LoRARequest
+
+    adapters = {
+        name: LoRARequest(name, number, folder) for number, (name, folder) in enumerate(workload.adapters.items(), 1)
+    }
+    model = LLM(
+        workload.model,
+        dtype="float32",
+        enable_lora=True,
+        max_loras=len(adapters),
+        max_lora_rank=max(RANKS),
+        max_num_seqs=64,
+    )
+    prompts = [{"prompt_token_ids": row.prompt_token_ids} for row in workload.rows]
+    sampling = [VllmSampling(temperature=0, max_tokens=row.max_tokens, ignore_eos=True) for row in workload.rows]
+    began = time.perf_counter()
+    outputs = model.generate(prompts, sampling, lora_request=[adapters[row.adapter] for row in workload.rows])
+    return time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs], 0.0
+
+
+def run_gemm_ceiling(workload: EngineWorkload) -> Measured:
+    """Nothing but the base model's matrix multiplications for the same tokens, by the fastest product at hand, in steps
+    of the same sizes: prompts in steps of 512 rows, answers as one batch that shrinks as rows end."""
     model = read_model_config(Path(workload.model))
-    weights = [torch.randn(shape) for name, shape in model.linear_shapes().items() if name != "lm_head"]
-    head = torch.randn(model.linear_shapes()["lm_head"])
-    inputs = {n: torch.randn(512, n) for n in {w.shape[1] for w in [*weights, head]}}
+    is_packed = can_pack(torch.device("cpu"), torch.float32)
+    shapes = model.linear_shapes()
+    head = Linear(torch.randn(shapes.pop("lm_head")), None, is_packed=is_packed)
+    linears = [Linear(torch.randn(shape), None, is_packed=is_packed) for shape in shapes.values()]
+    inputs = {n: torch.randn(512, n) for n in {linear.pristine.shape[1] for linear in [*linears, head]}}
 
     def multiply(rows: int, sampled: int) -> None:
-        for weight in weights:
-            torch.nn.functional.linear(inputs[weight.shape[1]][:rows], weight)
-        if sampled:
-            torch.nn.functional.linear(inputs[head.shape[1]][:sampled], head)
+        for linear in linears:
+            linear(inputs[linear.pristine.shape[1]][:rows])
+        head(inputs[head.pristine.shape[1]][:sampled])
 
     lengths = sorted(row.max_tokens for row in workload.rows)
     with torch.inference_mode():
@@ -105,17 +133,24 @@ def run_gemm_ceiling(workload: EngineWorkload) -> tuple[float, Tokens]:
         for position in range(1, lengths[-1]):
             alive = sum(length > position for length in lengths)
             multiply(alive, alive)
-        return time.perf_counter() - began, []
+        return time.perf_counter() - began, [], 0.0
 
 
-SYSTEMS: dict[str, Callable[[EngineWorkload], tuple[float, Tokens]]] = {
-    "lorabatch unmerged": lambda w: run_ours(w, "unmerged"),
-    "lorabatch merged": lambda w: run_ours(w, "merged"),
-    "lorabatch auto": lambda w: run_ours(w, "auto"),
-    "lorabatch no LoRA": lambda w: run_ours(w, "unmerged", with_adapters=False),
+def _run_merged_alone(workload: EngineWorkload) -> Measured:
+    """Every row asks the adapter of the largest rank: steps of merged rows at the batch of the other systems."""
+    largest = list(workload.adapters)[min(len(workload.adapters), len(RANKS)) - 1]
+    return run_ours(workload, "merged", lambda row: largest)
+
+
+SYSTEMS: dict[str, Callable[[EngineWorkload], Measured]] = {
+    NO_LORA: lambda w: run_ours(w, "unmerged", lambda row: None),
+    UNMERGED: lambda w: run_ours(w, "unmerged", lambda row: row.adapter),
+    MERGED: lambda w: run_ours(w, "merged", lambda row: row.adapter),
+    MERGED_ONE: _run_merged_alone,
     "PEFT merged": run_peft_merged,
     "PEFT mixed": run_peft_mixed,
-    "GEMM ceiling": run_gemm_ceiling,
+    "vLLM": run_vllm,
+    CEILING: run_gemm_ceiling,
 }
 
 
@@ -161,9 +196,9 @@ def main() -> None:
     """Run the named system once and print its measurement."""
     system, path = sys.argv[1], Path(sys.argv[2])
     workload = EngineWorkload.read(path)
-    seconds, tokens = SYSTEMS[system](workload)
+    seconds, tokens, switching_s = SYSTEMS[system](workload)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"system": system, "seconds": seconds, "peak_bytes": peak_bytes, "tokens": tokens}))
+    print(json.dumps(asdict(Run(seconds, peak_bytes, tokens, switching_s))))
 
 
 if __name__ == "__main__":

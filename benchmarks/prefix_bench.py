@@ -24,7 +24,7 @@ from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.random_adapter import write_random_adapter
 from ..engine.request import Request, SamplingParams
-from .engine_bench import _commit, _cpu_name
+from .provenance import commit, cpu_name
 
 SYSTEM_TOKENS, USER_TOKENS, OUTPUT_TOKENS = 256, (16, 48), 16
 NUM_ROWS, RANKS = 48, (8, 16, 32, 64)
@@ -104,8 +104,8 @@ def _result(model: Path, runs: dict[bool, list[Run]]) -> dict[str, Any]:
     return {
         "benchmark": "prefix cache",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": _commit(),
-        "machine": {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__},
+        "commit": commit(),
+        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__},
         "workload": {
             "model": model.name,
             "rows": NUM_ROWS,

@@ -1,0 +1,52 @@
+"""Where and with what a figure was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..kernels.native import native_build
+
+
+def provenance(packages: Iterable[str]) -> dict[str, Any]:
+    """Date, commit, machine and versions, as they stand in result files."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "compiled_kernels": native_build(),
+        },
+        "versions": {name: _version(name) for name in packages},
+    }
+
+
+def commit() -> str | None:
+    """The checked-out commit, marked if files differ from it; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def cpu_name() -> str:
+    """The processor's name as its maker gives it."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
