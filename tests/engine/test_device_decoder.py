@@ -17,10 +17,13 @@ from lorabatch.engine.device_runner import DeviceRunner
 from lorabatch.engine.device_step import DeviceStep, StepBuffer
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.kernels.launch import is_interpreted
 
 CONFIG = EngineConfig(
     max_batch_rows=8, max_step_tokens=24, page_tokens=4, pool_bytes=8 << 20, device="cpu", mode="unmerged"
 )
+# Triton's interpreter on CPU tensors, or with TRITON_INTERPRET=0 a GPU
+ON_DEVICE: dict[str, Any] = {"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"}
 GARBAGE = 0x7F7F7F7F
 
 
@@ -85,7 +88,7 @@ def compare(steps: list[DeviceStep]) -> Callable[..., list[Result]]:
         ids = {audit_adapter(path, model, path.name).content_sha256 or "": path for path in adapters}
         rows = make_rows([None, *ids])
         expected = run(folder, ids, rows, replace(CONFIG, **config))
-        found = run(folder, ids, rows, replace(CONFIG, kernels="triton", **config))
+        found = run(folder, ids, rows, replace(CONFIG, **ON_DEVICE, **config))
         assert_equal(found, expected)
         return found
 
@@ -162,7 +165,7 @@ def test_merging_by_the_kernel_and_parameter_by_parameter(
 def test_any_number_of_switches_leaves_the_weights_bit_for_bit(
     tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(tiny_llama, replace(CONFIG, kernels="triton", mode="merged"))
+    engine = Engine(tiny_llama, replace(CONFIG, **(ON_DEVICE | {"mode": "merged"})))
     before, forgotten = engine.weights_sha256(), []
     executor = engine._runner._executor
     monkeypatch.setattr(executor, "forget", lambda: forgotten.append(True))

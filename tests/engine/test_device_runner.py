@@ -20,6 +20,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.graphs import EagerExecutor, GraphKey
 from lorabatch.engine.memory_plan import serves_by_kernels
 from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.kernels.launch import is_interpreted
 from lorabatch.scheduler.batching import BatchView, StepPlan
 
 PROMPT = (5, 6, 7, 8, 9)
@@ -32,7 +33,8 @@ def make_engine(folder: Path, **config: Any) -> Engine:
 
 
 def device_engine(folder: Path, **config: Any) -> Engine:
-    return make_engine(folder, kernels="triton", **config)
+    on_device = {"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"}
+    return make_engine(folder, **on_device, **config)
 
 
 def rows(count: int, **sampling: Any) -> list[Request]:
@@ -177,6 +179,7 @@ class _DeviceOnly(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(not is_interpreted(), reason="a GPU's graphs and copies are watched by the benchmark's own check")
 def test_launching_waits_for_nothing(
     tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +215,7 @@ def content_of(engine: Engine, folder: Path) -> str:
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
+    monkeypatch.setattr(memory_plan, "is_interpreted", lambda: True)
     assert serves_by_kernels(EngineConfig(kernels="triton"), cpu)
     assert not serves_by_kernels(EngineConfig(), cpu)
     assert serves_by_kernels(EngineConfig(), torch.device("cuda"))
