@@ -33,6 +33,7 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
     done = lorabatch(*arguments(echo_job))
     assert done.returncode == 0, done.stderr
     assert f"60 rows answered in 4 parts: {echo_job.output}" in done.stdout
+    assert "s were predicted, it took" in done.stdout
     assert "running" in done.stderr
     assert "distributed" not in done.stderr + done.stdout
     echo_job.assert_answered(rows)
