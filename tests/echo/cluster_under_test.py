@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from distributed import Client, LocalCluster
+
+Process = subprocess.Popen[bytes]
 
 
 @contextmanager
@@ -14,3 +19,35 @@ def own_cluster(num_workers: int = 2) -> Iterator[Client]:
     cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")
     with cluster, Client(cluster, set_as_default=False) as client:
         yield client
+
+
+@contextmanager
+def existing_cluster(folder: Path, num_workers: int) -> Iterator[tuple[str, list[Process], Process]]:
+    """A Dask scheduler and nannied workers as their own processes, with Dask's default settings."""
+    address_file = folder / "scheduler.json"
+    dask = [sys.executable, "-m", "dask"]
+    common = ["--scheduler-file", str(address_file), "--host", "127.0.0.1", "--no-dashboard"]
+    scheduler = subprocess.Popen(
+        [*dask, "scheduler", *common, "--port", "0"],
+        stderr=subprocess.DEVNULL,
+    )
+    workers = [
+        subprocess.Popen(
+            [*dask, "worker", *common, "--nthreads", "1", "--local-directory", str(folder)],
+            stderr=subprocess.DEVNULL,
+        )
+        for _ in range(num_workers)
+    ]
+    try:
+        with Client(scheduler_file=str(address_file), set_as_default=False, timeout="60s") as client:
+            client.wait_for_workers(num_workers, timeout=60)
+            address = str(client.scheduler_info(n_workers=0)["address"])
+        yield address, workers, scheduler
+    finally:
+        for process in [*workers, scheduler]:
+            process.terminate()
+        for process in [*workers, scheduler]:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            process.kill()
+            process.wait(30)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cluster_under_test import existing_cluster
 from distributed import Client
 from echo_job import ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows, processes_of
 
@@ -162,35 +163,3 @@ def hang_one_worker(client: Client) -> int:
     pid = next(pid for address, pid in pids.items() if address not in coordinators)
     os.kill(pid, signal.SIGSTOP)
     return int(pid)
-
-
-@contextmanager
-def existing_cluster(folder: Path, num_workers: int) -> Iterator[tuple[str, list[Process], Process]]:
-    """A Dask scheduler and nannied workers as their own processes, with Dask's default settings."""
-    address_file = folder / "scheduler.json"
-    dask = [sys.executable, "-m", "dask"]
-    common = ["--scheduler-file", str(address_file), "--host", "127.0.0.1", "--no-dashboard"]
-    scheduler = subprocess.Popen(
-        [*dask, "scheduler", *common, "--port", "0"],
-        stderr=subprocess.DEVNULL,
-    )
-    workers = [
-        subprocess.Popen(
-            [*dask, "worker", *common, "--nthreads", "1", "--local-directory", str(folder)],
-            stderr=subprocess.DEVNULL,
-        )
-        for _ in range(num_workers)
-    ]
-    try:
-        with Client(scheduler_file=str(address_file), set_as_default=False, timeout="60s") as client:
-            client.wait_for_workers(num_workers, timeout=60)
-            address = str(client.scheduler_info(n_workers=0)["address"])
-        yield address, workers, scheduler
-    finally:
-        for process in [*workers, scheduler]:
-            process.terminate()
-        for process in [*workers, scheduler]:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-            process.kill()
-            process.wait(30)
