@@ -172,6 +172,18 @@ def status(
         typer.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(status_lines(found)))
 
 
+@app.command("submit")
+@job_command
+def submit(job_file: Path | None, options: dict[str, Any]) -> None:
+    """Start a job that goes on without this command: on a cluster, or on one in the background of this machine."""
+    with _errors_told():
+        from .jobs.spec import JobSpec
+        from .pipeline.submit import submit as submit_job
+
+        spec = JobSpec.from_yaml(job_file, options) if job_file else JobSpec.from_values(options)
+        typer.echo(submit_job(spec).to_text())
+
+
 @app.command()
 def resume(output: OutputArgument, storage_options: StorageOption = None) -> None:
     """Go on with a job from its output location alone. Rows of adapters that have changed are computed again."""
@@ -196,15 +208,32 @@ def cancel(output: OutputArgument, storage_options: StorageOption = None) -> Non
 
 
 @app.command()
-def logs(output: OutputArgument, storage_options: StorageOption = None) -> None:
+def logs(
+    output: OutputArgument,
+    storage_options: StorageOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+) -> None:
     """Print what client, workers and engines of a job have logged."""
     with _errors_told():
+        from .jobs.log_tail import log_lines
         from .jobs.store import JobStore
 
-        store = JobStore(output, _json_object("storage_options", storage_options))
-        store.read_record()
-        for source, text in store.read_logs().items():
-            typer.echo("\n".join(f"{source} | {line}" for line in text.splitlines()))
+        for line in log_lines(JobStore(output, _json_object("storage_options", storage_options)), follow=follow):
+            typer.echo(line)
+
+
+@app.command("list")
+def list_jobs(
+    cluster: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler; by default the background's.")
+    ] = None,
+) -> None:
+    """Jobs that a cluster runs or keeps."""
+    with _errors_told():
+        from .pipeline.submit import list_jobs as jobs_of
+
+        found = jobs_of(cluster)
+        typer.echo("\n".join(job.to_text() for job in found) if found else "No jobs.")
 
 
 @app.command()

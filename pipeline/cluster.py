@@ -105,10 +105,10 @@ def connected(spec: JobSpec) -> Iterator[Client]:
     cluster's workers cannot run this version of lorabatch.
     """
     if spec.cluster == "local":
-        with _embedded(spec.workers or DEFAULT_WORKERS) as client:
+        with embedded(spec.workers or DEFAULT_WORKERS) as client:
             yield client
         return
-    with _existing(spec.cluster, _security(spec)) as client:
+    with existing(spec.cluster, security_of(spec)) as client:
         check_workers(client)
         yield client
 
@@ -148,7 +148,8 @@ def _version_on_worker() -> str | None:
 
 
 @contextmanager
-def _embedded(num_workers: int) -> Iterator[Client]:
+def embedded(num_workers: int) -> Iterator[Client]:
+    """A cluster that lives as long as the block. Raises `JobFailedError` when it cannot be started."""
     with dask.config.set(_SETTINGS), _environment(_WORKER_LOGGING), warnings.catch_warnings():
         # another dashboard on the default port is no reason to worry a user
         warnings.filterwarnings("ignore", message="Port .* is already in use")
@@ -201,7 +202,8 @@ def _environment(variable: tuple[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _existing(address: str, security: Security | None) -> Iterator[Client]:
+def existing(address: str, security: Security | None = None) -> Iterator[Client]:
+    """A client of a running cluster. Raises `JobRequestError` when nobody answers at the address."""
     try:
         client = Client(address, set_as_default=False, timeout=_CONNECT_TIMEOUT, security=security)
     except (OSError, ValueError, TimeoutError, TypeError) as error:
@@ -215,7 +217,7 @@ def _existing(address: str, security: Security | None) -> Iterator[Client]:
         yield client
 
 
-def _security(spec: JobSpec) -> Security | None:
+def security_of(spec: JobSpec) -> Security | None:
     """Dask's own security object; None leaves it to Dask's configuration."""
     if spec.tls_ca is None:
         return None

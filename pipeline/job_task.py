@@ -13,6 +13,7 @@ from typing import Any
 from distributed import Client, Reschedule, get_worker, secede
 
 from ..jobs.opening import OpenedJob, changed_adapters
+from ..jobs.secrets import redacted_url
 from .cluster import client_security, loss_told
 from .hosts import stop_hosts
 from .job_control import JobControl
@@ -41,7 +42,8 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster)
         JobControl(client, worker, job.store, run_id, key) as control,
     ):
         client.run_on_scheduler(_forgive, key=key)
-        reporter = JobReporter(job.store, ToldProgress(client, run_id), job.spec.error_budget)
+        told = ToldProgress(client, run_id, redacted_url(job.spec.output))
+        reporter = JobReporter(job.store, told, job.spec.error_budget)
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), forecaster)
         try:
             with loss_told(client):

@@ -12,8 +12,9 @@ from typing import Any
 
 from distributed import Client, Future, KilledWorker
 
-from ..jobs.errors import JobFailedError, JobInterruptedError
+from ..jobs.errors import JobFailedError, JobInterruptedError, JobRequestError
 from ..jobs.opening import OpenedJob
+from ..jobs.secrets import redacted_url
 from .cluster import count_workers
 from .hosts import engine_settings, start_hosts, stop_hosts
 from .job_control import ask_to_stop
@@ -41,7 +42,11 @@ class LaunchedJob:
 
 
 def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
-    """Start engines for an opened job, and the task that coordinates it."""
+    """Start engines for an opened job, and the task that coordinates it.
+
+    Raises `JobRequestError` when the job runs on this cluster already.
+    """
+    _refuse_running(client, job)
     num_workers = count_workers(client)
     forecaster = Forecaster.of(job, num_workers)
     settings = engine_settings(job, num_workers, engine_factory)
@@ -119,3 +124,20 @@ def _result(future: Future[JobResult]) -> JobResult:
         raise JobFailedError(
             f"The cluster has lost the job ({error}). Finished rows are kept; run the same command to go on."
         ) from None
+
+
+def _refuse_running(client: Client, job: OpenedJob) -> None:
+    """Raise `JobRequestError` when this job runs on the cluster already."""
+    running = client.run_on_scheduler(_unfinished, job_id=job.record.job_id)
+    if running:
+        raise JobRequestError(
+            f"output={redacted_url(job.spec.output)!r}: this job runs on the cluster already. Follow it with `lorabatch status` or `lorabatch "
+            "logs -f`, or stop it with `lorabatch cancel`."
+        )
+
+
+def _unfinished(dask_scheduler: Any, job_id: str) -> bool:
+    return any(
+        str(key).startswith(f"lora_job-{job_id}-") and task.state not in ("memory", "erred", "released")
+        for key, task in dask_scheduler.tasks.items()
+    )

@@ -1,0 +1,108 @@
+"""An embedded cluster as a process of its own, for jobs that outlive the command that submitted them.
+
+One per user and machine. It writes where it is into a state file, and ends itself when it has had nothing to do for a
+while: `python -m lorabatch.pipeline.background_cluster STATE_FILE NUM_WORKERS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from ..engine.gguf_model import default_cache_root
+from ..jobs.errors import JobFailedError
+from .cluster import embedded
+
+# Without a job for so long, the cluster ends.
+IDLE_LIMIT_S = 60.0
+_LOOK_INTERVAL_S = 2.0
+_START_TIMEOUT_S = 120.0
+_CONNECT_TIMEOUT = "5s"
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundCluster:
+    """Where the cluster is. `dashboard`: "" when there is none."""
+
+    address: str
+    dashboard: str
+    pid: int
+    num_workers: int
+
+
+def state_file() -> Path:
+    """Where this user's cluster on this machine says that it is there."""
+    return default_cache_root() / "clusters" / f"{platform.node() or 'local'}.json"
+
+
+def find_cluster(path: Path) -> BackgroundCluster | None:
+    """The cluster of a state file, if it still answers."""
+    try:
+        found = BackgroundCluster(**json.loads(path.read_text()))
+        with Client(found.address, set_as_default=False, timeout=_CONNECT_TIMEOUT):
+            return found
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
+    """Start one and wait until it is ready. Raises `JobFailedError` when it does not start."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    log_path = path.with_suffix(".log")
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(path), str(num_workers)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # The terminal's Ctrl-C and its closing are not meant for it.
+            start_new_session=True,
+        )
+    give_up_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < give_up_s and process.poll() is None:
+        if path.exists():
+            return BackgroundCluster(**json.loads(path.read_text()))
+        time.sleep(0.1)
+    process.kill()
+    raise JobFailedError(f"cluster='local': the background cluster did not start; {log_path} says why.")
+
+
+def serve(path: Path, num_workers: int) -> None:
+    """Be the cluster until nobody needs it."""
+    with embedded(num_workers) as client:
+        found = BackgroundCluster(
+            client.scheduler_info(n_workers=0)["address"], client.dashboard_link or "", os.getpid(), num_workers
+        )
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(asdict(found)))
+        scratch.replace(path)
+        busy_s = time.monotonic()
+        while time.monotonic() - busy_s < IDLE_LIMIT_S:
+            time.sleep(_LOOK_INTERVAL_S)
+            if client.run_on_scheduler(_is_busy, own_client=client.id):
+                busy_s = time.monotonic()
+        # First, so that no command finds a cluster that is about to end.
+        path.unlink(missing_ok=True)
+
+
+def _is_busy(dask_scheduler: Any, own_client: str) -> bool:
+    """Whether a task is unfinished, or a command is connected."""
+    is_working = any(
+        task.state in ("processing", "queued", "waiting", "no-worker") for task in dask_scheduler.tasks.values()
+    )
+    others = [name for name in dask_scheduler.clients if name != own_client and name.startswith("Client-")]
+    return is_working or bool(others)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,119 @@
+"""Jobs that run without their client: handed to a cluster that keeps them, and what runs on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from ..jobs.opening import open_job
+from ..jobs.secrets import redacted_url
+from ..jobs.spec import JobSpec
+from ..jobs.state import JobState
+from .background_cluster import find_cluster, start_cluster, state_file
+from .cluster import DEFAULT_WORKERS, check_workers, existing, security_of
+from .launch import launch
+from .messages import ENGINE_FACTORY
+from .told_progress import STATE_TOPIC, state_of
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedJob:
+    """A job and where it runs. `cluster`: "" when all its answers were there already. `dashboard`: "" when unknown."""
+
+    job_id: str
+    output: str
+    cluster: str = ""
+    dashboard: str = ""
+
+    def to_text(self) -> str:
+        """A few lines for people."""
+        if not self.cluster:
+            return f"{self.job_id} is done already: {self.output}"
+        lines = [f"{self.job_id} runs on {self.cluster}", f"answers: {self.output}"]
+        lines += [f"dashboard: {self.dashboard}"] if self.dashboard else []
+        return "\n".join([*lines, f"lorabatch status {self.output}"])
+
+
+@dataclass(frozen=True, slots=True)
+class ListedJob:
+    """A job that a cluster knows. `worker`: where its coordinator runs, "" when it has ended or waits."""
+
+    job_id: str
+    output: str
+    worker: str
+    state: JobState | None
+
+    def to_text(self) -> str:
+        """One line for people."""
+        phase, rows = (
+            (self.state.phase, f"{self.state.rows_done:,}/{self.state.rows:,} rows") if self.state else ("", "")
+        )
+        return f"{self.job_id}  {phase or 'waiting'}  {rows}  {self.output}"
+
+
+def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Path | None = None) -> SubmittedJob:
+    """Check and open a job, hand it to its cluster and return; `local` is a cluster in the background.
+
+    Raises what `run.run` raises before work starts. What happens later is told by the job's state.
+    """
+    job = open_job(spec)
+    shown = redacted_url(job.spec.output)
+    if job.is_finished and not job.changed_adapters:
+        return SubmittedJob(job.record.job_id, shown)
+    job.store.clear_cancel()
+    address, dashboard = job.spec.cluster, ""
+    if address == "local":
+        path = cluster_file or state_file()
+        found = find_cluster(path) or start_cluster(path, job.spec.workers or DEFAULT_WORKERS)
+        address, dashboard = found.address, found.dashboard
+    with existing(address, security_of(job.spec)) as client:
+        check_workers(client)
+        launched = launch(client, job, engine_factory)
+        # Kept by the scheduler, also when this client is gone.
+        client.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
+    return SubmittedJob(job.record.job_id, shown, address, dashboard)
+
+
+def list_jobs(address: str | None, cluster_file: Path | None = None) -> list[ListedJob]:
+    """Jobs of a cluster, running and kept; by default of the one in the background.
+
+    Raises `JobRequestError` when nobody answers.
+    """
+    with _cluster_to_list(address, cluster_file or state_file()) as client:
+        if client is None:
+            return []
+        workers: dict[str, str] = client.run_on_scheduler(_coordinators)
+        return [_listed(client, run_id, worker) for run_id, worker in sorted(workers.items())]
+
+
+@contextmanager
+def _cluster_to_list(address: str | None, cluster_file: Path) -> Iterator[Client | None]:
+    if address is None:
+        found = find_cluster(cluster_file)
+        if found is None:
+            yield None
+            return
+        address = found.address
+    with existing(address) as client:
+        yield client
+
+
+def _listed(client: Client, run_id: str, worker: str) -> ListedJob:
+    messages = [message for _, message in client.get_events(f"{STATE_TOPIC}{run_id}")]
+    states = [message for message in messages if "state" in message]
+    output = states[-1]["output"] if states else ""
+    return ListedJob(run_id.rpartition("-")[0], output, worker, state_of(states[-1]) if states else None)
+
+
+def _coordinators(dask_scheduler: Any) -> dict[str, str]:
+    """Run id -> worker of its coordinator."""
+    found = {}
+    for key, task in dask_scheduler.tasks.items():
+        if isinstance(key, str) and key.startswith("lora_job-"):
+            found[key.removeprefix("lora_job-")] = task.processing_on.address if task.processing_on else ""
+    return found

@@ -1,0 +1,95 @@
+"""Jobs without their client: submitted, followed from storage and from the cluster, and ended on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from echo_job import ECHO_FOLDER, EchoJob, make_rows
+
+from lorabatch.pipeline.background_cluster import state_file
+
+CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
+SHORT_LIVED = "from lorabatch.pipeline import background_cluster as b; b.IDLE_LIMIT_S = 1.0; b.serve(b.Path({!r}), 1)"
+
+
+def lorabatch(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=120, check=False)
+
+
+def submit(job: EchoJob) -> subprocess.CompletedProcess[str]:
+    options = job.options()
+    return lorabatch("submit", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
+
+
+def wait_until(claim: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    pause, give_up_s = threading.Event(), time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < give_up_s
+        pause.wait(0.1)
+
+
+@pytest.fixture
+def background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The state file of a background cluster that this test alone uses, and that ends with it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = state_file()
+    yield path
+    if path.exists():
+        process = psutil.Process(json.loads(path.read_text())["pid"])
+        below = process.children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        psutil.wait_procs([process, *below], timeout=20)
+
+
+def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, background: Path) -> None:
+    rows = make_rows(160)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.1)
+    done = submit(echo_job)
+    assert done.returncode == 0, done.stderr
+    job_id = echo_job.record.job_id
+    assert f"{job_id} runs on tcp://127.0.0.1" in done.stdout
+    assert not echo_job.store.is_finished()
+    assert submit(echo_job).returncode == 2
+    assert job_id in lorabatch("list").stdout
+    followed = lorabatch("logs", str(echo_job.output), "-f")
+    assert "engine process" in followed.stdout
+    wait_until(echo_job.store.is_finished)
+    echo_job.assert_answered(rows)
+    assert "done" in lorabatch("list").stdout
+    assert "is done already" in submit(echo_job).stdout
+
+
+def test_a_submitted_job_is_cancelled_from_its_output_and_resumed(echo_job: EchoJob, background: Path) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.1)
+    assert submit(echo_job).returncode == 0
+    wait_until(lambda: bool(echo_job.parts()))
+    assert lorabatch("cancel", str(echo_job.output)).returncode == 0
+    wait_until(lambda: (state := echo_job.store.read_state()) is not None and state.phase == "cancelled")
+    kept = echo_job.parts()
+    echo_job.set_engine()
+    assert submit(echo_job).returncode == 0
+    wait_until(echo_job.store.is_finished)
+    echo_job.assert_answered(rows)
+    assert {name: echo_job.parts()[name] for name in kept} == kept
+
+
+def test_an_idle_background_cluster_ends_itself(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    process = subprocess.Popen([sys.executable, "-c", SHORT_LIVED.format(str(path))], env=dict(os.environ))
+    wait_until(path.exists)
+    assert json.loads(path.read_text())["pid"] == process.pid
+    assert process.wait(timeout=60) == 0
+    assert not path.exists()
