@@ -131,8 +131,8 @@ def _refuse_running(client: Client, job: OpenedJob) -> None:
     running = client.run_on_scheduler(_unfinished, job_id=job.record.job_id)
     if running:
         raise JobRequestError(
-            f"output={redacted_url(job.spec.output)!r}: this job runs on the cluster already. Follow it with `lorabatch status` or `lorabatch "
-            "logs -f`, or stop it with `lorabatch cancel`."
+            f"output={redacted_url(job.spec.output)!r}: this job runs on the cluster already. Follow it with "
+            "`lorabatch status` or `lorabatch logs -f`, or stop it with `lorabatch cancel`."
         )
 
 

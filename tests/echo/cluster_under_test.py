@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import dask
 from distributed import Client, LocalCluster
 
 Process = subprocess.Popen[bytes]
@@ -16,9 +17,11 @@ Process = subprocess.Popen[bytes]
 @contextmanager
 def own_cluster(num_workers: int = 2) -> Iterator[Client]:
     """A cluster of real worker processes for one test alone."""
-    cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")
-    with cluster, Client(cluster, set_as_default=False) as client:
-        yield client
+    # A worker that is stopped is given up sooner than after Dask's five minutes.
+    with dask.config.set({"distributed.scheduler.worker-ttl": "15s"}):
+        cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")
+        with cluster, Client(cluster, set_as_default=False) as client:
+            yield client
 
 
 @contextmanager

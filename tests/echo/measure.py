@@ -31,7 +31,7 @@ def make_job(folder: Path) -> EchoJob:
     shutil.rmtree(folder, ignore_errors=True)
     model = write_model(folder / "model")
     for rank in (1, 8, 20):
-        write_adapter(folder / "adapters" / f"rank{rank}", model, rank=rank, alpha=rank)
+        write_adapter(folder / "adapters" / f"rank{rank}", model, r=rank)
     return EchoJob(folder)
 
 
