@@ -17,6 +17,7 @@ from ..jobs.opening import OpenedJob
 from ..jobs.secrets import redacted_url
 from .cluster import count_workers
 from .hosts import engine_settings, start_hosts, stop_hosts
+from .hub import show_jobs
 from .job_control import ask_to_stop
 from .job_forecast import Forecaster
 from .job_reporter import INTERRUPTED, JobReporter
@@ -47,6 +48,7 @@ def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
     Raises `JobRequestError` when the job runs on this cluster already.
     """
     _refuse_running(client, job)
+    show_jobs(client)
     num_workers = count_workers(client)
     forecaster = Forecaster.of(job, num_workers)
     settings = engine_settings(job, num_workers, engine_factory)

@@ -14,6 +14,9 @@ ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
 # Fewer tokens in a step save no memory worth having.
 MIN_STEP_TOKENS = 16
 
+# Followed by the run's id.
+REPORT_TOPIC = "lorabatch-report-"
+
 HostState = Literal["starting", "ready", "restarting", "failed"]
 
 
@@ -132,4 +135,4 @@ class ShardOutcome:
 
 def report_topic(run_id: str) -> str:
     """The Dask event topic on which the hosts of a run report."""
-    return f"lorabatch-{run_id}"
+    return f"{REPORT_TOPIC}{run_id}"

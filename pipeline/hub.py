@@ -1,0 +1,126 @@
+"""The Dask dashboard's page about our jobs: `/lora`, `/lora.json` and `/lora/metrics` on the scheduler.
+
+Everything that Dask does not document is here, and `tests/pipeline/test_hub.py` says what we rely on:
+`scheduler.http_application`, its `add_handlers` and `add_application`, and the list of pages in `template_variables`.
+Without Bokeh only the page is missing; without any of it the job runs all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from distributed import Client, Scheduler
+from distributed.diagnostics.plugin import SchedulerPlugin
+from tornado import web
+from tornado.ioloop import IOLoop
+
+from .. import __version__
+from .hub_view import HubView
+from .messages import REPORT_TOPIC, HostReport
+from .told_progress import STATE_TOPIC, state_of
+
+logger = logging.getLogger(__name__)
+
+PAGE = "lora"
+_PAGE_INTERVAL_MS = 1000
+_SAMPLES_SHOWN = 600
+
+
+class LoraHub(SchedulerPlugin):  # type: ignore[misc]
+    """Hears what coordinators and hosts tell, and shows it."""
+
+    name = f"lorabatch-hub-{__version__}"
+    # Registering it again, as each job does, must not forget what it has heard.
+    idempotent = True
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Called by Dask on the scheduler."""
+        self.view = HubView()
+        try:
+            _add_answers(scheduler, self.view)
+            _add_page(scheduler, self.view)
+        except Exception as error:
+            logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Every event of every topic; most are not ours."""
+        if topic.startswith(STATE_TOPIC):
+            state = state_of(msg)
+            if state is not None:
+                self.view.told(topic.removeprefix(STATE_TOPIC), msg["output"], state)
+        elif topic.startswith(REPORT_TOPIC):
+            self.view.reported(topic.removeprefix(REPORT_TOPIC), HostReport.from_plain(msg))
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        """A worker has left."""
+        self.view.lost(worker)
+
+
+def show_jobs(client: Client) -> None:
+    """Have the cluster's dashboard show our jobs. A dashboard that cannot is no reason to stop."""
+    try:
+        client.register_plugin(LoraHub())
+    except Exception as error:
+        logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
+
+
+class _Answer(web.RequestHandler):  # type: ignore[misc]
+    def initialize(self, render: Callable[[], Any], content_type: str) -> None:
+        self._render = render
+        self._content_type = content_type
+
+    def get(self) -> None:
+        self.set_header("Content-Type", self._content_type)
+        self.write(self._render())
+
+
+def _add_answers(scheduler: Scheduler, view: HubView) -> None:
+    text = "text/plain; version=0.0.4; charset=utf-8"
+    answers = [
+        (rf"/{PAGE}\.json", _Answer, {"render": view.to_json, "content_type": "application/json"}),
+        (rf"/{PAGE}/metrics", _Answer, {"render": view.to_prometheus, "content_type": text}),
+    ]
+    scheduler.http_application.add_handlers(r".*", answers)
+
+
+def _add_page(scheduler: Scheduler, view: HubView) -> None:
+    from distributed.dashboard.core import BokehApplication
+    from distributed.dashboard.scheduler import template_variables
+
+    variables = template_variables(scheduler)
+    application = BokehApplication({f"/{PAGE}": partial(_document, view)}, scheduler, template_variables=variables)
+    scheduler.http_application.add_application(application)
+    application.initialize(IOLoop.current())
+    application.start()
+    if PAGE not in variables["pages"]:
+        # Shared by all stock pages: their menus gain a tab.
+        variables["pages"].append(PAGE)
+
+
+def _document(view: HubView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
+    """Fill one browser's page and keep it fresh."""
+    from bokeh.models import ColumnDataSource, Div
+    from bokeh.plotting import figure
+    from distributed.dashboard.components.scheduler import env
+
+    source = ColumnDataSource({"time": [], "tokens_per_s": []})
+    plot = figure(title="generated tokens per second", x_axis_type="datetime", height=220, sizing_mode="stretch_width")
+    plot.line("time", "tokens_per_s", source=source)
+    tables = Div(text=view.to_html(), sizing_mode="stretch_width")
+
+    def update() -> None:
+        tables.text = view.to_html()
+        speed = sum(run.tokens_per_s for run in view.runs)
+        source.stream({"time": [1000 * time.time()], "tokens_per_s": [speed]}, _SAMPLES_SHOWN)
+
+    update()
+    doc.add_periodic_callback(update, _PAGE_INTERVAL_MS)
+    doc.title = "lorabatch"
+    doc.add_root(plot)
+    doc.add_root(tables)
+    doc.template = env.get_template("simple.html")
+    doc.template_variables.update(extra)
