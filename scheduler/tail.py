@@ -69,7 +69,7 @@ def lend(
     """
     shards = [shard for shard in open_shards if shard.has_engine_work]
     rows = tail_rows(progress, shards)
-    if not helpers or rows.num_rows < 2:
+    if not helpers or not rows.num_rows:
         return ()
     shares = rows_to_lend(rows, owner, list(helpers.values()), settings)
     available = {shard.shard_id: dict(progress.open_shards).get(shard.shard_id, 0) for shard in shards}
@@ -107,14 +107,15 @@ def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings:
     best_s = min(stay_s * (1 - settings.least_gain), stay_s - settings.least_gain_s)
     best = [0] * len(helpers)
     speed = sum(1 / helper.slowness for helper in helpers)
-    for lent in range(1, rows.num_rows, max(1, rows.num_rows // _MAX_SPLITS)):
+    # The last row goes too: a slow owner is better rid of it.
+    for lent in range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)):
         shares = [int(lent / helper.slowness / speed) for helper in helpers]
         shares[0] += lent - sum(shares)
         end_s = settings.hop_s + _work_s(rows.num_rows - lent, rows, owner, cost)
         for share, helper in zip(shares, helpers, strict=True):
             prefill_s = (cost.step_s + cost.prefill_token_s * share * rows.context_tokens) * helper.slowness
             end_s = max(end_s, settings.hop_s + prefill_s + _work_s(share, rows, helper, cost))
-        if end_s < best_s:
+        if end_s <= best_s and end_s < stay_s:
             best_s, best = end_s, shares
     return best
 

@@ -121,7 +121,8 @@ def main() -> None:
     what, folder, *numbers = sys.argv[1:]
     match what:
         case "slow":
-            measure_slow_worker(Path(folder))
+            for number in numbers or ["96"]:
+                measure_slow_worker(Path(folder), int(number))
         case "rows":
             for number in numbers:
                 measure_many_rows(Path(folder), int(number))

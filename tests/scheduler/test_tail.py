@@ -40,6 +40,12 @@ def test_a_slow_owner_gives_most_of_its_rows_away():
     assert 30 <= lent <= 38
 
 
+def test_the_last_row_stays_with_an_owner_as_fast_as_others_and_leaves_a_slow_one():
+    assert rows_to_lend(TailRows(1, 20, 300), PACE, [PACE], CPU) == [0]
+    assert rows_to_lend(TailRows(1, 20, 300), Pace(64, slowness=4.0), [PACE], CPU) == [1]
+    assert rows_to_lend(TailRows(8, 20, 300), Pace(64, slowness=40.0), [PACE], CPU) == [8]
+
+
 def test_a_slow_helper_gets_less_than_a_fast_one():
     fast, slow = rows_to_lend(TailRows(60, 20, 1000), PACE, [PACE, Pace(64, slowness=4.0)], CPU)
     assert fast > 2 * slow
