@@ -26,6 +26,8 @@ from .told_progress import STATE_TOPIC, state_of
 logger = logging.getLogger(__name__)
 
 PAGE = "lora"
+# What the scheduler answers to whoever scales the cluster.
+BACKLOG_OP = "lorabatch_backlog"
 _PAGE_INTERVAL_MS = 1000
 _SAMPLES_SHOWN = 600
 
@@ -40,6 +42,7 @@ class LoraHub(SchedulerPlugin):  # type: ignore[misc]
     async def start(self, scheduler: Scheduler) -> None:
         """Called by Dask on the scheduler."""
         self.view = HubView()
+        scheduler.handlers[BACKLOG_OP] = partial(_backlog, scheduler, self.view)
         try:
             _add_answers(scheduler, self.view)
             _add_page(scheduler, self.view)
@@ -55,6 +58,11 @@ class LoraHub(SchedulerPlugin):  # type: ignore[misc]
         elif topic.startswith(REPORT_TOPIC):
             self.view.reported(topic.removeprefix(REPORT_TOPIC), HostReport.from_plain(msg))
 
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
+        """Workers whose engines have no rows: those may be retired."""
+        busy = self.view.busy_workers()
+        return [worker for worker in workers if worker.address not in busy]
+
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """A worker has left."""
         self.view.lost(worker)
@@ -66,6 +74,16 @@ def show_jobs(client: Client) -> None:
         client.register_plugin(LoraHub())
     except Exception as error:
         logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
+
+
+async def _backlog(scheduler: Scheduler, view: HubView) -> dict[str, int]:
+    """Rows that no engine has answered, of all jobs; a job that no worker coordinates yet counts too."""
+    unfinished = [key for key, task in scheduler.tasks.items() if task.state not in ("memory", "erred", "released")]
+    return {
+        "rows_left": sum(run.rows_left for run in view.runs),
+        "batch_rows": max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
+        "num_jobs": sum(str(key).startswith("lora_job-") for key in unfinished),
+    }
 
 
 class _Answer(web.RequestHandler):  # type: ignore[misc]

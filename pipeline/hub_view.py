@@ -32,6 +32,11 @@ class RunView:
         return self.state is not None and self.state.is_final
 
     @property
+    def rows_left(self) -> int:
+        """Rows without an answer."""
+        return 0 if self.state is None or self.is_over else self.state.rows - self.state.rows_done
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all its engines."""
         return 0.0 if self.is_over else sum(report.tokens_per_s for report in self.reports.values())
@@ -65,6 +70,11 @@ class HubView:
         """A worker has left the cluster."""
         for run in self._runs.values():
             run.reports.pop(worker, None)
+
+    def busy_workers(self) -> set[str]:
+        """Those with unfinished rows, their own or others'."""
+        reports = (report for run in self._runs.values() for report in run.reports.values())
+        return {report.worker for report in reports if report.open_rows or report.guest_rows}
 
     def _run(self, run_id: str) -> RunView:
         run = self._runs.setdefault(run_id, RunView(run_id))

@@ -1,0 +1,33 @@
+"""A real cluster that grows for a job's backlog and shrinks when it is done."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from distributed import Client, LocalCluster
+from echo_job import EchoJob, make_rows
+
+from lorabatch.pipeline.adaptive import JobAdaptive
+from lorabatch.scheduler.scaling import ScalingSettings
+
+
+def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) -> None:
+    rows = make_rows(320)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.15)
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        scaling = ScalingSettings(batches_per_worker=4.0)
+        cluster.adapt(JobAdaptive, minimum=1, maximum=3, interval="500ms", wait_count=3, scaling=scaling)
+        echo_job.run(client)
+        echo_job.assert_answered(rows)
+        give_up_s, pause = time.monotonic() + 60, threading.Event()
+        while len(client.scheduler_info(n_workers=-1)["workers"]) > 1:
+            assert time.monotonic() < give_up_s, "workers stay although nothing is to be done"
+            pause.wait(0.2)
+    events = echo_job.store.read_events()
+    joined = {record["replica_id"] for record in events if record["kind"] == "ReplicaJoined"}
+    assert len(joined) >= 2
+    committed = {record["replica_id"] for record in events if record["kind"] == "ShardCommitted"}
+    assert len(committed) >= 2
