@@ -1,6 +1,7 @@
-"""Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py slow|rows FOLDER`.
+"""Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py slow|rows|hash FOLDER NUMBERS`.
 
-Engines are `echo_engine`'s, whose steps take as long as they are told, so that what is measured is everything else.
+For `slow` and `rows` engines are `echo_engine`'s, whose steps take as long as they are told, so that what is measured is
+everything else. `hash` runs the real engine on a tiny model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pathlib import Path
 import psutil
 from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
-from echo_job import ECHO_FOLDER, EchoJob, make_rows
+from echo_job import ECHO_FOLDER, EchoJob, make_rows, processes_of
+
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.pipeline.run import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -110,6 +114,50 @@ def peak_bytes(groups: dict[str, list[int]]) -> Iterator[dict[str, int]]:
         thread.join()
 
 
+def measure_hashes(folder: Path, num_workers: int) -> None:
+    """Exact mode, three shard sizes, migration on and off, one engine held up most of the time: one hash?"""
+    job = make_job(folder)
+    names = [None, "rank1", "rank8", "rank20"]
+    rows = [{"id": i, "adapter": names[i % 4], "prompt": f"once upon a midnight {i}"} for i in range(48)]
+    job.write_input(rows)
+    options = {"mode": "exact", "max_tokens": 150, "batch_rows": 8, "logprobs": True, "ignore_eos": True}
+    for rows_per_shard in (5, 12, 24):
+        for migration in (False, True):
+            with own_cluster(num_workers) as client, one_engine_held_up():
+                chosen = {"rows_per_shard": rows_per_shard, "migration": migration, "overwrite": True}
+                run(JobSpec(**job.options(**options, **chosen)), client=client)
+            answers = [(r["id"], r["completion"], r["token_ids"], r["token_logprobs"]) for r in job.rows()]
+            digest = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
+            moved = sum(
+                record.get("num_rows", 0) for record in job.store.read_events() if record["kind"] == "MigrateRows"
+            )
+            shape = f"{num_workers} workers, shards of {rows_per_shard}, migration {migration}"
+            print(f"{shape}: {digest}, {len(answers)} rows, {moved} lent", flush=True)
+
+
+@contextmanager
+def one_engine_held_up() -> Iterator[None]:
+    """Stop one engine process of this process's clusters four fifths of the time."""
+    is_over = threading.Event()
+
+    def hold() -> None:
+        while not is_over.wait(0.1):
+            engines = processes_of(os.getpid(), "engine")
+            if engines:
+                with suppress(psutil.Error):
+                    engines[0].suspend()
+                    is_over.wait(0.4)
+                    engines[0].resume()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def family(pid: int, with_children: bool) -> list[psutil.Process]:
     process = psutil.Process(pid)
     return [process, *(process.children(recursive=True) if with_children else [])]
@@ -126,6 +174,9 @@ def main() -> None:
         case "rows":
             for number in numbers:
                 measure_many_rows(Path(folder), int(number))
+        case "hash":
+            for number in numbers:
+                measure_hashes(Path(folder), int(number))
         case _:
             raise SystemExit(__doc__)
 
