@@ -1,11 +1,12 @@
-"""Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py slow|rows|hash FOLDER NUMBERS`.
+"""Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
-For `slow` and `rows` engines are `echo_engine`'s, whose steps take as long as they are told, so that what is measured is
-everything else. `hash` runs the real engine on a tiny model.
+`slow` (rows) and `rows` (rows) use `echo_engine`, whose steps take as long as they are told, so that what is measured is
+everything else. `hash` (workers) runs the real engine on a tiny model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -128,9 +129,8 @@ def measure_hashes(folder: Path, num_workers: int) -> None:
                 run(JobSpec(**job.options(**options, **chosen)), client=client)
             answers = [(r["id"], r["completion"], r["token_ids"], r["token_logprobs"]) for r in job.rows()]
             digest = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
-            moved = sum(
-                record.get("num_rows", 0) for record in job.store.read_events() if record["kind"] == "MigrateRows"
-            )
+            moves = [record for record in job.store.read_events() if record["kind"] == "MigrateRows"]
+            moved = sum(record["num_rows"] for record in moves)
             shape = f"{num_workers} workers, shards of {rows_per_shard}, migration {migration}"
             print(f"{shape}: {digest}, {len(answers)} rows, {moved} lent", flush=True)
 
