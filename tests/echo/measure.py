@@ -1,6 +1,6 @@
 """Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
-`slow` (rows) and `rows` (rows) use `echo_engine`, whose steps take as long as they are told, so that what is measured is
+`slow` (rows) and `rows` (rows) use `echo_engine`, whose steps take as long as they are told: what is measured is
 everything else. `hash` (workers) runs the real engine on a tiny model.
 """
 
