@@ -51,6 +51,18 @@ def makespan_s(job: EchoJob) -> float:
     return times["ShardCommitted"][-1] - times["RunShard"][0]
 
 
+def occupancy(job: EchoJob, batch: int) -> float:
+    """Rows decoding over rows that could, by all reports from the second after the start to the last shard opened."""
+    reports: list[dict[str, Any]] = []
+    until_last_shard: list[dict[str, Any]] = []
+    for record in job.store.read_events():
+        if record["kind"] == "Progress" and record["time_s"] > 2.0:
+            reports.append(record)
+        if record["kind"] == "RunShard":
+            until_last_shard = list(reports)
+    return sum(report["running_rows"] for report in until_last_shard) / (batch * max(1, len(until_last_shard)))
+
+
 def measure_slow_worker(
     folder: Path, num_rows: int = 96, tokens: int = 60, batch: int = 8, step_s: float = 0.1
 ) -> None:
@@ -69,9 +81,8 @@ def measure_slow_worker(
         job.assert_answered(rows, max_tokens=tokens)
         seconds = makespan_s(job)
         num_moves = sum(record["kind"] == "MigrateRows" for record in job.store.read_events())
-        print(
-            f"migration {migration}: {seconds:.1f} s, {seconds / ideal_s:.2f} of ideal, {num_moves} loans", flush=True
-        )
+        told = f"{seconds:.1f} s, {seconds / ideal_s:.2f} of ideal, {num_moves} loans"
+        print(f"migration {migration}: {told}, batches {occupancy(job, batch):.1%} full until the tail", flush=True)
 
 
 def measure_many_rows(folder: Path, num_rows: int) -> None:
