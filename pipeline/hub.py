@@ -97,10 +97,11 @@ class _Answer(web.RequestHandler):  # type: ignore[misc]
 
 
 def _add_answers(scheduler: Scheduler, view: HubView) -> None:
+    prefix = _prefix(scheduler)
     text = "text/plain; version=0.0.4; charset=utf-8"
     answers = [
-        (rf"/{PAGE}\.json", _Answer, {"render": view.to_json, "content_type": "application/json"}),
-        (rf"/{PAGE}/metrics", _Answer, {"render": view.to_prometheus, "content_type": text}),
+        (rf"{prefix}/{PAGE}\.json", _Answer, {"render": view.to_json, "content_type": "application/json"}),
+        (rf"{prefix}/{PAGE}/metrics", _Answer, {"render": view.to_prometheus, "content_type": text}),
     ]
     scheduler.http_application.add_handlers(r".*", answers)
 
@@ -110,13 +111,20 @@ def _add_page(scheduler: Scheduler, view: HubView) -> None:
     from distributed.dashboard.scheduler import template_variables
 
     variables = template_variables(scheduler)
-    application = BokehApplication({f"/{PAGE}": partial(_document, view)}, scheduler, template_variables=variables)
+    pages = {f"/{PAGE}": partial(_document, view)}
+    application = BokehApplication(pages, scheduler, prefix=_prefix(scheduler), template_variables=variables)
     scheduler.http_application.add_application(application)
     application.initialize(IOLoop.current())
     application.start()
     if PAGE not in variables["pages"]:
         # Shared by all stock pages: their menus gain a tab.
         variables["pages"].append(PAGE)
+
+
+def _prefix(scheduler: Scheduler) -> str:
+    """What stands before all of the dashboard's paths (`dask scheduler --dashboard-prefix`); "" most often."""
+    applications = getattr(scheduler.http_application, "applications", [])
+    return next((str(app.prefix) for app in applications if getattr(app, "prefix", "")), "")
 
 
 def _document(view: HubView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
