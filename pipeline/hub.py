@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class LoraHub(SchedulerPlugin):  # type: ignore[misc]
     async def start(self, scheduler: Scheduler) -> None:
         """Called by Dask on the scheduler."""
         self.view = HubView()
-        scheduler.handlers[BACKLOG_OP] = partial(_backlog, scheduler, self.view)
+        scheduler.handlers[BACKLOG_OP] = _backlog_of(scheduler, self.view)
         try:
             _add_answers(scheduler, self.view)
             _add_page(scheduler, self.view)
@@ -76,14 +76,19 @@ def show_jobs(client: Client) -> None:
         logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
 
 
-async def _backlog(scheduler: Scheduler, view: HubView) -> dict[str, int]:
-    """Rows that no engine has answered, of all jobs; a job that no worker coordinates yet counts too."""
-    unfinished = [key for key, task in scheduler.tasks.items() if task.state not in ("memory", "erred", "released")]
-    return {
-        "rows_left": sum(run.rows_left for run in view.runs),
-        "batch_rows": max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
-        "num_jobs": sum(str(key).startswith("lora_job-") for key in unfinished),
-    }
+def _backlog_of(scheduler: Scheduler, view: HubView) -> Callable[[], Coroutine[Any, Any, dict[str, int]]]:
+    """The answer to whoever scales: rows without an answer, of all jobs, and jobs that nobody coordinates yet too."""
+
+    async def backlog() -> dict[str, int]:
+        over = ("memory", "erred", "released")
+        unfinished = [str(key) for key, task in scheduler.tasks.items() if task.state not in over]
+        return {
+            "rows_left": sum(run.rows_left for run in view.runs),
+            "batch_rows": max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
+            "num_jobs": sum(key.startswith("lora_job-") for key in unfinished),
+        }
+
+    return backlog
 
 
 class _Answer(web.RequestHandler):  # type: ignore[misc]
