@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from distributed.deploy import Adaptive
+from distributed.deploy.adaptive import Adaptive
 
 from ..scheduler.scaling import ScalingSettings, wanted_workers
 from .hub import BACKLOG_OP
@@ -13,7 +13,7 @@ from .hub import BACKLOG_OP
 logger = logging.getLogger(__name__)
 
 
-class JobAdaptive(Adaptive):  # type: ignore[misc]
+class JobAdaptive(Adaptive):
     """As many workers as the rows left are worth, between `minimum` and `maximum`.
 
     The scheduler's hub knows the rows and protects workers whose engines have some.

@@ -91,7 +91,7 @@ def _backlog_of(scheduler: Scheduler, view: HubView) -> Callable[[], Coroutine[A
     return backlog
 
 
-class _Answer(web.RequestHandler):  # type: ignore[misc]
+class _Answer(web.RequestHandler):
     def initialize(self, render: Callable[[], Any], content_type: str) -> None:
         self._render = render
         self._content_type = content_type
@@ -134,7 +134,8 @@ def _prefix(scheduler: Scheduler) -> str:
 
 def _document(view: HubView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
     """Fill one browser's page and keep it fresh."""
-    from bokeh.models import ColumnDataSource, Div
+    from bokeh.models import ColumnDataSource
+    from bokeh.models.widgets.markups import Div
     from bokeh.plotting import figure
     from distributed.dashboard.components.scheduler import env
 

@@ -22,7 +22,13 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if not request.param:
         for name in [*[n for n in sys.modules if n.startswith(("distributed.dashboard", "bokeh"))], "bokeh"]:
             monkeypatch.setitem(sys.modules, name, None)
-    options = {"n_workers": 0, "processes": False, "dashboard_address": "127.0.0.1:0", "host": "127.0.0.1"}
+    options = {
+        "n_workers": 0,
+        "processes": False,
+        "protocol": "tcp",
+        "dashboard_address": "127.0.0.1:0",
+        "host": "127.0.0.1",
+    }
     with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
         client.has_bokeh = request.param
         yield client
