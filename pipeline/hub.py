@@ -32,7 +32,7 @@ _PAGE_INTERVAL_MS = 1000
 _SAMPLES_SHOWN = 600
 
 
-class LoraHub(SchedulerPlugin):  # type: ignore[misc]
+class LoraHub(SchedulerPlugin):
     """Hears what coordinators and hosts tell, and shows it."""
 
     name = f"lorabatch-hub-{__version__}"

@@ -55,9 +55,9 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
     status, page = fetch(client, "/lora")
     assert status == (200 if client.has_bokeh else 404)
     if client.has_bokeh:
-        assert "lorabatch" in page
-        # A tab on the stock pages.
-        assert 'lora"' in fetch(client, "/workers")[1]
+        # A tab on it and on the stock pages.
+        assert 'href="lora"' in page
+        assert 'href="lora"' in fetch(client, "/workers")[1]
 
 
 def test_events_of_others_are_nothing_to_us(client: Client) -> None:
