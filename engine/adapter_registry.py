@@ -14,6 +14,7 @@ from .config import ModelConfig
 from .dummy_adapter import dummy_adapter_weights, dummy_audit
 from .errors import AdapterRefusedError, AdapterUnusableError
 from .model_config import PACKED_SITES
+from .packed_adapter import PackedAdapter, pack_adapter
 
 BASE_CODE = -1
 
@@ -103,10 +104,17 @@ class AdapterRegistry:
         return self._ranks
 
     def load(self, adapter_id: str) -> AdapterWeights:
-        """Read the adapter's tensors from its folder. Raises `AdapterUnusableError`."""
+        """Read the adapter's tensors from its folder to the device. Raises `AdapterUnusableError`."""
+        return self._load(adapter_id, self._device)
+
+    def load_packed(self, adapter_id: str, *, stacks_by_rank: bool) -> PackedAdapter:
+        """Read what the pool holds of an adapter to the host. Raises `AdapterUnusableError`. Any thread may call."""
+        return pack_adapter(self._load(adapter_id, torch.device("cpu")), self._model, stacks_by_rank=stacks_by_rank)
+
+    def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:
         if adapter_id in self._dummy_ids:
-            return dummy_adapter_weights(self._audits[adapter_id], self._dtype, self._device)
+            return dummy_adapter_weights(self._audits[adapter_id], self._dtype, device)
         try:
-            return load_adapter(self._audits[adapter_id], self._dtype, self._device)
+            return load_adapter(self._audits[adapter_id], self._dtype, device)
         except (AdapterRefusedError, OSError) as error:
             raise AdapterUnusableError(adapter_id, f"{error}") from error

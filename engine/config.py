@@ -25,7 +25,8 @@ class EngineConfig:
     """One engine: limits of a step and of memory. What depends on the machine is computed by the engine itself.
 
     `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
-    included. `pool_bytes`: size of the page pool (None: a share of free memory). `num_threads`: CPU threads
+    included. `pool_bytes`: size of the page pool (None: a share of free memory). `host_tier_bytes`: host memory for
+    adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB). `num_threads`: CPU threads
     (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic per row. `auto_policy`:
     what mode `auto` decides by: the cost of each step, mixture included; dLoRA's dynamic batching; or merged waves for
     adapters with many rows. `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (never in
@@ -38,6 +39,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     page_tokens: int = 16
     pool_bytes: int | None = None
+    host_tier_bytes: int | None = None
     num_threads: int | None = None
     dtype: str = "auto"
     device: str = "auto"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..scheduler.batching import Batcher, StepPlan, everybody_unmerged
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from .adapter_loader import AdapterLoader
 from .adapter_registry import AdapterRegistry
 from .batcher import choose_batcher
 from .completion import Completion
@@ -23,9 +25,10 @@ from .device_runner import DeviceRunner
 from .errors import AdapterRefusedError, AdapterUnusableError
 from .exported_row import ExportedRow
 from .host_runner import HostRunner
+from .host_tier import HostTier
 from .linear import can_pack
 from .live_weights import LiveWeights
-from .memory_plan import choose_device, plan_memory, serves_by_kernels, zeroed_memory
+from .memory_plan import choose_device, host_tier_bytes, plan_memory, serves_by_kernels, zeroed_memory
 from .output_lengths import OutputLengths
 from .pool import PagePool
 from .prefix_sharing import PrefixSharing, shares_prefixes
@@ -61,9 +64,9 @@ class Engine:
             self._memory = zeroed_memory(num_elements, self._dtype, self._device)
         pool = PagePool(memory.num_pages)
         self._registry = AdapterRegistry(self.model, self._dtype, self._device)
-        residency = AdapterResidency(
-            pool, self._memory, self._layout.page_elements, self.model, stacks_by_rank=self._layout.is_page_wise
-        )
+        read = partial(self._registry.load_packed, stacks_by_rank=self._layout.is_page_wise)
+        loader = AdapterLoader(read, HostTier(host_tier_bytes(config)))
+        residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader)
         shares = shares_prefixes(config, self.model)
         prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
         may_switch = config.mode == "auto"
@@ -170,6 +173,9 @@ class Engine:
             generated_tokens=self._generated_tokens,
             num_steps=self._num_steps,
             num_step_rows=self._num_step_rows,
+            adapter_loads=self._batch.residency.num_loads,
+            adapter_reads=self._batch.residency.loader.num_reads,
+            adapter_stall_s=self._batch.residency.stall_s,
             reused_prompt_tokens=0 if self._batch.prefixes is None else self._batch.prefixes.num_reused_tokens,
         )
 

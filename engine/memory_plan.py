@@ -74,9 +74,19 @@ def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
     return MemoryPlan(device, dtype, layout, num_pages)
 
 
+def host_tier_bytes(config: EngineConfig) -> int:
+    """Host memory for adapters that had to leave the pool."""
+    if config.host_tier_bytes is not None:
+        return config.host_tier_bytes
+    return min(_GIB, _total_bytes() // 16)
+
+
 def _default_pool_bytes() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(_DEFAULT_CPU_POOL_BYTES, total // 8)
+    return min(_DEFAULT_CPU_POOL_BYTES, _total_bytes() // 8)
+
+
+def _total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def zeroed_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ Nothing is reserved for adapters or for keys and values: one free list serves bo
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 
@@ -43,6 +43,14 @@ class PagePool:
     def largest_free_run(self) -> int:
         """Pages of the largest contiguous free run."""
         return max((run.num_pages for run in self._free), default=0)
+
+    def largest_run_without(self, owners: Iterable[Hashable]) -> int:
+        """Pages of the largest contiguous free run there would be if these owners gave theirs back."""
+        largest = position = length = 0
+        for run in sorted([*self._free, *map(self.run_of, owners)], key=lambda run: run.start):
+            length = (length if run.start == position else 0) + run.num_pages
+            position, largest = run.end, max(largest, length)
+        return largest
 
     def run_of(self, owner: Hashable) -> PageRun:
         """The run an owner holds. Raises KeyError when it holds none."""

@@ -87,6 +87,10 @@ class PrefixCache:
             self._pages[parent].num_children += 1
         return run
 
+    def owners(self) -> list[tuple[str, bytes]]:
+        """Under which the pages are held in the pool."""
+        return [_owner(key) for key in self._pages]
+
     def make_room(self, has_room: Callable[[], bool], *, spare_awaited: bool) -> bool:
         """Give pages up until `has_room()`, the cheapest to recompute first. `spare_awaited`: only those that no
         waiting row reads. Says whether there is room."""

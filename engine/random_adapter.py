@@ -10,21 +10,25 @@ from safetensors.torch import save_file
 
 from .config import ModelConfig
 
-_DEVIATION_A = 0.02
-# B small enough that a random adapter shifts the answers without drowning the base.
-_DEVIATION_B = 0.01
+# Of A and B; B small enough that a random adapter shifts the answers without drowning the base.
+_DEVIATIONS = (0.02, 0.01)
 
 
-def write_random_adapter(folder: Path, model: ModelConfig, rank: int, seed: int) -> Path:
-    """An adapter of one rank on every linear layer of the decoder layers, alpha = 2 * rank, stored in fp32."""
+def write_random_adapter(
+    folder: Path, model: ModelConfig, rank: int, seed: int, deviations: tuple[float, float] = _DEVIATIONS
+) -> Path:
+    """An adapter of one rank on every linear layer of the decoder layers, alpha = 2 * rank, stored in fp32.
+
+    `deviations`: standard deviations of the numbers in A and in B.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for module, (out_features, in_features) in model.linear_shapes().items():
         if module == "lm_head":
             continue
         prefix = f"base_model.model.{module}"
-        a = torch.empty(rank, in_features).normal_(0, _DEVIATION_A, generator=generator)
-        b = torch.empty(out_features, rank).normal_(0, _DEVIATION_B, generator=generator)
+        a = torch.empty(rank, in_features).normal_(0, deviations[0], generator=generator)
+        b = torch.empty(out_features, rank).normal_(0, deviations[1], generator=generator)
         tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,34 +1,34 @@
 """Which adapters lie in the page pool, and who must leave to make room.
 
 The engine knows its waiting rows, hence each adapter's next use: the one needed furthest in the future leaves
-first (Belady 1966). Adapters of running sequences are pinned.
+first (Belady 1966), to host memory while that lasts. Adapters of running sequences are pinned.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..kernels.segment_lora import LoraMember, LoraSiteWeights
-from .adapter.weights import AdapterWeights
-from .config import ModelConfig
-from .model_config import PACKED_SITES
-from .packed_sites import packed_members
-from .pool import PagePool, PageRun
+from ..kernels.segment_lora import LoraSiteWeights
+from .adapter_loader import AdapterLoader
+from .packed_adapter import Sites, taken_from
+from .pool import PagePool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentAdapter:
-    """An adapter's matrices as views into the pool: per layer, packed site -> stacked A and the members' B.
+    """An adapter's matrices as views into the pool, `num_elements` numbers in all.
 
     `order` numbers residents by arrival; steps sort their tokens by it.
     """
 
     adapter_id: str
     order: int
-    sites: tuple[dict[str, LoraSiteWeights], ...]
+    sites: Sites
+    num_elements: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,21 +53,18 @@ def _negated(weights: LoraSiteWeights) -> LoraSiteWeights:
 class AdapterResidency:
     """Loads adapters into runs of pages of `memory` (flat) and evicts them by next use.
 
-    `stacks_by_rank`: the numbers of one row of A lie side by side, as GPU kernels read them; otherwise those of one
-    input feature, as CPU kernels do.
+    `num_loads`: adapters copied into the pool. `stall_s`: seconds that took, waiting for storage included.
     """
 
-    def __init__(
-        self, pool: PagePool, memory: Tensor, page_elements: int, model: ModelConfig, *, stacks_by_rank: bool
-    ) -> None:
+    def __init__(self, pool: PagePool, memory: Tensor, page_elements: int, loader: AdapterLoader) -> None:
         self._pool = pool
         self._memory = memory
         self._page_elements = page_elements
-        self._model = model
-        self._stacks_by_rank = stacks_by_rank
+        self.loader = loader
         self._residents: dict[str, ResidentAdapter] = {}
         self._pins: dict[str, int] = {}
         self.num_loads = 0
+        self.stall_s = 0.0
 
     @property
     def resident_ids(self) -> tuple[str, ...]:
@@ -88,77 +85,56 @@ class AdapterResidency:
         if not self._pins[adapter_id]:
             del self._pins[adapter_id]
 
+    def evictable(self, keep: str | None) -> list[str]:
+        """Adapters that no running sequence uses, `keep` excepted."""
+        return [a for a in self._residents if a not in self._pins and a != keep]
+
     def make_room(self, has_room: Callable[[], bool], next_use: Callable[[str], float], keep: str | None) -> bool:
         """Evict unpinned adapters, the one used furthest in the future first, until `has_room()`."""
         while not has_room():
-            evictable = [a for a in self._residents if a not in self._pins and a != keep]
+            evictable = self.evictable(keep)
             if not evictable:
                 return False
-            self.evict(max(evictable, key=next_use))
+            self.evict(max(evictable, key=next_use), next_use)
         return True
 
-    def evict(self, adapter_id: str) -> None:
-        """Give the adapter's pages back. It must not be pinned."""
+    def evict(self, adapter_id: str, next_use: Callable[[str], float]) -> None:
+        """Give the adapter's pages back and its numbers to the host. It must not be pinned."""
         assert adapter_id not in self._pins, f"adapter {adapter_id} is used by {self._pins[adapter_id]} sequences"
-        del self._residents[adapter_id]
-        self._pool.release(("adapter", adapter_id))
+        resident = self._residents.pop(adapter_id)
+        start = self._pool.run_of(adapter_owner(adapter_id)).start * self._page_elements
+        self.loader.keep(adapter_id, taken_from(self._memory, start, resident.num_elements, resident.sites), next_use)
+        self._pool.release(adapter_owner(adapter_id))
 
-    def load(self, adapter_id: str, weights: AdapterWeights, num_pages: int) -> ResidentAdapter | None:
-        """Copy an adapter into the pool, or return None when no run of pages is long enough."""
-        run = self._pool.allocate(("adapter", adapter_id), num_pages)
-        if run is None:
-            return None
-        resident = ResidentAdapter(adapter_id, self.num_loads, self._copy_in(weights, run))
+    def load(self, adapter_id: str, num_pages: int) -> ResidentAdapter:
+        """Copy an adapter into the pool, which must have room for it. Raises `AdapterUnusableError`."""
+        began_s = time.perf_counter()
+        try:
+            adapter = self.loader.take(adapter_id)
+            run = self._pool.allocate(adapter_owner(adapter_id), num_pages)
+            assert run is not None, f"adapter {adapter_id}: no room for {num_pages} pages"
+            size, limit = adapter.numbers.numel(), num_pages * self._page_elements
+            assert size <= limit, f"adapter {adapter_id} has {size} numbers, its pages hold {limit}"
+            sites = adapter.copy_to(self._memory, run.start * self._page_elements)
+        finally:
+            self.stall_s += time.perf_counter() - began_s
+        self._residents[adapter_id] = ResidentAdapter(adapter_id, self.num_loads, sites, size)
         self.num_loads += 1
-        self._residents[adapter_id] = resident
-        return resident
+        return self._residents[adapter_id]
 
     def check_integrity(self, running_adapter_ids: Iterable[str]) -> None:
-        """Pins equal the running sequences' adapters; every resident holds a run of pages."""
+        """Pins equal the running sequences' adapters; every resident holds a run of pages and stands nowhere else."""
         counts: dict[str, int] = {}
         for adapter_id in running_adapter_ids:
             counts[adapter_id] = counts.get(adapter_id, 0) + 1
         assert counts == self._pins, f"pins {self._pins}, running sequences use {counts}"
         for adapter_id in self._residents:
-            self._pool.run_of(("adapter", adapter_id))
+            self._pool.run_of(adapter_owner(adapter_id))
+        self.loader.check_integrity(self._residents)
         missing = self._pins.keys() - self._residents.keys()
         assert not missing, f"pinned but not resident: {missing}"
 
-    def _copy_in(self, weights: AdapterWeights, run: PageRun) -> tuple[dict[str, LoraSiteWeights], ...]:
-        cursor = run.start * self._page_elements
-        sites: list[dict[str, LoraSiteWeights]] = []
-        for layer in range(self._model.num_layers):
-            of_layer: dict[str, LoraSiteWeights] = {}
-            for site in PACKED_SITES:
-                present = [
-                    (member, weights.lora[member.module])
-                    for member in packed_members(self._model, layer, site)
-                    if member.module in weights.lora
-                ]
-                if not present:
-                    continue
-                rank_start = 0
-                members = []
-                stacked_rank = sum(pair.a.shape[0] for _, pair in present)
-                in_features = present[0][1].a.shape[1]
-                a = self._matrix(cursor, stacked_rank, in_features)
-                cursor += a.numel()
-                for member, pair in present:
-                    rank, out_features = pair.a.shape[0], pair.b.shape[0]
-                    a[rank_start : rank_start + rank].copy_(pair.a)
-                    b = self._memory[cursor : cursor + rank * out_features].view(rank, out_features)
-                    b.copy_(pair.b.t())
-                    cursor += b.numel()
-                    columns = (member.start, member.end)
-                    members.append(LoraMember(rank_start, rank_start + rank, *columns, b, pair.scaling))
-                    rank_start += rank
-                of_layer[site] = LoraSiteWeights(a, tuple(members))
-            sites.append(of_layer)
-        limit = run.end * self._page_elements
-        assert cursor <= limit, f"adapter took {cursor} elements, its pages end at {limit}"
-        return tuple(sites)
 
-    def _matrix(self, start: int, rank: int, in_features: int) -> Tensor:
-        """A view for a stacked A, [rank, in_features], laid out as the kernels that will read it want it."""
-        numbers = self._memory[start : start + rank * in_features]
-        return numbers.view(rank, in_features) if self._stacks_by_rank else numbers.view(in_features, rank).t()
+def adapter_owner(adapter_id: str) -> tuple[str, str]:
+    """Under which an adapter holds its pages."""
+    return ("adapter", adapter_id)

@@ -10,23 +10,24 @@ can then follow any other between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from itertools import islice
 from math import inf
 
 import numpy as np
 
 from ..scheduler.batching import BatchView, StepPlan
+from .adapter_loader import MAX_AHEAD
 from .adapter_registry import AdapterRegistry
-from .errors import AdapterUnusableError
 from .pool import PagePool
 from .prefix_sharing import PrefixSharing
 from .request import Request
 from .residency import AdapterResidency, MergedShare
+from .room import NextUse, Room
 from .sequence import Sequence
 from .step_batch import PageLayout, StepEntry
 from .waiting_rows import WaitingRows
 
-_NextUse = Callable[[str], float]
 # Where memory allows, runs are rounded up to this many pages: sequences of equal runs share attention calls.
 # (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
 _RUN_PAGES = 4
@@ -53,6 +54,7 @@ class RunningBatch:
         self.prefixes = prefixes
         self._layout = layout
         self._registry = registry
+        self._room = Room(pool, layout, residency, registry, prefixes)
         self._may_switch = may_switch
         self._taken_out: MergedShare | None = None
         self._waiting = WaitingRows()
@@ -88,13 +90,14 @@ class RunningBatch:
             waiting_adapter=self._waiting.adapter_codes(code_of),
             max_batch_rows=max_batch_rows,
             merged_adapter=None if merged_adapter_id is None else code_of[merged_adapter_id],
+            resident_adapter=np.array([code_of[a] for a in self.residency.resident_ids], np.int32),
         )
 
     def pages_of_row(self, request: Request) -> int:
         """Pages of the whole pool that one row occupies by itself, its adapter included."""
         pages = self._layout.pages_for_tokens(Sequence(request).capacity_tokens)
         if request.adapter_id is not None and not self._registry.must_merge_id(request.adapter_id):
-            pages += self._adapter_pages(request.adapter_id)
+            pages += self._room.adapter_pages(request.adapter_id)
         return pages
 
     @property
@@ -112,7 +115,7 @@ class RunningBatch:
             self._taken_out = None
         if adapter_id is None or self._taken_out is not None:
             return True
-        if not self._make_resident(adapter_id, self._next_use()):
+        if not self._room.make_resident(adapter_id, self._next_use()):
             return False
         resident = self.residency.get(adapter_id)
         assert resident is not None
@@ -124,8 +127,11 @@ class RunningBatch:
         """Admit what the plan wants and memory allows, then list the step's rows: every served decoding row,
         and prompts in order of admission until `max_step_tokens` are reached."""
         before = list(self._running.values())
+        self.residency.loader.drop_unwanted(self._waiting.wants)
         paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
         self._admit(plan)
+        if plan.mode != "merged":
+            self._read_ahead()
         served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
         entries = [self._entry(s, 1, plan) for s in served if s.is_decoding]
         budget = max(max_step_tokens - len(entries), 1)
@@ -212,24 +218,26 @@ class RunningBatch:
         if len(plan.admit) == 0:
             return
         rows, next_use = list(self._waiting), self._next_use()
-        admitted = [rows[position] for position in plan.admit.tolist()]
-        if sum(map(self._rounded_pages, admitted)) <= self.pool.largest_free_run // 2:
-            # Memory is no concern: adapters first, then runs of equal size side by side.
-            for adapter_id in dict.fromkeys(self._adapter_to_hold(s, plan) for s in admitted):
-                if adapter_id is not None:
-                    self._make_resident(adapter_id, next_use)
+        admitted = self._ready([rows[position] for position in plan.admit.tolist()], plan)
+        absent = self._absent_adapters(admitted, plan)
+        pages = sum(map(self._rounded_pages, admitted)) + sum(map(self._room.adapter_pages, absent))
+        if pages <= self.pool.largest_free_run // 2:
+            # Nothing has to make room for another: adapters first, then runs of equal size side by side.
+            for adapter_id in absent:
+                self._room.make_resident(adapter_id, next_use)
             admitted.sort(key=self._rounded_pages)
         for sequence in admitted:
             if not self._admit_row(sequence, plan, next_use):
                 break
 
-    def _next_use(self) -> _NextUse:
-        positions = self._waiting.first_positions()
+    def _absent_adapters(self, rows: list[Sequence], plan: StepPlan) -> list[str]:
+        """Adapters that rows need and the pool lacks, in the rows' order."""
+        ids = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
+        return [a for a in ids if a is not None and self.residency.get(a) is None]
 
-        def next_use(adapter_id: str) -> float:
-            return positions.get(adapter_id, inf)
-
-        return next_use
+    def _next_use(self) -> NextUse:
+        uses = self._next_uses()
+        return lambda adapter_id: uses.get(adapter_id, inf)
 
     def _adapter_to_hold(self, sequence: Sequence, plan: StepPlan) -> str | None:
         """The adapter that the row needs in the pool: in this step, or in one after a switch."""
@@ -238,59 +246,61 @@ class RunningBatch:
             return None
         return adapter_id if self._may_switch or plan.mode == "unmerged" else None
 
+    def _next_uses(self) -> dict[str, float]:
+        running_ids = {s.request.adapter_id for s in self._running.values()}
+        return self._waiting.next_uses(running_ids, set(self.residency.resident_ids), self._registry.code_of)
+
+    def _ready(self, rows: list[Sequence], plan: StepPlan) -> list[Sequence]:
+        """Rows whose adapter need not be waited for. If there is none and nothing runs, those of the first adapter."""
+        wanted = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
+        missing = [a for a in wanted if a is not None and not self._room.has_at_hand(a)]
+        self.residency.loader.prefetch(missing)
+        if len(missing) == len(wanted) and not self._running:
+            del missing[0]
+        return [s for s in rows if self._adapter_to_hold(s, plan) not in missing]
+
+    def _read_ahead(self) -> None:
+        """Have the adapters read that are needed next, while steps run."""
+        loader = self.residency.loader
+        if loader.has_time and self._waiting:
+            absent = (a for a in self._next_uses() if self.residency.get(a) is None)
+            loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), MAX_AHEAD))
+
     def _rounded_pages(self, sequence: Sequence) -> int:
         return -(-self._layout.pages_for_tokens(sequence.capacity_tokens) // _RUN_PAGES) * _RUN_PAGES
 
-    def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: _NextUse) -> bool:
+    def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
         adapter_id = self._adapter_to_hold(sequence, plan)
-        pages = self._layout.pages_for_tokens(sequence.capacity_tokens)
-        if not self._make_room(pages, next_use, keep=adapter_id):
+        exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        if not self._take_memory(sequence, (self._rounded_pages(sequence), exact), adapter_id, next_use):
             if self._running or self.is_mixture:
                 return False
-            # nothing runs: only the row's own adapter can stand in the middle of the pool
-            self._make_room(pages, next_use, keep=None)
-        if self.pool.allocate(_owner(sequence), self._rounded_pages(sequence)) is None:
-            self.pool.allocate(_owner(sequence), pages)
-        try:
-            is_resident = adapter_id is None or self._make_resident(adapter_id, next_use)
-        except AdapterUnusableError:
-            self.pool.release(_owner(sequence))
-            raise
-        if not is_resident:
-            self.pool.release(_owner(sequence))
-            is_empty = not self._running and not self.is_mixture
-            assert not is_empty, f"row {sequence.request.request_id} does not fit into an empty pool"
-            return False
+            # an empty pool holds the row and its adapter side by side: checked when the row came
+            self._room.make(self.pool.num_pages, next_use)
+            has_memory = self._take_memory(sequence, (exact,), adapter_id, next_use)
+            assert has_memory, f"row {sequence.request.request_id} does not fit into an empty pool"
         if adapter_id is not None:
             self.residency.pin(adapter_id)
             sequence.holds_adapter = True
         self._running[sequence.request.request_id] = self._waiting.remove(sequence.request.request_id)
         return True
 
-    def _make_resident(self, adapter_id: str, next_use: _NextUse) -> bool:
-        if self.residency.get(adapter_id) is not None:
-            return True
-        pages = self._adapter_pages(adapter_id)
-        if not self._make_room(pages, next_use, keep=None):
+    def _take_memory(
+        self, sequence: Sequence, sizes: tuple[int, ...], adapter_id: str | None, next_use: NextUse
+    ) -> bool:
+        """The largest possible of `sizes` for the row, and its adapter in the pool; or neither, and False."""
+        owner = _owner(sequence)
+        if not self._room.make(min(sizes), next_use, keep=adapter_id):
             return False
-        return self.residency.load(adapter_id, self._registry.load(adapter_id), pages) is not None
-
-    def _make_room(self, num_pages: int, next_use: _NextUse, keep: str | None) -> bool:
-        def has_room() -> bool:
-            return self.pool.largest_free_run >= num_pages
-
-        if has_room():
-            return True
-        # a prefix page that nobody waits for, then what costs a copy to bring back, then what has to be computed
-        if self.prefixes is not None and self.prefixes.cache.make_room(has_room, spare_awaited=True):
-            return True
-        if self.residency.make_room(has_room, next_use, keep):
-            return True
-        return self.prefixes is not None and self.prefixes.cache.make_room(has_room, spare_awaited=False)
-
-    def _adapter_pages(self, adapter_id: str) -> int:
-        return max(1, self._layout.pages_for_elements(self._registry.num_elements(adapter_id)))
+        next(size for size in sizes if self.pool.allocate(owner, size) is not None)
+        is_resident = False
+        try:
+            is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use)
+        finally:
+            if not is_resident:
+                self.pool.release(owner)
+        return is_resident
 
 
 def _owner(sequence: Sequence) -> tuple[str, str]:

@@ -14,7 +14,8 @@ class EngineTelemetry:
     `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. Token and step
     counts are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
     are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
-    rows of all steps: per step, they are the occupancy of the batch.
+    rows of all steps: per step, they are the occupancy of the batch. `adapter_loads` count copies
+    into the pool, `adapter_reads` those from storage; `adapter_stall_s` is how long steps waited for both.
     """
 
     num_running: int
@@ -28,6 +29,9 @@ class EngineTelemetry:
     num_steps: int
     reused_prompt_tokens: int = 0
     num_step_rows: int = 0
+    adapter_loads: int = 0
+    adapter_reads: int = 0
+    adapter_stall_s: float = 0.0
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ class WaitingRows:
 
     def __init__(self) -> None:
         self._rows: dict[str, Sequence] = {}
+        self._num_of: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -29,20 +32,37 @@ class WaitingRows:
         """Add at the end. Request ids are unique among unfinished rows."""
         assert sequence.request.request_id not in self._rows, f"row {sequence.request.request_id} waits already"
         self._rows[sequence.request.request_id] = sequence
+        if sequence.request.adapter_id is not None:
+            self._num_of[sequence.request.adapter_id] += 1
 
     def remove(self, request_id: str) -> Sequence:
         """Take a row out. Raises KeyError when it does not wait."""
-        return self._rows.pop(request_id)
+        sequence = self._rows.pop(request_id)
+        adapter_id = sequence.request.adapter_id
+        if adapter_id is not None:
+            self._num_of[adapter_id] -= 1
+            if not self._num_of[adapter_id]:
+                del self._num_of[adapter_id]
+        return sequence
+
+    def wants(self, adapter_id: str) -> bool:
+        """Whether a row of the adapter waits."""
+        return adapter_id in self._num_of
 
     def adapter_codes(self, code_of: dict[str | None, int]) -> NDArray[np.int32]:
         """Adapter of every row as an integer, [num_waiting], in order of arrival."""
         return np.fromiter((code_of[s.request.adapter_id] for s in self), np.int32, len(self))
 
-    def first_positions(self) -> dict[str, float]:
-        """For each adapter, the position of its first row: when it is needed next."""
-        positions: dict[str, float] = {}
-        for position, sequence in enumerate(self):
-            adapter_id = sequence.request.adapter_id
-            if adapter_id is not None:
-                positions.setdefault(adapter_id, position)
-        return positions
+    def next_uses(
+        self, running_ids: Collection[str | None], resident_ids: Collection[str], code_of: Mapping[str | None, int]
+    ) -> dict[str, float]:
+        """For each adapter, how many rows enter before its first, soonest first: the order of
+        `scheduler.batching.clustered_order`."""
+
+        def place(adapter_id: str) -> tuple[int, int, int]:
+            distance = 0 if adapter_id in running_ids else 1 if adapter_id in resident_ids else 2
+            return distance, -self._num_of[adapter_id], code_of[adapter_id]
+
+        order = sorted(self._num_of, key=place)
+        starts = accumulate((self._num_of[a] for a in order), initial=0)
+        return {a: float(start) for a, start in zip(order, starts, strict=False)}

@@ -10,7 +10,7 @@ not yet admitted, both in order of arrival.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -24,13 +24,15 @@ class BatchView:
     """What a batcher sees before a step.
 
     `running_adapter`, `waiting_adapter`: int32 `[num_running]`, `[num_waiting]`. `max_batch_rows`: rows one
-    step may hold. `merged_adapter`: whose weights are merged now (None: nobody's).
+    step may hold. `merged_adapter`: whose weights are merged now (None: nobody's). `resident_adapter`: int32
+    `[num_resident]`, adapters that need not be loaded.
     """
 
     running_adapter: NDArray[np.int32]
     waiting_adapter: NDArray[np.int32]
     max_batch_rows: int
     merged_adapter: int | None = None
+    resident_adapter: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +73,8 @@ class Batcher(Protocol):
 class ClusteredBatcher:
     """Unmerged, everybody running is served; free places go to adapters already in the batch first.
 
-    Few distinct adapters at once is what makes an unmerged step fast. After them come the adapters with the
-    most waiting rows, so that each new adapter brings as many rows as possible. `patience` bounds the
+    Few distinct adapters at once is what makes an unmerged step fast. After them come adapters that are resident, then
+    those with the most waiting rows, so that each new adapter brings as many rows as possible. `patience` bounds the
     unfairness: the oldest waiting row is admitted first once that many rows wait behind it.
     """
 
@@ -81,7 +83,7 @@ class ClusteredBatcher:
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
         free = max(0, view.max_batch_rows - len(view.running_adapter))
-        admit = clustered_order(view.running_adapter, view.waiting_adapter)
+        admit = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
         if len(admit) > self.patience:
             admit = np.concatenate([[0], admit[admit != 0]])
         return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
@@ -95,21 +97,28 @@ class InClusters:
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
-        order = clustered_order(view.running_adapter, view.waiting_adapter)
+        order = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
         plan = self.inner.next_step(replace(view, waiting_adapter=view.waiting_adapter[order]))
         return replace(plan, admit=order[plan.admit])
 
 
-def clustered_order(running_adapter: NDArray[np.int32], waiting_adapter: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Positions of all waiting rows: adapters already running first, then the most wanted; stable inside.
+def clustered_order(
+    running_adapter: NDArray[np.int32],
+    waiting_adapter: NDArray[np.int32],
+    resident_adapter: NDArray[np.int32] | None = None,
+) -> NDArray[np.int64]:
+    """Positions of all waiting rows: adapters already running first, then resident ones, so that each is loaded once
+    for all its rows, then the most wanted; stable inside.
 
     Base rows cost no adapter and come with the first.
     """
     if len(waiting_adapter) == 0:
         return np.zeros(0, np.int64)
     present, group, waiting = np.unique(waiting_adapter, return_inverse=True, return_counts=True)
-    is_new = ~np.isin(present, running_adapter) & (present >= 0)
-    return np.lexsort((np.arange(len(group)), present[group], -waiting[group], is_new[group])).astype(np.int64)
+    distance = np.where(np.isin(present, running_adapter) | (present < 0), 0, 2)
+    if resident_adapter is not None:
+        distance[(distance == 2) & np.isin(present, resident_adapter)] = 1
+    return np.lexsort((np.arange(len(group)), present[group], -waiting[group], distance[group])).astype(np.int64)
 
 
 def everybody_unmerged(view: BatchView, admit: NDArray[np.int64]) -> StepPlan:

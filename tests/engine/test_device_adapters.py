@@ -26,7 +26,7 @@ def resident(memory: torch.Tensor, model: ModelConfig, order: int, rank: int) ->
         LoraMember(rank, 2 * rank, q[0] + k[0], q[0] + k[0] + v[0], b_v, 0.5),
     )
     of_layers = ({"qkv": LoraSiteWeights(a, members)}, *({} for _ in range(model.num_layers - 1)))
-    return ResidentAdapter(f"adapter {order}", order, of_layers)
+    return ResidentAdapter(f"adapter {order}", order, of_layers, num_elements=0)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ SYSTEM_PROMPT = tuple(3 + i * 7 % 200 for i in range(50))  # three whole pages a
 
 def make_engine(model: Path, **config: object) -> Engine:
     settings = {"max_batch_rows": 8, "max_step_tokens": 64, "pool_bytes": 2 << 20, "mode": "unmerged"} | config
-    return Engine(model, EngineConfig(page_tokens=PAGE_TOKENS, **settings))  # type: ignore[arg-type]
+    return Engine(model, EngineConfig(page_tokens=PAGE_TOKENS, num_threads=1, **settings))  # type: ignore[arg-type]
 
 
 def register(engine: Engine, folder: Path) -> str:

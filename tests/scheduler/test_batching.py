@@ -21,6 +21,12 @@ def test_a_new_adapter_with_many_rows_beats_one_with_few():
     assert clustered_order(np.array([], np.int32), np.array([1, 2, 2], np.int32)).tolist() == [1, 2, 0]
 
 
+def test_a_resident_adapter_is_finished_before_a_new_one_is_loaded():
+    resident = np.array([1], np.int32)
+    waiting = np.array([2, 2, 1, 3], np.int32)
+    assert clustered_order(np.array([3], np.int32), waiting, resident).tolist() == [3, 2, 0, 1]
+
+
 def test_base_rows_count_as_present():
     assert clustered_order(np.array([], np.int32), np.array([5, 5, -1], np.int32)).tolist() == [2, 0, 1]
 

@@ -1,0 +1,66 @@
+"""Brings adapters to the pool's door: from host memory, or from storage in a thread while steps run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from .host_tier import HostTier
+from .packed_adapter import PackedAdapter
+
+# Adapters read before any row may enter with them; each waits in host memory beside the tier.
+MAX_AHEAD = 4
+
+
+class AdapterLoader:
+    """One thread reads, in the order asked. `read` raises `AdapterUnusableError`; `take` hands the error on."""
+
+    def __init__(self, read: Callable[[str], PackedAdapter], tier: HostTier) -> None:
+        self._read = read
+        self._tier = tier
+        self._coming: dict[str, Future[PackedAdapter]] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-loader")
+        self.num_reads = 0
+
+    @property
+    def has_time(self) -> bool:
+        """Whether fewer adapters than `MAX_AHEAD` are on their way or waiting to be taken."""
+        return len(self._coming) < MAX_AHEAD
+
+    def prefetch(self, adapter_ids: Iterable[str]) -> None:
+        """Start reading what is neither here nor on its way."""
+        for adapter_id in adapter_ids:
+            if adapter_id not in self._tier and adapter_id not in self._coming:
+                self._coming[adapter_id] = self._thread.submit(self._read_and_count, adapter_id)
+
+    def is_ready(self, adapter_id: str) -> bool:
+        """Whether `take` would return at once (or raise at once what went wrong)."""
+        return adapter_id in self._tier or (adapter_id in self._coming and self._coming[adapter_id].done())
+
+    def take(self, adapter_id: str) -> PackedAdapter:
+        """The adapter, waited for if need be. Raises `AdapterUnusableError`; another `take` then reads again."""
+        if adapter_id in self._tier:
+            return self._tier.take(adapter_id)
+        self.prefetch([adapter_id])
+        return self._coming.pop(adapter_id).result()
+
+    def keep(self, adapter_id: str, adapter: PackedAdapter, next_use: Callable[[str], float]) -> None:
+        """Take back an adapter that leaves the pool."""
+        self._tier.put(adapter_id, adapter, next_use)
+
+    def drop_unwanted(self, wanted: Callable[[str], bool]) -> None:
+        """Forget what was read ahead for rows that are gone."""
+        for adapter_id in [a for a, coming in self._coming.items() if coming.done() and not wanted(a)]:
+            del self._coming[adapter_id]
+
+    def check_integrity(self, resident_ids: Iterable[str]) -> None:
+        """The tier's sums hold, and no adapter is in two places."""
+        self._tier.check_integrity()
+        twice = [a for a in resident_ids if a in self._tier or a in self._coming]
+        assert not twice, f"adapters in the pool and also before it: {twice}"
+        twice = [a for a in self._coming if a in self._tier]
+        assert not twice, f"adapters in host memory and also on their way: {twice}"
+
+    def _read_and_count(self, adapter_id: str) -> PackedAdapter:
+        self.num_reads += 1
+        return self._read(adapter_id)

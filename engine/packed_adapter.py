@@ -1,0 +1,96 @@
+"""An adapter's matrices as one flat tensor, in the layout of the page pool, so that moving it is one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.segment_lora import LoraMember, LoraSiteWeights
+from .adapter.weights import AdapterWeights, LoraPair
+from .model_config import PACKED_SITES, ModelConfig
+from .packed_sites import PackedMember, packed_members
+
+Sites = tuple[dict[str, LoraSiteWeights], ...]  # per layer, by packed site
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """`numbers`: flat, on the host. `sites`: views into it."""
+
+    numbers: Tensor
+    sites: Sites
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numbers.numel() * self.numbers.element_size()
+
+    def copy_to(self, memory: Tensor, start: int) -> Sites:
+        """Copy the numbers to `memory[start:]` (flat) and return the views of that copy."""
+        memory[start : start + self.numbers.numel()].copy_(self.numbers)
+        return _moved(self.sites, memory, start)
+
+
+def pack_adapter(weights: AdapterWeights, model: ModelConfig, *, stacks_by_rank: bool) -> PackedAdapter:
+    """Stack what packed layers multiply together: per layer and site one A for all members, then each member's B.
+
+    `stacks_by_rank`: the numbers of one row of A lie side by side, as GPU kernels read them; otherwise those of one
+    input feature, as CPU kernels do. Raises `AdapterRefusedError` for an adapter that is exact by merge only.
+    """
+    pairs = weights.lora
+    some = next(iter(pairs.values()), None)
+    num_elements = sum(pair.a.numel() + pair.b.numel() for pair in pairs.values())
+    numbers = torch.empty(num_elements, dtype=torch.float32 if some is None else some.a.dtype)
+    cursor = 0
+    layers = []
+    for layer in range(model.num_layers):
+        of_layer: dict[str, LoraSiteWeights] = {}
+        for site in PACKED_SITES:
+            members = [(m, pairs[m.module]) for m in packed_members(model, layer, site) if m.module in pairs]
+            if members:
+                of_layer[site] = _pack_site(members, numbers, cursor, stacks_by_rank)
+                cursor += sum(pair.a.numel() + pair.b.numel() for _, pair in members)
+        layers.append(of_layer)
+    assert cursor == num_elements, f"packed {cursor} of {num_elements} numbers"
+    return PackedAdapter(numbers, tuple(layers))
+
+
+def taken_from(memory: Tensor, start: int, num_elements: int, sites: Sites) -> PackedAdapter:
+    """What lies at `memory[start:]` with views `sites`, copied to the host."""
+    copied = memory[start : start + num_elements].to("cpu", copy=True)
+    return PackedAdapter(copied, _moved(sites, copied, -start))
+
+
+def _pack_site(
+    members: list[tuple[PackedMember, LoraPair]], numbers: Tensor, cursor: int, stacks_by_rank: bool
+) -> LoraSiteWeights:
+    stacked_rank, in_features = sum(pair.rank for _, pair in members), members[0][1].a.shape[1]
+    stack = numbers[cursor : cursor + stacked_rank * in_features]
+    a = stack.view(stacked_rank, in_features) if stacks_by_rank else stack.view(in_features, stacked_rank).t()
+    cursor += a.numel()
+    rank_start, packed = 0, []
+    for member, pair in members:
+        rank_end, out_features = rank_start + pair.rank, pair.b.shape[0]
+        a[rank_start:rank_end].copy_(pair.a)
+        b = numbers[cursor : cursor + pair.b.numel()].view(pair.rank, out_features)
+        b.copy_(pair.b.t())
+        cursor += b.numel()
+        packed.append(LoraMember(rank_start, rank_end, member.start, member.end, b, pair.scaling))
+        rank_start = rank_end
+    return LoraSiteWeights(a, tuple(packed))
+
+
+def _moved(sites: Sites, memory: Tensor, distance: int) -> Sites:
+    """The same views, `distance` elements further into `memory`."""
+
+    def moved(view: Tensor) -> Tensor:
+        return memory.as_strided(view.shape, view.stride(), int(view.storage_offset()) + distance)
+
+    return tuple(
+        {
+            site: LoraSiteWeights(moved(w.a), tuple(replace(member, b=moved(member.b)) for member in w.members))
+            for site, w in layer.items()
+        }
+        for layer in sites
+    )

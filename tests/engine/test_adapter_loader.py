@@ -1,0 +1,89 @@
+"""Reading adapters ahead: nobody waits for what is not needed yet, and errors come when it is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lorabatch.engine.adapter_loader import MAX_AHEAD, AdapterLoader
+from lorabatch.engine.errors import AdapterUnusableError
+from lorabatch.engine.host_tier import HostTier
+from lorabatch.engine.packed_adapter import PackedAdapter
+
+
+class Storage:
+    """Adapters that come when `gate` opens; those in `broken` raise."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.broken: set[str] = set()
+        self.read_ids: list[str] = []
+
+    def __call__(self, adapter_id: str) -> PackedAdapter:
+        assert self.gate.wait(timeout=30)
+        self.read_ids.append(adapter_id)
+        if adapter_id in self.broken:
+            raise AdapterUnusableError(adapter_id, "damaged")
+        return PackedAdapter(torch.zeros(4), ())
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+def test_prefetching_returns_at_once_and_taking_waits(storage: Storage) -> None:
+    loader = AdapterLoader(storage, HostTier(0))
+    loader.prefetch(["a", "b", "a"])
+    assert not loader.is_ready("a")
+    storage.gate.set()
+    assert loader.take("b").numbers.numel() == 4
+    assert loader.is_ready("a"), "one thread reads in the order asked"
+    loader.take("a")
+    assert storage.read_ids == ["a", "b"]
+    assert loader.num_reads == 2
+    assert not loader.is_ready("a")
+
+
+def test_an_error_surfaces_when_the_adapter_is_taken_and_the_next_taker_reads_again(storage: Storage) -> None:
+    loader = AdapterLoader(storage, HostTier(0))
+    storage.broken.add("a")
+    storage.gate.set()
+    loader.prefetch(["a"])
+    with pytest.raises(AdapterUnusableError, match="damaged"):
+        loader.take("a")
+    storage.broken.clear()
+    assert loader.take("a").numbers.numel() == 4
+
+
+def test_what_left_the_pool_comes_back_without_a_read(storage: Storage) -> None:
+    storage.gate.set()
+    loader = AdapterLoader(storage, HostTier(1000))
+    kept = loader.take("a")
+    loader.keep("a", kept, lambda a: 0.0)
+    loader.prefetch(["a"])
+    assert loader.is_ready("a")
+    assert loader.take("a") is kept
+    assert loader.num_reads == 1
+
+
+def test_what_is_read_ahead_is_bounded_and_forgotten_with_its_rows(storage: Storage) -> None:
+    loader = AdapterLoader(storage, HostTier(0))
+    storage.gate.set()
+    loader.prefetch(f"{i}" for i in range(MAX_AHEAD))
+    assert not loader.has_time
+    loader.take(f"{MAX_AHEAD - 1}")  # the last one asked for: all are read
+    loader.drop_unwanted(lambda adapter_id: adapter_id == "0")
+    assert loader.is_ready("0")
+    assert not loader.is_ready("1")
+    assert loader.has_time
+
+
+def test_an_adapter_in_two_places_is_an_error(storage: Storage) -> None:
+    storage.gate.set()
+    loader = AdapterLoader(storage, HostTier(1000))
+    loader.keep("a", loader.take("a"), lambda a: 0.0)
+    with pytest.raises(AssertionError, match="in the pool and also before it"):
+        loader.check_integrity(["a"])

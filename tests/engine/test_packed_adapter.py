@@ -1,0 +1,58 @@
+"""An adapter as one flat tensor: into the pool and out again without a number changed or wasted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorabatch.engine.adapter import audit_adapter
+from lorabatch.engine.adapter.weights import AdapterWeights, load_adapter
+from lorabatch.engine.config import ModelConfig, read_model_config
+from lorabatch.engine.packed_adapter import pack_adapter, taken_from
+from lorabatch.engine.packed_sites import packed_members
+
+
+@pytest.fixture
+def model(tiny_llama: Path) -> ModelConfig:
+    return read_model_config(tiny_llama)
+
+
+def read(folder: Path, model: ModelConfig) -> AdapterWeights:
+    return load_adapter(audit_adapter(folder, model, folder.name), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("stacks_by_rank", [True, False])
+@pytest.mark.parametrize("name", ["rank1", "rank8", "rank20", "rank64"])
+def test_every_matrix_arrives_where_the_views_say(
+    tiny_adapters: dict[str, Path], model: ModelConfig, name: str
+) -> None:
+    weights = read(tiny_adapters[name], model)
+    packed = pack_adapter(weights, model, stacks_by_rank=stacks_by_rank)
+    assert packed.numbers.numel() == sum(pair.a.numel() + pair.b.numel() for pair in weights.lora.values())
+    memory = torch.full((packed.numbers.numel() + 100,), torch.nan)
+    in_pool = packed.copy_to(memory, 60)
+    back = taken_from(memory, 60, packed.numbers.numel(), in_pool)
+    memory[60 : 60 + packed.numbers.numel()] = torch.nan
+    assert back.numbers.equal(packed.numbers)
+    seen = set()
+    for layer, sites in enumerate(back.sites):
+        for site, found in sites.items():
+            module_at = {member.start: member.module for member in packed_members(model, layer, site)}
+            for member in found.members:
+                pair = weights.lora[module_at[member.column_start]]
+                assert found.a[member.rank_start : member.rank_end].equal(pair.a)
+                assert member.b.equal(pair.b.t())
+                assert member.scaling == pair.scaling
+                seen.add(module_at[member.column_start])
+    assert seen == set(weights.lora)
+
+
+def test_the_pool_around_an_adapter_is_left_alone(tiny_adapters: dict[str, Path], model: ModelConfig) -> None:
+    packed = pack_adapter(read(tiny_adapters["rank8"], model), model, stacks_by_rank=False)
+    size = packed.numbers.numel()
+    memory = torch.zeros(size + 20)
+    packed.copy_to(memory, 10)
+    assert not memory[:10].any()
+    assert not memory[10 + size :].any()
