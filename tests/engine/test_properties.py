@@ -24,8 +24,8 @@ from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.scheduler.batching import BatchView, ReplicaMode, StepPlan
 
 PAGE_BYTES = 8192  # 16 tokens of the tiny model
-# An adapter of rank 64 takes 56 pages, a row at most 4.
-MIN_POOL_PAGES = 60
+# An adapter of rank 64 takes 58 pages, a row at most 4.
+MIN_POOL_PAGES = 62
 SHARED = tuple(3 + i * 11 % 250 for i in range(40))
 
 
@@ -180,11 +180,6 @@ def alone(tiny_llama: Path, adapter_ids: dict[str, Path]) -> Alone:
     return Alone(make_engine(tiny_llama, adapter_ids, "unmerged", pool_bytes=4 << 20, uses_prefix_cache=False))
 
 
-@pytest.fixture(scope="module")
-def alone_exactly(tiny_llama: Path, adapter_ids: dict[str, Path]) -> Alone:
-    return Alone(make_engine(tiny_llama, adapter_ids, "exact", pool_bytes=4 << 20))
-
-
 @pytest.mark.parametrize("mode", ["unmerged", "merged", "auto"])
 @ANYTHING
 @given(scenario=scenarios(num_adapters=4))
@@ -199,23 +194,6 @@ def test_rows_answer_as_if_alone(
     engine.add([Request("base", (5, 6), None, SamplingParams(max_tokens=1))])
     while engine.num_unfinished:
         engine.step()
-    assert engine.weights_sha256() == weights
-
-
-@ANYTHING
-@given(scenario=scenarios(num_adapters=4))
-def test_in_exact_mode_rows_answer_with_the_same_bits_as_alone(
-    tiny_llama: Path, adapter_ids: dict[str, Path], alone_exactly: Alone, scenario: Scenario
-) -> None:
-    ids = list(adapter_ids)
-    engine = make_engine(tiny_llama, adapter_ids, "exact", **scenario.config)
-    weights = engine.weights_sha256()
-    results = play(engine, scenario, ids)
-    for _, request in scenario.arrivals:
-        if request.request_id in results:
-            found, expected = results[request.request_id], alone_exactly.of(renamed(request, ids))
-            assert found.token_ids == expected.token_ids
-            assert found.token_logprobs == expected.token_logprobs
     assert engine.weights_sha256() == weights
 
 
