@@ -26,7 +26,7 @@ def read(folder: Path, model: ModelConfig) -> AdapterWeights:
 @pytest.mark.parametrize("stacks_by_rank", [True, False])
 @pytest.mark.parametrize("name", ["rank1", "rank8", "rank20", "rank64"])
 def test_every_matrix_arrives_where_the_views_say(
-    tiny_adapters: dict[str, Path], model: ModelConfig, name: str
+    tiny_adapters: dict[str, Path], model: ModelConfig, name: str, stacks_by_rank: bool
 ) -> None:
     weights = read(tiny_adapters[name], model)
     packed = pack_adapter(weights, model, stacks_by_rank=stacks_by_rank)
