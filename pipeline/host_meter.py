@@ -70,6 +70,9 @@ class HostMeter:
             resident_adapter_ids=telemetry.resident_adapter_ids,
             pages_used=telemetry.pages_used,
             pages_total=telemetry.pages_total,
+            prefix_hit_rate=telemetry.prefix_hit_rate,
+            adapter_loads=telemetry.adapter_loads,
+            adapter_stall_s=telemetry.adapter_stall_s,
         )
 
     def report(self, open_shards: Iterable[OpenShard], num_lent: int = 0) -> HostReport:

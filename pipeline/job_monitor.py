@@ -109,4 +109,7 @@ class JobMonitor:
             resident_adapters=tuple(map(self.adapter_name, report.resident_adapter_ids)),
             lent_rows=report.lent_rows,
             guest_rows=report.guest_rows,
+            prefix_hit_rate=report.prefix_hit_rate,
+            adapter_loads=report.adapter_loads,
+            adapter_stall_s=report.adapter_stall_s,
         )

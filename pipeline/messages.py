@@ -99,6 +99,9 @@ class HostReport:
     resident_adapter_ids: tuple[str, ...] = ()
     pages_used: int = 0
     pages_total: int = 0
+    prefix_hit_rate: float = 0.0
+    adapter_loads: int = 0
+    adapter_stall_s: float = 0.0
     finished: tuple[FinishedRows, ...] = ()
 
     @property

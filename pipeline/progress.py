@@ -109,7 +109,7 @@ def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> Rendera
     if not state.workers or state.is_final:
         return head
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("worker", "rows open", "running", "tokens/s", "mode", "adapters in memory"):
+    for name in ("worker", "rows open", "running", "tokens/s", "prompt reused", "mode", "adapters in memory"):
         table.add_column(name, justify="left" if name in ("worker", "mode", "adapters in memory") else "right")
     for worker in state.workers:
         adapters = worker.resident_adapters[-_ADAPTERS_SHOWN:]
@@ -119,6 +119,7 @@ def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> Rendera
             str(worker.open_rows),
             str(worker.running_rows),
             f"{worker.tokens_per_s:.0f}",
+            f"{worker.prefix_hit_rate:.0%}",
             worker.mode,
             ", ".join(adapters) + (f" and {more} more" if more else ""),
         )

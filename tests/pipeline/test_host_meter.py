@@ -23,6 +23,9 @@ SNAPSHOT = EngineTelemetry(
     prompt_tokens=100,
     generated_tokens=50,
     num_steps=5,
+    reused_prompt_tokens=300,
+    adapter_loads=2,
+    adapter_stall_s=0.5,
 )
 
 
@@ -40,6 +43,8 @@ def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
     meter.process_started(1)
     meter.engine_said(SNAPSHOT)
     assert meter.latest.tokens_per_s > 0
+    latest = meter.latest
+    assert (latest.prefix_hit_rate, latest.adapter_loads, latest.adapter_stall_s) == (0.75, 2, 0.5)
     meter.process_died("it was killed by signal 9")
     assert (meter.latest.state, meter.latest.tokens_per_s, meter.latest.num_crashes) == ("restarting", 0.0, 1)
     assert meter.latest.resident_adapter_ids == ()

@@ -10,7 +10,7 @@ from lorabatch.jobs.state import JobState, WorkerState
 from lorabatch.pipeline.progress import ConsoleProgress, job_display, job_line
 
 WORKERS = (
-    WorkerState("tcp://w1", tokens_per_s=40.0, open_rows=128, running_rows=64, mode="unmerged"),
+    WorkerState("tcp://w1", tokens_per_s=40.0, open_rows=128, running_rows=64, mode="unmerged", prefix_hit_rate=0.81),
     WorkerState("tcp://w2", 50.0, 100, 60, "merged", ("pirate", "sql", "a", "b", "c")),
 )
 RUNNING = JobState(
@@ -49,3 +49,4 @@ def test_the_display_has_a_line_per_worker_with_its_mode_and_adapters() -> None:
     assert "tcp://w1" in shown
     assert "merged" in shown
     assert "and 1 more" in shown
+    assert "81%" in shown
