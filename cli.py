@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 the job failed or its error budget ran out; 2 the request 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +39,8 @@ StorageOption = Annotated[str | None, typer.Option("--storage-options", help="JS
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script. SIGTERM, as batch systems and Kubernetes send it, is Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 
 

@@ -36,6 +36,9 @@ _SETTINGS: dict[str, Any] = {
     "distributed.scheduler.allowed-failures": 100,
     "distributed.scheduler.worker-ttl": "60s",
     "distributed.scheduler.no-workers-timeout": "10m",
+    # On a busy machine a nanny takes longer than the default of 15 s to start a worker again; then it must not be
+    # closed as lost for good.
+    "distributed.deploy.lost-worker-timeout": "10m",
     "distributed.comm.timeouts.connect": _CONNECT_TIMEOUT,
     "distributed.worker.preload": ["lorabatch.pipeline.embedded_worker"],
     "distributed.worker.memory.target": False,

@@ -108,6 +108,20 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) ->
     echo_job.assert_answered(rows)
 
 
+def test_sigterm_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
+    echo_job.write_input(make_rows(240))
+    echo_job.set_engine(step_s=0.1)
+    running = subprocess.Popen([*CLI, *arguments(echo_job)], stderr=subprocess.PIPE, text=True)
+    wait_until_rows_are_kept(echo_job, running)
+    running.terminate()
+    _, told = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "run the same command again to go on" in told
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert state.phase == "interrupted"
+
+
 def test_a_request_to_cancel_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
     echo_job.write_input(make_rows(240))
     echo_job.set_engine(step_s=0.1)
