@@ -68,6 +68,11 @@ def _papers(figures: Sequence[Figure]) -> list[str]:
         "paper's better policy at least as good (within 2 %) on every point? Where it is not, the figure's own section",
         "says what differs.",
         "",
+        "Agreement is partly calibration: four things that the papers leave open were settled after a first comparison had",
+        "disagreed. The price of ranks is taken at tensor parallelism 4, between the two that LoRAServe prints; Toppings is",
+        "blind to ranks (a rival that knows them is shown as “least seconds”); LoRAServe's leftovers count at the highest rank",
+        "of their server; S-LoRA in figure 14 has the cost of dLoRA's own kernel (a cheaper one is the third curve).",
+        "",
         "| figure | better | worse | measure | paper's ratio | ours | ordering |",
         "|---|---|---|---|---|---|---|",
     ]
