@@ -7,11 +7,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import dask
 from distributed import Client, LocalCluster
 
 Process = subprocess.Popen[bytes]
+# Any free port: without an address Dask takes 8787, and warns when somebody else has it.
+QUIETLY: dict[str, Any] = {
+    "threads_per_worker": 1,
+    "host": "127.0.0.1",
+    "dashboard_address": "127.0.0.1:0",
+    "scheduler_kwargs": {"dashboard": False},
+}
 
 
 @contextmanager
@@ -19,7 +27,7 @@ def own_cluster(num_workers: int = 2) -> Iterator[Client]:
     """A cluster of real worker processes for one test alone."""
     # A worker that is stopped is given up sooner than after Dask's five minutes.
     with dask.config.set({"distributed.scheduler.worker-ttl": "15s"}):
-        cluster = LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=None, host="127.0.0.1")
+        cluster = LocalCluster(n_workers=num_workers, **QUIETLY)
         with cluster, Client(cluster, set_as_default=False) as client:
             yield client
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from cluster_under_test import QUIETLY
 from distributed import Client, LocalCluster
 from echo_job import EchoJob, make_rows
 
@@ -16,8 +17,7 @@ def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) 
     rows = make_rows(320)
     echo_job.write_input(rows)
     echo_job.set_engine(step_s=0.15)
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
-    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+    with LocalCluster(n_workers=1, **QUIETLY) as cluster, Client(cluster, set_as_default=False) as client:
         scaling = ScalingSettings(batches_per_worker=4.0)
         cluster.adapt(JobAdaptive, minimum=1, maximum=3, interval="500ms", wait_count=3, scaling=scaling)
         echo_job.run(client)
