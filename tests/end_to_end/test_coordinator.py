@@ -31,7 +31,7 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
     echo_job.write_input(rows)
     gate = echo_job.folder / "gate"
     gate.touch()
-    echo_job.set_engine(step_s=0.05, gate=str(gate))
+    echo_job.set_engine(step_s=0.2, gate=str(gate))
     with own_cluster() as client:
         pids = client.run(os.getpid)
         killed: list[str] = []
