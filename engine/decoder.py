@@ -112,7 +112,7 @@ class Decoder:
         self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotary: Rotary | None, kv_rows: Tensor
     ) -> Tensor:
         model, num_heads, num_kv_heads = self.model, self.model.num_heads, self.model.num_kv_heads
-        qkv = _linear(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
+        qkv = self._with_lora(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
         if layer.norms.query is not None:
             q, k = qkv[:, :num_heads], qkv[:, num_heads:-num_kv_heads]
             q.copy_(self._norm(q, layer.norms.query))
@@ -127,19 +127,18 @@ class Decoder:
             model.attention_scale,
             model.attention_softcap,
         )
-        return _linear(layer, "o", attended, batch.spans)
+        return self._with_lora(layer, "o", attended, batch.spans)
+
+    def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
+        """Packed linear layer with the unmerged LoRA of every adapter of the step."""
+        y = layer.linears[site](x)
+        if spans:
+            add_lora_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[layer.index].get(site)) for s in spans])
+        return y
 
     def _mlp(self, h: Tensor, layer: DecoderLayer, batch: StepBatch) -> Tensor:
-        active = self._activation(_linear(layer, "gate_up", h, batch.spans))
-        return _linear(layer, "down", active, batch.spans)
-
-
-def _linear(layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
-    """Packed linear layer with the unmerged LoRA of every adapter of the step."""
-    y = layer.linears[site](x)
-    if spans:
-        add_lora_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[layer.index].get(site)) for s in spans])
-    return y
+        active = self._activation(self._with_lora(layer, "gate_up", h, batch.spans))
+        return self._with_lora(layer, "down", active, batch.spans)
 
 
 def _packed_linear(

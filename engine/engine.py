@@ -23,6 +23,7 @@ from .decoder import Decoder
 from .device_decoder import DeviceDecoder
 from .device_runner import DeviceRunner
 from .errors import AdapterRefusedError, AdapterUnusableError
+from .exact_decoder import ExactDecoder
 from .exported_row import ExportedRow
 from .host_runner import HostRunner
 from .host_tier import HostTier
@@ -200,7 +201,8 @@ class Engine:
     def _make_decoder(self, weights: dict[str, torch.Tensor]) -> Decoder:
         if serves_by_kernels(self.config, self._device):
             return DeviceDecoder(self.model, weights, is_packed=False)
-        return Decoder(self.model, weights, is_packed=can_pack(self._device, self._dtype))
+        decoder = ExactDecoder if self.config.mode == "exact" else Decoder
+        return decoder(self.model, weights, is_packed=can_pack(self._device, self._dtype))
 
     def _make_runner(self, stop_token_ids: tuple[int, ...]) -> StepRunner:
         decoder = self._decoder

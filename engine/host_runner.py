@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .decoder import Decoder
+from .exact_decoder import ExactDecoder
 from .sampler import sample
 from .step_batch import PageLayout, StepEntry, build_step
 from .step_runner import LaunchedStep
@@ -19,6 +20,7 @@ class HostRunner:
     steps_ahead = 0
 
     def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout, stop_token_ids: Items[int]) -> None:
+        self._is_exact = isinstance(decoder, ExactDecoder)
         self._decoder = decoder
         self._memory = memory
         self._layout = layout
@@ -26,7 +28,7 @@ class HostRunner:
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
-        batch = build_step(entries, self._decoder.model, self._layout, self._memory.dtype)
+        batch = build_step(entries, self._decoder.model, self._layout, self._memory.dtype, is_exact=self._is_exact)
         logits = self._decoder.forward(batch, self._memory)
         tokens = sample(logits, batch.sampled, self._stop_token_ids) if batch.sampled else ([], [])
         return LaunchedStep(batch.sampled, lambda: tokens)

@@ -38,7 +38,9 @@ def sample(logits: Tensor, sequences: Rows[Sequence], stop_token_ids: Tensor) ->
     if raw is None:
         return tokens, [0.0] * len(tokens)
     chosen = torch.tensor(tokens, device=raw.device)[:, None]
-    logprobs = (raw.gather(1, chosen)[:, 0] - raw.logsumexp(-1)).tolist()
+    # one by one: over several rows at once the sum of a row may round otherwise
+    totals = torch.stack([row.logsumexp(-1) for row in raw])
+    logprobs = (raw.gather(1, chosen)[:, 0] - totals).tolist()
     return tokens, logprobs
 
 

@@ -93,8 +93,10 @@ class PageLayout:
         return -(-num_elements // self.page_elements)
 
 
-def build_step(entries: Items[StepEntry], model: ModelConfig, layout: PageLayout, dtype: torch.dtype) -> StepBatch:
-    """Prepare one step. `entries` must not be empty."""
+def build_step(
+    entries: Items[StepEntry], model: ModelConfig, layout: PageLayout, dtype: torch.dtype, *, is_exact: bool = False
+) -> StepBatch:
+    """Prepare one step. `entries` must not be empty. `is_exact`: what a row computes depends on that row alone."""
     ordered = sorted(entries, key=lambda e: (e.minus is not None, e.adapter.order if e.adapter else -1))
     starts = [0]
     for entry in ordered:
@@ -115,7 +117,7 @@ def build_step(entries: Items[StepEntry], model: ModelConfig, layout: PageLayout
         kv_rows=kv_rows,
         kv_layer_stride=capacity * (2 * model.num_kv_heads),
         spans=_adapter_spans(ordered, starts),
-        attention=_attention_plans(ordered, starts, model, layout, dtype),
+        attention=_attention_plans(ordered, starts, model, layout, dtype, is_exact),
         sampled_rows=torch.tensor([row for row, _ in yielding], dtype=torch.int64),
         sampled=tuple(sequence for _, sequence in yielding),
         row_lengths=_row_lengths(ordered, counts) if model.has_length_dependent_rope else None,
@@ -156,17 +158,22 @@ def _adapter_spans(ordered: Items[StepEntry], starts: Items[int]) -> tuple[Adapt
 
 
 def _attention_plans(
-    ordered: Items[StepEntry], starts: Items[int], model: ModelConfig, layout: PageLayout, dtype: torch.dtype
+    ordered: Items[StepEntry],
+    starts: Items[int],
+    model: ModelConfig,
+    layout: PageLayout,
+    dtype: torch.dtype,
+    is_exact: bool,
 ) -> dict[int | None, AttentionPlan]:
     """One plan per distinct sliding window of the model's layers."""
-    if can_attend_compiled(model.head_dim, dtype):
+    if can_attend_compiled(model.head_dim, dtype) and not is_exact:
         spans = SpanTable.of([_attention_span(e, start, layout) for e, start in zip(ordered, starts, strict=False)])
         return {window: AttentionPlan(spans=spans, window=window) for window in set(model.sliding_windows)}
     decoding = sorted(
-        ((e, start) for e, start in zip(ordered, starts, strict=False) if e.is_decode),
+        ((e, start) for e, start in zip(ordered, starts, strict=False) if e.is_decode and not is_exact),
         key=lambda pair: (pair[0].run.num_pages, pair[0].run.start),
     )
-    filling = [(e, start) for e, start in zip(ordered, starts, strict=False) if not e.is_decode]
+    filling = [(e, start) for e, start in zip(ordered, starts, strict=False) if is_exact or not e.is_decode]
     rows = torch.tensor([start for _, start in decoding], dtype=torch.int64) if decoding else None
     runs_of_entries = _evenly_spaced([e for e, _ in decoding])
     plans = {}
@@ -175,8 +182,8 @@ def _attention_plans(
         for members in runs_of_entries:
             groups.append(_decode_group(members, start, layout, window, dtype))
             start += len(members)
-        chunks = [_prefill_chunk(e, row, layout, window, dtype) for e, row in filling]
-        plans[window] = AttentionPlan(rows, groups, chunks, window=window)
+        chunks = [_prefill_chunk(e, row, layout, window, dtype, is_exact) for e, row in filling]
+        plans[window] = AttentionPlan(rows, groups, chunks, window=window, is_exact=is_exact)
     return plans
 
 
@@ -225,13 +232,15 @@ def _decode_group(
 
 
 def _prefill_chunk(
-    entry: StepEntry, start: int, layout: PageLayout, window: int | None, dtype: torch.dtype
+    entry: StepEntry, start: int, layout: PageLayout, window: int | None, dtype: torch.dtype, is_exact: bool
 ) -> PrefillChunk:
     num_past, num_new = entry.sequence.num_stored, entry.num_tokens
     mask = None
-    if num_past > 0 or (window is not None and num_new > window):
+    if is_exact or num_past > 0 or (window is not None and num_new > window):
         queries = torch.arange(num_past, num_past + num_new)[:, None]
-        keys = torch.arange(num_past + num_new)[None, :]
+        # pages are the grain of exact attention: a masked key adds nothing, a vector's tail would round otherwise
+        width = layout.pages_for_tokens(num_past + num_new) * layout.page_tokens if is_exact else num_past + num_new
+        keys = torch.arange(width)[None, :]
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window

@@ -39,7 +39,7 @@ class DecodeGroup:
 class PrefillChunk:
     """Consecutive new tokens of one sequence: step rows `start:end`, after `num_past` tokens already stored.
 
-    `mask`: additive, [end - start, context], or None when plain causal masking from position 0 is meant.
+    `mask`: additive, [end - start, context or more], or None when plain causal masking from position 0 is meant.
     """
 
     start: int
@@ -54,7 +54,8 @@ class PrefillChunk:
 class AttentionPlan:
     """How one step attends. `decode_rows` [S]: step rows of decoding sequences, in the order of the groups.
 
-    Where the compiled kernel serves, `spans` says it all and the rest is empty.
+    Where the compiled kernel serves, `spans` says it all and the rest is empty. `is_exact`: all rows come as chunks
+    with masks, and a token's result has the same bits in whatever chunk it stands.
     """
 
     decode_rows: Tensor | None = None
@@ -62,3 +63,4 @@ class AttentionPlan:
     chunks: Sequence[PrefillChunk] = ()
     spans: SpanTable | None = None
     window: int | None = None
+    is_exact: bool = False

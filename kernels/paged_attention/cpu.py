@@ -14,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 from . import AttentionPlan, DecodeGroup, PrefillChunk
 from .compiled import attend_spans
 
+_EXACT_ROWS = 16
+
 
 def paged_attention(
     q: Tensor,
@@ -43,8 +45,9 @@ def paged_attention(
                 queries[group.start : group.end], keys, values, group.mask, False, scale, softcap
             )
         out.index_copy_(0, plan.decode_rows, answers.view(-1, num_heads, head_dim))
+    attend_chunk = _attend_chunk_exactly if plan.is_exact else _attend_chunk
     for chunk in plan.chunks:
-        out[chunk.start : chunk.end] = _attend_chunk(q, pool, chunk, layer, num_kv_heads, scale, softcap)
+        out[chunk.start : chunk.end] = attend_chunk(q, pool, chunk, layer, num_kv_heads, scale, softcap)
     return out.view(num_tokens, num_heads * head_dim)
 
 
@@ -77,6 +80,30 @@ def _attend_chunk(
     queries = q[chunk.start : chunk.end].view(length, num_kv_heads, per_kv, head_dim).permute(1, 2, 0, 3)
     answers = _attend(queries, keys, values, chunk.mask, chunk.mask is None, scale, softcap)
     return answers.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
+
+
+def _attend_chunk_exactly(
+    q: Tensor, pool: Tensor, chunk: PrefillChunk, layer: int, num_kv_heads: int, scale: float, softcap: float | None
+) -> Tensor:
+    """Attention of one chunk, [chunk tokens, H, D], with the same bits for a token in a chunk of any size: queries
+    come in multiples of 16, below which the products round by their number."""
+    _, num_heads, head_dim = q.shape
+    assert chunk.mask is not None
+    per_kv, length, context = num_heads // num_kv_heads, chunk.end - chunk.start, chunk.mask.shape[1]
+    head_stride = chunk.capacity_tokens * head_dim
+    offset = chunk.offset + 2 * layer * num_kv_heads * head_stride
+    shape, strides = (1, num_kv_heads, context, head_dim), (0, head_stride, head_dim, 1)
+    keys = pool.as_strided(shape, strides, offset)
+    values = pool.as_strided(shape, strides, offset + num_kv_heads * head_stride)
+    num_rows = length * per_kv
+    num_padded = -(-num_rows // _EXACT_ROWS) * _EXACT_ROWS
+    queries = q.new_zeros(1, num_kv_heads, num_padded, head_dim)
+    mine = q[chunk.start : chunk.end].view(length, num_kv_heads, per_kv, head_dim).transpose(0, 1)
+    queries[0, :, :num_rows] = mine.reshape(num_kv_heads, num_rows, head_dim)
+    mask = chunk.mask.new_zeros(num_padded, context)
+    mask[:num_rows] = chunk.mask.repeat_interleave(per_kv, 0)
+    answers = _attend(queries, keys, values, mask, False, scale, softcap)[0, :, :num_rows]
+    return answers.reshape(num_kv_heads, length, per_kv, head_dim).transpose(0, 1).reshape(length, num_heads, head_dim)
 
 
 def _attend(
