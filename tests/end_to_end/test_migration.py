@@ -60,8 +60,6 @@ def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Cl
 def test_a_worker_lost_with_rows_on_loan_loses_and_repeats_nothing(
     echo_job: EchoJob, victim: str, sent: signal.Signals
 ) -> None:
-    if (victim, sent) == ("owner", signal.SIGSTOP):
-        pytest.skip("a stopped owner is lost when Dask says so, after a minute")
     rows = make_rows(64)
     echo_job.write_input(rows)
     echo_job.set_engine(**SLOW)
