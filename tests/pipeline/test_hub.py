@@ -6,8 +6,10 @@ import json
 import sys
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, shown_text
 from distributed import Client, LocalCluster
 
 from lorabatch.jobs.state import JobState
@@ -34,10 +36,13 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield client
 
 
+def address(client: Client, path: str) -> str:
+    return f"http://127.0.0.1:{client.scheduler_info(n_workers=0)['services']['dashboard']}{path}"
+
+
 def fetch(client: Client, path: str) -> tuple[int, str]:
-    services = client.scheduler_info(n_workers=0)["services"]
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{services['dashboard']}{path}", timeout=20) as answer:
+        with urllib.request.urlopen(address(client, path), timeout=20) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, ""
@@ -58,6 +63,18 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
         # A tab on it and on the stock pages.
         assert 'href="lora"' in page
         assert 'href="lora"' in fetch(client, "/workers")[1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("client", [True], indirect=True)
+def test_a_browser_shows_jobs_and_workers_as_they_change(client: Client, tmp_path: Path) -> None:
+    show_jobs(client)
+    told = ToldProgress(client, "night-1", "/out")
+    told.update(JobState("running", 1.0, rows=60, rows_done=30))
+    client.log_event(report_topic("night-1"), HostReport("tcp://w0", "ready", 8, tokens_per_s=12.5).to_plain())
+    text = shown_text(address(client, "/lora"), tmp_path, until="30 of 60 rows")
+    assert "night-1" in text
+    assert "tcp://w0" in text
 
 
 def test_events_of_others_are_nothing_to_us(client: Client) -> None:
