@@ -119,7 +119,7 @@ class Engine:
                 self._batch.append(Sequence.of(row))
                 self._lengths.asked(row.request.sampling.max_tokens)
             else:
-                self._rejected.append(_error_result(row.request, problem))
+                self._rejected.append(Result.refused(row.request, problem))
 
     def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
         """Take unfinished rows out, waiting or running, for another engine to go on with.
@@ -275,7 +275,7 @@ class Engine:
         rows = self._batch.remove_adapter(error.adapter_id)
         for sequence in rows:
             self._completion.forget(sequence)
-        return [_error_result(sequence.request, str(error)) for sequence in rows]
+        return [Result.refused(sequence.request, str(error)) for sequence in rows]
 
     def _launch(self, entries: Items[StepEntry]) -> None:
         if self.observe_step is not None:
@@ -303,15 +303,3 @@ class Engine:
             self._batch.release(sequence)
             self._completion.forget(sequence)
         return result
-
-
-def _error_result(request: Request, problem: str) -> Result:
-    return Result(
-        request_id=request.request_id,
-        token_ids=(),
-        text="",
-        finish_reason="error",
-        prompt_tokens=len(request.prompt_token_ids),
-        mode="base" if request.adapter_id is None else "unmerged",
-        error=problem,
-    )

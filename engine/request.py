@@ -80,6 +80,19 @@ class Result:
     error: str | None = None
     token_logprobs: tuple[float, ...] | None = None
 
+    @classmethod
+    def refused(cls, request: Request, error: str) -> Result:
+        """The outcome of a request that no engine can serve; `error` says why."""
+        return cls(
+            request_id=request.request_id,
+            token_ids=(),
+            text="",
+            finish_reason="error",
+            prompt_tokens=len(request.prompt_token_ids),
+            mode="base" if request.adapter_id is None else "unmerged",
+            error=error,
+        )
+
     @property
     def completion_tokens(self) -> int:
         """Tokens generated, a final stop token included."""

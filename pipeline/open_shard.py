@@ -20,16 +20,7 @@ class ServedRow:
     @classmethod
     def given_up(cls, request: Request, error: str, num_crashes: int) -> ServedRow:
         """The error row of a request that no engine survives."""
-        result = Result(
-            request_id=request.request_id,
-            token_ids=(),
-            text="",
-            finish_reason="error",
-            prompt_tokens=len(request.prompt_token_ids),
-            mode="base" if request.adapter_id is None else "unmerged",
-            error=error,
-        )
-        return cls(result, num_crashes)
+        return cls(Result.refused(request, error), num_crashes)
 
 
 class OpenShard:
