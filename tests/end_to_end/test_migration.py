@@ -15,8 +15,9 @@ from echo_job import EchoJob, Watcher, make_rows
 from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
 
-# One engine takes eight times longer: at the end it has two batches of rows, and the other one nothing to do.
-SLOW = {"step_s": 0.02, "slow_factor": 8}
+# One engine takes five times longer: at the end it has two batches of rows, and the other one nothing to do. Even there
+# a batch takes some seconds, so that guests are seen in reports that come once a second.
+SLOW = {"step_s": 0.08, "slow_factor": 5}
 JOB = {"max_tokens": 40, "batch_rows": 8, "rows_per_shard": 8}
 
 
@@ -29,13 +30,13 @@ def has_guests(state: JobState) -> bool:
 
 
 def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, shared_client: Client) -> None:
-    rows = make_rows(64)
+    rows = make_rows(48)
     echo_job.write_input(rows)
     echo_job.set_engine(**SLOW)
     watcher = Watcher(has_guests, lambda: None)
     result = echo_job.run(shared_client, progress=watcher, **JOB)
     echo_job.assert_answered(rows, max_tokens=40)
-    assert (result.num_rows, result.num_errors) == (64, 0)
+    assert (result.num_rows, result.num_errors) == (48, 0)
     assert moves(echo_job.store)
     assert watcher.has_acted
     # The owner kept its shards: each was committed by whoever had opened it.
@@ -46,7 +47,7 @@ def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, sh
 
 
 def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Client) -> None:
-    rows = make_rows(32)
+    rows = make_rows(24)
     echo_job.write_input(rows)
     echo_job.set_engine(**SLOW)
     echo_job.run(shared_client, migration=False, **JOB)
@@ -60,14 +61,14 @@ def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Cl
 def test_a_worker_lost_with_rows_on_loan_loses_and_repeats_nothing(
     echo_job: EchoJob, victim: str, sent: signal.Signals
 ) -> None:
-    rows = make_rows(64)
+    rows = make_rows(48)
     echo_job.write_input(rows)
     echo_job.set_engine(**SLOW)
     with own_cluster(3) as client:
         pids = client.run(os.getpid)
         result = echo_job.run(client, progress=Watcher(has_guests, disturb(echo_job.store, pids, victim, sent)), **JOB)
     echo_job.assert_answered(rows, max_tokens=40)
-    assert (result.num_rows, result.num_errors) == (64, 0)
+    assert (result.num_rows, result.num_errors) == (48, 0)
 
 
 def disturb(store: JobStore, pids: dict[str, int], victim: str, sent: signal.Signals) -> Callable[[], None]:
