@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,10 @@ def disturb(store: JobStore, pids: dict[str, int], victim: str, sent: signal.Sig
     """Send a signal to the worker process at one end of the first loan."""
 
     def act() -> None:
+        # The state is told at once, the journal written once a second.
+        pause = threading.Event()
+        while not moves(store):
+            pause.wait(0.1)
         move = moves(store)[0]
         address = move["from_replica_id" if victim == "owner" else "to_replica_id"]
         os.kill(pids[address], sent)

@@ -16,7 +16,7 @@ from lorabatch.jobs.record import (
     index_key,
     public_spec,
 )
-from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.spec import TLS_FIELDS, JobSpec
 
 Record = Callable[..., JobRecord]
 BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}
@@ -46,6 +46,7 @@ FREE_VALUES: dict[str, Any] = {
     "engine_threads": 1,
     "name": "renamed",
     "tensor_parallel": 2,
+    "migration": False,
     "storage_options": {"key": "x"},
 }
 
@@ -56,7 +57,7 @@ def test_a_record_read_back_is_the_record(record: Record) -> None:
 
 def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
     judged = set(OTHER_VALUES) | set(FREE_VALUES)
-    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes", "cost_model"}
+    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes", "cost_model", *TLS_FIELDS}
     assert set(JobSpec.model_fields) == judged
     assert set(IDENTITY_FIELDS) == set(OTHER_VALUES)
 

@@ -82,7 +82,7 @@ def test_rows_that_nobody_can_answer_carry_their_sentences(prepare_job: Callable
     assert "did you mean 'alpha'?" in sentences[1]
     assert sentences[2].startswith("prompt=''")
     assert sentences[2].endswith("adapter='broken': refused. all of lora_B is zero.")
-    assert sentences[3] == "prompt='': expected text that is not empty."
+    assert sentences[3] == "prompt='': expected text that is not empty. Fill it or drop the row."
 
 
 def test_a_repaired_adapter_needs_no_new_index(prepare_job: Callable[..., Any]) -> None:
