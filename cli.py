@@ -247,11 +247,11 @@ def report(
 ) -> None:
     """One HTML file about a job: timeline of workers, modes and migrations, throughput, adapters, cost, errors."""
     with _errors_told():
-        from .jobs.report.page import write_report
+        from .jobs.report.page import save_report, write_report
         from .jobs.store import JobStore
 
         page = write_report(JobStore(output, _json_object("storage_options", storage_options)), gpu_hour_price)
-        save.write_text(page, encoding="utf-8")
+        save_report(page, save)
         typer.echo(f"Report: {save}")
 
 

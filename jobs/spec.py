@@ -43,6 +43,8 @@ _EXPECTED = {
     "output": "expected a folder or URL",
 }
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
+# Something for the fields without defaults, while the others are judged.
+_REQUIRED = {"model": "-", "input": "-", "output": "-"}
 # Options that people write in one spelling and we keep in another.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
 
@@ -121,8 +123,10 @@ class JobSpec(BaseModel):
                 super().__init__(**known)
             except ValidationError as error:
                 problems += _sentences(error, known)
-            else:
-                problems += [*self.sampling.problems(), *self._tls_problems()]
+                # the other fields are judged too, beside any value for those that are wrong
+                wrong = {found["loc"][0] for found in error.errors() if found["loc"]}
+                super().__init__(**_REQUIRED | {name: value for name, value in known.items() if name not in wrong})
+            problems += [*self.sampling.problems(), *self._tls_problems()]
             if problems:
                 raise JobRequestError(*map(with_next_step, problems))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from ..errors import JobRequestError
 from ..status import JobStatus, read_status
 from ..store import JobStore
 from .drawing import NUM_COLUMNS, Drawing, Lane, draw
@@ -35,6 +37,17 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     timelines = read_timelines(store.read_events())
     plan = store.read_plan_facts() if store.has_plan() else {}
     return render(status, timelines, plan, gpu_hour_price)
+
+
+def save_report(page: str, path: Path) -> None:
+    """Write the page where the user wants it. Raises `JobRequestError` when that cannot be."""
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or error
+        raise JobRequestError(
+            f"save={str(path)!r}: cannot be written ({why}). Name a file in a folder you may write to."
+        ) from None
 
 
 def render(

@@ -62,6 +62,13 @@ def test_sampling_out_of_range_is_said_with_its_expectation() -> None:
         assert part in found
 
 
+@pytest.mark.parametrize("wrong", [{"mode": "fast"}, {"model": None}, {"workers": "x"}, {"columns": {"zzz": "y"}}])
+def test_a_wrong_choice_does_not_hide_wrong_numbers_or_files(wrong: dict[str, Any]) -> None:
+    found = problems(**BASICS | {"temperature": -1, "max_tokens": 0, "tls_ca": "/nowhere.pem"} | wrong)
+    for part in (*wrong, "temperature=-1.0", "max_tokens=0", "tls_ca='/nowhere.pem': no such file"):
+        assert part in found
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_none_are_refused(value: float) -> None:
     assert "temperature" in problems(**BASICS, temperature=value)

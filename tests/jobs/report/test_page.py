@@ -12,7 +12,7 @@ import pytest
 
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.record import JobRecord
-from lorabatch.jobs.report.page import write_report
+from lorabatch.jobs.report.page import save_report, write_report
 from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.commands import MigrateRows, RunShard
 from lorabatch.scheduler.events import Progress, ReplicaJoined, ShardCommitted
@@ -125,3 +125,8 @@ def test_a_job_that_has_not_started_has_a_report_too(store: JobStore) -> None:
 def test_without_a_job_the_error_says_so(tmp_path: Path) -> None:
     with pytest.raises(JobRequestError, match="no job there"):
         write_report(JobStore(str(tmp_path)))
+
+
+def test_a_place_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(JobRequestError, match="cannot be written .*Name a file in a folder"):
+        save_report("page", tmp_path / "missing" / "report.html")
