@@ -174,6 +174,7 @@ class Engine:
             generated_tokens=self._generated_tokens,
             num_steps=self._num_steps,
             num_step_rows=self._num_step_rows,
+            running_tokens=self._batch.running_tokens,
             adapter_loads=self._batch.residency.num_loads,
             adapter_reads=self._batch.residency.loader.num_reads,
             adapter_stall_s=self._batch.residency.stall_s,

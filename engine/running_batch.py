@@ -68,6 +68,11 @@ class RunningBatch:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def running_tokens(self) -> int:
+        """Tokens that running rows have generated so far."""
+        return sum(sequence.num_generated for sequence in self._running.values())
+
     def append(self, sequence: Sequence) -> None:
         """Queue a row behind all others. Raises ValueError when a row of that id is unfinished."""
         request_id = sequence.request.request_id

@@ -11,7 +11,8 @@ from .request import ServedMode
 class EngineTelemetry:
     """A snapshot between two steps.
 
-    `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. Token and step
+    `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. `running_tokens`: what
+    the sequences in the batch have generated so far. Token and step
     counts are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
     are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
     rows of all steps: per step, they are the occupancy of the batch. `adapter_loads` count copies
@@ -29,6 +30,7 @@ class EngineTelemetry:
     num_steps: int
     reused_prompt_tokens: int = 0
     num_step_rows: int = 0
+    running_tokens: int = 0
     adapter_loads: int = 0
     adapter_reads: int = 0
     adapter_stall_s: float = 0.0

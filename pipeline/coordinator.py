@@ -183,7 +183,8 @@ class Coordinator:
                 (name(f.adapter_id) if f.adapter_id else "", f.num_rows, f.output_tokens) for f in report.finished
             ),
             mode=report.mode,
-            lent_rows=report.lent_rows,
+            running_tokens=report.running_tokens,
+            lent_shards=report.lent_shards,
             guest_rows=report.guest_rows,
         )
 

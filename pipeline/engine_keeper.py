@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -180,6 +181,9 @@ class EngineKeeper:
             shard.fail(self._failure)
             return
         self._shards.append(shard)
+        if shard.shard_id is None:
+            # Whoever lent them out waits to hear that they came, and below that they are done.
+            self._report_at_s = 0.0
         self._feed.learn(adapters)
         self._waits.update({row.request.request_id: (shard, row.request) for row in shard.rows})
         self._ledger.add(shard.rows)
@@ -245,6 +249,8 @@ class EngineKeeper:
         shard.deliver(row)
         if not shard.num_unfinished:
             self._shards.remove(shard)
+            if not self._shards:
+                self._report_at_s = 0.0
 
     def _child_exited(self, reason: str) -> None:
         logger.warning("engine process ended: %s (%d rows in it)", reason, self._ledger.num_in_engine)
@@ -311,4 +317,6 @@ class EngineKeeper:
         now_s = time.monotonic()
         if now_s >= self._report_at_s:
             self._report_at_s = now_s + REPORT_INTERVAL_S
-            self._send_report(self._meter.report(self._shards, self._ledger.num_lent))
+            owners = (self._waits[request_id][0].shard_id for request_id in self._ledger.lent)
+            lent = Counter(shard_id for shard_id in owners if shard_id is not None)
+            self._send_report(self._meter.report(self._shards, lent))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class HostMeter:
             engine_pid=None,
             num_crashes=self._latest.num_crashes + 1,
             running_rows=0,
+            running_tokens=0,
             tokens_per_s=0.0,
             prompt_tokens_per_s=0.0,
             resident_adapter_ids=(),
@@ -64,6 +65,7 @@ class HostMeter:
         self._counted = (telemetry.prompt_tokens, telemetry.generated_tokens)
         self.set(
             running_rows=telemetry.num_running,
+            running_tokens=telemetry.running_tokens,
             tokens_per_s=(telemetry.generated_tokens - generated_before) / seconds,
             prompt_tokens_per_s=(telemetry.prompt_tokens - prompt_before) / seconds,
             mode=telemetry.mode,
@@ -75,8 +77,8 @@ class HostMeter:
             adapter_stall_s=telemetry.adapter_stall_s,
         )
 
-    def report(self, open_shards: Iterable[OpenShard], num_lent: int = 0) -> HostReport:
-        """The next report; what finished is counted in one report only."""
+    def report(self, open_shards: Iterable[OpenShard], lent: Mapping[int, int] | None = None) -> HostReport:
+        """The next report; what finished is counted in one report only. `lent`: rows on loan by shard."""
         finished = tuple(FinishedRows(a, n, self._tokens[a]) for a, n in self._rows.items())
         self._rows.clear()
         self._tokens.clear()
@@ -85,6 +87,6 @@ class HostMeter:
             self._latest,
             open_shards=tuple((shard_id, rows) for shard_id, rows in unfinished if shard_id is not None),
             guest_rows=sum(rows for shard_id, rows in unfinished if shard_id is None),
-            lent_rows=num_lent,
+            lent_shards=tuple((lent or {}).items()),
             finished=finished,
         )

@@ -78,9 +78,10 @@ class FinishedRows:
 class HostReport:
     """One worker's state, about once a second.
 
-    `worker`: its Dask address. `open_shards`: (shard id, unfinished rows). `lent_rows`: those among them that other
-    workers' engines work on; `guest_rows`: unfinished rows of other workers' shards. `finished`: since the last report.
-    `error`: why the host failed, or why the last engine process ended. `num_crashes`: engine processes lost.
+    `worker`: its Dask address. `open_shards`: (shard id, unfinished rows). `lent_shards`: (shard id, those among them
+    that other workers' engines work on); `guest_rows`: unfinished rows of other workers' shards. `running_tokens`: what
+    running rows have generated so far. `finished`: since the last report. `error`: why the host failed, or why the last
+    engine process ended. `num_crashes`: engine processes lost.
     """
 
     worker: str
@@ -90,9 +91,10 @@ class HostReport:
     engine_pid: int | None = None
     num_crashes: int = 0
     open_shards: tuple[tuple[int, int], ...] = ()
-    lent_rows: int = 0
+    lent_shards: tuple[tuple[int, int], ...] = ()
     guest_rows: int = 0
     running_rows: int = 0
+    running_tokens: int = 0
     tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     mode: str = "base"
@@ -109,6 +111,11 @@ class HostReport:
         """Unfinished rows of all open shards."""
         return sum(rows for _, rows in self.open_shards)
 
+    @property
+    def lent_rows(self) -> int:
+        """Unfinished rows that other workers' engines work on."""
+        return sum(rows for _, rows in self.lent_shards)
+
     def to_plain(self) -> dict[str, Any]:
         """As msgpack can carry it."""
         return asdict(self)
@@ -117,7 +124,8 @@ class HostReport:
     def from_plain(cls, raw: Mapping[str, Any]) -> HostReport:
         """The report that `to_plain` wrote; lists become tuples again."""
         known = {f.name: raw[f.name] for f in fields(cls)}
-        known["open_shards"] = tuple((int(shard), int(rows)) for shard, rows in raw["open_shards"])
+        for pairs in ("open_shards", "lent_shards"):
+            known[pairs] = tuple((int(shard), int(rows)) for shard, rows in raw[pairs])
         known["resident_adapter_ids"] = tuple(raw["resident_adapter_ids"])
         known["finished"] = tuple(FinishedRows(**rows) for rows in raw["finished"])
         return cls(**known)

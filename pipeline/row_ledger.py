@@ -9,7 +9,7 @@ twice, is given up; every other row is cleared by finishing. Pure bookkeeping: n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..engine.exported_row import ExportedRow
@@ -54,9 +54,9 @@ class RowLedger:
         return len(self._in_engine)
 
     @property
-    def num_lent(self) -> int:
-        """Rows that another engine works on."""
-        return len(self._lent)
+    def lent(self) -> Collection[str]:
+        """Request ids of rows that another engine works on."""
+        return self._lent.keys()
 
     def crashes_of(self, request_id: str) -> int:
         """Crashes an unfinished row has been through."""

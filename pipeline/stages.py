@@ -32,11 +32,10 @@ from .reopening import reopen_shards
 _PARTS_PER_COUNT = 64
 _INDEX_RETRIES = 3
 _CHECK_INTERVAL_S = 0.5
-# From a report that shows idle engines until lent rows run again: the engine finishes a step, rows travel, the helper
-# meets its adapters.
-_HOP_S = 0.5
+# From a decision until lent rows run again: they travel, the helper meets their adapters. Results wait to be fetched.
+_HOP_S = 0.3
 # Below this, measured paces are too rough to tell.
-_LEAST_GAIN_S = 1.0
+_LEAST_GAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)

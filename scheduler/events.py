@@ -66,7 +66,8 @@ class Progress(Event):
     `open_rows`: unfinished rows of the shards open there; `running_rows`: those decoding now. `open_shards`:
     (shard id, unfinished rows) of each open shard. `finished`: (adapter name or "", rows, output tokens) completed
     since the last report, for length prediction. `mode`: how its latest step served its rows, for whoever reads the
-    record. `lent_rows`: open rows that other replicas work on; `guest_rows`: unfinished rows of other replicas' shards.
+    record. `running_tokens`: what the running rows have generated so far. `lent_shards`: (shard id, rows that other
+    replicas work on); `guest_rows`: unfinished rows of other replicas' shards.
     """
 
     replica_id: str
@@ -77,7 +78,8 @@ class Progress(Event):
     open_shards: tuple[tuple[int, int], ...] = ()
     finished: tuple[tuple[str, int, int], ...] = ()
     mode: str = ""
-    lent_rows: int = 0
+    running_tokens: int = 0
+    lent_shards: tuple[tuple[int, int], ...] = ()
     guest_rows: int = 0
 
 

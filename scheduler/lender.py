@@ -1,18 +1,24 @@
-"""Who may help whom at a job's end: measured paces, and replicas that have guests already."""
+"""Who may help whom at a job's end: measured paces and lengths, and replicas that have guests already."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .commands import MigrateRows
 from .events import Progress
 from .job_state import ReplicaState
-from .tail import Pace, TailSettings, lend, measured_pace
+from .tail import Pace, TailSettings, lend, measured_pace, rows_here
 from .waves import Shard
 
 # A helper that reports no guests for so long never got any.
 HELP_PATIENCE_S = 5.0
+# Replicas with the most left to do that are asked for rows when another one has nothing to do.
+_OWNERS_ASKED = 4
+# Finished rows of an adapter from which its mean length counts for more than the plan's guess.
+_LENGTHS_KNOWN = 8
+
+OpenShards = Callable[[ReplicaState], Sequence[Shard]]
 
 
 @dataclass(slots=True)
@@ -24,17 +30,27 @@ class _Help:
 
 
 class Lender:
-    """Decides on loans from reports."""
+    """Decides on loans, from reports and when replicas run out of work."""
 
     def __init__(self, shards: Sequence[Shard], settings: TailSettings) -> None:
         self._settings = settings
         self._context_tokens = _mean_context(shards)
         self._paces: dict[str, Pace] = {}
+        # What each replica said last; dropped when rows have left since.
+        self._reports: dict[str, Progress] = {}
         # Replicas that were given guests and have not said that they are done with them.
         self._helping: dict[str, _Help] = {}
+        # Adapter -> rows finished so far and their output tokens.
+        self._finished: dict[str, tuple[int, int]] = {}
 
     def hear(self, replica: ReplicaState, report: Progress) -> None:
-        """Learn how fast a replica is, from reports in which it was busy, and whether its guests are done."""
+        """Learn how fast a replica is, from reports in which it was busy, how long rows are, and whether its guests
+        are done.
+        """
+        self._reports[replica.replica_id] = report
+        for adapter, num_rows, output_tokens in report.finished:
+            rows, tokens = self._finished.get(adapter, (0, 0))
+            self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
         if 2 * report.running_rows >= replica.batch_rows:
             pace = measured_pace(report, replica.batch_rows, self._context_tokens, self._settings.cost)
             if pace is not None:
@@ -47,20 +63,62 @@ class Lender:
             if not report.guest_rows and (help_given.has_begun or is_overdue):
                 del self._helping[replica.replica_id]
 
-    def lend(
-        self, report: Progress, open_shards: Sequence[Shard], replicas: Mapping[str, ReplicaState]
+    def lost(self, replica_id: str) -> None:
+        """A replica is gone."""
+        self._reports.pop(replica_id, None)
+        self._helping.pop(replica_id, None)
+
+    def share(
+        self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
-        """Rows of the reporting replica for those that have neither shards nor guests."""
-        idle = sorted(name for name, r in replicas.items() if not r.rows_left and name not in self._helping)
-        helpers = {name: self._pace(replicas[name]) for name in idle}
-        lent = lend(report, open_shards, self._pace(replicas[report.replica_id]), helpers, self._settings)
-        self._helping |= {command.to_replica_id: _Help(report.time_s) for command in lent}
-        return lent
+        """What should move because this replica has told something or has nothing to do: rows of its own, or of those
+        that have most left.
+        """
+        idle = [name for name, replica in replicas.items() if not replica.rows_left and name not in self._helping]
+        if not idle:
+            return ()
+        owners = [replica_id] if replicas[replica_id].rows_left else self._most_left(replicas)
+        for owner in owners:
+            lent = self._lend(owner, sorted(idle), replicas, open_shards)
+            if lent:
+                self._helping |= {command.to_replica_id: _Help(time_s) for command in lent}
+                del self._reports[owner]
+                return lent
+        return ()
+
+    def _most_left(self, replicas: Mapping[str, ReplicaState]) -> list[str]:
+        def left(name: str) -> float:
+            return sum(rows_here(self._reports[name]).values()) * self._pace(replicas[name]).slowness
+
+        return sorted((name for name in replicas if name in self._reports), key=left, reverse=True)[:_OWNERS_ASKED]
+
+    def _lend(
+        self, owner: str, idle: Sequence[str], replicas: Mapping[str, ReplicaState], open_shards: OpenShards
+    ) -> tuple[MigrateRows, ...]:
+        report = self._reports.get(owner)
+        shards = [shard for shard in open_shards(replicas[owner]) if shard.has_engine_work]
+        if report is None or not shards:
+            return ()
+        # Shards may have been committed since.
+        ids = {shard.shard_id for shard in shards}
+        report = replace(report, open_shards=tuple(entry for entry in report.open_shards if entry[0] in ids))
+        left = rows_here(report)
+        weight = sum(left.get(shard.shard_id, 0) for shard in shards)
+        output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
+        # More helpers than rows are of no use.
+        helpers = {name: self._pace(replicas[name]) for name in idle[:weight]}
+        return lend(report, shards, output, self._pace(replicas[owner]), helpers, self._settings)
+
+    def _output_tokens(self, shard: Shard) -> float:
+        """Of a row of this shard, when it is done: what rows of its adapters came to, else what was planned."""
+        known = [self._finished[name] for name in shard.adapters or ("",) if name in self._finished]
+        means = [tokens / rows for rows, tokens in known if rows >= _LENGTHS_KNOWN]
+        return sum(means) / len(means) if means else shard.predicted_output_tokens / shard.num_rows
 
     def _pace(self, replica: ReplicaState) -> Pace:
         """As measured; where nothing was, as the others on average."""
         if replica.replica_id in self._paces:
-            return self._paces[replica.replica_id]
+            return replace(self._paces[replica.replica_id], batch_rows=replica.batch_rows)
         known = [pace.slowness for pace in self._paces.values()]
         return Pace(replica.batch_rows, sum(known) / len(known) if known else 1.0)
 

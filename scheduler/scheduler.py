@@ -76,8 +76,8 @@ class Scheduler:
         commands = self._absorb(event)
         if not self._is_over:
             commands += self._dispatch(self._maybe_hungry(event, commands))
-            if isinstance(event, Progress):
-                commands += self._share_tail(event)
+            if isinstance(event, ReplicaJoined | Progress | ShardCommitted):
+                commands += self._share_tail(event.replica_id, event.time_s)
         if not self._is_over and self._num_open == 0:
             self._is_over = True
             commands.append(FinishJob())
@@ -182,6 +182,8 @@ class Scheduler:
                 )
             self._requeue(state)
         del self._replicas[replica_id]
+        if self._lender is not None:
+            self._lender.lost(replica_id)
         if self._traffic is not None:
             self._traffic.lost(replica_id)
         return []
@@ -247,13 +249,14 @@ class Scheduler:
                 commands += self._open_next(replica, self._idle_backlog)
         return commands
 
-    def _share_tail(self, event: Progress) -> list[Command]:
-        """Nothing is pending: lend rows of this replica to those that have nothing to do."""
-        owner = self._replicas.get(event.replica_id)
-        if self._lender is None or owner is None or self._backlog or not owner.rows_left:
+    def _share_tail(self, replica_id: str, time_s: float) -> Sequence[Command]:
+        """Nothing is pending: have rows lent to replicas that have nothing to do."""
+        if self._lender is None or replica_id not in self._replicas or self._backlog:
             return []
-        open_shards = [self._shards[shard_id].shard for shard_id in owner.rows_left]
-        return list(self._lender.lend(event, open_shards, self._replicas))
+        return self._lender.share(replica_id, time_s, self._replicas, self._open_shards)
+
+    def _open_shards(self, replica: ReplicaState) -> list[Shard]:
+        return [self._shards[shard_id].shard for shard_id in replica.rows_left]
 
     def _wanted_rows(self, replica: ReplicaState, share: int) -> int:
         # At least one: an idle replica always opens something.

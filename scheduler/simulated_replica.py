@@ -83,6 +83,11 @@ class SimulatedReplica:
         """Adapters in its memory."""
         return self._memory.resident
 
+    @property
+    def running_tokens(self) -> int:
+        """Tokens that running rows have generated so far."""
+        return int((self._context - self._workload.prompt_tokens[self.running]).sum())
+
     def add(self, rows: NDArray[np.int64]) -> None:
         """Rows join the end of the queue."""
         self.waiting = np.concatenate([self.waiting, rows])
@@ -95,11 +100,16 @@ class SimulatedReplica:
         return taken
 
     def hand_over(self, rows: NDArray[np.int64], num_rows: int) -> dict[int, int]:
-        """Remove up to `num_rows` running ones of `rows`, those with most left; row -> tokens generated so far."""
+        """Remove up to `num_rows` of `rows`, waiting ones first, then those with most left; row -> tokens generated so
+        far.
+        """
+        waiting = self.waiting[np.isin(self.waiting, rows)][::-1][:num_rows].tolist()
+        self.waiting = self.waiting[~np.isin(self.waiting, waiting)]
+        handed = {row: self._brought.pop(row, 0) for row in waiting}
         positions = np.flatnonzero(np.isin(self.running, rows))
-        positions = positions[np.argsort(-self._remaining[positions], kind="stable")][:num_rows]
+        positions = positions[np.argsort(-self._remaining[positions], kind="stable")][: num_rows - len(waiting)]
         generated = self._context[positions] - self._workload.prompt_tokens[self.running[positions]]
-        handed = dict(zip(self.running[positions].tolist(), generated.tolist(), strict=True))
+        handed |= dict(zip(self.running[positions].tolist(), generated.tolist(), strict=True))
         self.running, self._remaining, self._context = (
             np.delete(array, positions) for array in (self.running, self._remaining, self._context)
         )

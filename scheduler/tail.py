@@ -8,23 +8,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .commands import MigrateRows
 from .cost import CostModel, StepLoad
 from .events import Progress
 from .waves import Shard
 
-# Splits that are tried, at most.
+# Splits that are tried, about.
 _MAX_SPLITS = 64
+# A running row that has come as far as was expected still has this share of a whole one to go.
+_LEAST_LEFT = 0.1
+
+
+class _Alike(NamedTuple):
+    """Rows that have as far to go as each other."""
+
+    num_rows: int
+    tokens_left: float
+    context_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class TailRows:
-    """Unfinished rows of one replica: how many, their mean context and mean predicted rest."""
+    """Unfinished rows of one replica: those that run, and those that wait for a place. Tokens are means of a row.
 
-    num_rows: int
-    context_tokens: float
-    remaining_tokens: float
+    `generated_tokens`: of running rows, so far. `output_tokens`: what rows are expected to come to.
+    """
+
+    num_running: int
+    num_waiting: int
+    prompt_tokens: float
+    generated_tokens: float
+    output_tokens: float
+
+    @property
+    def num_rows(self) -> int:
+        """Both kinds together."""
+        return self.num_running + self.num_waiting
+
+    def kept(self, num_lent: int) -> tuple[_Alike, _Alike]:
+        """What stays when so many rows leave, in the order in which it is worked on."""
+        stay = self.num_rows - num_lent
+        return self._running(min(stay, self.num_running)), self._waiting(max(0, stay - self.num_running))
+
+    def lent(self, num_lent: int, share: int) -> tuple[_Alike, _Alike]:
+        """What one helper gets when so many rows leave and `share` of them are its own: waiting rows leave first."""
+        waiting = round(min(num_lent, self.num_waiting) * share / num_lent)
+        return self._waiting(waiting), self._running(share - waiting)
+
+    def _running(self, num_rows: int) -> _Alike:
+        left = max(self.output_tokens - self.generated_tokens, _LEAST_LEFT * self.output_tokens)
+        return _Alike(num_rows, left, self.prompt_tokens + self.generated_tokens)
+
+    def _waiting(self, num_rows: int) -> _Alike:
+        return _Alike(num_rows, self.output_tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +75,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class TailSettings:
-    """`hop_s`: from the decision until a moved row runs again, its second prefill not counted. Rows move when the
-    owner's end comes sooner by `least_gain` of what is left, and by `least_gain_s`.
+    """`hop_s`: from the decision until a moved row runs again, beside the step that its owner is in and its second
+    prefill. Rows move when the owner's end comes sooner by `least_gain` of what is left, and by `least_gain_s`.
     """
 
     cost: CostModel
@@ -58,6 +96,7 @@ def measured_pace(progress: Progress, batch_rows: int, context_tokens: float, co
 def lend(
     progress: Progress,
     open_shards: Sequence[Shard],
+    output_tokens: float,
     owner: Pace,
     helpers: Mapping[str, Pace],
     settings: TailSettings,
@@ -65,36 +104,41 @@ def lend(
     """Rows of the reporting replica that idle `helpers` should take; empty when it does not pay.
 
     `open_shards`: in the order in which they were opened; the last ones' rows have most of their way to go and move
-    first. Half of what the running rows were predicted to generate is taken to be left.
+    first. `output_tokens`: what a row of theirs is expected to come to.
     """
-    shards = [shard for shard in open_shards if shard.has_engine_work]
-    rows = tail_rows(progress, shards)
+    rows = tail_rows(progress, open_shards, output_tokens)
     if not helpers or not rows.num_rows:
         return ()
     shares = rows_to_lend(rows, owner, list(helpers.values()), settings)
-    available = {shard.shard_id: dict(progress.open_shards).get(shard.shard_id, 0) for shard in shards}
+    here = rows_here(progress)
     commands = []
     for helper, share in zip(helpers, shares, strict=True):
-        for shard in reversed(shards):
-            lent = min(share, available[shard.shard_id])
-            if lent:
+        for shard in reversed(open_shards):
+            num_rows = min(share, here.get(shard.shard_id, 0))
+            if num_rows:
                 adapter = shard.adapters[0] if len(shard.adapters) == 1 else ""
-                commands.append(MigrateRows(shard.shard_id, progress.replica_id, helper, adapter, lent))
-            share -= lent
-            available[shard.shard_id] -= lent
+                commands.append(MigrateRows(shard.shard_id, progress.replica_id, helper, adapter, num_rows))
+                share -= num_rows
+                here[shard.shard_id] -= num_rows
     return tuple(commands)
 
 
-def tail_rows(progress: Progress, open_shards: Sequence[Shard]) -> TailRows:
+def rows_here(progress: Progress) -> dict[int, int]:
+    """By shard, the unfinished rows that are not on loan."""
+    lent = dict(progress.lent_shards)
+    return {shard_id: rows - lent.get(shard_id, 0) for shard_id, rows in progress.open_shards}
+
+
+def tail_rows(progress: Progress, open_shards: Sequence[Shard], output_tokens: float) -> TailRows:
     """What the reporting replica's engine still has to do for its own shards."""
     total = sum(shard.num_rows for shard in open_shards)
-    left = sum(rows for _, rows in progress.open_shards) - progress.lent_rows
+    left = sum(rows_here(progress).values())
     if not total or left <= 0:
-        return TailRows(0, 0.0, 0.0)
-    output = sum(shard.predicted_output_tokens for shard in open_shards) / total
+        return TailRows(0, 0, 0.0, 0.0, 0.0)
     prompt = sum(shard.prompt_tokens for shard in open_shards) / total
     running = min(progress.running_rows, left)
-    return TailRows(left, prompt + output / 2, output * (left - running / 2) / left)
+    generated = progress.running_tokens / max(1, progress.running_rows)
+    return TailRows(running, left - running, prompt, generated, output_tokens)
 
 
 def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings: TailSettings) -> list[int]:
@@ -103,30 +147,53 @@ def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings:
     The split with the soonest end wins, fewer rows on ties.
     """
     cost = settings.cost
-    stay_s = _work_s(rows.num_rows, rows, owner, cost)
+    stay_s = _work_s(rows.kept(0), owner, cost)
     best_s = min(stay_s * (1 - settings.least_gain), stay_s - settings.least_gain_s)
     best = [0] * len(helpers)
-    speed = sum(1 / helper.slowness for helper in helpers)
-    # The last row goes too: a slow owner is better rid of it.
-    for lent in range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)):
-        shares = [int(lent / helper.slowness / speed) for helper in helpers]
-        shares[0] += lent - sum(shares)
-        end_s = settings.hop_s + _work_s(rows.num_rows - lent, rows, owner, cost)
+    hop_s = settings.hop_s + _step_s(min(rows.num_rows, owner.batch_rows), rows.prompt_tokens, cost) * owner.slowness
+    # The last row goes too: a slow owner is better rid of it. Rows that only wait may be what should move.
+    splits = {*range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)), rows.num_waiting} - {0}
+    for num_lent in sorted(splits, reverse=True):
+        shares = _shares(num_lent, helpers)
+        end_s = _work_s(rows.kept(num_lent), owner, cost)
         for share, helper in zip(shares, helpers, strict=True):
-            prefill_s = (cost.step_s + cost.prefill_token_s * share * rows.context_tokens) * helper.slowness
-            end_s = max(end_s, settings.hop_s + prefill_s + _work_s(share, rows, helper, cost))
+            guests = rows.lent(num_lent, share)
+            end_s = max(end_s, hop_s + _prefill_s(guests, helper, cost) + _work_s(guests, helper, cost))
         if end_s <= best_s and end_s < stay_s:
             best_s, best = end_s, shares
     return best
 
 
-def _work_s(num_rows: int, rows: TailRows, pace: Pace, cost: CostModel) -> float:
-    """Seconds to decode what is left of so many rows, batch after batch."""
-    context = rows.context_tokens + rows.remaining_tokens / 2
-    full, rest = divmod(num_rows, pace.batch_rows)
-    step_s = full * _step_s(pace.batch_rows, context, cost) if full else 0.0
-    step_s += _step_s(rest, context, cost) if rest else 0.0
-    return step_s * rows.remaining_tokens * pace.slowness
+def _shares(num_rows: int, helpers: Sequence[Pace]) -> list[int]:
+    speed = sum(1 / helper.slowness for helper in helpers)
+    shares = [int(num_rows / helper.slowness / speed) for helper in helpers]
+    shares[0] += num_rows - sum(shares)
+    return shares
+
+
+def _work_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
+    """Seconds to decode what is left of these rows: batch after batch, each as long as its longest row."""
+    seconds, begun, tokens_left = 0.0, 0, 0.0
+    for group in groups:
+        num_rows = group.num_rows
+        if begun and num_rows:
+            joining = min(num_rows, pace.batch_rows - begun)
+            begun, num_rows, tokens_left = begun + joining, num_rows - joining, max(tokens_left, group.tokens_left)
+            if begun == pace.batch_rows:
+                seconds += tokens_left * _step_s(begun, group.context_tokens + tokens_left / 2, cost)
+                begun = 0
+        full, rest = divmod(num_rows, pace.batch_rows)
+        context = group.context_tokens + group.tokens_left / 2
+        seconds += full * group.tokens_left * _step_s(pace.batch_rows, context, cost)
+        if rest:
+            begun, tokens_left = rest, group.tokens_left
+    last = groups[-1].context_tokens + tokens_left / 2
+    return (seconds + (tokens_left * _step_s(begun, last, cost) if begun else 0.0)) * pace.slowness
+
+
+def _prefill_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
+    tokens = sum(group.num_rows * group.context_tokens for group in groups)
+    return (cost.step_s + cost.prefill_token_s * tokens) * pace.slowness
 
 
 def _step_s(num_rows: int, context_tokens: float, cost: CostModel) -> float:

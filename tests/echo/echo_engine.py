@@ -142,4 +142,5 @@ class EchoEngine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_steps=self._num_steps,
+            running_tokens=sum(self._steps_done[request_id] for request_id in list(self._queue)[:running]),
         )

@@ -128,7 +128,7 @@ def test_the_last_rows_are_lent_and_what_happens_here_does_not_touch_them() -> N
     ledger.crashed()
     assert ids(ledger.take()) == ["row-0", "row-1", "row-2", "row-3"]
     assert ledger.finished("row-5")
-    assert ledger.num_lent == 1
+    assert len(ledger.lent) == 1
     ledger.check_integrity()
 
 

@@ -128,5 +128,5 @@ def test_without_a_job_the_error_says_so(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(JobRequestError, match="cannot be written .*Name a file in a folder"):
+    with pytest.raises(JobRequestError, match=r"cannot be written .*Name a file in a folder"):
         save_report("page", tmp_path / "missing" / "report.html")
