@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -72,7 +73,7 @@ class EngineProcess:
         self._outlet = outlet
         self._write_lock = threading.Lock()
         self._refused_adapters: dict[str, str] = {}
-        self._last_progress_s = 0.0
+        self._last_progress_s = self._busy_s = 0.0
         # When the step that runs now began; None between steps.
         self._step_began_s: float | None = None
 
@@ -157,6 +158,7 @@ class EngineProcess:
         if engine.num_unfinished:
             self._step_began_s = time.monotonic()
             results = engine.step()
+            self._busy_s += time.monotonic() - self._step_began_s
             self._step_began_s = None
             self._send_results(results)
 
@@ -174,7 +176,8 @@ class EngineProcess:
         now_s = time.monotonic()
         if now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
             self._last_progress_s = now_s
-            self._send({"op": "progress", "telemetry": pack_telemetry(engine.telemetry())})
+            telemetry = replace(engine.telemetry(), busy_s=self._busy_s)
+            self._send({"op": "progress", "telemetry": pack_telemetry(telemetry)})
 
     def _send_results(self, results: list[Result]) -> None:
         if results:

@@ -15,7 +15,8 @@ class EngineTelemetry:
     the sequences in the batch have generated so far. Token and step
     counts are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
     are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
-    rows of all steps: per step, they are the occupancy of the batch. `adapter_loads` count copies
+    rows of all steps: per step, they are the occupancy of the batch. `busy_s`: spent in steps, as the process counts.
+    `adapter_loads` count copies
     into the pool, `adapter_reads` those from storage; `adapter_stall_s` is how long steps waited for both.
     """
 
@@ -30,6 +31,7 @@ class EngineTelemetry:
     num_steps: int
     reused_prompt_tokens: int = 0
     num_step_rows: int = 0
+    busy_s: float = 0.0
     running_tokens: int = 0
     adapter_loads: int = 0
     adapter_reads: int = 0

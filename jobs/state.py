@@ -37,7 +37,8 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while nobody can tell.
+    """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while nobody can tell. `batch_fill`:
+    how full the engines' batches were while shards were queued, from 0 to 1; None when there was no such time.
 
     `message` says in one sentence why a job stopped, and what to do.
     """
@@ -53,6 +54,7 @@ class JobState:
     completion_tokens: int = 0
     tokens_per_s: float = 0.0
     eta_s: float | None = None
+    batch_fill: float | None = None
     workers: tuple[WorkerState, ...] = ()
     message: str = ""
 

@@ -112,6 +112,8 @@ def status_lines(status: JobStatus) -> list[str]:
             f"{worker.mode or 'idle'}"
             for worker in state.workers
         ]
+    if state is not None and state.batch_fill is not None:
+        lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
     if state is not None and state.message:
         lines.append(f"message   {state.message}")
     if status.next_step is not None:

@@ -157,7 +157,7 @@ class Coordinator:
             self._journal.flush()
 
     def _report(self, report: HostReport) -> None:
-        self._monitor.reported(report)
+        self._monitor.reported(report, is_tail=not self._scheduler.num_queued)
         self._roll.heard(report.worker, time.monotonic())
         if report.state == "failed":
             self._engine_failed(report)

@@ -12,6 +12,9 @@ from ..engine.telemetry import EngineTelemetry
 from .messages import FinishedRows, HostReport
 from .open_shard import OpenShard
 
+# What a process has counted when it starts.
+_NOTHING = EngineTelemetry(0, 0, (), "base", 0, 0, 0, 0, 0)
+
 
 class HostMeter:
     """The latest state of one host, and what finished since its last report."""
@@ -21,7 +24,7 @@ class HostMeter:
         self._rows: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._counted_s = time.monotonic()
-        self._counted: tuple[int, int] = (0, 0)
+        self._counted = _NOTHING
 
     @property
     def latest(self) -> HostReport:
@@ -34,7 +37,7 @@ class HostMeter:
 
     def process_started(self, pid: int) -> None:
         """A new engine process is ready: its token counts start at 0."""
-        self._counted_s, self._counted = time.monotonic(), (0, 0)
+        self._counted_s, self._counted = time.monotonic(), _NOTHING
         self.set(state="ready", engine_pid=pid)
 
     def process_died(self, reason: str) -> None:
@@ -60,14 +63,17 @@ class HostMeter:
         """A snapshot from the engine process; rates are over the time since the one before."""
         now_s = time.monotonic()
         seconds = max(now_s - self._counted_s, 1e-3)
-        prompt_before, generated_before = self._counted
+        before, self._counted = self._counted, telemetry
         self._counted_s = now_s
-        self._counted = (telemetry.prompt_tokens, telemetry.generated_tokens)
+        rows_in_step = (telemetry.num_step_rows - before.num_step_rows) / max(1, telemetry.num_steps - before.num_steps)
+        used_place_s = rows_in_step * min(telemetry.busy_s - before.busy_s, seconds)
         self.set(
             running_rows=telemetry.num_running,
             running_tokens=telemetry.running_tokens,
-            tokens_per_s=(telemetry.generated_tokens - generated_before) / seconds,
-            prompt_tokens_per_s=(telemetry.prompt_tokens - prompt_before) / seconds,
+            tokens_per_s=(telemetry.generated_tokens - before.generated_tokens) / seconds,
+            prompt_tokens_per_s=(telemetry.prompt_tokens - before.prompt_tokens) / seconds,
+            used_place_s=self._latest.used_place_s + used_place_s,
+            offered_place_s=self._latest.offered_place_s + self._latest.batch_rows * seconds,
             mode=telemetry.mode,
             resident_adapter_ids=telemetry.resident_adapter_ids,
             pages_used=telemetry.pages_used,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from ..jobs.state import JobState, Phase, WorkerState
 from ..scheduler.waves import Shard
+from .batch_fill import BatchFill
 from .messages import HostReport, ShardOutcome
 
 # Rates and the time left are judged over this many seconds.
@@ -27,6 +28,7 @@ class JobMonitor:
         self._reports: dict[str, HostReport] = {}
         self._history: deque[tuple[float, int]] = deque()
         self._generated_tokens = 0
+        self._fill = BatchFill()
 
     @property
     def outcomes(self) -> tuple[ShardOutcome, ...]:
@@ -42,8 +44,15 @@ class JobMonitor:
         self._outcomes[outcome.shard_id] = outcome
         self._committed.add(outcome.shard_id)
 
-    def reported(self, report: HostReport) -> None:
-        """A worker told how it is."""
+    @property
+    def batch_fill(self) -> float | None:
+        """How full batches were while shards were queued; None when there was no such time."""
+        return self._fill.share
+
+    def reported(self, report: HostReport, is_tail: bool = False) -> None:
+        """A worker told how it is. `is_tail`: no shard was queued any more."""
+        if not is_tail:
+            self._fill.reported(report)
         self._reports[report.worker] = report
         self._generated_tokens += sum(rows.output_tokens for rows in report.finished)
 
@@ -73,6 +82,7 @@ class JobMonitor:
             prompt_tokens=sum(outcome.prompt_tokens for outcome in self._outcomes.values()),
             completion_tokens=sum(outcome.completion_tokens for outcome in self._outcomes.values()),
             tokens_per_s=sum(report.tokens_per_s for report in self._reports.values()),
+            batch_fill=self.batch_fill,
             eta_s=self._eta_s(rows - done),
             workers=tuple(self._worker_state(report) for report in self._reports.values()),
             message=message,

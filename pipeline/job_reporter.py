@@ -69,6 +69,7 @@ class JobReporter:
                 completion_tokens=result.completion_tokens,
                 tokens_per_s=0.0,
                 eta_s=0.0,
+                batch_fill=result.batch_fill,
                 workers=(),
             )
         )

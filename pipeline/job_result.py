@@ -27,6 +27,7 @@ class JobResult:
 
     `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
     from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
+    `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1 (None: there were none).
     """
 
     output: str
@@ -42,6 +43,7 @@ class JobResult:
     num_reused: int
     predicted_s: float | None = None
     working_s: float | None = None
+    batch_fill: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As `summary.json` holds it."""
@@ -67,6 +69,8 @@ class JobResult:
         if self.predicted_s is not None and self.working_s is not None and not self.num_reused:
             took = f"{self.predicted_s:,.1f} s were predicted, it took {self.working_s:,.1f} s"
             lines.append(f"from the first shard opened to the last part written {took}")
+        if self.batch_fill is not None:
+            lines.append(f"batches were {self.batch_fill:.1%} full while shards were queued")
         if self.num_errors:
             lines.append(f"{self.num_errors:,} rows are errors; select them with `error IS NOT NULL`:")
             lines += [

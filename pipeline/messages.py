@@ -80,8 +80,9 @@ class HostReport:
 
     `worker`: its Dask address. `open_shards`: (shard id, unfinished rows). `lent_shards`: (shard id, those among them
     that other workers' engines work on); `guest_rows`: unfinished rows of other workers' shards. `running_tokens`: what
-    running rows have generated so far. `finished`: since the last report. `error`: why the host failed, or why the last
-    engine process ended. `num_crashes`: engine processes lost.
+    running rows have generated so far. `offered_place_s`: places in the batch times seconds, since the host began;
+    `used_place_s`: those that rows in steps had. `finished`: since the last report. `error`: why the host failed, or
+    why the last engine process ended. `num_crashes`: engine processes lost.
     """
 
     worker: str
@@ -95,6 +96,8 @@ class HostReport:
     guest_rows: int = 0
     running_rows: int = 0
     running_tokens: int = 0
+    used_place_s: float = 0.0
+    offered_place_s: float = 0.0
     tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     mode: str = "base"

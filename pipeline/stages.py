@@ -113,10 +113,13 @@ def plan_shards(run: JobRun, summaries: Sequence[ChunkSummary]) -> JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Coordinated:
-    """`num_reused`: rows that were done before. `working_s`: seconds that the others took."""
+    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `batch_fill`: see
+    `JobResult`.
+    """
 
     num_reused: int
     working_s: float
+    batch_fill: float | None
 
 
 def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
@@ -133,9 +136,8 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
         run.client, job.store, run.run_id, scheduler, monitor, run.reporter, run.control, run.peers
     )
     coordinator.run()
-    return Coordinated(
-        sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes), coordinator.working_s
-    )
+    num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
+    return Coordinated(num_reused, coordinator.working_s, monitor.batch_fill)
 
 
 def count_rows(run: JobRun, plan: JobPlan) -> Account:
@@ -168,6 +170,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         num_reused=done.num_reused,
         predicted_s=plan.predicted_s,
         working_s=done.working_s,
+        batch_fill=done.batch_fill,
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
     job.store.write_summary(result.to_json())

@@ -65,6 +65,11 @@ class Scheduler:
         return self._num_open
 
     @property
+    def num_queued(self) -> int:
+        """Shards with engine work that no replica has opened."""
+        return len(self._backlog)
+
+    @property
     def is_over(self) -> bool:
         """Whether FinishJob or FailJob was commanded."""
         return self._is_over

@@ -83,6 +83,8 @@ def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[_Card]:
         yield _Card(f"{summary['num_parts']:,}", "parts")
         yield _Card(f"{summary['prompt_tokens']:,}", "prompt tokens")
         yield _Card(f"{summary['completion_tokens']:,}", "generated tokens")
+        if (fill := summary.get("batch_fill")) is not None:
+            yield _Card(f"{fill:.1%}", "of batches full while shards were queued")
     elif status.state:
         yield _Card(f"{status.state.rows_done:,} of {status.state.rows:,}", "rows answered so far")
         yield _Card(f"{status.state.rows_error:,}", "error rows so far")

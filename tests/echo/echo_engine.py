@@ -61,7 +61,7 @@ class EchoEngine:
         self._adapters: dict[str, Path] = {}
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._num_steps = 0
+        self._num_steps = self._num_step_rows = 0
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         if adapter_id in self._options.get("refuse_adapters", []):
@@ -97,6 +97,7 @@ class EchoEngine:
         self._num_steps += 1
         batch = list(self._queue.values())[: self._batch_rows]
         self._fail_if_asked(batch)
+        self._num_step_rows += len(batch)
         finished = []
         for request in batch:
             self._steps_done[request.request_id] += 1
@@ -142,5 +143,6 @@ class EchoEngine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_steps=self._num_steps,
+            num_step_rows=self._num_step_rows,
             running_tokens=sum(self._steps_done[request_id] for request_id in list(self._queue)[:running]),
         )

@@ -16,6 +16,8 @@ from distributed import Client
 from echo_job import EchoJob, make_rows
 
 from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, OutputConflictError
+from lorabatch.jobs.report.page import write_report
+from lorabatch.jobs.status import read_status, status_lines
 from lorabatch.scheduler.commands import Command, RunShard
 from lorabatch.scheduler.events import Event
 from lorabatch.scheduler.scheduler import Scheduler
@@ -33,6 +35,23 @@ def test_rows_in_are_rows_out_with_their_columns(echo_job: EchoJob, shared_clien
     assert {row["note"] for row in echo_job.rows()} == {row["note"] for row in rows}
     assert (echo_job.output / "_SUCCESS").exists()
     assert {count.adapter: count.num_rows for count in result.adapters}["rank8"] == 37
+
+
+def test_batches_stay_full_from_shard_to_shard_until_the_queue_is_empty(
+    echo_job: EchoJob, shared_client: Client
+) -> None:
+    rows = make_rows(160)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.03)
+    result = echo_job.run(shared_client, rows_per_shard=4, max_tokens=40)
+    echo_job.assert_answered(rows, max_tokens=40)
+    assert result.num_parts >= 40
+    assert result.batch_fill is not None
+    assert result.batch_fill >= 0.9
+    assert f"{result.batch_fill:.1%} full while shards were queued" in "\n".join(
+        status_lines(read_status(echo_job.store))
+    )
+    assert f"{result.batch_fill:.1%}" in write_report(echo_job.store)
 
 
 def test_each_wrong_row_becomes_one_error_row_and_the_others_are_answered(

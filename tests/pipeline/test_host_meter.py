@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 
 import msgpack
+import pytest
 
 from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Request, SamplingParams
@@ -52,6 +55,24 @@ def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
     meter.engine_said(SNAPSHOT)
     assert meter.latest.tokens_per_s > 0
     assert meter.latest.engine_pid == 2
+
+
+def test_places_are_used_by_rows_in_steps_and_offered_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.process_started(1)
+    now_s = 102.0
+    meter.engine_said(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5))
+    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 2.0)
+    now_s = 103.0
+    meter.engine_said(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5))
+    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 3.0)
+    now_s = 110.0
+    meter.process_started(2)
+    now_s = 111.0
+    meter.engine_said(replace(SNAPSHOT, num_steps=4, num_step_rows=32, busy_s=1.0))
+    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (9 + 8 * 1.0, 8 * 4.0)
 
 
 def test_a_report_survives_the_way_through_dask() -> None:

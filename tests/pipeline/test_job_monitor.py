@@ -48,6 +48,13 @@ def test_time_left_is_judged_by_the_last_rows(monitor: JobMonitor) -> None:
     assert monitor.state("running", 10.0).eta_s == pytest.approx(25 * 10 / 5)
 
 
+def test_batches_count_as_full_or_empty_only_while_shards_are_queued(monitor: JobMonitor) -> None:
+    monitor.reported(make_report("w1", ((0, 5),)))
+    monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=8.0))
+    monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=80.0), is_tail=True)
+    assert monitor.batch_fill == monitor.state("running", 1.0).batch_fill == 0.75
+
+
 def test_workers_show_adapters_by_name(monitor: JobMonitor) -> None:
     finished = (FinishedRows("sha-a", 1, 5),)
     monitor.reported(make_report("w1", (), resident_adapter_ids=("sha-a",), finished=finished))

@@ -42,6 +42,11 @@ def test_what_was_predicted_stands_beside_what_it_took() -> None:
     assert "predicted" not in replace(RESULT, predicted_s=9.0, working_s=8.5, num_reused=1).to_text()
 
 
+def test_how_full_batches_were_is_said_where_it_is_known() -> None:
+    assert "batches were 97.1% full while shards were queued" in replace(RESULT, batch_fill=0.971).to_text()
+    assert "batches" not in RESULT.to_text()
+
+
 def test_a_run_that_found_rows_done_claims_no_speed() -> None:
     text = replace(RESULT, num_reused=700).to_text()
     assert "700 of them were done before this run" in text
