@@ -11,7 +11,9 @@ from torch.nn.functional import gelu, relu, silu
 from ..kernels.gated import silu_gate
 from .model_config import Activation, ModelConfig
 
-_FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+Activate = Callable[[Tensor], Tensor]
+
+_FUNCTIONS: Mapping[Activation, Activate] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
@@ -19,7 +21,7 @@ _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activation_of(model: ModelConfig) -> Callable[[Tensor], Tensor]:
+def activation_of(model: ModelConfig) -> Activate:
     """From the packed output of the first layer, gate beside up [T, 2 * inner], to [T, inner].
 
     Without a gate the input is [T, inner] already.

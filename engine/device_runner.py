@@ -36,6 +36,7 @@ from .planned_step import (
     attention_tile_rows,
     rounded,
 )
+from .sampler import NO_TOKEN
 from .sequence import Sequence
 from .step_batch import PageLayout, StepEntry
 from .step_runner import LaunchedStep, SampledTokens
@@ -81,8 +82,10 @@ class DeviceRunner:
             model, self._adapters.table, _FIRST_SCRATCH_ROWS, self._attention_items(rows), layout.page_tokens
         )
         self._buffers: dict[int, StepBuffer] = {}
-        # the step before: its tokens, their log-probabilities, and whose they are
+        # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
+        # whose they are
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._told_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
         self._places: dict[int, int] = {}
         self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
@@ -206,15 +209,18 @@ class DeviceRunner:
             # without min_tokens the penalty is zero
             penalised = logits[:, self._stop_token_ids] + step.stop_penalty[:, None]
             logits.index_copy_(1, self._stop_token_ids, penalised.to(logits.dtype))
+        is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
         tokens = sample_tokens(logits, step.sampling)
         self._tokens[:count].copy_(tokens)
+        self._told_tokens[:count].copy_(torch.where(is_finite, tokens, NO_TOKEN))
         if whole is not None:
             self._logprobs[:count].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
 
     def _launched(self, sampled: tuple[Sequence, ...], wants_logprobs: bool) -> LaunchedStep:
         """Copy the step's tokens back behind it."""
         count, device = len(sampled), self._tokens.device
-        tokens = empty_pinned(count, torch.int64, device).copy_(self._tokens[:count], non_blocking=True)
+        tokens = empty_pinned(count, torch.int64, device)
+        tokens.copy_(self._told_tokens[:count], non_blocking=True)
         logprobs = empty_pinned(count, torch.float32, device)
         if wants_logprobs:
             logprobs.copy_(self._logprobs[:count], non_blocking=True)

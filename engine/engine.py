@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.paged_attention.compiled import can_attend_compiled
 from ..scheduler.batching import Batcher, StepPlan, everybody_unmerged
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from .adapter_loader import AdapterLoader
@@ -19,29 +20,28 @@ from .adapter_registry import AdapterRegistry
 from .batcher import choose_batcher
 from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
-from .decoder import Decoder
 from .device_decoder import DeviceDecoder
 from .device_runner import DeviceRunner
 from .errors import AdapterRefusedError, AdapterUnusableError
-from .exact_decoder import ExactDecoder
 from .exported_row import ExportedRow
 from .host_runner import HostRunner
 from .host_tier import HostTier
-from .linear import can_pack
 from .live_weights import LiveWeights
-from .memory_plan import choose_device, host_tier_bytes, plan_memory, serves_by_kernels, zeroed_memory
+from .load_decoder import load_decoder
+from .memory_plan import choose_device, host_tier_bytes, plan_memory, zeroed_memory
 from .output_lengths import OutputLengths
-from .pool import PagePool
+from .pool import PagePool, PageRun
 from .prefix_sharing import PrefixSharing, shares_prefixes
 from .request import Request, Result, ServedMode
 from .residency import AdapterResidency
 from .rope import restarts_at
+from .row_problem import problem_with
 from .running_batch import RunningBatch
+from .sampler import NO_TOKEN
 from .sequence import Sequence
 from .step_batch import StepEntry
 from .step_runner import StepRunner, StepsInFlight
 from .telemetry import EngineTelemetry
-from .weights import dummy_weights, read_weights
 
 
 class Engine:
@@ -57,8 +57,7 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         self._device, self._dtype = choose_device(config)
         with torch.inference_mode():
-            weights = self._read_weights(model_folder)
-            self._decoder = self._make_decoder(weights)
+            self._decoder = load_decoder(model_folder, self.model, config, self._device, self._dtype)
             memory = plan_memory(config, self.model)
             self._layout = memory.layout
             num_elements = memory.num_pages * memory.layout.page_elements
@@ -70,8 +69,10 @@ class Engine:
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader)
         shares = shares_prefixes(config, self.model)
         prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
-        may_switch = config.mode == "auto"
-        self._batch = RunningBatch(pool, self._layout, residency, self._registry, prefixes, may_switch=may_switch)
+        clean = self._erase if self._reads_beyond_rows() else None
+        self._batch = RunningBatch(
+            pool, self._layout, residency, self._registry, prefixes, clean, may_switch=config.mode == "auto"
+        )
         self._live = LiveWeights(self._decoder, by_kernel=isinstance(self._decoder, DeviceDecoder))
         self._lengths = OutputLengths()
         cost = CPU_SMOLLM2_135M if self._device.type == "cpu" else H200_LLAMA_3_8B
@@ -79,7 +80,7 @@ class Engine:
             config, self._registry.must_merge, cost, self._registry.ranks, self._lengths.mean
         )
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
-        self._runner = self._make_runner(self._completion.stop_token_ids)
+        self._runner = self._make_runner()
         self._in_flight = StepsInFlight()
         self._rejected: list[Result] = []
         # Told what every step is about to do: measurements.
@@ -114,7 +115,7 @@ class Engine:
     def import_rows(self, rows: Iterable[ExportedRow]) -> None:
         """Go on with rows of another engine: `add` for rows that may have tokens already."""
         for row in rows:
-            problem = self._problem_with(row)
+            problem = problem_with(row, self._registry, self._batch, self.model.max_context_tokens)
             if problem is None:
                 self._batch.append(Sequence.of(row))
                 self._lengths.asked(row.request.sampling.max_tokens)
@@ -194,49 +195,28 @@ class Engine:
         """Pool, pins and running rows agree with each other."""
         self._batch.check_integrity()
 
-    def _read_weights(self, model_folder: Path) -> dict[str, torch.Tensor]:
-        if self.config.load_format == "dummy":
-            return dummy_weights(self.model, self._dtype, self._device)
-        return read_weights(model_folder, self.model, self._dtype, self._device)
-
-    def _make_decoder(self, weights: dict[str, torch.Tensor]) -> Decoder:
-        if serves_by_kernels(self.config, self._device):
-            return DeviceDecoder(self.model, weights, is_packed=False)
-        decoder = ExactDecoder if self.config.mode == "exact" else Decoder
-        return decoder(self.model, weights, is_packed=can_pack(self._device, self._dtype))
-
-    def _make_runner(self, stop_token_ids: tuple[int, ...]) -> StepRunner:
-        decoder = self._decoder
+    def _make_runner(self) -> StepRunner:
+        decoder, completion = self._decoder, self._completion
         if isinstance(decoder, DeviceDecoder):
+            stop_token_ids = completion.stop_token_ids
             return DeviceRunner(decoder, self._live, self._memory, self._layout, self.config, stop_token_ids)
-        return HostRunner(decoder, self._memory, self._layout, stop_token_ids)
+        return HostRunner(decoder, self._memory, self._layout, completion.stop_tokens)
+
+    def _reads_beyond_rows(self) -> bool:
+        """Whether attention reads, and then masks, what earlier rows have left in a row's pages."""
+        return not isinstance(self._decoder, DeviceDecoder) and not can_attend_compiled(
+            self.model.head_dim, self._dtype
+        )
+
+    def _erase(self, run: PageRun) -> None:
+        """What lies in a run may be the numbers of a row that became NaN, which no mask keeps out."""
+        self._memory[run.start * self._layout.page_elements : run.end * self._layout.page_elements].zero_()
 
     def _take_out(self, request_ids: Collection[str]) -> list[Sequence]:
         sequences = self._batch.remove(request_ids)
         for sequence in sequences:
             self._completion.forget(sequence)
         return sequences
-
-    def _problem_with(self, row: ExportedRow) -> str | None:
-        """Why a row cannot be served, as a plain sentence."""
-        request = row.request
-        problems = request.sampling.problems() or row.problems()
-        if problems:
-            return "; ".join(problems)
-        if request.adapter_id is not None and request.adapter_id not in self._registry:
-            return f"adapter {request.adapter_id[:12]} is not known to this engine"
-        ids, vocab_size = request.prompt_token_ids, self._registry.vocab_size(request.adapter_id)
-        if not ids:
-            return "the prompt has no tokens"
-        if min(ids + row.token_ids) < 0 or max(ids + row.token_ids) >= vocab_size:
-            return f"prompt_token_ids must lie in 0..{vocab_size - 1}"
-        max_tokens, context = request.sampling.max_tokens, self.model.max_context_tokens
-        if len(ids) + max_tokens > context:
-            return f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of {context} tokens"
-        pages, num_pages = self._batch.pages_of_row(request), self._batch.pool.num_pages
-        if pages > num_pages:
-            return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"
-        return None
 
     def _mode(self) -> ServedMode:
         if self._live.merged_adapter_id is not None:
@@ -278,6 +258,20 @@ class Engine:
             self._completion.forget(sequence)
         return [Result.refused(sequence.request, str(error)) for sequence in rows]
 
+    def _give_up_row(self, sequence: Sequence) -> Result:
+        """A row whose numbers have left what the dtype holds is an error; all others go on."""
+        self._end(sequence)
+        after, dtype = len(sequence.token_ids), str(self._dtype).removeprefix("torch.")
+        return Result.refused(
+            sequence.request,
+            f"the model's logits are NaN or infinite after {after} generated tokens in {dtype}: use a wider --dtype, "
+            "or an earlier checkpoint of the adapter",
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        self._batch.release(sequence)
+        self._completion.forget(sequence)
+
     def _launch(self, entries: Items[StepEntry]) -> None:
         if self.observe_step is not None:
             self.observe_step(entries)
@@ -292,6 +286,8 @@ class Engine:
     def _append_token(self, sequence: Sequence, token: int, logprob: float) -> Result | None:
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
+        if token == NO_TOKEN:
+            return self._give_up_row(sequence)
         self._generated_tokens += 1
         sequence.token_ids.append(token)
         if sequence.request.sampling.logprobs:
@@ -301,6 +297,5 @@ class Engine:
             sequence.num_stored = 0
         if result is not None:
             self._lengths.finished(len(sequence.token_ids))
-            self._batch.release(sequence)
-            self._completion.forget(sequence)
+            self._end(sequence)
         return result

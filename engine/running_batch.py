@@ -1,42 +1,32 @@
 """Rows waiting and running in one engine, and the pages they hold.
 
-Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter
-is resident, so a running row is never pushed out again. Adapters that no running row uses make room, the one
-needed furthest in the future first.
-
 Where weights may change while rows run, a row keeps its adapter in the pool even while it is served merged: any mode
 can then follow any other between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import islice
-from math import inf
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 from ..scheduler.batching import BatchView, StepPlan
-from .adapter_loader import MAX_AHEAD
 from .adapter_registry import AdapterRegistry
-from .pool import PagePool
+from .admission import Admission, row_owner
+from .pool import PagePool, PageRun
 from .prefix_sharing import PrefixSharing
 from .request import Request
 from .residency import AdapterResidency, MergedShare
-from .room import NextUse, Room
+from .room import Room
 from .sequence import Sequence
 from .step_batch import PageLayout, StepEntry
 from .waiting_rows import WaitingRows
-
-# Where memory allows, runs are rounded up to this many pages: sequences of equal runs share attention calls.
-# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
-_RUN_PAGES = 4
 
 
 class RunningBatch:
     """Bookkeeping between requests and steps; no arithmetic on tensors.
 
-    `may_switch`: weights may change while rows run.
+    `may_switch`: weights may change while rows run. `clean` erases a run before a row gets it (None: needless).
     """
 
     def __init__(
@@ -46,6 +36,7 @@ class RunningBatch:
         residency: AdapterResidency,
         registry: AdapterRegistry,
         prefixes: PrefixSharing | None,
+        clean: Callable[[PageRun], None] | None,
         *,
         may_switch: bool,
     ) -> None:
@@ -55,10 +46,12 @@ class RunningBatch:
         self._layout = layout
         self._registry = registry
         self._room = Room(pool, layout, residency, registry, prefixes)
-        self._may_switch = may_switch
         self._taken_out: MergedShare | None = None
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
+        self._admission = Admission(
+            self._waiting, self._running, pool, layout, residency, registry, self._room, clean, may_switch=may_switch
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -120,7 +113,7 @@ class RunningBatch:
             self._taken_out = None
         if adapter_id is None or self._taken_out is not None:
             return True
-        if not self._room.make_resident(adapter_id, self._next_use()):
+        if not self._room.make_resident(adapter_id, self._admission.next_use()):
             return False
         resident = self.residency.get(adapter_id)
         assert resident is not None
@@ -134,9 +127,9 @@ class RunningBatch:
         before = list(self._running.values())
         self.residency.loader.drop_unwanted(self._waiting.wants)
         paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
-        self._admit(plan)
+        self._admission.admit(plan, is_mixture=self.is_mixture)
         if plan.mode != "merged":
-            self._read_ahead()
+            self._admission.read_ahead()
         served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
         entries = [self._entry(s, 1, plan) for s in served if s.is_decoding]
         budget = max(max_step_tokens - len(entries), 1)
@@ -160,7 +153,7 @@ class RunningBatch:
     def release(self, sequence: Sequence) -> None:
         """Take a running row out and give its pages back."""
         del self._running[sequence.request.request_id]
-        self.pool.release(_owner(sequence))
+        self.pool.release(row_owner(sequence))
         if self.prefixes is not None:
             self.prefixes.forget(sequence)
         if sequence.holds_adapter:
@@ -196,12 +189,12 @@ class RunningBatch:
             unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]
             self.prefixes.check_integrity(unfinished)
         for sequence in self._running.values():
-            held = self.pool.run_of(_owner(sequence)).num_pages * self._layout.page_tokens
+            held = self.pool.run_of(row_owner(sequence)).num_pages * self._layout.page_tokens
             needed = sequence.capacity_tokens
             assert held >= needed, f"row {sequence.request.request_id} holds {held} token places, needs {needed}"
 
     def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
-        adapter_id, run = sequence.request.adapter_id, self.pool.run_of(_owner(sequence))
+        adapter_id, run = sequence.request.adapter_id, self.pool.run_of(row_owner(sequence))
         if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
             sequence.served("merged")
             return StepEntry(sequence, num_tokens, run, None)
@@ -217,96 +210,4 @@ class RunningBatch:
         return StepEntry(sequence, num_tokens, run, adapter)
 
     def _can_advance(self, sequence: Sequence) -> bool:
-        return self.prefixes is None or self.prefixes.advance(sequence, self.pool.run_of(_owner(sequence)))
-
-    def _admit(self, plan: StepPlan) -> None:
-        if len(plan.admit) == 0:
-            return
-        rows, next_use = list(self._waiting), self._next_use()
-        admitted = self._ready([rows[position] for position in plan.admit.tolist()], plan)
-        absent = self._absent_adapters(admitted, plan)
-        pages = sum(map(self._rounded_pages, admitted)) + sum(map(self._room.adapter_pages, absent))
-        if pages <= self.pool.largest_free_run // 2:
-            # Nothing has to make room for another: adapters first, then runs of equal size side by side.
-            for adapter_id in absent:
-                self._room.make_resident(adapter_id, next_use)
-            admitted.sort(key=self._rounded_pages)
-        for sequence in admitted:
-            if not self._admit_row(sequence, plan, next_use):
-                break
-
-    def _absent_adapters(self, rows: list[Sequence], plan: StepPlan) -> list[str]:
-        """Adapters that rows need and the pool lacks, in the rows' order."""
-        ids = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
-        return [a for a in ids if a is not None and self.residency.get(a) is None]
-
-    def _next_use(self) -> NextUse:
-        uses = self._next_uses()
-        return lambda adapter_id: uses.get(adapter_id, inf)
-
-    def _adapter_to_hold(self, sequence: Sequence, plan: StepPlan) -> str | None:
-        """The adapter that the row needs in the pool: in this step, or in one after a switch."""
-        adapter_id = sequence.request.adapter_id
-        if adapter_id is None or self._registry.must_merge_id(adapter_id):
-            return None
-        return adapter_id if self._may_switch or plan.mode == "unmerged" else None
-
-    def _next_uses(self) -> dict[str, float]:
-        running_ids = {s.request.adapter_id for s in self._running.values()}
-        return self._waiting.next_uses(running_ids, set(self.residency.resident_ids), self._registry.code_of)
-
-    def _ready(self, rows: list[Sequence], plan: StepPlan) -> list[Sequence]:
-        """Rows whose adapter need not be waited for. If there is none and nothing runs, those of the first adapter."""
-        wanted = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
-        missing = [a for a in wanted if a is not None and not self._room.has_at_hand(a)]
-        self.residency.loader.prefetch(missing)
-        if len(missing) == len(wanted) and not self._running:
-            del missing[0]
-        return [s for s in rows if self._adapter_to_hold(s, plan) not in missing]
-
-    def _read_ahead(self) -> None:
-        """Have the adapters read that are needed next, while steps run."""
-        loader = self.residency.loader
-        if loader.has_time and self._waiting:
-            absent = (a for a in self._next_uses() if self.residency.get(a) is None)
-            loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), MAX_AHEAD))
-
-    def _rounded_pages(self, sequence: Sequence) -> int:
-        return -(-self._layout.pages_for_tokens(sequence.capacity_tokens) // _RUN_PAGES) * _RUN_PAGES
-
-    def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse) -> bool:
-        """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
-        adapter_id = self._adapter_to_hold(sequence, plan)
-        exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
-        if not self._take_memory(sequence, (self._rounded_pages(sequence), exact), adapter_id, next_use):
-            if self._running or self.is_mixture:
-                return False
-            # an empty pool holds the row and its adapter side by side: checked when the row came
-            self._room.make(self.pool.num_pages, next_use)
-            has_memory = self._take_memory(sequence, (exact,), adapter_id, next_use)
-            assert has_memory, f"row {sequence.request.request_id} does not fit into an empty pool"
-        if adapter_id is not None:
-            self.residency.pin(adapter_id)
-            sequence.holds_adapter = True
-        self._running[sequence.request.request_id] = self._waiting.remove(sequence.request.request_id)
-        return True
-
-    def _take_memory(
-        self, sequence: Sequence, sizes: tuple[int, ...], adapter_id: str | None, next_use: NextUse
-    ) -> bool:
-        """The largest possible of `sizes` for the row, and its adapter in the pool; or neither, and False."""
-        owner = _owner(sequence)
-        if not self._room.make(min(sizes), next_use, keep=adapter_id):
-            return False
-        next(size for size in sizes if self.pool.allocate(owner, size) is not None)
-        is_resident = False
-        try:
-            is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use)
-        finally:
-            if not is_resident:
-                self.pool.release(owner)
-        return is_resident
-
-
-def _owner(sequence: Sequence) -> tuple[str, str]:
-    return ("sequence", sequence.request.request_id)
+        return self.prefixes is None or self.prefixes.advance(sequence, self.pool.run_of(row_owner(sequence)))

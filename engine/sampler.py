@@ -1,79 +1,96 @@
 """From logits to tokens: greedy, or drawn after temperature, top-k and top-p, in that order.
 
-A drawn token needs one uniform number per (row, position): probabilities are cut, and the number picks along
-their cumulative sum. Sorting a whole vocabulary is avoided: top-p looks at the largest candidates first and
-widens only when they do not reach p.
+A drawn token needs one uniform number per (row, position). With weights w = exp((logit - largest) / temperature), cut
+by top-k, then by top-p as a share of what is left, the draw is the first token whose running sum of w exceeds the
+number times their total: in order of falling logits where something is cut, else in order of token ids. Equal logits
+stand in order of token ids. `kernels.sampling` does the same on a GPU.
+
+Log-probabilities are those of the model's own distribution: before temperature, cuts and withheld stop tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .random_stream import uniforms
+from .request import SamplingParams
 from .sequence import Sequence
 
+# In place of a token where the logits choose none: NaN or infinity among them, or nothing left to choose.
+NO_TOKEN = -1
+# Sorting a whole vocabulary is avoided: top-p looks at the largest candidates first, and widens when they fall short.
 _FIRST_CANDIDATES = 256
 
+StopTokens = Callable[[Sequence], Items[int]]
 
-def sample(logits: Tensor, sequences: Rows[Sequence], stop_token_ids: Tensor) -> tuple[list[int], list[float]]:
+
+def sample(logits: Tensor, sequences: Items[Sequence], stop_tokens: StopTokens) -> tuple[list[int], list[float]]:
     """Next token of each sequence from `logits` [num_sequences, vocab_size], which may be overwritten.
 
-    Returns token ids and the log-probabilities of the chosen tokens under the unmodified distribution (zeros
-    when no sequence asked for them). Stop tokens are withheld until `min_tokens`.
+    Returns token ids (`NO_TOKEN` where the largest logit is no finite number) and the log-probabilities of the chosen
+    tokens (zeros for sequences that did not ask). A sequence's `stop_tokens` are withheld until its `min_tokens`.
     """
-    wants_logprobs = any(s.request.sampling.logprobs for s in sequences)
-    raw = logits.float().clone() if wants_logprobs else None
-    too_short = [i for i, s in enumerate(sequences) if len(s.token_ids) < s.request.sampling.min_tokens]
-    if too_short and stop_token_ids.numel():
-        rows = torch.tensor(too_short, device=logits.device)
-        logits[rows[:, None], stop_token_ids[None, :]] = -torch.inf
-    tokens = logits.argmax(-1).tolist()
-    drawn = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0]
+    asked = [i for i, s in enumerate(sequences) if s.request.sampling.logprobs]
+    # not logsumexp: over a whole vocabulary it rounds by the number of rows and of threads
+    of_asked = torch.log_softmax(logits[asked].float(), -1) if asked else logits[:0]
+    for i, sequence in enumerate(sequences):
+        if len(sequence.token_ids) < sequence.request.sampling.min_tokens:
+            withheld = [t for t in stop_tokens(sequence) if t < logits.shape[1]]
+            logits[i, withheld] = -torch.inf
+    largest, choice = logits.max(-1)  # NaN counts as largest
+    tokens: list[int] = torch.where(largest.isfinite(), choice, NO_TOKEN).tolist()
+    drawn = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0 and tokens[i] != NO_TOKEN]
     for i, u in zip(drawn, _uniforms([sequences[i] for i in drawn]), strict=True):
-        tokens[i] = _draw(logits[i].float(), sequences[i], float(u))
-    if raw is None:
-        return tokens, [0.0] * len(tokens)
-    chosen = torch.tensor(tokens, device=raw.device)[:, None]
-    # one by one: over several rows at once the sum of a row may round otherwise
-    totals = torch.stack([row.logsumexp(-1) for row in raw])
-    logprobs = (raw.gather(1, chosen)[:, 0] - totals).tolist()
+        tokens[i] = _draw(logits[i], sequences[i].request.sampling, float(u))
+    logprobs = [0.0] * len(tokens)
+    for i, row in zip(asked, of_asked, strict=True):
+        logprobs[i] = float(row[tokens[i]])
     return tokens, logprobs
 
 
-def _uniforms(sequences: Rows[Sequence]) -> np.ndarray:
+def _uniforms(sequences: Items[Sequence]) -> np.ndarray:
     keys = [(s.request.sampling.seed, s.request.stream_id, len(s.token_ids)) for s in sequences]
     columns = np.array(keys, dtype=np.uint64).reshape(-1, 3)
     return uniforms(columns[:, 0], columns[:, 1], columns[:, 2])
 
 
-def _draw(logits: Tensor, sequence: Sequence, u: float) -> int:
+def _draw(logits: Tensor, sampling: SamplingParams, u: float) -> int:
     """One token from `logits` [vocab_size] by the uniform number `u`."""
-    sampling = sequence.request.sampling
-    logits = logits / sampling.temperature
     vocab_size = logits.numel()
+    # distances from the largest: no temperature is too small for them
+    distances = logits.double()
+    weights = ((distances - distances.max()) / sampling.temperature).exp()
     if sampling.top_k == 0 and sampling.top_p >= 1.0:
-        return _pick(torch.softmax(logits.double(), -1), u)
+        return _pick(weights, u)
     width = min(sampling.top_k or _FIRST_CANDIDATES, vocab_size)
-    # top-p is a share of what top-k leaves
-    log_total = None if sampling.top_k else logits.double().logsumexp(-1)
+    # the last running sum, not the sum: that rounds by the number of threads
+    total = weights.cumsum(-1)[-1]
     while True:
-        values, ids = logits.topk(width)  # sorted, largest first
-        values = values.double()
-        probabilities = (values - (values.logsumexp(-1) if log_total is None else log_total)).exp()
-        before = probabilities.cumsum(-1) - probabilities
-        kept = int((before < sampling.top_p).sum())
-        if sampling.top_k or kept < width or width == vocab_size:
-            return int(ids[_pick(probabilities[:kept], u)])
+        ids = _largest(logits, width)
+        candidates = weights[ids]
+        reached = candidates.cumsum(-1)
+        # top-p is a share of what top-k leaves
+        goal = sampling.top_p * (reached[-1] if sampling.top_k else total)
+        num_kept = max(1, int((reached - candidates < goal).sum()))
+        if sampling.top_k or num_kept < width or width == vocab_size:
+            return int(ids[_pick(candidates[:num_kept], u)])
         width = min(width * 8, vocab_size)
 
 
-def _pick(probabilities: Tensor, u: float) -> int:
-    """Index at which the cumulative sum of `probabilities` (fp64) first exceeds `u` times their total."""
-    cumulative = probabilities.cumsum(-1)
-    target = cumulative.new_tensor([u]) * cumulative[-1]
-    index = int(torch.searchsorted(cumulative, target, right=True)[0])
-    return min(index, probabilities.numel() - 1)
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest, in falling order, equals in order of their ids (which `topk` leaves open)."""
+    least = logits.topk(count).values[-1]
+    ids = (logits >= least).nonzero()[:, 0]
+    return ids[logits[ids].argsort(descending=True, stable=True)[:count]]
+
+
+def _pick(weights: Tensor, u: float) -> int:
+    """Index at which the running sum of `weights` (fp64) first exceeds `u` times their total."""
+    cumulative = weights.cumsum(-1)
+    index = int(torch.searchsorted(cumulative, u * cumulative[-1:], right=True)[0])
+    return min(index, weights.numel() - 1)

@@ -166,7 +166,7 @@ def _attention_plans(
     is_exact: bool,
 ) -> dict[int | None, AttentionPlan]:
     """One plan per distinct sliding window of the model's layers."""
-    if can_attend_compiled(model.head_dim, dtype) and not is_exact:
+    if can_attend_compiled(model.head_dim, dtype):
         spans = SpanTable.of([_attention_span(e, start, layout) for e, start in zip(ordered, starts, strict=False)])
         return {window: AttentionPlan(spans=spans, window=window) for window in set(model.sliding_windows)}
     decoding = sorted(

@@ -41,6 +41,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self._chat_template = chat_template
         self.eos_token_ids = eos_token_ids
+        added = backend.get_added_tokens_decoder().values()
+        self._special_texts = {token.content for token in added if token.special}
 
     @classmethod
     def from_folder(cls, folder: Path, *, base: Path | None = None, now: datetime | None = None) -> Tokenizer:
@@ -103,6 +105,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated tokens, without special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """Of these texts, those that are special tokens: `decode` leaves them out."""
+        ids = ((self._backend.token_to_id(text), text) for text in texts)
+        return tuple(i for i, text in ids if i is not None and text in self._special_texts)
 
     def detokenizer(self) -> Detokenizer:
         """A fresh `Detokenizer` for one sequence."""

@@ -33,7 +33,9 @@ class SamplingRows:
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Token ids, int64 [num_rows], from `logits` [num_rows, vocab_size]; rows are contiguous. No logit is NaN."""
+    """Token ids, int64 [num_rows], from `logits` [num_rows, vocab_size]; rows are contiguous.
+
+    A row with NaN gets any token of the vocabulary."""
     assert logits.stride(1) == 1, "rows of logits must be contiguous"
     assert len(rows.temperature) == len(logits), f"{len(rows.temperature)} rows of sampling, {len(logits)} of logits"
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

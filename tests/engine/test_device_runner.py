@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft_oracle import register_all
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
@@ -223,3 +225,21 @@ def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory_plan, "is_interpreted", lambda: False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         serves_by_kernels(EngineConfig(kernels="triton"), cpu)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns
+def test_a_row_whose_numbers_overflow_is_an_error_and_the_rows_beside_it_go_on(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    huge = tmp_path / "huge"
+    shutil.copytree(tiny_adapters["rank1"], huge)
+    tensors = load_file(huge / "adapter_model.safetensors")
+    save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, huge / "adapter_model.safetensors")
+    engine = device_engine(tiny_llama)
+    (bad_id,) = register_all(engine, {"huge": huge}).values()
+    good = rows(2, max_tokens=3, ignore_eos=True)
+    bad = Request("bad", PROMPT, bad_id, SamplingParams(max_tokens=3, temperature=1.0))
+    results = by_id(list(engine.run([good[0], bad, good[1]])))
+    expected = by_id(list(make_engine(tiny_llama).run(good)))
+    assert "NaN or infinite" in (results["bad"].error or "")
+    assert {key: results[key].token_ids for key in expected} == {key: r.token_ids for key, r in expected.items()}

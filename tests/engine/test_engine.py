@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft_oracle import Oracle, make_engine, prompts, register_all, serve
+from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import Mode, read_model_config
@@ -239,3 +240,38 @@ def test_an_adapter_that_vanishes_costs_its_rows_only(
         assert [results[key].finish_reason == "error" for key in "abcd"] == [True, False, True, False]
         assert results["b"].token_ids == oracle.greedy((5, 6, 7), "rank1", 4, stop_id=2)
         (tmp_path / "weights").rename(tmp_path / "gone" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("mode", ["unmerged", "exact"])
+def test_rows_whose_numbers_overflow_are_errors_and_leave_no_trace(
+    tiny_llama: Path,
+    tiny_adapters: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Mode,
+    is_compiled: bool,
+) -> None:
+    huge = tmp_path / "huge"
+    shutil.copytree(tiny_adapters["rank8"], huge)
+    tensors = load_file(huge / "adapter_model.safetensors")
+    save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, huge / "adapter_model.safetensors")
+    if not is_compiled:
+        monkeypatch.setattr("lorabatch.kernels.native._library", lambda: None)
+        native_function.cache_clear()
+    # every page has held NaN before it is used again
+    engine = make_engine(tiny_llama, mode, pool_bytes=60 * 8192)
+    ids = register_all(engine, {"huge": huge, "rank8": tiny_adapters["rank8"]})
+    sampling = SamplingParams(max_tokens=12, logprobs=True, ignore_eos=True)
+    good = [Request(f"good-{i}", p, ids["rank8"], sampling) for i, p in enumerate(prompts(9, 300, seed=3))]
+    bad = [Request(f"bad-{i}", p, ids["huge"], sampling) for i, p in enumerate(prompts(9, 300, seed=3))]
+    expected = serve(engine, good)
+    serve(engine, bad)
+    results = serve(engine, [row for pair in zip(bad, good, strict=True) for row in pair])
+    native_function.cache_clear()
+    for i in range(9):
+        assert results[f"bad-{i}"].finish_reason == "error"
+        assert "NaN or infinite" in (results[f"bad-{i}"].error or "")
+        found, alone = results[f"good-{i}"], expected[f"good-{i}"]
+        assert found.token_ids == alone.token_ids
+        assert found.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-3)

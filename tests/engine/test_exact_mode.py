@@ -1,40 +1,139 @@
-"""Mode `exact`: a row's tokens and log-probabilities have the same bits alone, in company, and after a move."""
+"""Mode `exact`: a row's tokens, text and log-probabilities have the same bits alone, in company, and after a move; with
+compiled kernels for any number of threads, without them (torch) for one."""
 
 from __future__ import annotations
 
-import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from peft_oracle import make_engine, prompts, register_all, serve
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft_oracle import make_engine as make_small_engine
+from peft_oracle import prompts, register_all, serve
+from scenarios import ANYTHING, Alone, Scenario, make_engine, play, renamed, scenarios
 
+from lorabatch.engine.adapter import audit_adapter
+from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.linear import Linear
 from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.kernels.native import native_function
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_log_probabilities_have_the_same_bits_alone_in_company_and_after_a_move(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], seed: int
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Engines set torch's threads for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr("lorabatch.kernels.native._library", lambda: None)
+            native_function.cache_clear()
+        yield request.param
+    native_function.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> dict[str, Path]:
+    """Adapters by content hash."""
+    model = read_model_config(tiny_llama)
+    found = {audit_adapter(folder, model, name).identity_sha256: folder for name, folder in tiny_adapters.items()}
+    return {identity: folder for identity, folder in found.items() if identity is not None}
+
+
+@pytest.fixture(scope="module")
+def alone(kernels: str, tiny_llama: Path, folders: dict[str, Path]) -> Alone:
+    return Alone(make_engine(tiny_llama, folders, "exact", pool_bytes=4 << 20))
+
+
+@ANYTHING
+@given(scenario=scenarios(draws_freely=True), num_threads=st.integers(1, 3))
+def test_whatever_happens_around_a_row_it_has_the_same_bits(
+    kernels: str, tiny_llama: Path, folders: dict[str, Path], alone: Alone, scenario: Scenario, num_threads: int
 ) -> None:
-    rng = random.Random(seed)
-    engines = [
-        make_engine(tiny_llama, "exact", max_batch_rows=1, max_step_tokens=7),
-        make_engine(tiny_llama, "exact"),
-        make_engine(tiny_llama, "exact", max_batch_rows=20, max_step_tokens=100),
-    ]
-    for engine in engines:
-        ids = [None, *register_all(engine, tiny_adapters).values()]
+    config = scenario.config | {"num_threads": num_threads if kernels == "compiled" else 1}
+    engines = [make_engine(tiny_llama, folders, "exact", **config) for _ in range(2)]
+    results = play(engines, scenario, list(folders))
+    for _, request in scenario.arrivals:
+        if request.request_id in results:
+            assert results[request.request_id] == alone.of(renamed(request, list(folders)))
+
+
+# Every activation, kind of norm, window, softcap and rope that a family brings.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": None, "intermediate_size": None}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 20}),
+    "gemma with gelu": ("gemma", {"head_dim": 16, "hidden_activation": "gelu"}),
+    "dynamic rope": (
+        "llama",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_every_family_have_the_same_bits_alone_and_in_company(
+    kernels: str, family: str, tmp_path: Path, make_model: Any, make_adapter: Any
+) -> None:
+    name, settings = FAMILIES[family]
+    model = make_model(tmp_path / "model", name, **{k: v for k, v in settings.items() if v is not None})
+    adapters = {
+        f"rank{r}": make_adapter(tmp_path / f"rank{r}", model, seed=r, r=r, target_modules=["q_proj", "v_proj"])
+        for r in (1, 12)
+    }
+    torch.set_num_threads(1)
+    alone = make_small_engine(model, "exact", max_batch_rows=1, max_step_tokens=100)
+    ids = [None, *register_all(alone, adapters).values()]
     sampling = SamplingParams(max_tokens=10, temperature=0.7, logprobs=True, ignore_eos=True)
     requests = [
-        Request(f"row-{i}", prompt, rng.choice(ids), sampling, stream_id=i)
-        for i, prompt in enumerate(prompts(16, engines[0].model.vocab_size, seed=seed))
+        Request(f"row-{i}", prompt, ids[i % len(ids)], sampling, stream_id=i)
+        for i, prompt in enumerate(prompts(12, alone.model.vocab_size, seed=4))
     ]
-    alone, together = serve(engines[0], requests), serve(engines[1], requests)
-    assert alone == together
-    engines[1].add(requests)
-    moved = {}
-    while engines[1].num_unfinished or engines[2].num_unfinished:
-        for engine in engines[1:]:
-            moved.update({result.request_id: result for result in engine.step()})
-        names = rng.sample([request.request_id for request in requests], 3)
-        engines[2].import_rows(engines[1].export_rows(names))
-    assert moved == alone
+    expected = serve(alone, requests)
+    torch.set_num_threads(3 if kernels == "compiled" else 1)
+    company = make_small_engine(model, "exact", max_batch_rows=12, max_step_tokens=50)
+    register_all(company, adapters)
+    assert serve(company, requests) == expected
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (49152, 576)])
+def test_packed_layers_of_a_real_size_round_alike_for_any_number_of_rows_and_threads(outputs: int, inputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = Linear(torch.randn(outputs, inputs, generator=generator), None, is_packed=True)
+    x = torch.randn(530, inputs, generator=generator)
+    torch.set_num_threads(1)
+    whole = layer(x)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for num_rows in (1, 2, 3, 15, 16, 17, 33, 64, 100, 257, 512):
+            assert torch.equal(layer(x[:num_rows].clone()), whole[:num_rows]), (num_threads, num_rows)
+
+
+@pytest.mark.real_model
+def test_rows_of_the_demo_model_have_the_same_bits_alone_and_in_company() -> None:
+    from lorabatch.demo.base_model import base_model_folder
+
+    config = EngineConfig(mode="exact", num_threads=1, pool_bytes=256 << 20)
+    alone = Engine(base_model_folder(), config)
+    sampling = SamplingParams(max_tokens=6, logprobs=True, ignore_eos=True)
+    requests = [
+        Request(f"row-{i}", prompt, None, sampling)
+        for i, prompt in enumerate(prompts(5, alone.model.vocab_size, seed=2))
+    ]
+    expected = [result for request in requests for result in alone.run([request])]
+    torch.set_num_threads(2)
+    assert sorted(alone.run(requests), key=lambda r: r.request_id) == expected
