@@ -1,14 +1,14 @@
-"""`EngineHost`: the worker plugin that owns a worker's engine.
+"""`EngineHost`: the worker plugin by which a run uses a worker's engine.
 
-Dask sets it up on every worker, also on those that join or restart later. `setup` starts the engine process and
-returns at once: loading weights takes longer than a worker may be silent. Readiness is told by reports.
+Dask sets it up on every worker, also on those that join or restart later. `setup` has the engine process started, or
+joins the one that other runs have, and returns at once: loading weights takes longer than a worker may be silent.
+Readiness is told by reports.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -23,11 +23,12 @@ from ..jobs.local_copy import local_folder
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from .adapter_shelf import AdapterShelf
-from .engine_keeper import EngineKeeper
+from .engine_share import EngineShare
 from .errors import EngineFailedError
 from .log_shipper import LogShipper
 from .messages import EngineSettings, HostReport, ShardOutcome, report_topic
 from .row_exchange import RowExchange
+from .worker_engines import engines_of
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -43,7 +44,7 @@ def worker_log_path(worker: Worker) -> Path:
 
 
 class EngineHost(WorkerPlugin):
-    """One engine on one worker, for one run of a job: a new run never meets engines that know other adapters."""
+    """One run of a job on one worker."""
 
     # Registering it again, as a client does that reconnects, must not tear the running engine down.
     idempotent = True
@@ -56,35 +57,35 @@ class EngineHost(WorkerPlugin):
         self._store = store
 
     def setup(self, worker: Worker) -> None:
-        """Start the engine process; called by Dask on the worker."""
+        """Join the engine, starting it if need be; called by Dask on the worker."""
         self._worker = worker
         self._record: JobRecord | None = None
         self._shelf: AdapterShelf | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
-        # In the folder that Dask clears of what killed workers leave behind.
-        self._folder = tempfile.TemporaryDirectory(prefix="lorabatch-host-", dir=worker.local_directory)
-        engine_log, tag = Path(self._folder.name) / "engine.log", worker_tag(worker.address)
-        logs = {f"engine-{tag}": engine_log, f"worker-{tag}": worker_log_path(worker)}
-        self._shipper = LogShipper(self._store, logs)
+        self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
-        self.keeper = EngineKeeper(settings, self._find_model, engine_log, self._send, worker.address)
-        self._exchange = RowExchange(worker, self._run_id, self.keeper, self.shelf)
+        self.engine: EngineShare = self._engines.join(self._run_id, settings, self._find_model, self._send)
+        tag = worker_tag(worker.address)
+        logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
+        self._shipper = LogShipper(self._store, logs, shared=logs)
+        self._exchange = RowExchange(worker, self._run_id, self.engine, self.shelf)
 
     async def teardown(self, worker: Worker) -> None:
-        """End the engine; open shards are abandoned, and their tasks get the time to keep finished rows."""
+        """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished rows."""
         self._exchange.close()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self.keeper.close(_CLOSE_TIMEOUT_S)
+        folder = self._engines.leave(self._run_id, _CLOSE_TIMEOUT_S)
         with self._lock:
             claims = list(self._claims.values())
         for claim in claims:
             with contextlib.suppress(Exception):
                 claim.result(_CLOSE_TIMEOUT_S)
         self._shipper.close(_CLOSE_TIMEOUT_S)
-        self._folder.cleanup()
+        if folder is not None:
+            folder.cleanup()
 
     @property
     def store(self) -> JobStore:
@@ -128,7 +129,7 @@ class EngineHost(WorkerPlugin):
         record = self.record()
         with self._lock:
             if self._shelf is None:
-                folder = Path(self._folder.name) / "adapters"
+                folder = self.engine.folder / "adapters"
                 self._shelf = AdapterShelf(record.adapters, self._settings.storage_options, folder)
             return self._shelf
 

@@ -1,70 +1,55 @@
-"""Keeps one engine process alive and its rows accounted for. No Dask: `engine_host.py` puts it on a worker.
+"""Keeps one engine process alive and its rows accounted for. No Dask: `worker_engines.py` puts it on a worker.
 
-All state belongs to one thread, which takes messages from a queue: from the engine process, from tasks that
-open or give up shards, and from `close`. Results go straight to the shard that waits for them.
+All state belongs to one thread, which takes what it must do from a queue: what the engine process says, and what the
+runs that share the engine ask (`engine_share.py`). The rows themselves are in `engine_rows.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engine.exported_row import ExportedRow
 from ..engine.out_of_memory import kernel_kills
-from ..engine.request import Request, Result
 from ..engine.wire import unpack_exported_row, unpack_result, unpack_telemetry
 from .engine_child import EngineChild
-from .engine_feed import EngineFeed
 from .engine_pulse import EnginePulse
-from .errors import EngineFailedError, ShardAbandonedError
+from .engine_rows import EngineRows, Message
+from .engine_share import Action, EngineShare, engine_log
+from .errors import EngineFailedError
 from .host_meter import HostMeter
-from .loan_desk import Loan, LoanDesk
-from .messages import EngineSettings, HostReport, LocalAdapter
-from .open_shard import OpenShard, ServedRow
+from .messages import EngineSettings, HostReport
 from .restart_policy import GiveUp, RestartPolicy
-from .row_ledger import RowLedger
 
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
 
+Reporter = Callable[[HostReport], None]
+
 
 class EngineKeeper:
-    """One engine process, restarted when it dies, and the open shards whose rows it works on.
+    """One engine process, restarted when it dies, and the runs that share it.
 
-    `find_model` returns the local model folder (it may download). `send_report` is called about once a second.
+    `find_model` returns the local model folder (it may download). `folder`: of the engine's own files.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        find_model: Callable[[], Path],
-        log_path: Path,
-        send_report: Callable[[HostReport], None],
-        worker: str,
-    ) -> None:
+    def __init__(self, settings: EngineSettings, find_model: Callable[[], Path], folder: Path, worker: str) -> None:
         self._settings = settings
-        self._new_child = partial(EngineChild, find_model, log_path, self._overhear)
-        self._send_report = send_report
-        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._ledger = RowLedger()
+        self._folder = folder
+        self._new_child = partial(EngineChild, find_model, engine_log(folder), self._overhear)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._rows = EngineRows()
+        self._reporters: dict[str, Reporter] = {}
         self._policy = RestartPolicy()
         self._meter = HostMeter(worker, settings.config.max_batch_rows)
-        self._shards: list[OpenShard] = []
-        # request id -> the shard that waits for it, and the request.
-        self._waits: dict[str, tuple[OpenShard, Request]] = {}
-        self._feed = EngineFeed()
-        self._desk = LoanDesk(self._ledger)
         self._fatal: dict[str, Any] = {}
-        self._failure: Exception | None = None
         self._is_closed = False
         self._restart_at_s: float | None = None
         self._report_at_s = 0.0
@@ -76,48 +61,33 @@ class EngineKeeper:
 
     # Called from other threads
 
-    def open(self, shard_id: int, requests: Iterable[Request], adapters: Iterable[LocalAdapter]) -> OpenShard:
-        """Give rows to the engine; results arrive at the returned shard under the same request ids, which must
-        be unique among all rows open here.
-        """
-        return self._accept(OpenShard(shard_id, map(ExportedRow, requests)), adapters)
+    def join(self, run: str, send_report: Reporter) -> EngineShare:
+        """A share for a run; `send_report` is called about once a second until it leaves."""
+        self._inbox.put(partial(self._join, run, send_report))
+        return EngineShare(run, self._folder, self._act_later)
 
-    def open_guests(self, rows: Iterable[ExportedRow], adapters: Iterable[LocalAdapter]) -> OpenShard:
-        """Likewise for rows of another worker's shard, begun or not."""
-        return self._accept(OpenShard(None, rows), adapters)
-
-    def lend(self, shard_id: int, num_rows: int) -> Future[Loan]:
-        """Take rows of an open shard out of the engine, for another engine to go on with: at most `num_rows`, fewer
-        or none where rows have finished meanwhile. `answered` or `reclaim` must follow for each.
-        """
-        asked: Future[Loan] = Future()
-        self._inbox.put(("lend", (shard_id, num_rows, asked)))
-        return asked
-
-    def answered(self, rows: Iterable[ServedRow]) -> None:
-        """Another engine has finished rows that were lent. Those that nobody waits for are dropped."""
-        self._inbox.put(("answered", tuple(rows)))
-
-    def reclaim(self, request_ids: Iterable[str]) -> None:
-        """Lent rows go on here after all, from where they were when they left."""
-        self._inbox.put(("reclaim", tuple(request_ids)))
-
-    def _accept(self, shard: OpenShard, adapters: Iterable[LocalAdapter]) -> OpenShard:
-        self._inbox.put(("open", (shard, tuple(adapters))))
-        return shard
-
-    def abandon(self, shard: OpenShard) -> None:
-        """Nobody waits for this shard any more; its rows leave the engine."""
-        self._inbox.put(("abandon", shard))
+    def leave(self, run: str, timeout_s: float) -> None:
+        """Fail what a run has open with `ShardAbandonedError`; others go on. Waits until that is done."""
+        done = threading.Event()
+        self._inbox.put(partial(self._leave, run, done))
+        done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Fail what is open with `ShardAbandonedError` and end the process; wait for both."""
-        self._inbox.put(("close", None))
+        self._inbox.put(self._close)
         self._thread.join(timeout_s)
         self._child.join(timeout_s)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine was given up."""
+        return self._meter.latest.state == "failed"
+
+    def _act_later(self, action: Action) -> None:
+        self._inbox.put(partial(self._act, action))
+
     def _overhear(self, child: EngineChild, message: dict[str, Any]) -> None:
-        self._inbox.put(("child", (child, message)))
+        self._inbox.put(partial(self._hear, child, message))
 
     # Everything below runs in the keeper's own thread
 
@@ -134,101 +104,65 @@ class EngineKeeper:
             self._refuse_until_closed()
 
     def _turn(self) -> None:
-        try:
-            kind, content = self._inbox.get(timeout=self._patience_s())
-        except queue.Empty:
-            pass
-        else:
-            self._handle(kind, content)
+        with contextlib.suppress(queue.Empty):
+            self._inbox.get(timeout=self._patience_s())()
         self._watch_pulse()
         self._restart_if_due()
-        self._send_rows()
+        if not self._is_closed:
+            self._tell(self._rows.sendable(self._settings.config.max_batch_rows))
         self._report_if_due()
 
     def _refuse_until_closed(self) -> None:
         while not self._is_closed:
-            kind, content = self._inbox.get()
-            if kind in ("open", "lend", "close"):
-                self._handle(kind, content)
+            try:
+                self._inbox.get()()
+            except Exception:
+                logger.exception("the engine keeper has failed before")
 
     def _patience_s(self) -> float:
         due_s = min(self._report_at_s, self._restart_at_s or self._report_at_s)
         return max(0.001, due_s - time.monotonic())
 
-    def _handle(self, kind: str, content: Any) -> None:
-        match kind:
-            case "open":
-                self._open(*content)
-            case "abandon":
-                self._abandon(content)
-            case "lend":
-                self._lend(*content)
-            case "answered":
-                for row in content:
-                    self._finish(row.result, row.num_crashes)
-            case "reclaim":
-                self._ledger.reclaim(content)
-            case "close":
-                self._close()
-            case "child":
-                child, message = content
-                if child is self._child:
-                    self._pulse.heard(time.monotonic(), message.get("step_s", 0.0))
-                    self._hear(message)
+    def _tell(self, messages: Sequence[Message] | None) -> None:
+        for message in messages or ():
+            self._child.send(message)
 
-    def _open(self, shard: OpenShard, adapters: Sequence[LocalAdapter]) -> None:
-        if self._failure is not None:
-            shard.fail(self._failure)
-            return
-        self._shards.append(shard)
-        if shard.shard_id is None:
-            # Whoever lent them out waits to hear that they came, and below that they are done.
-            self._report_at_s = 0.0
-        self._feed.learn(adapters)
-        self._waits.update({row.request.request_id: (shard, row.request) for row in shard.rows})
-        self._ledger.add(shard.rows)
+    def _act(self, action: Action) -> None:
+        self._tell(action(self._rows))
 
-    def _abandon(self, shard: OpenShard) -> None:
-        shard.is_abandoned = True
-        if shard in self._shards:
-            self._shards.remove(shard)
-            for request_id in shard.request_ids:
-                self._waits.pop(request_id, None)
-            to_abort = self._ledger.forget(shard.request_ids)
-            if to_abort:
-                self._child.send({"op": "abort", "request_ids": to_abort})
+    def _join(self, run: str, send_report: Reporter) -> None:
+        self._rows.join(run)
+        self._reporters[run] = send_report
+        self._report_at_s = 0.0
 
-    def _lend(self, shard_id: int, num_rows: int, asked: Future[Loan]) -> None:
-        shard = next((shard for shard in self._shards if shard.shard_id == shard_id), None)
-        chosen = self._desk.ask(shard if self._meter.latest.state == "ready" else None, num_rows, asked)
-        if chosen:
-            self._child.send({"op": "export", "request_ids": chosen})
+    def _leave(self, run: str, done: threading.Event) -> None:
+        self._reporters.pop(run, None)
+        self._tell(self._rows.leave(run))
+        done.set()
 
     def _close(self) -> None:
         self._is_closed = True
         self._child.stop()
-        self._fail(ShardAbandonedError("The worker stopped before the shard was done."))
+        for run in list(self._rows.runs):
+            self._rows.leave(run)
 
-    def _fail(self, failure: Exception) -> None:
-        self._failure = failure
-        self._desk.close()
-        for shard in self._shards:
-            shard.fail(failure)
-        self._shards.clear()
-
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, child: EngineChild, message: dict[str, Any]) -> None:
+        if child is not self._child:
+            return
+        self._pulse.heard(time.monotonic(), message.get("step_s", 0.0))
         match message["op"]:
             case "ready":
                 logger.info("engine process %d ready after %.1f s", message["pid"], message["load_s"])
                 self._policy.started()
+                self._rows.process_ready()
                 self._meter.process_started(message["pid"])
                 self._report_at_s = 0.0
             case "results":
                 self._policy.row_finished()
                 for raw in message["results"]:
-                    self._finish(unpack_result(raw))
+                    self._rows.finished(unpack_result(raw))
             case "exported":
-                self._desk.exported(map(unpack_exported_row, message["rows"]))
+                self._rows.exported(map(unpack_exported_row, message["rows"]))
             case "progress":
                 self._meter.engine_said(unpack_telemetry(message["telemetry"]))
             case "fatal":
@@ -236,34 +170,13 @@ class EngineKeeper:
             case "exited":
                 self._child_exited(str(self._fatal.get("error", message["reason"])))
 
-    def _finish(self, result: Result, crashes_elsewhere: int = 0) -> None:
-        """Hand a result on, unless nobody waits for it any more."""
-        if self._failure is None and result.request_id in self._ledger:
-            num_crashes = self._ledger.crashes_of(result.request_id) + crashes_elsewhere
-            self._ledger.finished(result.request_id)
-            self._hand_on(ServedRow(result, num_crashes))
-
-    def _hand_on(self, row: ServedRow) -> None:
-        shard, request = self._waits.pop(row.result.request_id)
-        self._meter.row_finished(request.adapter_id, row.result.completion_tokens)
-        shard.deliver(row)
-        if not shard.num_unfinished:
-            self._shards.remove(shard)
-            if not self._shards:
-                self._report_at_s = 0.0
-
     def _child_exited(self, reason: str) -> None:
-        logger.warning("engine process ended: %s (%d rows in it)", reason, self._ledger.num_in_engine)
+        logger.warning("engine process ended: %s (%d rows in it)", reason, self._rows.num_in_engine)
         is_permanent = bool(self._fatal.get("is_permanent", False))
-        spared = self._shrink(reason)
+        is_spared = self._shrink(reason)
         self._fatal = {}
-        self._feed.new_process()
-        self._desk.close()
         self._meter.process_died(reason)
-        if spared:
-            self._ledger.interrupted()
-        else:
-            self._give_up_rows(reason)
+        self._rows.process_gone(reason, is_spared=is_spared)
         verdict = self._policy.died(reason, is_permanent)
         if isinstance(verdict, GiveUp):
             self._give_up(verdict.reason)
@@ -285,13 +198,8 @@ class EngineKeeper:
 
     def _give_up(self, reason: str) -> None:
         self._meter.set(state="failed", error=reason)
-        self._fail(EngineFailedError(f"The engine on {self._meter.latest.worker}: {reason}"))
+        self._rows.fail(EngineFailedError(f"The engine on {self._meter.latest.worker}: {reason}"))
         self._report_at_s = 0.0
-
-    def _give_up_rows(self, reason: str) -> None:
-        for row in self._ledger.crashed():
-            error = f"the engine process died each time it worked on this row, last because {reason}"
-            self._hand_on(ServedRow.given_up(row.row.request, error, row.crashes))
 
     def _watch_pulse(self) -> None:
         problem = self._pulse.problem(time.monotonic(), is_ready=self._meter.latest.state == "ready")
@@ -307,16 +215,15 @@ class EngineKeeper:
             self._pulse.start(time.monotonic())
             self._child = self._new_child(self._settings)
 
-    def _send_rows(self) -> None:
-        """Send the rows that may run."""
-        if self._meter.latest.state == "ready" and not self._is_closed:
-            for message in self._feed.messages(self._ledger.take()):
-                self._child.send(message)
-
     def _report_if_due(self) -> None:
         now_s = time.monotonic()
-        if now_s >= self._report_at_s:
-            self._report_at_s = now_s + REPORT_INTERVAL_S
-            owners = (self._waits[request_id][0].shard_id for request_id in self._ledger.lent)
-            lent = Counter(shard_id for shard_id in owners if shard_id is not None)
-            self._send_report(self._meter.report(self._shards, lent))
+        if now_s < self._report_at_s and not self._rows.has_news:
+            return
+        self._rows.has_news = False
+        self._report_at_s = now_s + REPORT_INTERVAL_S
+        in_engine = self._rows.in_engine_by_run()
+        for run, send_report in self._reporters.items():
+            rows = self._rows.runs[run]
+            # A run that is alone has the engine to itself, also between two rows.
+            share = in_engine[run] / max(1, in_engine.total()) if len(self._reporters) > 1 else 1.0
+            send_report(self._meter.report(rows.shards, rows.take_finished(), self._rows.lent_by_shard(run), share))

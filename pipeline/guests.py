@@ -15,7 +15,7 @@ from typing import Any
 
 from ..engine.exported_row import ExportedRow
 from ..engine.wire import pack_result
-from .engine_keeper import EngineKeeper
+from .engine_share import EngineShare
 from .messages import LocalAdapter
 from .open_shard import OpenShard, ServedRow
 
@@ -37,8 +37,8 @@ class _Party:
 class Guests:
     """Guests of one engine, by loan. Used from the worker's event loop only."""
 
-    def __init__(self, keeper: EngineKeeper, patience_s: float = PATIENCE_S) -> None:
-        self._keeper = keeper
+    def __init__(self, engine: EngineShare, patience_s: float = PATIENCE_S) -> None:
+        self._engine = engine
         self._patience_s = patience_s
         self._parties: dict[str, _Party] = {}
         self._watcher: asyncio.Task[None] | None = None
@@ -49,7 +49,7 @@ class Guests:
             return
         # Their owner's shard may be opened here too, should the owner be lost: the names must differ.
         renamed = [_renamed(row, f"{loan_id}/{row.request.request_id}") for row in rows]
-        self._parties[loan_id] = _Party(self._keeper.open_guests(renamed, adapters), time.monotonic())
+        self._parties[loan_id] = _Party(self._engine.open_guests(renamed, adapters), time.monotonic())
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
 
@@ -75,7 +75,7 @@ class Guests:
         """Nobody wants these rows any more."""
         party = self._parties.pop(loan_id, None)
         if party is not None:
-            self._keeper.abandon(party.shard)
+            self._engine.abandon(party.shard)
 
     async def _watch(self) -> None:
         while self._parties:

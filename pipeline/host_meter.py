@@ -1,9 +1,8 @@
-"""Turns what an engine process says and what its host counts into one `HostReport` after another."""
+"""Turns what an engine process says into one `HostReport` after another, for each run that uses it."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,12 +16,10 @@ _NOTHING = EngineTelemetry(0, 0, (), "base", 0, 0, 0, 0, 0)
 
 
 class HostMeter:
-    """The latest state of one host, and what finished since its last report."""
+    """The latest state of one engine."""
 
     def __init__(self, worker: str, batch_rows: int) -> None:
         self._latest = HostReport(worker, "starting", batch_rows)
-        self._rows: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
         self._counted_s = time.monotonic()
         self._counted = _NOTHING
 
@@ -54,11 +51,6 @@ class HostMeter:
             resident_adapter_ids=(),
         )
 
-    def row_finished(self, adapter_id: str | None, output_tokens: int) -> None:
-        """A row came back."""
-        self._rows[adapter_id or ""] += 1
-        self._tokens[adapter_id or ""] += output_tokens
-
     def engine_said(self, telemetry: EngineTelemetry) -> None:
         """A snapshot from the engine process; rates are over the time since the one before."""
         now_s = time.monotonic()
@@ -83,11 +75,16 @@ class HostMeter:
             adapter_stall_s=telemetry.adapter_stall_s,
         )
 
-    def report(self, open_shards: Iterable[OpenShard], lent: Mapping[int, int] | None = None) -> HostReport:
-        """The next report; what finished is counted in one report only. `lent`: rows on loan by shard."""
-        finished = tuple(FinishedRows(a, n, self._tokens[a]) for a, n in self._rows.items())
-        self._rows.clear()
-        self._tokens.clear()
+    def report(
+        self,
+        open_shards: Iterable[OpenShard],
+        finished: tuple[FinishedRows, ...] = (),
+        lent: Mapping[int, int] | None = None,
+        share: float = 1.0,
+    ) -> HostReport:
+        """One run's next report. `finished`: rows since its last one. `lent`: rows on loan by shard. `share`: of the
+        engine's rows that are the run's; what the engine does is told in this proportion.
+        """
         unfinished = [(shard.shard_id, shard.num_unfinished) for shard in open_shards]
         return replace(
             self._latest,
@@ -95,4 +92,8 @@ class HostMeter:
             guest_rows=sum(rows for shard_id, rows in unfinished if shard_id is None),
             lent_shards=tuple((lent or {}).items()),
             finished=finished,
+            running_rows=round(share * self._latest.running_rows),
+            running_tokens=round(share * self._latest.running_tokens),
+            tokens_per_s=share * self._latest.tokens_per_s,
+            prompt_tokens_per_s=share * self._latest.prompt_tokens_per_s,
         )

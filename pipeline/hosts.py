@@ -36,7 +36,7 @@ def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str) -> En
         mode=spec.mode,
         load_format=spec.load_format,
     )
-    return EngineSettings(spec.model, config, engine_factory, spec.storage_options)
+    return EngineSettings(spec.model, config, engine_factory, spec.storage_options, job.record.model.sha256)
 
 
 def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:

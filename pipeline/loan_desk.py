@@ -1,20 +1,23 @@
-"""Rows that leave an engine for another one: who asked for them, and what they got. Pure bookkeeping."""
+"""Rows that leave an engine before they are finished: who asked for them, and what they got. Pure bookkeeping."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..engine.exported_row import ExportedRow
 from .open_shard import OpenShard
 from .row_ledger import RowLedger
 
+Asker = Callable[[list[ExportedRow]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Rows that left the engine, and the shard that waits for them (None: it is not open here)."""
+    """Rows that left the engine, under the names that it knows, and the shard that waits for them (None: it is not
+    open here).
+    """
 
     shard: OpenShard | None
     rows: tuple[ExportedRow, ...] = ()
@@ -25,21 +28,28 @@ class LoanDesk:
 
     def __init__(self, ledger: RowLedger) -> None:
         self._ledger = ledger
-        self._askers: deque[tuple[OpenShard, Future[Loan]]] = deque()
+        self._askers: deque[tuple[int, Asker]] = deque()
 
-    def ask(self, shard: OpenShard | None, num_rows: int, asked: Future[Loan]) -> list[str]:
-        """Rows the process must export; none when there is nothing to lend, which `asked` is told."""
-        chosen = self._ledger.lendable(shard.request_ids, num_rows) if shard else []
-        if shard is None or not chosen:
-            asked.set_result(Loan(shard))
+    @property
+    def num_asked(self) -> int:
+        """Rows that the process was asked for and has not given up yet."""
+        return sum(num_rows for num_rows, _ in self._askers)
+
+    def ask(self, request_ids: Iterable[str], num_rows: int, asker: Asker) -> list[str]:
+        """Rows the process must export, the last `num_rows` of these that may leave; `asker` gets them, lent. When
+        there are none it is told so at once.
+        """
+        chosen = self._ledger.lendable(request_ids, num_rows)
+        if chosen:
+            self._askers.append((len(chosen), asker))
         else:
-            self._askers.append((shard, asked))
+            asker([])
         return chosen
 
     def exported(self, rows: Iterable[ExportedRow]) -> None:
         """The process has answered the first who asked."""
-        shard, asked = self._askers.popleft()
-        asked.set_result(Loan(shard, tuple(self._ledger.lend(rows))))
+        _, asker = self._askers.popleft()
+        asker(self._ledger.lend(rows))
 
     def close(self) -> None:
         """The process will not answer any more."""

@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from ..engine.wire import pack_exported_row, unpack_result
-from .engine_keeper import EngineKeeper
+from .engine_share import EngineShare
 from .loan_desk import Loan
 from .open_shard import ServedRow
 from .peers import Answer, PeerLostError, Peers
@@ -29,8 +29,8 @@ class Loans:
     `address`: of this worker, where helpers may get adapters.
     """
 
-    def __init__(self, keeper: EngineKeeper, peers: Peers, address: str) -> None:
-        self._keeper = keeper
+    def __init__(self, engine: EngineShare, peers: Peers, address: str) -> None:
+        self._engine = engine
         self._peers = peers
         self._address = address
         self._running: set[asyncio.Task[None]] = set()
@@ -43,7 +43,7 @@ class Loans:
 
     async def lend(self, shard_id: int, num_rows: int, helper: str) -> None:
         """Lend rows of an open shard and wait until each has its result or is back in the engine here."""
-        asked = asyncio.wrap_future(self._keeper.lend(shard_id, num_rows))
+        asked = asyncio.wrap_future(self._engine.lend(shard_id, num_rows))
         try:
             # Shielded: rows that leave the engine late must be seen to come back.
             loan = await asyncio.wait_for(asyncio.shield(asked), _EXPORT_TIMEOUT_S)
@@ -61,7 +61,7 @@ class Loans:
 
     def _take_back(self, loan: Loan) -> None:
         """What was answered is not in the ledger any more; the rest goes on here."""
-        self._keeper.reclaim(row.request.request_id for row in loan.rows)
+        self._engine.reclaim(row.request.request_id for row in loan.rows)
 
     async def _see_through(self, loan: Loan, helper: str) -> None:
         loan_id = uuid.uuid4().hex[:12]
@@ -83,7 +83,7 @@ class Loans:
             await asyncio.sleep(POLL_INTERVAL_S)
             answer = await self._patiently(helper, "results", loan_id=loan_id, acknowledged=acknowledged)
             served = [_served(raw) for raw in answer["rows"]]
-            self._keeper.answered(served)
+            self._engine.answered(served)
             acknowledged = [row.result.request_id for row in served]
             waiting.difference_update(acknowledged)
         await self._peers.ask(helper, "results", loan_id=loan_id, acknowledged=acknowledged)

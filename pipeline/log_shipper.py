@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..jobs.errors import StorageError
@@ -19,12 +19,17 @@ MAX_SHIPMENT_BYTES = 1 << 20
 
 
 class LogShipper:
-    """Ships what is appended to `files` (name of the log -> local file, which may come later) until it is closed."""
+    """Ships what is appended to `files` (name of the log -> local file, which may come later) until it is closed.
 
-    def __init__(self, store: JobStore, files: Mapping[str, Path]) -> None:
+    `shared`: names of logs that others have written to before; only what comes from now on is shipped.
+    """
+
+    def __init__(self, store: JobStore, files: Mapping[str, Path], shared: Collection[str] = ()) -> None:
         self._store = store
         self._files = dict(files)
-        self._shipped_bytes = dict.fromkeys(files, 0)
+        self._shipped_bytes = {
+            name: path.stat().st_size if name in shared and path.exists() else 0 for name, path in files.items()
+        }
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log shipper", daemon=True)
         self._thread.start()

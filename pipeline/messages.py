@@ -21,17 +21,33 @@ HostState = Literal["starting", "ready", "restarting", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What must be equal for two runs to share an engine: the base model's content and every option."""
+
+    model: str
+    factory: str
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """How every worker sets up its engine.
 
-    `model_url`: local folder (or GGUF file), hub id or fsspec URL. `factory`: `module:callable` that makes an
-    engine of a model folder and an `EngineConfig`; tests put an engine without a model there.
+    `model_url`: local folder (or GGUF file), hub id or fsspec URL; `model_sha256`: of its content. `factory`:
+    `module:callable` that makes an engine of a model folder and an `EngineConfig`; tests put an engine without a model
+    there.
     """
 
     model_url: str
     config: EngineConfig
     factory: str = ENGINE_FACTORY
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    model_sha256: str = ""
+
+    @property
+    def identity(self) -> EngineIdentity:
+        """Equal for settings whose engines are the same."""
+        return EngineIdentity(self.model_sha256 or self.model_url, self.factory, self.config)
 
     def halved(self) -> EngineSettings | None:
         """The same, with half the rows and half the tokens in a step; None when that is one row already."""

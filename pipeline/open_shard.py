@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..engine.exported_row import ExportedRow
 from ..engine.request import Request, Result
@@ -26,12 +26,14 @@ class ServedRow:
 class OpenShard:
     """Results of one shard, handed from the engine's thread to the task's thread.
 
-    `shard_id` None: guests, rows of another worker's shard.
+    `shard_id` None: guests, rows of another worker's shard. `run`: whose shard it is; in the engine the rows' names
+    begin with it, because the rows of other runs may have the same.
     """
 
-    def __init__(self, shard_id: int | None, rows: Iterable[ExportedRow]) -> None:
+    def __init__(self, shard_id: int | None, rows: Iterable[ExportedRow], run: str = "") -> None:
         self.shard_id = shard_id
-        self.rows = tuple(rows)
+        self.run = run
+        self.rows = tuple(_renamed(row, f"{run}/{row.request.request_id}") for row in rows)
         self._unfinished = set(self.request_ids)
         self._fresh: list[ServedRow] = []
         self._failure: Exception | None = None
@@ -41,7 +43,7 @@ class OpenShard:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of all its rows, in the plan's order."""
+        """Of all its rows as the engine knows them, in the plan's order."""
         return [row.request.request_id for row in self.rows]
 
     @property
@@ -66,7 +68,8 @@ class OpenShard:
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> list[ServedRow]:
-        """Rows finished since the last call, after at most `timeout_s` seconds, sooner when all are done.
+        """Rows finished since the last call, under their own names, after at most `timeout_s` seconds, sooner when
+        all are done.
 
         Raises what `fail` was given, when no finished row is left to take.
         """
@@ -75,4 +78,12 @@ class OpenShard:
             fresh, self._fresh = self._fresh, []
             if self._failure is not None and self._unfinished and not fresh:
                 raise self._failure
-            return fresh
+        return [self._under_own_name(row) for row in fresh]
+
+    def _under_own_name(self, row: ServedRow) -> ServedRow:
+        name = row.result.request_id.removeprefix(f"{self.run}/")
+        return replace(row, result=replace(row.result, request_id=name))
+
+
+def _renamed(row: ExportedRow, request_id: str) -> ExportedRow:
+    return replace(row, request=replace(row.request, request_id=request_id))

@@ -12,7 +12,7 @@ from distributed import Worker
 from ..engine.exported_row import ExportedRow
 from ..engine.wire import unpack_exported_row
 from .adapter_shelf import AdapterShelf
-from .engine_keeper import EngineKeeper
+from .engine_share import EngineShare
 from .guests import Guests
 from .loans import Loans
 from .messages import LocalAdapter
@@ -27,14 +27,14 @@ class RowExchange:
     """Answers what the coordinator and other hosts ask. `find_shelf` may read from storage on its first call."""
 
     def __init__(
-        self, worker: Worker, run_id: str, keeper: EngineKeeper, find_shelf: Callable[[], AdapterShelf]
+        self, worker: Worker, run_id: str, engine: EngineShare, find_shelf: Callable[[], AdapterShelf]
     ) -> None:
         self._worker = worker
         self._run_id = run_id
         self._find_shelf = find_shelf
         self._peers = Peers(worker, run_id)
-        self._loans = Loans(keeper, self._peers, worker.address)
-        self._guests = Guests(keeper)
+        self._loans = Loans(engine, self._peers, worker.address)
+        self._guests = Guests(engine)
         answer_peers(worker, run_id, self._answer)
 
     def close(self) -> None:

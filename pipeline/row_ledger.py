@@ -8,11 +8,12 @@ twice, is given up; every other row is cleared by finishing. Pure bookkeeping: n
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..engine.exported_row import ExportedRow
+from .row_turns import RowTurns
 
 CRASHES_TO_SUSPECT = 2
 CRASHES_ALONE_TO_GIVE_UP = 2
@@ -20,9 +21,10 @@ CRASHES_ALONE_TO_GIVE_UP = 2
 
 @dataclass(slots=True)
 class LedgerRow:
-    """One unfinished row, with the tokens it brought along, and what it has been through."""
+    """One unfinished row of a run, with the tokens it brought along, and what it has been through."""
 
     row: ExportedRow
+    run: str = ""
     crashes: int = 0
     crashes_alone: int = 0
 
@@ -30,13 +32,14 @@ class LedgerRow:
 class RowLedger:
     """Unfinished rows of one engine process. `take` what to send next, say what `finished` and `crashed`.
 
-    Rows that another engine works on for this one are *lent*: nothing that happens here touches them.
+    Rows belong to runs, which take turns (`row_turns.py`). Rows that another engine works on for this one are *lent*:
+    nothing that happens here touches them.
     """
 
     def __init__(self) -> None:
         self._rows: dict[str, LedgerRow] = {}
+        self._turns = RowTurns()
         # Insertion-ordered sets of request ids.
-        self._waiting: dict[str, None] = {}
         self._in_engine: dict[str, None] = {}
         self._lent: dict[str, None] = {}
         self._suspect_groups: deque[list[str]] = deque()
@@ -58,17 +61,28 @@ class RowLedger:
         """Request ids of rows that another engine works on."""
         return self._lent.keys()
 
+    @property
+    def num_runs(self) -> int:
+        """Runs with unfinished rows."""
+        return self._turns.num_runs
+
+    def in_engine_by_run(self) -> Counter[str]:
+        """Rows in the process, by run."""
+        return Counter(self._rows[request_id].run for request_id in self._in_engine)
+
     def crashes_of(self, request_id: str) -> int:
         """Crashes an unfinished row has been through."""
         return self._rows[request_id].crashes
 
-    def add(self, rows: Iterable[ExportedRow]) -> None:
-        """New rows wait to be sent."""
+    def add(self, rows: Iterable[ExportedRow], run: str = "") -> None:
+        """New rows of a run wait to be sent."""
+        new: dict[str, LedgerRow] = {}
         for row in rows:
             request_id = row.request.request_id
             assert request_id not in self._rows, f"{request_id} is in the ledger already"
-            self._rows[request_id] = LedgerRow(row)
-            self._waiting[request_id] = None
+            new[request_id] = LedgerRow(row, run)
+        self._rows |= new
+        self._turns.arrived(run, new)
 
     def lendable(self, request_ids: Iterable[str], num_rows: int) -> list[str]:
         """The last of these rows that are in the process and above suspicion: they have most of their way to go."""
@@ -84,6 +98,7 @@ class RowLedger:
             request_id = row.request.request_id
             del self._in_engine[request_id]
             self._rows[request_id].row = row
+            self._turns.away(self._rows[request_id].run, request_id)
             self._lent[request_id] = None
         return lent
 
@@ -92,10 +107,18 @@ class RowLedger:
         back = [request_id for request_id in request_ids if request_id in self._lent]
         for request_id in back:
             del self._lent[request_id]
-        self._waiting = dict.fromkeys(back) | self._waiting
+        self._wait_again(back)
 
-    def take(self) -> list[ExportedRow]:
-        """Rows to send now; they count as in the process from here on."""
+    def _wait_again(self, request_ids: Iterable[str]) -> None:
+        """Rows wait before others of their run."""
+        by_run: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            by_run.setdefault(self._rows[request_id].run, []).append(request_id)
+        for run, ids in by_run.items():
+            self._turns.back(run, ids)
+
+    def take(self, window: int | None = None) -> list[ExportedRow]:
+        """Rows to send now; they count as in the process from here on. `window`: as many as the process may have."""
         if self._is_isolating and self._in_engine:
             return []
         self._is_isolating = False
@@ -105,11 +128,22 @@ class RowLedger:
         if group:
             self._suspect_groups.popleft()
             self._is_isolating = True
+            for request_id in group:
+                self._enter(request_id)
         else:
-            group = list(self._waiting)
-            self._waiting.clear()
-        self._in_engine.update(dict.fromkeys(group))
+            group = self._next_turns(window)
         return [self._rows[request_id].row for request_id in group]
+
+    def _next_turns(self, window: int | None) -> list[str]:
+        taken: list[str] = []
+        while (window is None or len(self._in_engine) < window) and (turn := self._turns.next()) is not None:
+            taken.append(turn[1])
+            self._enter(turn[1])
+        return taken
+
+    def _enter(self, request_id: str) -> None:
+        self._in_engine[request_id] = None
+        self._turns.enter(self._rows[request_id].run, request_id, self._rows[request_id].row)
 
     def _next_suspects(self) -> list[str]:
         """The first group with unfinished rows, left at the head of the queue; others are dropped."""
@@ -120,12 +154,18 @@ class RowLedger:
             self._suspect_groups.popleft()
         return []
 
-    def finished(self, request_id: str) -> bool:
-        """A result came. False when the row is unknown: forgotten, or answered before."""
+    def finished(self, request_id: str, output_tokens: int = 0) -> bool:
+        """A result came, of so many tokens. False when the row is unknown: forgotten, or answered before."""
         self._in_engine.pop(request_id, None)
-        self._waiting.pop(request_id, None)
         self._lent.pop(request_id, None)
-        return self._rows.pop(request_id, None) is not None
+        known = self._rows.pop(request_id, None)
+        if known is not None:
+            self._turns.gone(known.run, request_id, known.row, output_tokens)
+        return known is not None
+
+    def run_over(self, run: str) -> None:
+        """A run, all of whose rows are gone, will not come back."""
+        self._turns.forget(run)
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
         """Drop rows nobody waits for; those the process must be told to abort."""
@@ -141,9 +181,14 @@ class RowLedger:
         self._in_engine.clear()
         if self._is_isolating:
             self._is_isolating = False
+            self._set_apart(group)
             self._suspect_groups.appendleft(group)
         else:
-            self._waiting = dict.fromkeys(group) | self._waiting
+            self._wait_again(group)
+
+    def _set_apart(self, suspects: Iterable[str]) -> None:
+        for request_id in suspects:
+            self._turns.away(self._rows[request_id].run, request_id)
 
     def crashed(self) -> list[LedgerRow]:
         """The process died: its rows wait again, suspects in groups. Returns the rows given up."""
@@ -153,12 +198,14 @@ class RowLedger:
             self._rows[request_id].crashes += 1
         if self._is_isolating:
             self._is_isolating = False
+            self._set_apart(group)
             return self._split(group)
         suspects = [r for r in group if self._rows[r].crashes >= CRASHES_TO_SUSPECT]
         innocent = [r for r in group if self._rows[r].crashes < CRASHES_TO_SUSPECT]
         # Re-added rows go first: they are nearer to their shard's end.
-        self._waiting = dict.fromkeys(innocent) | self._waiting
+        self._wait_again(innocent)
         if suspects:
+            self._set_apart(suspects)
             self._suspect_groups.append(suspects)
         return []
 
@@ -181,8 +228,9 @@ class RowLedger:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every unfinished row is in exactly one place."""
         suspects = [r for group in self._suspect_groups for r in group if r in self._rows]
-        places = [*self._waiting, *self._in_engine, *self._lent, *suspects]
+        waiting = self._turns.waiting()
+        places = [*waiting, *self._in_engine, *self._lent, *suspects]
         assert sorted(places) == sorted(self._rows), (
-            f"{len(self._rows)} rows: {len(self._waiting)} wait, {len(self._in_engine)} in the engine, "
+            f"{len(self._rows)} rows: {len(waiting)} wait, {len(self._in_engine)} in the engine, "
             f"{len(self._lent)} lent, {len(suspects)} suspects"
         )

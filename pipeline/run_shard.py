@@ -102,7 +102,7 @@ def _answer(
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
     journal = f"{task.attempt}-{uuid4().hex[:8]}"
-    shard = host.keeper.open(task.shard_id, asked, host.shelf().local(adapter_ids))
+    shard = host.engine.open(task.shard_id, asked, host.shelf().local(adapter_ids))
     try:
         while len(answers) < sum(isinstance(r, Request) for r in rows.requests):
             fresh = [_row_answer(s, requests, fingerprints, task) for s in shard.take(FLUSH_INTERVAL_S)]
@@ -110,7 +110,7 @@ def _answer(
             if fresh and shard.num_unfinished:
                 host.store.append_wip(task.shard_id, journal, encode_answers(answer for _, answer in fresh))
     finally:
-        host.keeper.abandon(shard)
+        host.engine.abandon(shard)
 
 
 def _row_answer(

@@ -1,4 +1,4 @@
-"""One engine process under its keeper: answers, crashes, restarts, poison rows, an honest failure."""
+"""One engine process under its keeper: answers, crashes, restarts, poison rows, an honest failure, shared by runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.pipeline import engine_pulse
 from lorabatch.pipeline.engine_keeper import EngineKeeper
+from lorabatch.pipeline.engine_share import EngineShare
 from lorabatch.pipeline.errors import EngineFailedError, ShardAbandonedError
 from lorabatch.pipeline.messages import AdapterSource, EngineSettings, HostReport, LocalAdapter
 from lorabatch.pipeline.open_shard import OpenShard, ServedRow
@@ -50,20 +51,30 @@ def reports() -> Reports:
 
 
 @pytest.fixture
-def start(tmp_path: Path, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineKeeper]]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
-    keepers: list[EngineKeeper] = []
-
-    def start_with(**options: Any) -> EngineKeeper:
-        (tmp_path / "echo.json").write_text(json.dumps(options))
-        settings = EngineSettings("model", EngineConfig(num_threads=1), factory="echo_engine:EchoEngine")
-        log_path = tmp_path / "engine.log"
-        keepers.append(EngineKeeper(settings, lambda: tmp_path, log_path, reports, "tcp://worker"))
-        return keepers[-1]
-
-    yield start_with
-    for keeper in keepers:
+def keepers() -> Iterator[list[EngineKeeper]]:
+    """Those that `start` has made."""
+    made: list[EngineKeeper] = []
+    yield made
+    for keeper in made:
         keeper.close(10)
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, reports: Reports, keepers: list[EngineKeeper], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., EngineShare]:
+    """Start an engine with the echo engine's options; the share of a run that reports to `reports`."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
+
+    def start_with(batch_rows: int = 64, **options: Any) -> EngineShare:
+        (tmp_path / "echo.json").write_text(json.dumps(options))
+        settings = EngineSettings(
+            "model", EngineConfig(num_threads=1, max_batch_rows=batch_rows), factory="echo_engine:EchoEngine"
+        )
+        keepers.append(EngineKeeper(settings, lambda: tmp_path, tmp_path, "tcp://worker"))
+        return keepers[-1].join("run", reports)
+
+    return start_with
 
 
 def make_requests(prompts: range, adapter_id: str | None = None, max_tokens: int = 2) -> list[Request]:
@@ -88,22 +99,22 @@ def assert_right(requests: list[Request], rows: dict[str, ServedRow]) -> None:
         assert rows[request.request_id].result.text == expected
 
 
-def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineKeeper]) -> None:
-    keeper = start()
+def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineShare]) -> None:
+    engine = start()
     first, second = make_requests(range(20)), make_requests(range(20, 50), adapter_id="sha-a")
     adapter = LocalAdapter(AdapterSource("sha-a", "a", "/nowhere"), Path("/nowhere"))
-    shards = [keeper.open(0, first, []), keeper.open(1, second, [adapter])]
+    shards = [engine.open(0, first, []), engine.open(1, second, [adapter])]
     assert_right(first, collect(shards[0]))
     assert_right(second, collect(shards[1]))
 
 
 def test_reports_tell_what_is_open_and_count_each_finished_row_once(
-    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    keeper = start(gate=str(gate))
+    engine = start(gate=str(gate))
     requests = make_requests(range(40), max_tokens=40)
-    shard = keeper.open(7, requests, [])
+    shard = engine.open(7, requests, [])
     open_report = reports.wait_for(lambda report: report.running_rows > 0)
     assert open_report.state == "ready"
     assert open_report.open_shards == ((7, 40),)
@@ -117,12 +128,12 @@ def test_reports_tell_what_is_open_and_count_each_finished_row_once(
 
 
 def test_a_killed_engine_is_replaced_and_its_rows_start_again(
-    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    keeper = start(gate=str(gate), batch_rows=4)
+    engine = start(gate=str(gate), batch_rows=4)
     requests = make_requests(range(24), max_tokens=10)
-    shard = keeper.open(0, requests, [])
+    shard = engine.open(0, requests, [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
     assert running.engine_pid is not None
     os.kill(running.engine_pid, signal.SIGKILL)
@@ -135,10 +146,10 @@ def test_a_killed_engine_is_replaced_and_its_rows_start_again(
 
 
 @pytest.mark.parametrize("failure", ["crash_on_token", "raise_on_token"])
-def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineKeeper], failure: str) -> None:
-    keeper = start(batch_rows=8, **{failure: POISON})
+def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineShare], failure: str) -> None:
+    engine = start(batch_rows=8, **{failure: POISON})
     requests = make_requests(range(16))
-    rows = collect(keeper.open(0, requests, []))
+    rows = collect(engine.open(0, requests, []))
     poisoned = rows.pop(f"row-{POISON}").result
     assert poisoned.finish_reason == "error"
     assert "died each time" in str(poisoned.error)
@@ -146,32 +157,32 @@ def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., Eng
 
 
 def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_blamed(
-    start: Callable[..., EngineKeeper], reports: Reports
+    start: Callable[..., EngineShare], reports: Reports
 ) -> None:
-    keeper = start(room_for_rows=3)
+    engine = start(room_for_rows=3)
     requests = make_requests(range(100))
-    rows = collect(keeper.open(0, requests, []))
+    rows = collect(engine.open(0, requests, []))
     assert_right(requests, rows)
     assert {row.num_crashes for row in rows.values()} == {0}
     assert reports.wait_for(lambda report: report.batch_rows < 64).batch_rows in (32, 16, 8, 4, 2)
     assert reports.wait_for(lambda report: report.batch_rows == 2).num_crashes == 5
 
 
-def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineKeeper]) -> None:
-    keeper = start(room_for_rows=0)
-    rows = collect(keeper.open(0, make_requests(range(2)), []))
+def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineShare]) -> None:
+    engine = start(room_for_rows=0)
+    rows = collect(engine.open(0, make_requests(range(2)), []))
     assert {row.result.finish_reason for row in rows.values()} == {"error"}
     assert all("no room for 1 rows" in str(row.result.error) for row in rows.values())
 
 
 def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
-    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
     gate = tmp_path / "gate"
-    keeper = start(gate=str(gate), batch_rows=4)
+    engine = start(gate=str(gate), batch_rows=4)
     requests = make_requests(range(24))
-    shard = keeper.open(0, requests, [])
+    shard = engine.open(0, requests, [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
     assert running.engine_pid is not None
     os.kill(running.engine_pid, signal.SIGSTOP)
@@ -183,67 +194,69 @@ def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
 
 
 def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_later(
-    start: Callable[..., EngineKeeper], reports: Reports
+    start: Callable[..., EngineShare], reports: Reports
 ) -> None:
-    keeper = start(fail_start="config.json: missing")
+    engine = start(fail_start="config.json: missing")
     for _ in range(2):
         with pytest.raises(EngineFailedError, match=r"config\.json: missing"):
-            collect(keeper.open(0, make_requests(range(3)), []))
+            collect(engine.open(0, make_requests(range(3)), []))
     assert reports.wait_for(lambda report: report.state == "failed").error == "config.json: missing"
 
 
-def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineKeeper]) -> None:
-    keeper = start(refuse_adapters=["sha-b"])
+def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineShare]) -> None:
+    engine = start(refuse_adapters=["sha-b"])
     adapter = LocalAdapter(AdapterSource("sha-b", "b", "/nowhere"), Path("/nowhere"))
-    rows = collect(keeper.open(0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
+    rows = collect(engine.open(0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
     assert {row.result.error for row in rows.values()} == {"adapter sha-b: refused for the test"}
 
 
 def test_closing_hands_out_finished_rows_before_it_says_that_the_rest_is_given_up(
-    start: Callable[..., EngineKeeper], reports: Reports
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
 ) -> None:
-    keeper = start(step_s=0.01, batch_rows=2)
-    shard = keeper.open(0, make_requests(range(100), max_tokens=4), [])
+    engine = start(step_s=0.01, batch_rows=2)
+    shard = engine.open(0, make_requests(range(100), max_tokens=4), [])
     reports.wait_for(lambda report: bool(report.finished))
-    keeper.close(10)
+    keepers[0].close(10)
     finished = shard.take(timeout_s=0)
     assert 0 < len(finished) < 100
     with pytest.raises(ShardAbandonedError):
         shard.take(timeout_s=0)
 
 
-def test_an_abandoned_shard_leaves_the_engine(start: Callable[..., EngineKeeper], reports: Reports) -> None:
-    keeper = start(step_s=0.01, batch_rows=2)
-    keeper.abandon(keeper.open(0, make_requests(range(1000), max_tokens=1000), []))
+def test_an_abandoned_shard_leaves_the_engine(start: Callable[..., EngineShare], reports: Reports) -> None:
+    engine = start(step_s=0.01, batch_rows=2)
+    engine.abandon(engine.open(0, make_requests(range(1000), max_tokens=1000), []))
     requests = make_requests(range(1000, 1004))
-    assert_right(requests, collect(keeper.open(1, requests, [])))
+    assert_right(requests, collect(engine.open(1, requests, [])))
     assert reports.wait_for(lambda report: report.state == "ready").worker == "tcp://worker"
 
 
-def test_the_engine_process_ends_with_its_keeper(start: Callable[..., EngineKeeper], reports: Reports) -> None:
-    keeper = start()
+def test_the_engine_process_ends_with_its_keeper(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+) -> None:
+    start()
     pid = reports.wait_for(lambda report: report.engine_pid is not None).engine_pid
     assert pid is not None
     began_s = time.monotonic()
-    keeper.close(10)
+    keepers[0].close(10)
     assert time.monotonic() - began_s < 10
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
-    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    keeper = start(gate=str(gate), batch_rows=4)
+    engine = start(gate=str(gate), batch_rows=4)
     requests = make_requests(range(10), max_tokens=3)
-    shard = keeper.open(5, requests, [])
+    shard = engine.open(5, requests, [])
     reports.wait_for(lambda report: report.running_rows > 0)
-    loan = keeper.lend(5, 4).result(10)
-    assert [row.request.request_id for row in loan.rows] == ["row-6", "row-7", "row-8", "row-9"]
+    loan = engine.lend(5, 4).result(10)
+    assert [row.request.request_id for row in loan.rows] == [f"run/row-{i}" for i in range(6, 10)]
     assert reports.wait_for(lambda report: report.lent_rows == 4).open_shards == ((5, 10),)
-    keeper.answered([served(row.request, num_crashes=2) for row in loan.rows[:2]])
-    keeper.reclaim([row.request.request_id for row in loan.rows])
+    engine.answered([served(row.request, num_crashes=2) for row in loan.rows[:2]])
+    engine.reclaim([row.request.request_id for row in loan.rows])
     gate.touch()
     rows = collect(shard)
     assert_right(requests, rows)
@@ -258,12 +271,12 @@ def served(request: Request, num_crashes: int = 0) -> ServedRow:
 
 
 def test_guests_go_on_where_they_were_and_are_no_shard_of_this_worker(
-    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    keeper = start(gate=str(gate))
+    engine = start(gate=str(gate))
     requests = make_requests(range(3), max_tokens=4)
-    guests = keeper.open_guests([ExportedRow(request, (0, 1)) for request in requests], [])
+    guests = engine.open_guests([ExportedRow(request, (0, 1)) for request in requests], [])
     report = reports.wait_for(lambda report: report.running_rows == 3)
     assert (report.guest_rows, report.open_shards) == (3, ())
     gate.touch()
@@ -271,14 +284,76 @@ def test_guests_go_on_where_they_were_and_are_no_shard_of_this_worker(
 
 
 def test_nothing_is_lent_of_a_shard_that_is_not_open_or_by_an_engine_that_is_gone(
-    start: Callable[..., EngineKeeper], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
 ) -> None:
-    keeper = start(gate=str(tmp_path / "never"))
-    keeper.open(0, make_requests(range(3)), [])
+    engine = start(gate=str(tmp_path / "never"))
+    engine.open(0, make_requests(range(3)), [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
-    assert keeper.lend(1, 2).result(10).rows == ()
+    assert engine.lend(1, 2).result(10).rows == ()
     assert running.engine_pid is not None
     os.kill(running.engine_pid, signal.SIGSTOP)
-    asked = keeper.lend(0, 2)
+    asked = engine.lend(0, 2)
     os.kill(running.engine_pid, signal.SIGKILL)
     assert asked.result(10).rows == ()
+
+
+def finish_order(shards: dict[str, OpenShard], num_rows: int) -> list[str]:
+    """Whose rows finish, in order, for so many rows."""
+    order: list[str] = []
+    pause = threading.Event()
+    while len(order) < num_rows:
+        order += [name for name, shard in shards.items() for _ in shard.take(0)]
+        pause.wait(0.01)
+    return order
+
+
+def test_runs_that_share_an_engine_get_equal_service_from_the_moment_the_second_comes(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first = start(batch_rows=4, gate=str(gate), step_s=0.01)
+    shards = {"first": first.open(0, make_requests(range(200)), [])}
+    reports.wait_for(lambda report: report.running_rows == 4)
+    second = keepers[0].join("second", Reports())
+    # The same shard id and request ids as the first: they are of another run.
+    shards["second"] = second.open(0, make_requests(range(40)), [])
+    gate.touch()
+    order = finish_order(shards, 80)
+    # The batch that ran and what was to enter next belong to the first; then they take turns.
+    assert 28 <= order.count("second") <= 40, order
+    for shard, num_rows in ((shards["first"], 200), (shards["second"], 40)):
+        collect(shard)
+        assert shard.num_unfinished == 0, num_rows
+    pids = {report.engine_pid for report in reports.all if report.engine_pid}
+    assert len(pids) == 1
+
+
+def test_a_run_that_leaves_gives_its_rows_up_and_the_others_go_on(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first = start(batch_rows=4, gate=str(gate))
+    requests = make_requests(range(30))
+    shard = first.open(3, requests, [])
+    others = Reports()
+    left = keepers[0].join("second", others).open(3, make_requests(range(30), max_tokens=500), [])
+    running = others.wait_for(lambda report: report.running_rows > 0)
+    keepers[0].leave("second", 10)
+    with pytest.raises(ShardAbandonedError):
+        left.take(0)
+    gate.touch()
+    assert_right(requests, collect(shard))
+    done = reports.wait_for(lambda report: report.state == "ready" and not report.open_shards)
+    assert (done.engine_pid, done.num_crashes) == (running.engine_pid, 0)
+
+
+def test_a_row_that_kills_the_engine_costs_other_runs_no_row(
+    start: Callable[..., EngineShare], keepers: list[EngineKeeper]
+) -> None:
+    first = start(batch_rows=8, crash_on_token=POISON)
+    second = keepers[0].join("second", Reports())
+    poisoned = first.open(0, make_requests(range(16)), [])
+    innocent = make_requests(range(20, 40))
+    assert_right(innocent, collect(second.open(0, innocent, [])))
+    rows = collect(poisoned)
+    assert [name for name, row in rows.items() if row.result.error is not None] == [f"row-{POISON}"]

@@ -32,13 +32,14 @@ SNAPSHOT = EngineTelemetry(
 )
 
 
-def test_finished_rows_are_in_one_report_only() -> None:
+def test_a_run_is_told_its_share_of_what_the_engine_does() -> None:
     meter = HostMeter("tcp://w", batch_rows=8)
-    meter.row_finished("sha-a", 5)
-    meter.row_finished("sha-a", 6)
-    meter.row_finished(None, 7)
-    assert set(meter.report([]).finished) == {FinishedRows("sha-a", 2, 11), FinishedRows("", 1, 7)}
-    assert meter.report([]).finished == ()
+    meter.process_started(1)
+    meter.engine_said(SNAPSHOT)
+    whole, third = meter.report([]), meter.report([], share=1 / 3)
+    assert (whole.running_rows, third.running_rows) == (3, 1)
+    assert third.tokens_per_s == whole.tokens_per_s / 3
+    assert third.pages_used == whole.pages_used
 
 
 def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
@@ -79,9 +80,8 @@ def test_a_report_survives_the_way_through_dask() -> None:
     meter = HostMeter("tcp://w", batch_rows=8)
     meter.process_started(1)
     meter.engine_said(SNAPSHOT)
-    meter.row_finished("sha-a", 5)
     shard = OpenShard(4, [ExportedRow(Request("r", (1,), None, SamplingParams()))])
-    report = meter.report([shard])
+    report = meter.report([shard], (FinishedRows("sha-a", 1, 5),))
     assert report.open_rows == 1
     assert HostReport.from_plain(msgpack.unpackb(msgpack.packb(report.to_plain()))) == report
     assert HostReport.from_plain(json.loads(json.dumps(report.to_plain()))) == report

@@ -45,3 +45,14 @@ def test_more_than_one_shipment_is_cut_into_several(
     log.write_text("".join(f"line {number}\n" for number in range(200)))
     LogShipper(store, {"engine": log}).close()
     assert store.read_logs()["engine"] == log.read_text()
+
+
+def test_of_a_log_that_others_have_written_to_only_the_rest_is_shipped(store: JobStore, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("of another job\n")
+    shipper = LogShipper(store, {"engine": log, "later": tmp_path / "later.log"}, shared=("engine", "later"))
+    for name in ("engine", "later"):
+        with (tmp_path / f"{name}.log").open("a") as file:
+            file.write("of ours\n")
+    shipper.close()
+    assert store.read_logs() == {"engine": "of ours\n", "later": "of ours\n"}

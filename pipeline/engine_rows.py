@@ -1,0 +1,232 @@
+"""All rows that one engine process works on, for whatever runs: the state behind `EngineKeeper`.
+
+Pure: no thread, no process, no clock. What happens goes in by calls; what the process must be told comes out as
+messages. Results go straight to the shard that waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..engine.exported_row import ExportedRow
+from ..engine.request import Request, Result
+from .engine_feed import EngineFeed
+from .errors import ShardAbandonedError
+from .loan_desk import Loan, LoanDesk
+from .messages import FinishedRows, LocalAdapter
+from .open_shard import OpenShard, ServedRow
+from .row_ledger import RowLedger
+
+# Runs that share an engine have so many batches of rows in it together: one runs, and what enters next is near.
+SHARED_BATCHES = 1.5
+
+Message = dict[str, Any]
+
+
+class RunRows:
+    """What one run has open on an engine, and what finished since it was last asked."""
+
+    def __init__(self) -> None:
+        self.shards: list[OpenShard] = []
+        self._rows: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    def finished(self, adapter_id: str | None, output_tokens: int) -> None:
+        """A row came back."""
+        self._rows[adapter_id or ""] += 1
+        self._tokens[adapter_id or ""] += output_tokens
+
+    def take_finished(self) -> tuple[FinishedRows, ...]:
+        """Finished rows by adapter; each is told once."""
+        finished = tuple(FinishedRows(a, n, self._tokens[a]) for a, n in self._rows.items())
+        self._rows.clear()
+        self._tokens.clear()
+        return finished
+
+
+class EngineRows:
+    """Open shards of all runs on one engine, their rows, and who waits for each."""
+
+    def __init__(self) -> None:
+        self._ledger = RowLedger()
+        self._desk = LoanDesk(self._ledger)
+        self._feed = EngineFeed()
+        self.runs: dict[str, RunRows] = {}
+        # request id -> the shard that waits for it, and the request.
+        self._waits: dict[str, tuple[OpenShard, Request]] = {}
+        self._failure: Exception | None = None
+        # Whether the process has loaded its model.
+        self._is_ready = False
+        # Something has happened that others wait to hear: guests have come, or a run has nothing left to do here.
+        self.has_news = False
+
+    @property
+    def num_in_engine(self) -> int:
+        """Rows sent to the process and not finished."""
+        return self._ledger.num_in_engine
+
+    def in_engine_by_run(self) -> Counter[str]:
+        """Rows sent to the process and not finished, by run."""
+        return self._ledger.in_engine_by_run()
+
+    def lent_by_shard(self, run: str) -> Counter[int]:
+        """Rows of a run that other engines work on, by shard."""
+        owners = (self._waits[request_id][0] for request_id in self._ledger.lent)
+        return Counter(shard.shard_id for shard in owners if shard.run == run and shard.shard_id is not None)
+
+    # Runs
+
+    def join(self, run: str) -> None:
+        """A run may open shards from now on."""
+        assert run not in self.runs, f"run {run} uses this engine already"
+        self.runs[run] = RunRows()
+
+    def leave(self, run: str) -> list[Message]:
+        """A run is over: what it has open is given up, its rows leave the engine."""
+        rows = self.runs.pop(run, None)
+        if rows is None:
+            return []
+        messages = self._give_up(rows, ShardAbandonedError("The worker stopped before the shard was done."))
+        self._ledger.run_over(run)
+        return messages
+
+    def fail(self, failure: Exception) -> None:
+        """No process will work on any of this: whatever is open fails, and what is opened later too."""
+        self._failure = failure
+        self._desk.close()
+        for rows in self.runs.values():
+            self._give_up(rows, failure)
+
+    def _give_up(self, rows: RunRows, reason: Exception) -> list[Message]:
+        messages = [message for shard in rows.shards for message in self._forget(shard)]
+        for shard in rows.shards:
+            shard.fail(reason)
+        rows.shards.clear()
+        return messages
+
+    # Shards
+
+    def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter]) -> None:
+        """Rows of a shard wait for their turn."""
+        rows = self.runs.get(shard.run)
+        if rows is None or self._failure is not None:
+            shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
+            return
+        rows.shards.append(shard)
+        self.has_news |= shard.shard_id is None
+        self._feed.learn(adapters)
+        self._waits.update({row.request.request_id: (shard, row.request) for row in shard.rows})
+        self._ledger.add(shard.rows, shard.run)
+
+    def abandon(self, shard: OpenShard) -> list[Message]:
+        """Nobody waits for this shard any more; its rows leave the engine."""
+        rows = self.runs.get(shard.run)
+        if rows is None or shard not in rows.shards:
+            shard.is_abandoned = True
+            return []
+        rows.shards.remove(shard)
+        return self._forget(shard)
+
+    def _forget(self, shard: OpenShard) -> list[Message]:
+        shard.is_abandoned = True
+        for request_id in shard.request_ids:
+            self._waits.pop(request_id, None)
+        to_abort = self._ledger.forget(shard.request_ids)
+        return [{"op": "abort", "request_ids": to_abort}] if to_abort else []
+
+    # Rows that leave before they are finished
+
+    def lend(self, run: str, shard_id: int, num_rows: int, asked: Future[Loan]) -> list[Message]:
+        """Ask the process for rows of an open shard that another engine will go on with."""
+        shards = self.runs[run].shards if self._is_ready and run in self.runs else []
+        shard = next((shard for shard in shards if shard.shard_id == shard_id), None)
+        names = shard.request_ids if shard is not None else []
+        return self._export(self._desk.ask(names, num_rows, lambda rows: asked.set_result(Loan(shard, tuple(rows)))))
+
+    def answered(self, served: Iterable[ServedRow]) -> None:
+        """Another engine has finished rows that were lent. Those that nobody waits for are dropped."""
+        for row in served:
+            self.finished(row.result, row.num_crashes)
+
+    def _withdraw_surplus(self, batch_rows: int) -> list[Message]:
+        """Another run has come: rows that were sent while one had the engine alone wait here again, for their turn."""
+        surplus = self._ledger.num_in_engine - self._desk.num_asked - shared_window(batch_rows)
+        if surplus <= 0:
+            return []
+        ((run, num_rows),) = self._ledger.in_engine_by_run().most_common(1)
+        names = [name for shard in self.runs[run].shards for name in shard.request_ids]
+        return self._export(self._desk.ask(names, min(surplus, num_rows), self._take_back))
+
+    def _take_back(self, rows: Iterable[ExportedRow]) -> None:
+        self.reclaim(row.request.request_id for row in rows)
+
+    @staticmethod
+    def _export(request_ids: list[str]) -> list[Message]:
+        return [{"op": "export", "request_ids": request_ids}] if request_ids else []
+
+    def reclaim(self, request_ids: Iterable[str]) -> None:
+        """Lent rows go on here, from where they were when they left."""
+        self._ledger.reclaim(request_ids)
+
+    # What the process says, and what it is told
+
+    def process_ready(self) -> None:
+        """The process has loaded its model."""
+        self._is_ready = True
+
+    def sendable(self, batch_rows: int) -> list[Message]:
+        """What the process must be told so that it works on the rows whose turn it is. A run alone gives it all."""
+        if not self._is_ready:
+            return []
+        if self._ledger.num_runs < 2:
+            return self._feed.messages(self._ledger.take())
+        surplus = self._withdraw_surplus(batch_rows)
+        return surplus + self._feed.messages(self._ledger.take(shared_window(batch_rows)))
+
+    def exported(self, rows: Iterable[ExportedRow]) -> None:
+        """The process has given rows up, as it was asked."""
+        self._desk.exported(rows)
+
+    def finished(self, result: Result, crashes_elsewhere: int = 0) -> None:
+        """Hand a result on, unless nobody waits for it any more."""
+        if self._failure is None and result.request_id in self._ledger:
+            num_crashes = self._ledger.crashes_of(result.request_id) + crashes_elsewhere
+            self._ledger.finished(result.request_id, result.completion_tokens)
+            self._hand_on(ServedRow(result, num_crashes))
+
+    def _hand_on(self, row: ServedRow) -> None:
+        shard, request = self._waits.pop(row.result.request_id)
+        rows = self.runs[shard.run]
+        rows.finished(request.adapter_id, row.result.completion_tokens)
+        shard.deliver(row)
+        if not shard.num_unfinished:
+            rows.shards.remove(shard)
+            self.has_news |= not rows.shards
+
+    def process_gone(self, reason: str, *, is_spared: bool) -> None:
+        """The process has died under its rows; `is_spared`: none of them is to blame."""
+        self._is_ready = False
+        self._feed.new_process()
+        self._desk.close()
+        if is_spared:
+            self._ledger.interrupted()
+            return
+        for row in self._ledger.crashed():
+            error = f"the engine process died each time it worked on this row, last because {reason}"
+            self._hand_on(ServedRow.given_up(row.row.request, error, row.crashes))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each unfinished row has one place and one shard that waits for it."""
+        self._ledger.check_integrity()
+        open_rows = sum(shard.num_unfinished for rows in self.runs.values() for shard in rows.shards)
+        assert self._failure is not None or open_rows == len(self._waits) == len(self._ledger), (
+            f"{open_rows} rows of open shards, {len(self._waits)} are waited for, {len(self._ledger)} in the ledger"
+        )
+
+
+def shared_window(batch_rows: int) -> int:
+    """Rows in an engine that several runs share."""
+    return max(batch_rows + 1, round(SHARED_BATCHES * batch_rows))
