@@ -38,7 +38,7 @@ def test_a_run_is_told_its_share_of_what_the_engine_does() -> None:
     meter.engine_said(SNAPSHOT)
     whole, third = meter.report([]), meter.report([], share=1 / 3)
     assert (whole.running_rows, third.running_rows) == (3, 1)
-    assert third.tokens_per_s == whole.tokens_per_s / 3
+    assert third.tokens_per_s == pytest.approx(whole.tokens_per_s / 3)
     assert third.pages_used == whole.pages_used
 
 
