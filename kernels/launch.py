@@ -31,6 +31,13 @@ def num_persistent_programs(device: torch.device, per_multiprocessor: int) -> in
     return _num_multiprocessors(device.index or 0) * per_multiprocessor
 
 
+def num_warps_for(num_sums: int, per_thread: int, fewest: int) -> int:
+    """Warps of a program that holds `num_sums` fp32 sums, `per_thread` (a power of 2) of them in each of a warp's 32
+    threads. A thread has 255 registers at most: a tile of 64 rows takes four times the threads of one of 16, else sums
+    would lie in memory."""
+    return min(max(num_sums // (32 * per_thread), fewest), 16)
+
+
 def is_exact_dot(dtype: torch.dtype) -> bool:
     """Whether `tl.dot` takes fp32 operands in full precision.
 

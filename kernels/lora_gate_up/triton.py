@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import finish_columns, lora_columns, tile_fields
-from ..launch import is_exact_dot, num_persistent_programs
+from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
 from ..lora_table import GATE_UP, NUM_SITES, LoraTable
 from ..segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 5
 _BLOCK_N = 128
+_SUMS_PER_THREAD = 32
 
 
 @triton.jit
@@ -97,5 +98,6 @@ def gate_up(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         SPLITS=SPLITS_AT + GATE_UP, IS_SILU=activation == "silu", HAS_BIAS=bias is not None,
         BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype),
-        ALIGN=table.alignment, num_warps=4, num_stages=2,
+        ALIGN=table.alignment, num_stages=2,
+        num_warps=num_warps_for(segments.limits.tile_rows * 2 * _BLOCK_N, _SUMS_PER_THREAD, fewest=4),
     )  # fmt: skip

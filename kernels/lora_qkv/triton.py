@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import finish_columns, lora_columns, tile_fields
-from ..launch import is_exact_dot, num_persistent_programs
+from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
 from ..lora_table import NUM_SITES, QKV, LoraTable
 from ..segments import SPLITS_AT, Segments
 from . import HeadFinish, HeadLayout
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
+_SUMS_PER_THREAD = 32
 
 
 @triton.jit
@@ -151,6 +152,10 @@ def qkv(
 ) -> None:
     """See `lora_qkv_`."""
     half = finish.cos.shape[1]
+    # 16 columns are the narrowest tensor core tile
+    half_block = max(16, triton.next_power_of_2(half))
+    rest_block = max(16, triton.next_power_of_2(layout.head_dim - 2 * half))
+    num_columns = (2 * half_block if half else 0) + (rest_block if 2 * half < layout.head_dim else 0)
     grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
     _qkv[grid](
         y, finish.bias, finish.q_norm, finish.k_norm, finish.norm_eps, finish.norm_offset,
@@ -159,10 +164,9 @@ def qkv(
         table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, HALF=half, PAGE=layout.page_tokens,
-        # 16 columns are the narrowest tensor core tile
-        HALF_BLOCK=max(16, triton.next_power_of_2(half)),
-        REST_BLOCK=max(16, triton.next_power_of_2(layout.head_dim - 2 * half)),
+        HALF_BLOCK=half_block, REST_BLOCK=rest_block,
         SPLITS=SPLITS_AT + QKV, HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
         BLOCK_M=segments.limits.tile_rows, EXACT=is_exact_dot(y.dtype),
-        ALIGN=table.alignment, num_warps=2, num_stages=2,
+        ALIGN=table.alignment, num_stages=2,
+        num_warps=num_warps_for(segments.limits.tile_rows * num_columns, _SUMS_PER_THREAD, fewest=2),
     )  # fmt: skip

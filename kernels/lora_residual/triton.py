@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import finish_columns, lora_columns, tile_fields
-from ..launch import is_exact_dot, num_persistent_programs
+from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
 from ..lora_table import NUM_SITES, LoraTable
 from ..segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 _BLOCK_N = 128
+_SUMS_PER_THREAD = 32
 
 
 @triton.jit(do_not_specialize=["site_row", "splits_at"])
@@ -74,5 +75,6 @@ def add_residual(
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
         BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype),
-        ALIGN=table.alignment, num_warps=4, num_stages=2,
+        ALIGN=table.alignment, num_stages=2,
+        num_warps=num_warps_for(segments.limits.tile_rows * _BLOCK_N, _SUMS_PER_THREAD, fewest=4),
     )  # fmt: skip

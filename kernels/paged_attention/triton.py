@@ -18,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import multiply
-from ..launch import is_exact_dot, is_interpreted, num_persistent_programs
+from ..launch import is_exact_dot, is_interpreted, num_persistent_programs, num_warps_for
 from ..lora_qkv import HeadLayout
 from .gpu import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # 108 registers x 128 threads, 38 KiB of shared memory each
-_BLOCK_N = 64
+_BLOCK_BYTES = 128  # of one feature of a block of keys: 64 keys of 2 bytes
+_SUMS_PER_THREAD = 32
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -148,8 +149,9 @@ def attend(
         rule.scale, rule.softcap or 0.0, rule.window or 0,
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, PAGE=layout.page_tokens,
         FIELDS=ITEM_FIELDS, HAS_WINDOW=rule.window is not None, HAS_SOFTCAP=rule.softcap is not None,
-        BLOCK_M=work.limits.tile_rows, BLOCK_N=16 if is_interpreted() else _BLOCK_N, EXACT=is_exact_dot(q.dtype),
-        num_warps=4, num_stages=2,
+        BLOCK_M=work.limits.tile_rows, BLOCK_N=16 if is_interpreted() else _BLOCK_BYTES // q.element_size(),
+        EXACT=is_exact_dot(q.dtype),
+        num_warps=num_warps_for(work.limits.tile_rows * block_d, _SUMS_PER_THREAD, fewest=4), num_stages=2,
     )  # fmt: skip
     _combine[grid](
         out, work.header, work.combines, partials.values, partials.stats,

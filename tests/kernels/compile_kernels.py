@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from lorabatch.engine.planned_step import rounded
+from lorabatch.engine.planned_step import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels.kv_write import triton as kv_write
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout
@@ -62,17 +62,22 @@ def main() -> None:
     compiled: dict[str, Any] = {}
     programs: dict[str, set[int]] = {}
     run = JITFunction.run
+    kind = ""
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        compiled[self.__name__] = kernel
-        programs.setdefault(self.__name__, set()).add(id(kernel))
+        compiled[self.__name__ + kind] = kernel
+        programs.setdefault(self.__name__ + kind, set()).add(id(kernel))
 
     JITFunction.run = compile_only
     # as a model's layers and steps of several sizes would
     for layer, num_rows in ((0, 2), (1, 3), (2, 40), (16, 16)):
-        _reach_linear_kernels(layer, num_rows)
+        _reach_tiled_kernels(layer, num_rows, DECODE_TILE_ROWS)
         _reach_other_kernels(layer, num_rows)
+    kind = " in prefill"
+    _reach_tiled_kernels(0, 200, PREFILL_TILE_ROWS)
+    kind = " of fp32 pairs"
+    _reach_merge(1, torch.float32)
     json.dump(
         {name: _describe(kernel) | {"num_programs": len(programs[name])} for name, kernel in compiled.items()},
         sys.stdout,
@@ -83,16 +88,16 @@ def _bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _segments(num_rows: int) -> Segments:
+def _segments(num_rows: int, tile_rows: int) -> Segments:
     counts = np.ones((2, 4), np.int32)
-    limits = SegmentLimits(rounded(num_rows), rounded(2 * num_rows), scratch_rows=256)
+    limits = SegmentLimits(rounded(num_rows), rounded(2 * num_rows), scratch_rows=256, tile_rows=tile_rows)
     plus = rows_of([row % 2 for row in range(num_rows)])
     return plan_segments(plus, rows_of([-1] * num_rows), counts, limits, num_programs=1)
 
 
-def _reach_linear_kernels(layer: int, num_rows: int) -> None:
+def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int) -> None:
     table = LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, alignment=8)
-    segments = _segments(num_rows)
+    segments = _segments(num_rows, tile_rows)
     scratch = segments.allocate_scratch()
     x, weight = _bf16(num_rows, HIDDEN), _bf16(128)
     for site in range(NUM_SITES):
@@ -104,25 +109,31 @@ def _reach_linear_kernels(layer: int, num_rows: int) -> None:
     angles, slots = torch.zeros(num_rows, 64), torch.zeros(num_rows, dtype=torch.int32)
     finish = HeadFinish(angles, angles, slots, bias=_bf16(48 * 128), q_norm=weight, k_norm=weight)
     qkv.qkv(_bf16(num_rows, 48 * 128), finish, LAYOUT, table, segments, scratch, layer)
-
-
-def _reach_other_kernels(layer: int, num_rows: int) -> None:
     pool, q = _bf16(4 * LAYOUT.page_elements), _bf16(num_rows, 32, 128)
-    keys, slots = _bf16(num_rows, 8, 128), torch.zeros(num_rows, dtype=torch.int32)
-    kv_write.write(keys, keys, slots, pool, LAYOUT, layer)
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
-    work = plan_attention(spans, 4, WorkLimits(rounded(2 * num_rows), num_rows, 16, 512))
+    work = plan_attention(spans, 4, WorkLimits(rounded(2 * num_rows), num_rows, tile_rows, 512))
     partials = Partials.allocate(64, 32, 128, torch.device("cpu"))
     tables = torch.zeros(num_rows, 64, dtype=torch.int32)
     attention.attend(q, q, pool, tables, work, partials, LAYOUT, layer, AttentionRule(0.1, window=512, softcap=50.0))
+
+
+def _reach_other_kernels(layer: int, num_rows: int) -> None:
+    keys, slots = _bf16(num_rows, 8, 128), torch.zeros(num_rows, dtype=torch.int32)
+    kv_write.write(keys, keys, slots, _bf16(4 * LAYOUT.page_elements), LAYOUT, layer)
     x = _bf16(num_rows, HIDDEN)
     rms_norm.norm(x, x, _bf16(HIDDEN), 1e-5, 0.0)
-    jobs = [MergeJob(_bf16(256, 256), _bf16(256, 256), (MergePair(_bf16(16, 256), _bf16(256, 16), 1.0),))] * num_rows
-    merge.merge(jobs[:7], torch.bfloat16, torch.zeros(1, dtype=torch.int32))
+    _reach_merge(min(num_rows, 7), torch.bfloat16)
     ints = torch.zeros(num_rows, dtype=torch.int64)
     ones = torch.ones(num_rows)
     rows = SamplingRows(ones, ints.int(), ones.double(), ints, ints, ints)
     sampling.sample(ints, _bf16(num_rows, 4096), rows)
+
+
+def _reach_merge(num_layers: int, dtype: torch.dtype) -> None:
+    """Pairs of the type they were stored in, often fp32."""
+    a, b = torch.zeros(16, 256, dtype=dtype), torch.zeros(256, 16, dtype=dtype)
+    jobs = [MergeJob(_bf16(256, 256), _bf16(256, 256), (MergePair(a, b, 1.0),))] * num_layers
+    merge.merge(jobs, dtype, torch.zeros(1, dtype=torch.int32))
 
 
 def _describe(kernel: Any) -> dict[str, Any]:
