@@ -44,9 +44,12 @@ class AdapterLoader:
         self.prefetch([adapter_id])
         return self._coming.pop(adapter_id).result()
 
-    def keep(self, adapter_id: str, adapter: PackedAdapter, next_use: Callable[[str], float]) -> None:
-        """Take back an adapter that leaves the pool."""
-        self._tier.put(adapter_id, adapter, next_use)
+    def keep(
+        self, adapter_id: str, num_bytes: int, copy: Callable[[], PackedAdapter], next_use: Callable[[str], float]
+    ) -> None:
+        """Take back an adapter that leaves the pool, if host memory has room for it; only then it is copied."""
+        if self._tier.make_room(adapter_id, num_bytes, next_use):
+            self._tier.put(adapter_id, copy(), next_use)
 
     def drop_unwanted(self, wanted: Callable[[str], bool]) -> None:
         """Forget what was read ahead for rows that are gone."""

@@ -60,7 +60,8 @@ class Admission:
         if len(plan.admit) == 0:
             return
         rows, next_use = list(self._waiting), self.next_use()
-        admitted = self._ready([rows[position] for position in plan.admit.tolist()], plan)
+        wanted = [rows[position] for position in plan.admit.tolist()]
+        admitted = self._ready(wanted, plan)
         absent = self._absent_adapters(admitted, plan)
         pages = sum(map(self._rounded_pages, admitted)) + sum(map(self._room.adapter_pages, absent))
         if pages <= self._pool.largest_free_run // 2:
@@ -70,7 +71,8 @@ class Admission:
             admitted.sort(key=self._rounded_pages)
         for sequence in admitted:
             if not self._admit_row(sequence, plan, next_use, is_mixture=is_mixture):
-                break
+                return
+        self._room.begin_copies(self._absent_adapters(wanted, plan), next_use)
 
     def read_ahead(self) -> None:
         """Have the adapters read that are needed next, while steps run."""
@@ -104,7 +106,7 @@ class Admission:
         """Rows whose adapter need not be waited for. If there is none and nothing runs, those of the first adapter."""
         wanted = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
         missing = [a for a in wanted if a is not None and not self._room.has_at_hand(a)]
-        self._residency.loader.prefetch(missing)
+        self._residency.loader.prefetch(a for a in missing if self._residency.get(a) is None)
         if len(missing) == len(wanted) and not self._running:
             del missing[0]
         return [s for s in rows if self._adapter_to_hold(s, plan) not in missing]
@@ -136,7 +138,7 @@ class Admission:
     ) -> bool:
         """The largest possible of `sizes` for the row, and its adapter in the pool; or neither, and False."""
         owner = row_owner(sequence)
-        if not self._room.make(min(sizes), next_use, keep=adapter_id):
+        if not self._room.make(min(sizes), next_use, lambda other: other != adapter_id):
             return False
         next(size for size in sizes if self._pool.allocate(owner, size) is not None)
         is_resident = False

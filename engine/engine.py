@@ -15,6 +15,7 @@ import torch
 from ..kernels.paged_attention.compiled import can_attend_compiled
 from ..scheduler.batching import Batcher, StepPlan, everybody_unmerged
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from .adapter_copies import copies_for
 from .adapter_loader import AdapterLoader
 from .adapter_registry import AdapterRegistry
 from .batcher import choose_batcher
@@ -56,6 +57,8 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._device, self._dtype = choose_device(config)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # where kernels are launched
         with torch.inference_mode():
             self._decoder = load_decoder(model_folder, self.model, config, self._device, self._dtype)
             memory = plan_memory(config, self.model)
@@ -66,7 +69,8 @@ class Engine:
         self._registry = AdapterRegistry(self.model, self._dtype, self._device)
         read = partial(self._registry.load_packed, stacks_by_rank=self._layout.is_page_wise)
         loader = AdapterLoader(read, HostTier(host_tier_bytes(config)))
-        residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader)
+        copies = copies_for(self._device)
+        residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader, copies)
         shares = shares_prefixes(config, self.model)
         prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
         clean = self._erase if self._reads_beyond_rows() else None

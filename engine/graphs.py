@@ -76,10 +76,13 @@ class GraphExecutor:
             return
         work()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: the thread that reads adapters may take memory meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         self._graphs[key] = graph
 
     def forget(self) -> None:
-        """See `StepExecutor`."""
+        """See `StepExecutor`. A replay may be running, and a memory pool that lost its last graph takes no other."""
+        torch.cuda.synchronize()
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()

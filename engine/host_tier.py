@@ -26,11 +26,22 @@ class HostTier:
     def put(self, adapter_id: str, adapter: PackedAdapter, next_use: Callable[[str], float]) -> None:
         """Keep an adapter if there is room for it beside those needed sooner."""
         assert adapter_id not in self._held, f"adapter {adapter_id} is held already"
-        self._held[adapter_id] = adapter
-        self.num_bytes += adapter.num_bytes
-        while self.num_bytes > self._budget_bytes:
+        if self.make_room(adapter_id, adapter.num_bytes, next_use):
+            self._held[adapter_id] = adapter
+            self.num_bytes += adapter.num_bytes
+
+    def make_room(self, adapter_id: str, num_bytes: int, next_use: Callable[[str], float]) -> bool:
+        """Have room for an adapter of `num_bytes`, giving up those that are not needed before it. False: it would have
+        to go first itself."""
+        if num_bytes > self._budget_bytes:
+            return False
+        while self.num_bytes + num_bytes > self._budget_bytes:
             # the first of equals: of adapters that no row waits for, the one that came longest ago
-            self.take(max(self._held, key=next_use))
+            last = max(self._held, key=next_use)
+            if next_use(last) < next_use(adapter_id):
+                return False
+            self.take(last)
+        return True
 
     def take(self, adapter_id: str) -> PackedAdapter:
         """Hand an adapter out and forget it. Raises KeyError when it is not held."""

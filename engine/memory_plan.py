@@ -33,6 +33,10 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     """Device and dtype: bf16 on a GPU, fp32 on a CPU (where bf16 multiplies far more slowly), unless told."""
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if config.dtype == "auto":
         return device, torch.bfloat16 if device.type == "cuda" else torch.float32
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,6 +67,7 @@ def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
     page_bytes = layout.page_elements * dtype.itemsize
     pool_bytes = config.pool_bytes
     if pool_bytes is None and device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
         pool_bytes = gpu_pool_bytes(torch.cuda.mem_get_info(device)[0], config, model, dtype.itemsize)
     elif pool_bytes is None:
         pool_bytes = _default_pool_bytes()

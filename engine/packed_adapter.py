@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..kernels.launch import empty_pinned
 from ..kernels.segment_lora import LoraMember, LoraSiteWeights
 from .adapter.weights import AdapterWeights, LoraPair
 from .model_config import PACKED_SITES, ModelConfig
@@ -17,7 +18,8 @@ Sites = tuple[dict[str, LoraSiteWeights], ...]  # per layer, by packed site
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
-    """`numbers`: flat, on the host. `sites`: views into it."""
+    """`numbers`: flat, in host memory (pinned where a GPU is to have them), or on the device where they were made up
+    there. `sites`: views into it."""
 
     numbers: Tensor
     sites: Sites
@@ -26,22 +28,28 @@ class PackedAdapter:
     def num_bytes(self) -> int:
         return self.numbers.numel() * self.numbers.element_size()
 
-    def copy_to(self, memory: Tensor, start: int) -> Sites:
-        """Copy the numbers to `memory[start:]` (flat) and return the views of that copy."""
-        memory[start : start + self.numbers.numel()].copy_(self.numbers)
+    def sites_at(self, memory: Tensor, start: int) -> Sites:
+        """The views of a copy of the numbers at `memory[start:]` (flat)."""
         return _moved(self.sites, memory, start)
 
 
-def pack_adapter(weights: AdapterWeights, model: ModelConfig, *, stacks_by_rank: bool) -> PackedAdapter:
+def pack_adapter(
+    weights: AdapterWeights, model: ModelConfig, *, stacks_by_rank: bool, device: torch.device
+) -> PackedAdapter:
     """Stack what packed layers multiply together: per layer and site one A for all members, then each member's B.
 
     `stacks_by_rank`: the numbers of one row of A lie side by side, as GPU kernels read them; otherwise those of one
-    input feature, as CPU kernels do. Raises `AdapterRefusedError` for an adapter that is exact by merge only.
+    input feature, as CPU kernels do. `device`: where they are to go. Raises `AdapterRefusedError` for an adapter that
+    is exact by merge only.
     """
     pairs = weights.lora
     some = next(iter(pairs.values()), None)
     num_elements = sum(pair.a.numel() + pair.b.numel() for pair in pairs.values())
-    numbers = torch.empty(num_elements, dtype=torch.float32 if some is None else some.a.dtype)
+    dtype = torch.float32 if some is None else some.a.dtype
+    if some is None or some.a.device.type == "cpu":
+        numbers = empty_pinned(num_elements, dtype, device)
+    else:
+        numbers = torch.empty(num_elements, dtype=dtype, device=some.a.device)
     cursor = 0
     layers = []
     for layer in range(model.num_layers):
@@ -56,10 +64,9 @@ def pack_adapter(weights: AdapterWeights, model: ModelConfig, *, stacks_by_rank:
     return PackedAdapter(numbers, tuple(layers))
 
 
-def taken_from(memory: Tensor, start: int, num_elements: int, sites: Sites) -> PackedAdapter:
-    """What lies at `memory[start:]` with views `sites`, copied to the host."""
-    copied = memory[start : start + num_elements].to("cpu", copy=True)
-    return PackedAdapter(copied, _moved(sites, copied, -start))
+def packed_from(numbers: Tensor, start: int, sites: Sites) -> PackedAdapter:
+    """A copy of what lies in memory from `start` on with views `sites`."""
+    return PackedAdapter(numbers, _moved(sites, numbers, -start))
 
 
 def _pack_site(

@@ -1,7 +1,8 @@
 """Which adapters lie in the page pool, and who must leave to make room.
 
 The engine knows its waiting rows, hence each adapter's next use: the one needed furthest in the future leaves
-first (Belady 1966), to host memory while that lasts. Adapters of running sequences are pinned.
+first (Belady 1966), to host memory while that lasts. Adapters of running sequences are pinned. Where copies run aside,
+an adapter is on its way for a while: its pages are taken, and whoever uses it joins its arrival first.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..kernels.segment_lora import LoraSiteWeights
+from .adapter_copies import AdapterCopies, Arrival
 from .adapter_loader import AdapterLoader
-from .packed_adapter import Sites, taken_from
+from .packed_adapter import Sites, packed_from
 from .pool import PagePool
 
 
@@ -53,14 +55,19 @@ def _negated(weights: LoraSiteWeights) -> LoraSiteWeights:
 class AdapterResidency:
     """Loads adapters into runs of pages of `memory` (flat) and evicts them by next use.
 
-    `num_loads`: adapters copied into the pool. `stall_s`: seconds that took, waiting for storage included.
+    `num_loads`: adapters copied into the pool. `stall_s`: seconds that the host spent on it, waiting for storage
+    included.
     """
 
-    def __init__(self, pool: PagePool, memory: Tensor, page_elements: int, loader: AdapterLoader) -> None:
+    def __init__(
+        self, pool: PagePool, memory: Tensor, page_elements: int, loader: AdapterLoader, copies: AdapterCopies
+    ) -> None:
         self._pool = pool
         self._memory = memory
         self._page_elements = page_elements
         self.loader = loader
+        self._copies = copies
+        self._arriving: dict[str, Arrival] = {}
         self._residents: dict[str, ResidentAdapter] = {}
         self._pins: dict[str, int] = {}
         self.num_loads = 0
@@ -75,6 +82,27 @@ class AdapterResidency:
         """The adapter if it is resident."""
         return self._residents.get(adapter_id)
 
+    @property
+    def copies_aside(self) -> bool:
+        """Whether adapters arrive while steps run."""
+        return self._copies.are_aside
+
+    def has_arrived(self, adapter_id: str) -> bool:
+        """Whether a resident adapter's copy is done."""
+        if adapter_id in self._arriving and self._arriving[adapter_id].has_come():
+            del self._arriving[adapter_id]
+        return adapter_id not in self._arriving
+
+    def settle(self) -> None:
+        """Let go of what was copied from, where copies are done."""
+        for adapter_id in list(self._arriving):
+            self.has_arrived(adapter_id)
+
+    def join(self, adapter_id: str) -> None:
+        """Have steps launched from now on see the whole adapter."""
+        if adapter_id in self._arriving:
+            self._arriving[adapter_id].join()
+
     def pin(self, adapter_id: str) -> None:
         """One more running sequence uses the adapter."""
         self._pins[adapter_id] = self._pins.get(adapter_id, 0) + 1
@@ -85,14 +113,16 @@ class AdapterResidency:
         if not self._pins[adapter_id]:
             del self._pins[adapter_id]
 
-    def evictable(self, keep: str | None) -> list[str]:
-        """Adapters that no running sequence uses, `keep` excepted."""
-        return [a for a in self._residents if a not in self._pins and a != keep]
+    def evictable(self, may_go: Callable[[str], bool]) -> list[str]:
+        """Adapters that no running sequence uses and that may go."""
+        return [a for a in self._residents if a not in self._pins and may_go(a)]
 
-    def make_room(self, has_room: Callable[[], bool], next_use: Callable[[str], float], keep: str | None) -> bool:
-        """Evict unpinned adapters, the one used furthest in the future first, until `has_room()`."""
+    def make_room(
+        self, has_room: Callable[[], bool], next_use: Callable[[str], float], may_go: Callable[[str], bool]
+    ) -> bool:
+        """Evict unpinned adapters that may go, the one used furthest in the future first, until `has_room()`."""
         while not has_room():
-            evictable = self.evictable(keep)
+            evictable = self.evictable(may_go)
             if not evictable:
                 return False
             self.evict(max(evictable, key=next_use), next_use)
@@ -101,13 +131,20 @@ class AdapterResidency:
     def evict(self, adapter_id: str, next_use: Callable[[str], float]) -> None:
         """Give the adapter's pages back and its numbers to the host. It must not be pinned."""
         assert adapter_id not in self._pins, f"adapter {adapter_id} is used by {self._pins[adapter_id]} sequences"
+        # pages that a copy still fills may not be another's before it is done
+        self.join(adapter_id)
+        self._arriving.pop(adapter_id, None)
         resident = self._residents.pop(adapter_id)
         start = self._pool.run_of(adapter_owner(adapter_id)).start * self._page_elements
-        self.loader.keep(adapter_id, taken_from(self._memory, start, resident.num_elements, resident.sites), next_use)
+        pages = self._memory[start : start + resident.num_elements]
+        num_bytes = resident.num_elements * self._memory.element_size()
+        self.loader.keep(
+            adapter_id, num_bytes, lambda: packed_from(self._copies.to_host(pages), start, resident.sites), next_use
+        )
         self._pool.release(adapter_owner(adapter_id))
 
     def load(self, adapter_id: str, num_pages: int) -> ResidentAdapter:
-        """Copy an adapter into the pool, which must have room for it. Raises `AdapterUnusableError`."""
+        """Have an adapter copied into the pool, which must have room for it. Raises `AdapterUnusableError`."""
         began_s = time.perf_counter()
         try:
             adapter = self.loader.take(adapter_id)
@@ -115,7 +152,9 @@ class AdapterResidency:
             assert run is not None, f"adapter {adapter_id}: no room for {num_pages} pages"
             size, limit = adapter.numbers.numel(), num_pages * self._page_elements
             assert size <= limit, f"adapter {adapter_id} has {size} numbers, its pages hold {limit}"
-            sites = adapter.copy_to(self._memory, run.start * self._page_elements)
+            start = run.start * self._page_elements
+            self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, self._memory[start : start + size])
+            sites = adapter.sites_at(self._memory, start)
         finally:
             self.stall_s += time.perf_counter() - began_s
         self._residents[adapter_id] = ResidentAdapter(adapter_id, self.num_loads, sites, size)
@@ -131,6 +170,7 @@ class AdapterResidency:
         for adapter_id in self._residents:
             self._pool.run_of(adapter_owner(adapter_id))
         self.loader.check_integrity(self._residents)
+        assert self._arriving.keys() <= self._residents.keys(), f"arriving and not resident: {self._arriving.keys()}"
         missing = self._pins.keys() - self._residents.keys()
         assert not missing, f"pinned but not resident: {missing}"
 

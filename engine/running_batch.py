@@ -118,6 +118,7 @@ class RunningBatch:
         resident = self.residency.get(adapter_id)
         assert resident is not None
         self.residency.pin(adapter_id)
+        self.residency.join(adapter_id)
         self._taken_out = MergedShare.of(resident)
         return True
 
@@ -126,6 +127,7 @@ class RunningBatch:
         and prompts in order of admission until `max_step_tokens` are reached."""
         before = list(self._running.values())
         self.residency.loader.drop_unwanted(self._waiting.wants)
+        self.residency.settle()
         paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
         self._admission.admit(plan, is_mixture=self.is_mixture)
         if plan.mode != "merged":
@@ -203,6 +205,8 @@ class RunningBatch:
             f"row {sequence.request.request_id}: its adapter left the pool"
         )
         assert plan.mode != "merged", f"row {sequence.request.request_id} would see adapter {plan.merged_adapter}"
+        if adapter_id is not None:
+            self.residency.join(adapter_id)
         if plan.mode == "mixture":
             sequence.served("mixture")
             return StepEntry(sequence, num_tokens, run, adapter, self._taken_out)

@@ -48,8 +48,11 @@ def is_exact_dot(dtype: torch.dtype) -> bool:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` on `device`, copied through pinned memory on a GPU, so that the host does not wait for the copy."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    """`values` on `device`, copied from the host through pinned memory, so that nobody waits for the copy."""
+    if values.device == device:
+        return values
+    assert values.device.type == "cpu", f"values are on {values.device}, wanted on {device}"
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def empty_pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

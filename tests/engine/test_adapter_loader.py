@@ -62,11 +62,26 @@ def test_what_left_the_pool_comes_back_without_a_read(storage: Storage) -> None:
     storage.gate.set()
     loader = AdapterLoader(storage, HostTier(1000))
     kept = loader.take("a")
-    loader.keep("a", kept, lambda a: 0.0)
+    loader.keep("a", kept.num_bytes, lambda: kept, lambda a: 0.0)
     loader.prefetch(["a"])
     assert loader.is_ready("a")
     assert loader.take("a") is kept
     assert loader.num_reads == 1
+
+
+def test_what_host_memory_has_no_room_for_is_not_copied(storage: Storage) -> None:
+    copied: list[str] = []
+
+    def copy() -> PackedAdapter:
+        copied.append("copy")
+        return PackedAdapter(torch.zeros(4), ())
+
+    for budget, next_use, expected in ((15, 0.0, []), (16, 0.0, ["copy"])):
+        loader = AdapterLoader(storage, HostTier(budget))
+        loader.keep("a", 16, copy, lambda a, use=next_use: use)  # type: ignore[misc]
+        assert copied == expected
+    loader.keep("b", 16, copy, {"a": 1.0, "b": 2.0}.__getitem__)
+    assert copied == ["copy"], "b is needed later than a, which has the room"
 
 
 def test_what_is_read_ahead_is_bounded_and_forgotten_with_its_rows(storage: Storage) -> None:
@@ -84,6 +99,7 @@ def test_what_is_read_ahead_is_bounded_and_forgotten_with_its_rows(storage: Stor
 def test_an_adapter_in_two_places_is_an_error(storage: Storage) -> None:
     storage.gate.set()
     loader = AdapterLoader(storage, HostTier(1000))
-    loader.keep("a", loader.take("a"), lambda a: 0.0)
+    taken = loader.take("a")
+    loader.keep("a", taken.num_bytes, lambda: taken, lambda a: 0.0)
     with pytest.raises(AssertionError, match="in the pool and also before it"):
         loader.check_integrity(["a"])

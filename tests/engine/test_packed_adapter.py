@@ -10,7 +10,7 @@ import torch
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.adapter.weights import AdapterWeights, load_adapter
 from lorabatch.engine.config import ModelConfig, read_model_config
-from lorabatch.engine.packed_adapter import pack_adapter, taken_from
+from lorabatch.engine.packed_adapter import PackedAdapter, Sites, pack_adapter, packed_from
 from lorabatch.engine.packed_sites import packed_members
 
 
@@ -23,17 +23,22 @@ def read(folder: Path, model: ModelConfig) -> AdapterWeights:
     return load_adapter(audit_adapter(folder, model, folder.name), torch.float32, "cpu")
 
 
+def copied(packed: PackedAdapter, memory: torch.Tensor, start: int) -> Sites:
+    memory[start : start + packed.numbers.numel()].copy_(packed.numbers)
+    return packed.sites_at(memory, start)
+
+
 @pytest.mark.parametrize("stacks_by_rank", [True, False])
 @pytest.mark.parametrize("name", ["rank1", "rank8", "rank20", "rank64"])
 def test_every_matrix_arrives_where_the_views_say(
     tiny_adapters: dict[str, Path], model: ModelConfig, name: str, stacks_by_rank: bool
 ) -> None:
     weights = read(tiny_adapters[name], model)
-    packed = pack_adapter(weights, model, stacks_by_rank=stacks_by_rank)
+    packed = pack_adapter(weights, model, stacks_by_rank=stacks_by_rank, device=torch.device("cpu"))
     assert packed.numbers.numel() == sum(pair.a.numel() + pair.b.numel() for pair in weights.lora.values())
     memory = torch.full((packed.numbers.numel() + 100,), torch.nan)
-    in_pool = packed.copy_to(memory, 60)
-    back = taken_from(memory, 60, packed.numbers.numel(), in_pool)
+    in_pool = copied(packed, memory, 60)
+    back = packed_from(memory[60 : 60 + packed.numbers.numel()].clone(), 60, in_pool)
     memory[60 : 60 + packed.numbers.numel()] = torch.nan
     assert back.numbers.equal(packed.numbers)
     seen = set()
@@ -50,9 +55,10 @@ def test_every_matrix_arrives_where_the_views_say(
 
 
 def test_the_pool_around_an_adapter_is_left_alone(tiny_adapters: dict[str, Path], model: ModelConfig) -> None:
-    packed = pack_adapter(read(tiny_adapters["rank8"], model), model, stacks_by_rank=False)
+    weights = read(tiny_adapters["rank8"], model)
+    packed = pack_adapter(weights, model, stacks_by_rank=False, device=torch.device("cpu"))
     size = packed.numbers.numel()
     memory = torch.zeros(size + 20)
-    packed.copy_to(memory, 10)
+    copied(packed, memory, 10)
     assert not memory[:10].any()
     assert not memory[10 + size :].any()

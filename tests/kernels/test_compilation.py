@@ -44,7 +44,9 @@ def test_every_kernel_is_there_and_keeps_its_numbers_in_registers(compiled: dict
     assert compiled.keys() == PERSISTENT.keys() | PREFILL | OTHERS
     # fp32 pairs are multiplied by the ordinary cores: up to 8 of 128 registers, read back from the L1 cache
     allowed = {name: 32 if name == "_merge of fp32 pairs" else 8 for name in compiled}
-    spilling = {name: kernel["stack_bytes"] for name, kernel in compiled.items() if kernel["stack_bytes"] > allowed[name]}
+    spilling = {
+        name: kernel["stack_bytes"] for name, kernel in compiled.items() if kernel["stack_bytes"] > allowed[name]
+    }
     assert not spilling, f"bytes of registers kept in memory: {spilling}"
 
 
