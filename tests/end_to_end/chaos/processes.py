@@ -98,7 +98,9 @@ class ExistingCluster:
             self.address = str(client.scheduler_info(n_workers=0)["address"])
 
     def start_nanny(self) -> None:
-        """One more worker, with its nanny."""
+        """One more worker, with its nanny, unless the cluster has ended."""
+        if self._log.closed:
+            return
         options = ("--nthreads", "1", "--local-directory", str(self._folder), "--no-dashboard")
         self._processes.append(self._start("worker", *options))
 
