@@ -65,7 +65,7 @@ def occupancy(job: EchoJob, batch: int) -> float:
 
 
 def measure_slow_worker(
-    folder: Path, num_rows: int = 96, tokens: int = 60, batch: int = 8, step_s: float = 0.1
+    folder: Path, num_rows: int = 96, tokens: int = 60, batch: int = 8, step_s: float = 0.05
 ) -> None:
     """One of two workers takes four times longer: with and without migration, beside the ideal split."""
     job = make_job(folder)

@@ -75,7 +75,9 @@ class Trial:
         self._waiting: list[Blow] = list(scenario.blows)
         # What is to be done, and when.
         self._due: list[tuple[float, Callable[[], Any]]] = []
+        # Processes stopped for good, and those that go on, at the end of the job at the latest.
         self._stopped: list[psutil.Process] = []
+        self._paused: list[psutil.Process] = []
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
         self._outcome = Outcome(scenario)
@@ -88,6 +90,8 @@ class Trial:
         try:
             self._finish_job(began_s + TIME_LIMIT_S)
             end_all(self._stopped)
+            for process in self._paused:
+                send(process, "CONT")
             self._check_leftovers("engine", "the job is done")
             self._outcome.faults += faults_of_output(self._output, self._material, self._scenario)
             events = Counter(event["kind"] for event in JobStore(str(self._output)).read_events())
@@ -203,6 +207,7 @@ class Trial:
 
     def _stop(self, blow: Blow, process: psutil.Process) -> None:
         if blow.stopped_s is not None:
+            self._paused.append(process)
             self._later(blow.stopped_s, partial(send, process, "CONT"))
             return
         self._stopped.append(process)
