@@ -1,12 +1,11 @@
 """Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
 `slow` (rows) and `rows` (rows) use `echo_engine`, whose steps take as long as they are told: what is measured is
-everything else. `hash` (workers) runs the real engine on a tiny model.
+everything else.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -16,15 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
-from echo_job import ECHO_FOLDER, EchoJob, make_rows, processes_of
-
-from lorabatch.jobs.spec import JobSpec
-from lorabatch.pipeline.run import run
+from echo_job import ECHO_FOLDER, EchoJob, make_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -52,18 +47,6 @@ def makespan_s(job: EchoJob) -> float:
     return times["ShardCommitted"][-1] - times["RunShard"][0]
 
 
-def occupancy(job: EchoJob, batch: int) -> float:
-    """Rows decoding over rows that could, by all reports from the second after the start to the last shard opened."""
-    reports: list[dict[str, Any]] = []
-    until_last_shard: list[dict[str, Any]] = []
-    for record in job.store.read_events():
-        if record["kind"] == "Progress" and record["time_s"] > 2.0:
-            reports.append(record)
-        if record["kind"] == "RunShard":
-            until_last_shard = list(reports)
-    return sum(report["running_rows"] for report in until_last_shard) / (batch * max(1, len(until_last_shard)))
-
-
 def measure_slow_worker(
     folder: Path, num_rows: int = 96, tokens: int = 60, batch: int = 8, step_s: float = 0.05
 ) -> None:
@@ -78,12 +61,12 @@ def measure_slow_worker(
         job.set_engine(step_s=step_s, slow_factor=4)
         with own_cluster(2) as client:
             options = {"max_tokens": tokens, "batch_rows": batch, "rows_per_shard": batch, "overwrite": True}
-            job.run(client, migration=migration, **options)
+            result = job.run(client, migration=migration, **options)
         job.assert_answered(rows, max_tokens=tokens)
         seconds = makespan_s(job)
         num_moves = sum(record["kind"] == "MigrateRows" for record in job.store.read_events())
         told = f"{seconds:.1f} s, {seconds / ideal_s:.2f} of ideal, {num_moves} loans"
-        print(f"migration {migration}: {told}, batches {occupancy(job, batch):.1%} full until the tail", flush=True)
+        print(f"migration {migration}: {told}, batches {result.batch_fill:.1%} full until the tail", flush=True)
 
 
 def measure_many_rows(folder: Path, num_rows: int) -> None:
@@ -127,49 +110,6 @@ def peak_bytes(groups: dict[str, list[int]]) -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def measure_hashes(folder: Path, num_workers: int) -> None:
-    """Exact mode, three shard sizes, migration on and off, one engine held up most of the time: one hash?"""
-    job = make_job(folder)
-    names = [None, "rank1", "rank8", "rank20"]
-    rows = [{"id": i, "adapter": names[i % 4], "prompt": f"once upon a midnight {i}"} for i in range(48)]
-    job.write_input(rows)
-    options = {"mode": "exact", "max_tokens": 150, "batch_rows": 8, "logprobs": True, "ignore_eos": True}
-    for rows_per_shard in (5, 12, 24):
-        for migration in (False, True):
-            with own_cluster(num_workers) as client, one_engine_held_up():
-                chosen = {"rows_per_shard": rows_per_shard, "migration": migration, "overwrite": True}
-                run(JobSpec(**job.options(**options, **chosen)), client=client)
-            answers = [(r["id"], r["completion"], r["token_ids"], r["token_logprobs"]) for r in job.rows()]
-            digest = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
-            moves = [record for record in job.store.read_events() if record["kind"] == "MigrateRows"]
-            moved = sum(record["num_rows"] for record in moves)
-            shape = f"{num_workers} workers, shards of {rows_per_shard}, migration {migration}"
-            print(f"{shape}: {digest}, {len(answers)} rows, {moved} lent", flush=True)
-
-
-@contextmanager
-def one_engine_held_up() -> Iterator[None]:
-    """Stop one engine process of this process's clusters four fifths of the time."""
-    is_over = threading.Event()
-
-    def hold() -> None:
-        while not is_over.wait(0.1):
-            engines = processes_of(os.getpid(), "engine")
-            if engines:
-                with suppress(psutil.Error):
-                    engines[0].suspend()
-                    is_over.wait(0.4)
-                    engines[0].resume()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
 def family(pid: int, with_children: bool) -> list[psutil.Process]:
     process = psutil.Process(pid)
     return [process, *(process.children(recursive=True) if with_children else [])]
@@ -186,9 +126,6 @@ def main() -> None:
         case "rows":
             for number in numbers:
                 measure_many_rows(Path(folder), int(number))
-        case "hash":
-            for number in numbers:
-                measure_hashes(Path(folder), int(number))
         case _:
             raise SystemExit(__doc__)
 

@@ -78,6 +78,7 @@ class Trial:
         # Processes stopped for good, and those that go on, at the end of the job at the latest.
         self._stopped: list[psutil.Process] = []
         self._paused: list[psutil.Process] = []
+        self._ending: list[psutil.Process] = []
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
         self._outcome = Outcome(scenario)
@@ -145,6 +146,8 @@ class Trial:
         return ["run", *words]
 
     def _address(self) -> str:
+        # A scheduler that was asked to end is no more use, though it may still be there.
+        psutil.wait_procs(self._ending, timeout=_GONE_AFTER_S)
         if self._cluster is None or not self._cluster.is_whole:
             self._close_cluster()
             self._clusters += 1
@@ -194,6 +197,8 @@ class Trial:
         self._may_fail |= blow.victim in ("client", "scheduler")
         if blow.signal == "STOP":
             self._stop(blow, process)
+        elif blow.victim == "scheduler":
+            self._ending.append(process)
         elif blow.victim == "nanny" and self._cluster is not None:
             self._later(_REPLACED_AFTER_S, self._cluster.start_nanny)
 
