@@ -58,6 +58,7 @@ def options(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) ->
     }
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_workers_shards_and_migration_change_no_byte(
     num_workers: int,
@@ -83,7 +84,7 @@ def test_workers_shards_and_migration_change_no_byte(
                     lent = sum(move["num_rows"] for move in moves)
                     print(f"\n{name}: {hashes[name][:16]}, {lent} rows lent", end="", flush=True)
     assert len(set(hashes.values())) == 1, hashes
-    assert num_lent or num_workers == 1
+    assert num_lent or num_workers < 4
 
 
 class HeldUp:
