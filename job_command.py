@@ -24,7 +24,8 @@ def job_command(
     argument = Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; options take precedence.")]
     parameters = [inspect.Parameter("job_file", keyword, default=None, annotation=argument)]
     for name, (kind, text) in (JOB_OPTIONS | dict(more or {})).items():
-        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
+        shown = text.replace("[", r"\[")  # square brackets are markup to the printer of helps
+        annotation = Annotated[kind | None, typer.Option(help=shown, show_default=False)]  # type: ignore[valid-type]
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -30,7 +30,7 @@ JOB_OPTIONS: dict[str, tuple[Any, str]] = {
     "max_errors": (str, "Rows, as a count or a percentage, that may end in errors.  [default: 10%]"),
     "storage_options": (str, "JSON object for fsspec (keys, endpoint); never recorded."),
     "cost_model": (str, "File that `lorabatch profile` wrote, to plan with; found by itself on its machine."),
-    "migration": (bool, "Lend running rows of slow workers to idle ones.  [default: migration]"),
+    "migration": (bool, "Lend running rows of slow workers to idle ones; on by default."),
     "rows_per_shard": (int, "Rows per part file; chosen by default."),
     "batch_rows": (int, "Rows an engine decodes together.  [default: 64]"),
     "step_tokens": (int, "Tokens of one forward pass at most.  [default: 512]"),

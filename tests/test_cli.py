@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def test_help_lists_the_commands_and_run_lists_its_options() -> None:
 def test_every_option_of_run_is_a_key_of_the_job_file() -> None:
     names = {"columns" if name == "column" else name for name in JOB_OPTIONS}
     assert names <= JobSpec.model_fields.keys()
+
+
+def test_the_defaults_that_help_shows_are_those_of_a_job() -> None:
+    _, text = invoke("run", "--help")
+    told = {name: said for name, (_, help) in JOB_OPTIONS.items() for said in re.findall(r"\[default: (.+)\]", help)}
+    assert len(told) > 10
+    for name, said in told.items():
+        assert f"[default: {said}]" in text
+        job = JobSpec(model="m", input="i", output="o", **{name: said})
+        assert getattr(job, name) == JobSpec.model_fields[name].default
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["status", "{output}"]])
