@@ -56,9 +56,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def run(job_file: Path | None, options: dict[str, Any]) -> None:
     """Run a job in the foreground with live progress. The same command again resumes it."""
     with _errors_told():
-        from .jobs.spec import JobSpec
+        from .jobs.validation import requested_job
 
-        _run(JobSpec.from_yaml(job_file, options) if job_file else JobSpec.from_values(options))
+        _run(requested_job(options, job_file))
 
 
 @app.command()
@@ -179,11 +179,10 @@ def status(
 def submit(job_file: Path | None, options: dict[str, Any]) -> None:
     """Start a job that goes on without this command: on a cluster, or on one in the background of this machine."""
     with _errors_told():
-        from .jobs.spec import JobSpec
+        from .jobs.validation import requested_job
         from .pipeline.submit import submit as submit_job
 
-        spec = JobSpec.from_yaml(job_file, options) if job_file else JobSpec.from_values(options)
-        typer.echo(submit_job(spec).to_text())
+        typer.echo(submit_job(requested_job(options, job_file)).to_text())
 
 
 @app.command()

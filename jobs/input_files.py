@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -14,6 +16,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
 from .errors import JobRequestError
 from .location import options_for, storage_reason
@@ -21,6 +24,7 @@ from .record import InputFile
 from .secrets import redacted_url
 
 _WEB = ("http://", "https://")
+_GLOB_SIGNS = "*?["
 _SUFFIXES = (".parquet", ".pq", ".parq")
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 _TAIL_BYTES = 8
@@ -70,6 +74,15 @@ def read_footers(url: str, storage_options: Mapping[str, Any]) -> tuple[Footer, 
     return tuple(outcome for outcome in outcomes if isinstance(outcome, Footer))
 
 
+def would_read(url: str, file: str) -> bool:
+    """Whether a file would be among those that `read_footers` finds behind `url`. Absolute paths or URLs, both."""
+    source, file = _resolved(url), _resolved(file)
+    if any(sign in source for sign in _GLOB_SIGNS):
+        return re.match(glob_translate(source), file) is not None
+    below = file.removeprefix(f"{source}/")
+    return below != file and _is_visible(below.split("/"))
+
+
 def unified_schema(footers: tuple[Footer, ...]) -> pa.Schema:
     """One schema for all files: a column that a file lacks is null there.
 
@@ -108,7 +121,7 @@ def unpack_schema(text: str) -> pa.Schema:
 
 
 def _find(fs: Any, path: str) -> list[str]:
-    if any(sign in path for sign in "*?[") and not fs.exists(path):
+    if any(sign in path for sign in _GLOB_SIGNS) and not fs.exists(path):
         return sorted(found for found in fs.glob(path) if fs.isfile(found))
     if fs.isfile(path):
         return [path]
@@ -116,7 +129,7 @@ def _find(fs: Any, path: str) -> list[str]:
         raise FileNotFoundError(path)
     root = path.rstrip("/")
     below = {found: found[len(root) :].strip("/").split("/") for found in fs.find(root)}
-    visible = {found: parts for found, parts in below.items() if not any(part.startswith(("_", ".")) for part in parts)}
+    visible = {found: parts for found, parts in below.items() if _is_visible(parts)}
     partitioned = [part for parts in visible.values() for part in parts[:-1] if "=" in part]
     if partitioned:
         raise JobRequestError(
@@ -124,6 +137,16 @@ def _find(fs: Any, path: str) -> list[str]:
             "columns kept in folder names are not read. Write that column into the files."
         )
     return sorted(found for found in visible if found.lower().endswith(_SUFFIXES))
+
+
+def _is_visible(parts: Sequence[str]) -> bool:
+    return not any(part.startswith(("_", ".")) for part in parts)
+
+
+def _resolved(url: str) -> str:
+    """One spelling for one place: local paths without links, `file://` and trailing slashes."""
+    path = url.removeprefix("file://")
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 def _names(paths: list[str], root: str) -> dict[str, str]:

@@ -34,6 +34,11 @@ _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
+def is_on_this_machine(url: str) -> bool:
+    """Whether nothing has to be fetched for it: a path, and none that the hub might be asked for instead."""
+    return "://" not in url and (Path(url).exists() or not _HUB_ID.fullmatch(url))
+
+
 def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None) -> Path:
     """A local folder with the content behind `url`.
 

@@ -103,8 +103,14 @@ class Location:
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
-    def check_bucket(self) -> None:
-        """Raise `MissingFileError` when this lies in a bucket that does not exist: stores list it as an empty one."""
+    def check_folder(self) -> None:
+        """Raise what a first write would: no such bucket (stores list it as an empty one), a file where the folder or
+        one above it should be, a local folder that may not be written to.
+        """
+        if self.is_local:
+            with self._translated("write to", ""):
+                _check_writable(self.local_path(""))
+            return
         bucket, slash, _ = self.path().partition("/")
         if slash and bucket and self.url.startswith(_BUCKET_PROTOCOLS):
             # Who may only write below the bucket may not ask for it.
@@ -251,6 +257,8 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any]) -> 
     """One plain sentence for what storage answered, and what to do. Free of secrets."""
     detail = scrubbed(str(error), storage_options) or type(error).__name__
     kind = type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
+        return f"access was refused ({detail}). Check the permissions of the file and of the folders above it."
     if isinstance(error, PermissionError) or "Credentials" in kind or "Forbidden" in kind:
         return (
             f"access was refused ({detail}). Check the credentials in the environment or in "
@@ -258,6 +266,8 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any]) -> 
         )
     if isinstance(error, FileNotFoundError):
         return f"not found ({detail}). Check the path or the bucket's name."
+    if isinstance(error, NotADirectoryError):
+        return f"expected a folder ({detail}). Name another one."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full. Free some space, then resume."
     if isinstance(error, ImportError):
@@ -288,6 +298,15 @@ def _tell_unconditional(protocol: str) -> None:
         "earlier one, with the same rows",
         protocol,
     )
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise OSError unless the folder can be written to, or created."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def _sync_folder(folder: Path) -> None:

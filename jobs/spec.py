@@ -116,19 +116,32 @@ class JobSpec(BaseModel):
     if not TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None:
-            values = {_SPELLINGS.get(name, name): value for name, value in values.items()}
-            problems = _unknown_keys(values)
-            known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
-            try:
-                super().__init__(**known)
-            except ValidationError as error:
-                problems += _sentences(error, known)
-                # the other fields are judged too, beside any value for those that are wrong
-                wrong = {found["loc"][0] for found in error.errors() if found["loc"]}
-                super().__init__(**_REQUIRED | {name: value for name, value in known.items() if name not in wrong})
-            problems += [*self.sampling.problems(), *self._tls_problems()]
+            problems, _ = self._take_on(values)
             if problems:
-                raise JobRequestError(*map(with_next_step, problems))
+                raise JobRequestError(*problems)
+
+    @classmethod
+    def judged(cls, values: Mapping[str, Any]) -> tuple[JobSpec, list[str], frozenset[str]]:
+        """The job as far as its values can be used, every problem, and the fields that have no value of their own
+        for it.
+        """
+        job = cls.__new__(cls)
+        return job, *job._take_on({name.replace("-", "_"): value for name, value in values.items()})
+
+    def _take_on(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
+        """Set the fields whose values can be used. Returns what is wrong, and the fields that it is wrong with."""
+        values = {_SPELLINGS.get(name, name): value for name, value in values.items()}
+        problems, wrong = _unknown_keys(values), frozenset[str]()
+        known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
+        try:
+            super().__init__(**known)
+        except ValidationError as error:
+            problems += _sentences(error, known)
+            # the other fields are judged too, beside any value for those that are wrong
+            wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
+            super().__init__(**_REQUIRED | {name: value for name, value in known.items() if name not in wrong})
+        problems += [*self.sampling.problems(), *self._tls_problems()]
+        return list(map(with_next_step, problems)), wrong
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> JobSpec:
@@ -142,8 +155,7 @@ class JobSpec(BaseModel):
         Relative paths inside are relative to the working directory, as on the command line. Raises
         `JobRequestError` when the file is missing, is not a YAML mapping, or holds anything wrong.
         """
-        values = {name.replace("-", "_"): value for name, value in _read_yaml(Path(path)).items()}
-        return cls.from_values(values | dict(overrides or {}))
+        return cls.from_values(read_job_file(path, overrides))
 
     @property
     def sampling(self) -> SamplingParams:
@@ -238,6 +250,12 @@ class JobSpec(BaseModel):
         return value
 
 
+def read_job_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The values in a job file, with `overrides` taking precedence. Raises `JobRequestError`."""
+    values = {name.replace("-", "_"): value for name, value in _read_yaml(Path(path)).items()}
+    return values | dict(overrides or {})
+
+
 def _absolute_if_there(url: str) -> str:
     path = absolute(url)
     return path if Path(path).exists() else url
@@ -275,13 +293,13 @@ def _unknown_keys(values: Mapping[str, Any]) -> list[str]:
 
 
 def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    return f"{text}; did you mean {close[0]!r}?" if close else text
+    close = difflib.get_close_matches(word, choices, n=2, cutoff=0.6)
+    return f"{text}; did you mean {' or '.join(map(repr, close))}?" if close else text
 
 
 def with_next_step(problem: str) -> str:
     """A finding about an option as a whole sentence that says where to look."""
-    return problem if problem.endswith(".") else f"{problem}. See `lorabatch run --help`."
+    return problem if problem.endswith((".", "?")) else f"{problem}. See `lorabatch run --help`."
 
 
 def _sentences(error: ValidationError, values: Mapping[str, Any]) -> list[str]:

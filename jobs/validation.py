@@ -5,10 +5,10 @@ Reads configuration files, Parquet footers and listings; no weights and no rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -19,12 +19,12 @@ from .adapter_sources import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
 from .input_columns import find_roles
-from .input_files import pack_schema, read_footers, unified_schema
-from .local_copy import local_folder
-from .output_contents import OutputContents
+from .input_files import pack_schema, read_footers, unified_schema, would_read
+from .local_copy import is_on_this_machine, local_folder
+from .output_contents import OutputContents, part_name
 from .record import InputRecord
 from .secrets import is_redacted, redacted_url
-from .spec import JobSpec
+from .spec import JobSpec, read_job_file
 from .store import JobStore
 
 _T = TypeVar("_T")
@@ -54,6 +54,20 @@ class CheckedJob:
     input: InputRecord
 
 
+def requested_job(values: Mapping[str, Any], job_file: Path | None = None) -> JobSpec:
+    """The job of a job file and the options beside it.
+
+    Raises `JobRequestError` with every problem of the values, and of what the right ones among them name.
+    """
+    spec, problems, wrong = JobSpec.judged(read_job_file(job_file, values) if job_file else values)
+    if problems:
+        # without its options, storage would refuse what is right
+        if "storage_options" not in wrong:
+            _try_parts(problems, spec.with_absolute_paths(), wrong)
+        raise JobRequestError(*dict.fromkeys(problems))
+    return spec
+
+
 def check_job(spec: JobSpec) -> CheckedJob:
     """Look at everything the spec names. Writes nothing.
 
@@ -65,7 +79,7 @@ def check_job(spec: JobSpec) -> CheckedJob:
     model = _tried(problems, lambda: _check_model(spec))
     adapters = _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
     given = _tried(problems, lambda: _check_input(spec))
-    output = _tried(problems, lambda: _check_output(store))
+    output = _tried(problems, lambda: _check_output(spec, store))
     if spec.cost_model is not None:
         _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
     if model and given:
@@ -77,6 +91,18 @@ def check_job(spec: JobSpec) -> CheckedJob:
     assert given is not None
     assert output is not None
     return CheckedJob(spec, store, output, model, adapters, given)
+
+
+def _try_parts(problems: list[str], spec: JobSpec, wrong: Collection[str]) -> None:
+    """Add the problems of the parts whose fields are not `wrong`. Nothing is fetched for a job that cannot run."""
+    if "model" not in wrong and is_on_this_machine(spec.model):
+        _tried(problems, lambda: _check_model(spec))
+    if "adapters" not in wrong:
+        _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
+    if "input" not in wrong:
+        _tried(problems, lambda: read_footers(spec.input, spec.storage_options))
+    if "output" not in wrong:
+        _tried(problems, lambda: _check_output(spec, JobStore(spec.output, spec.storage_options)))
 
 
 def _tried(problems: list[str], check: Callable[[], _T]) -> _T | None:
@@ -118,12 +144,17 @@ def _check_input(spec: JobSpec) -> InputRecord:
     return InputRecord(files=tuple(footer.file for footer in footers), roles=roles, schema_ipc=pack_schema(schema))
 
 
-def _check_output(store: JobStore) -> OutputContents:
+def _check_output(spec: JobSpec, store: JobStore) -> OutputContents:
+    if would_read(spec.input, f"{spec.output}/{part_name(0)}"):
+        raise JobRequestError(
+            f"output={redacted_url(spec.output)!r}: its parts would be among the files of input="
+            f"{redacted_url(spec.input)!r}. Name a folder elsewhere, or one whose name begins with an underscore."
+        )
     try:
-        store.location.check_bucket()
+        store.location.check_folder()
         contents = store.contents()
     except StorageError as error:
-        raise JobRequestError(f"output: {error}") from None
+        raise JobRequestError(f"output={redacted_url(spec.output)!r}: {error}") from None
     store.check_ownership(contents)
     return contents
 

@@ -18,6 +18,7 @@ from typing import Any
 from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import AdapterRecord
 from ..jobs.spec import JobSpec
+from ..jobs.validation import requested_job
 from ..scheduler.forecast import Forecast
 from ..scheduler.workload import Workload
 from .cluster import DEFAULT_WORKERS, connected, count_workers
@@ -53,7 +54,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
     with tempfile.TemporaryDirectory(prefix="lorabatch-plan-") as folder:
         # `output` in a job file is overridden too: a plan must not meet what is there.
         given = dict(values) | {"output": folder, "overwrite": True}
-        spec = JobSpec.from_yaml(job_file, given) if job_file else JobSpec.from_values(given)
+        spec = requested_job(given, job_file)
         job = open_job(spec)
         num_workers = _num_workers(spec)
         forecaster = Forecaster.of(job, num_workers)

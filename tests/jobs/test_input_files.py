@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.input_files import pack_schema, read_footers, unified_schema, unpack_schema
+from lorabatch.jobs.input_files import pack_schema, read_footers, unified_schema, unpack_schema, would_read
 
 TABLE = pa.table({"prompt": ["a", "b", "c"]})
 
@@ -156,3 +156,28 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", doubled)
     with pytest.raises(JobRequestError, match="several columns named 'prompt'"):
         unified_schema(read_footers(str(tmp_path), {}))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_read"),
+    [
+        ("/data", True),
+        ("/data/answers/", True),
+        ("/data/ans", False),
+        ("/data/in.parquet", False),
+        ("/data/*.parquet", False),
+        ("/data/**/*.parquet", True),
+        ("file:///data/*/part-*.parquet", True),
+        ("s3://bucket/data", False),
+    ],
+)
+def test_a_file_below_a_folder_or_matched_by_a_glob_would_be_read(url: str, is_read: bool) -> None:
+    assert would_read(url, "/data/answers/part-00000.parquet") == is_read
+
+
+def test_links_lead_to_the_same_place_and_hidden_names_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert would_read(str(tmp_path / "data"), str(tmp_path / "link" / "answers" / "part-00000.parquet"))
+    assert not would_read("/data", "/data/_answers/part-00000.parquet")
+    assert not would_read("s3://b/rows/", "s3://b/rows/.tmp/part-00000.parquet")

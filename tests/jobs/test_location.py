@@ -143,9 +143,19 @@ def test_a_missing_bucket_is_named_when_writing(s3_options: dict[str, Any]) -> N
 
 
 def test_a_missing_bucket_is_told_from_an_empty_folder(s3_options: dict[str, Any], shared_place: Place) -> None:
-    Location(*shared_place).check_bucket()
+    Location(*shared_place).check_folder()
     with pytest.raises(MissingFileError, match=r"cannot find the bucket of s3://no-such-bucket/out: not found"):
-        Location("s3://no-such-bucket/out", s3_options).check_bucket()
+        Location("s3://no-such-bucket/out", s3_options).check_folder()
+
+
+def test_a_local_folder_that_may_not_be_written_to_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Location(str(tmp_path / "to" / "come")).check_folder()
+    # whoever runs the tests may be allowed everything
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(StorageError, match=r"access was refused .* Check the permissions of the file"):
+        Location(str(tmp_path / "to" / "come")).check_folder()
 
 
 def test_a_store_that_refuses_to_say_is_not_taken_for_an_empty_one(

@@ -15,7 +15,7 @@ import pytest
 
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.validation import check_job
+from lorabatch.jobs.validation import check_job, requested_job
 
 
 @pytest.fixture
@@ -64,6 +64,46 @@ def test_all_parts_of_a_request_are_looked_at_before_it_is_refused(given: dict[s
     assert len(found) == 4
     for part in ("model='", "adapters='", "input='", "thesis.tex"):
         assert any(part in problem for problem in found), part
+
+
+def test_problems_of_values_are_told_with_those_of_places(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    changes = {"max_tokens": 0, "workers": 0, "input": str(tmp_path / "no-input"), "output": str(tmp_path / "file")}
+    with pytest.raises(JobRequestError) as caught:
+        requested_job(given | changes)
+    found = caught.value.problems
+    assert len(found) == 4
+    for part in ("max_tokens=0", "workers=0", "no-input': not found", "file': cannot write to"):
+        assert any(part in problem for problem in found), part
+
+
+def test_places_are_not_looked_at_where_the_values_needed_for_it_are_wrong(given: dict[str, Any]) -> None:
+    def found(**changes: Any) -> tuple[str, ...]:
+        with pytest.raises(JobRequestError) as caught:
+            requested_job(given | changes)
+        return caught.value.problems
+
+    assert len(found(storage_options="{", input="s3://bucket/in.parquet")) == 1
+    assert len(found(temperature=-1, model="some-owner/some-model")) == 1
+    assert len(found(input="", columns={"prompt": "nowhere"})) == 1
+
+
+def test_a_job_file_and_options_make_one_request(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(given))
+    assert requested_job({"max-tokens": 3}, tmp_path / "job.yaml") == JobSpec(**given | {"max_tokens": 3})
+
+
+def test_an_output_that_is_a_file_or_lies_below_one_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
+        with pytest.raises(JobRequestError, match=r"output='.*/file.*': cannot write to .* expected a folder"):
+            check_job(JobSpec(**given | {"output": str(output)}))
+
+
+def test_an_output_among_the_input_files_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    (problem,) = problems(given, input=str(tmp_path), output=str(tmp_path / "answers"))
+    assert "would be among the files of input=" in problem
+    check_job(JobSpec(**given | {"input": str(tmp_path / "*.parquet"), "output": str(tmp_path / "answers")}))
 
 
 def test_relative_paths_mean_the_working_directory(
