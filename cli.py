@@ -189,10 +189,11 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
 def resume(output: OutputArgument, storage_options: StorageOption = None) -> None:
     """Go on with a job from its output location alone. Rows of adapters that have changed are computed again."""
     with _errors_told():
+        from .jobs.status import read_status
         from .jobs.store import JobStore
 
         options = _json_object("storage_options", storage_options)
-        record = JobStore(output, options).read_record()
+        record = read_status(JobStore(output, options)).record
         _run(record.job_spec(options, output=output))
 
 
@@ -200,10 +201,13 @@ def resume(output: OutputArgument, storage_options: StorageOption = None) -> Non
 def cancel(output: OutputArgument, storage_options: StorageOption = None) -> None:
     """Ask whoever runs a job to stop. Finished rows are kept; `resume` goes on."""
     with _errors_told():
+        from .jobs.status import read_status
         from .jobs.store import JobStore
 
         store = JobStore(output, _json_object("storage_options", storage_options))
-        store.read_record()
+        if read_status(store).is_over:
+            typer.echo("Nothing runs there. `lorabatch status` says how it ended.")
+            return
         store.request_cancel()
         typer.echo("Asked to stop. `lorabatch status` says when it has.")
 

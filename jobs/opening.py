@@ -52,17 +52,29 @@ def open_job(spec: JobSpec) -> OpenedJob:
     """Freeze a new job, or resume the same one.
 
     Raises `JobRequestError` with all problems at once, and `OutputConflictError` when the output holds another
-    job. With `overwrite`, the job that is there is removed first, once everything else has been found right.
+    job that has got as far as its plan. With `overwrite`, the job that is there is removed first, once everything else
+    has been found right.
     """
     checked = check_job(spec)
     record = make_record(checked)
-    if checked.output.is_empty or spec.overwrite:
+    if checked.output.is_empty or spec.overwrite or _makes_way(checked, record):
         if checked.output.has_records:
             # Also what a job left that was never frozen: its plan would be taken for this job's.
             checked.store.overwrite()
         if checked.store.freeze(record):
             return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, False, frozenset())
     return _resumed(checked, record)
+
+
+def _makes_way(checked: CheckedJob, record: JobRecord) -> bool:
+    """Whether the job in the output is another one that was refused before it had a plan: its rows were wrong, say, and
+    have been corrected. Nothing is lost with it.
+    """
+    store = checked.store
+    if not checked.output.has_job or checked.output.parts or store.has_plan():
+        return False
+    state = store.read_state()
+    return state is not None and state.is_final and bool(differences(store.read_record(), record))
 
 
 def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:

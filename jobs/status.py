@@ -43,6 +43,11 @@ class JobStatus:
             return "stopping"
         return self.state.phase
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its last run has ended, well or not. One that has gone silent may still run."""
+        return self.is_finished or (self.state is not None and self.state.is_final)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready object for programs."""
         return {

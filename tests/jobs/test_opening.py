@@ -14,6 +14,7 @@ import pytest
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.opening import changed_adapters, open_job
 from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
 
 
@@ -70,6 +71,27 @@ def test_another_job_on_the_same_output_is_refused_with_every_difference(given: 
     assert "input: its files or columns have changed" in text
     assert "--overwrite" in text
     assert JobStore(given["output"]).read_record() == first.record
+
+
+def test_a_job_that_ended_before_it_had_a_plan_makes_way_for_one_with_corrected_rows(given: dict[str, Any]) -> None:
+    first = open_job(JobSpec(**given))
+    first.store.write_state(JobState("failed", 0.0))
+    assert open_job(JobSpec(**given)).record.job_id == first.record.job_id
+    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), given["input"])
+    fresh = open_job(JobSpec(**given))
+    assert not fresh.is_resumed
+    assert fresh.store.read_record() == fresh.record != first.record
+    assert fresh.store.read_state() is None
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_job_that_runs_or_has_a_plan_does_not_make_way(given: dict[str, Any], is_running: bool) -> None:
+    first = open_job(JobSpec(**given))
+    first.store.write_state(JobState("indexing" if is_running else "failed", 0.0))
+    if not is_running:
+        first.store.write_plan(b"plan", {"shards": []})
+    with pytest.raises(OutputConflictError, match="seed: was 0, now 5"):
+        open_job(JobSpec(**given, seed=5))
 
 
 def test_overwriting_starts_over(given: dict[str, Any]) -> None:
