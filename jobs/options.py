@@ -12,8 +12,8 @@ JOB_OPTIONS: dict[str, tuple[Any, str]] = {
     "output": (str, "Folder or fsspec URL for the answers."),
     "name": (str, "A name for the job, shown by the dashboard."),
     "column": (list[str], "role=name: an input column under another name. Repeatable."),
-    "cluster": (str, "local, or the address of a Dask scheduler.  [default: local]"),
-    "workers": (int, "Workers of an embedded cluster."),
+    "cluster": (str, "local, local-cuda (fails without a GPU), or the address of a Dask scheduler.  [default: local]"),
+    "workers": (int, "Workers of a local cluster; by default one per GPU, or two."),
     "tls_ca": (str, "PEM file of the authority that signed the cluster's certificates, for a tls:// address."),
     "tls_cert": (str, "PEM file of this client's certificate."),
     "tls_key": (str, "PEM file of this client's key."),
@@ -37,7 +37,7 @@ JOB_OPTIONS: dict[str, tuple[Any, str]] = {
     "pool_bytes": (int, "Memory of an engine's page pool; chosen by default."),
     "engine_threads": (int, "CPU threads of an engine; shared out by default."),
     "dtype": (str, "auto, float32, bfloat16 or float16.  [default: auto]"),
-    "tensor_parallel": (int, "Devices per engine.  [default: 1]"),
+    "tensor_parallel": (int, "Devices per engine; only 1 is served yet.  [default: 1]"),
     "overwrite": (bool, "Remove the job that is in the output and start over."),
 }
 # Of `plan`, beside those of a job.

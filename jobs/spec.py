@@ -41,7 +41,9 @@ _EXPECTED = {
     "model": "expected a folder, GGUF file, hub id or URL",
     "input": "expected a Parquet file, folder, glob or URL",
     "output": "expected a folder or URL",
+    "cluster": "expected local, local-cuda, or an address such as tcp://10.0.0.5:8786",
 }
+EMBEDDED_CLUSTERS = ("local", "local-cuda")
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 # Something for the fields without defaults, while the others are judged.
 _REQUIRED = {"model": "-", "input": "-", "output": "-"}
@@ -57,6 +59,7 @@ class JobSpec(BaseModel):
     `storage_options`: keyword arguments for fsspec, for all URLs or one mapping per protocol; never recorded.
     `max_errors`: rows (`"25"`) or share of rows (`"10%"`) that may end in errors.
     `batch_rows`, `step_tokens`, `engine_threads`, `pool_bytes`: each engine; None is chosen for the machine.
+    `cluster`: `local`; `local-cuda`, which insists on GPUs; or the address of a Dask scheduler.
     `workers`, `rows_per_shard`: None is chosen. `cost_model`: a file that `lorabatch profile` wrote.
     `migration`: idle workers take over running rows of slow ones at the job's end.
 
@@ -82,7 +85,7 @@ class JobSpec(BaseModel):
     logprobs: bool = False
     ignore_eos: bool = False
 
-    cluster: str = Field(default="local", min_length=1)
+    cluster: str = Field(default="local", pattern=rf"^({'|'.join(EMBEDDED_CLUSTERS)}|\w+://.+|[^\s/]+:\d+)$")
     workers: int | None = Field(default=None, ge=1)
     tls_ca: str | None = None
     tls_cert: str | None = None
@@ -140,7 +143,7 @@ class JobSpec(BaseModel):
             # the other fields are judged too, beside any value for those that are wrong
             wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
             super().__init__(**_REQUIRED | {name: value for name, value in known.items() if name not in wrong})
-        problems += [*self.sampling.problems(), *self._tls_problems()]
+        problems += [*self.sampling.problems(), *self._tls_problems(), *self._unserved_problems()]
         return list(map(with_next_step, problems)), wrong
 
     @classmethod
@@ -176,6 +179,17 @@ class JobSpec(BaseModel):
         if given and not self.cluster.startswith("tls://"):
             problems.append(f"cluster={self.cluster!r}: TLS files are for an address such as tls://10.0.0.5:8786.")
         return problems
+
+    def _unserved_problems(self) -> list[str]:
+        """What may be asked of a job and is not served yet."""
+        if self.tensor_parallel == 1:
+            return []
+        return [f"tensor_parallel={self.tensor_parallel}: expected 1; engines of several devices are not served yet"]
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the job runs on a cluster of its own on this machine."""
+        return self.cluster in EMBEDDED_CLUSTERS
 
     @property
     def error_budget(self) -> ErrorBudget:

@@ -159,22 +159,25 @@ class JobStore:
         """Store the numbers of one chunk, after its rows."""
         self.location.write(self._index(chunk_id), data)
 
-    def write_plan(self, references: bytes | memoryview, facts: Mapping[str, Any]) -> None:
-        """Store the plan. The references go last: their presence means the plan is whole."""
-        self.write_plan_facts(facts)
-        self.location.write(_PLAN, references)
+    def write_plan(self, references: bytes | memoryview) -> bool:
+        """Store the plan. False when there is one already: shards are cut once, whoever runs the job."""
+        return self.location.create(_PLAN, references)
 
     def has_index(self, chunk_id: int) -> bool:
         """Whether a chunk's numbers and its rows are both there."""
         return self.location.exists(self._index(chunk_id)) and self.location.exists(self._rows(chunk_id))
 
     def write_plan_facts(self, facts: Mapping[str, Any]) -> None:
-        """Replace `plan.json` alone: what is known of the shards changed, not the shards."""
+        """Replace `plan.json`: what is known of the shards may change, the shards do not."""
         self.location.write(_PLAN_FACTS, json.dumps(facts).encode())
 
     def has_plan(self) -> bool:
         """Whether the plan is there."""
         return self.location.exists(_PLAN)
+
+    def has_plan_facts(self) -> bool:
+        """Whether `plan.json` is there; it is written after the plan."""
+        return self.location.exists(_PLAN_FACTS)
 
     def read_plan_facts(self) -> dict[str, Any]:
         """`plan.json`."""

@@ -21,6 +21,7 @@ from distributed import Client
 from ..engine.gguf_model import default_cache_root
 from ..jobs.errors import JobFailedError
 from .cluster import embedded
+from .hub import page_address
 
 # Without a job for so long, the cluster ends.
 IDLE_LIMIT_S = 60.0
@@ -81,7 +82,7 @@ def serve(path: Path, num_workers: int) -> None:
     """Be the cluster until nobody needs it."""
     with embedded(num_workers) as client:
         found = BackgroundCluster(
-            client.scheduler_info(n_workers=0)["address"], client.dashboard_link or "", os.getpid(), num_workers
+            client.scheduler_info(n_workers=0)["address"], page_address(client), os.getpid(), num_workers
         )
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps(asdict(found)))

@@ -17,6 +17,7 @@ from distributed.security import Security
 from .. import __version__
 from ..jobs.errors import JobError, JobFailedError, JobRequestError
 from ..jobs.spec import JobSpec
+from .gpus import VISIBLE_DEVICES, visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 # Worker processes read this when they import distributed, before `embedded_worker` has taken them off the terminal.
-_WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "info", "distributed.preloading": "error"}))
+_WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "warning", "distributed.preloading": "error"}))
 
 
 @contextmanager
@@ -104,11 +105,11 @@ def placement_of_tasks(client: Client) -> dict[str, Any]:
 def connected(spec: JobSpec) -> Iterator[Client]:
     """A client of the cluster that `spec.cluster` names: `local` starts one and ends it afterwards.
 
-    Raises `JobRequestError` when the address is malformed or nobody answers, and `JobFailedError` when the
+    Raises `JobRequestError` when nobody answers or a GPU is asked for and none is there, and `JobFailedError` when the
     cluster's workers cannot run this version of lorabatch.
     """
-    if spec.cluster == "local":
-        with embedded(spec.workers or DEFAULT_WORKERS) as client:
+    if spec.is_embedded:
+        with embedded(num_embedded_workers(spec)) as client:
             yield client
         return
     with existing(spec.cluster, security_of(spec)) as client:
@@ -116,11 +117,25 @@ def connected(spec: JobSpec) -> Iterator[Client]:
         yield client
 
 
+def num_embedded_workers(spec: JobSpec) -> int:
+    """Workers of a cluster of our own: as asked, else one per GPU, else two.
+
+    Raises `JobRequestError` for `local-cuda` on a machine without GPUs.
+    """
+    gpus = visible_gpus(os.environ)
+    if spec.cluster == "local-cuda" and not gpus:
+        raise JobRequestError(
+            f"cluster={spec.cluster!r}: this machine shows no NVIDIA GPU (/dev/nvidia*, {VISIBLE_DEVICES}). Take "
+            "--cluster local for engines on its processor."
+        )
+    return spec.workers or len(gpus) or DEFAULT_WORKERS
+
+
 def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
     """CPU threads of one engine. An embedded cluster shares this machine's cores; elsewhere engines choose."""
     if spec.engine_threads is not None:
         return spec.engine_threads
-    if spec.cluster != "local":
+    if not spec.is_embedded:
         return None
     return max(1, _usable_cores() // num_workers)
 

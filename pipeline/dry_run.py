@@ -21,7 +21,7 @@ from ..jobs.spec import JobSpec
 from ..jobs.validation import requested_job
 from ..scheduler.forecast import Forecast
 from ..scheduler.workload import Workload
-from .cluster import DEFAULT_WORKERS, connected, count_workers
+from .cluster import connected, count_workers, num_embedded_workers
 from .cost_models import ChosenCost
 from .index import ChunkSummary, index_chunk, list_chunks
 from .index_job import IndexJob
@@ -76,8 +76,8 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
 def _num_workers(spec: JobSpec) -> int:
     if spec.workers is not None:
         return spec.workers
-    if spec.cluster == "local":
-        return DEFAULT_WORKERS
+    if spec.is_embedded:
+        return num_embedded_workers(spec)
     with connected(spec) as client:
         return count_workers(client)
 

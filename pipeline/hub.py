@@ -68,6 +68,12 @@ class LoraHub(SchedulerPlugin):
         self.view.lost(worker)
 
 
+def page_address(client: Client) -> str:
+    """Where a browser finds the page about jobs; "" when the cluster has no dashboard."""
+    link = client.dashboard_link
+    return f"{link.removesuffix('/status')}/lora" if link else ""
+
+
 def show_jobs(client: Client) -> None:
     """Have the cluster's dashboard show our jobs. A dashboard that cannot is no reason to stop."""
     try:

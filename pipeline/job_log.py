@@ -12,7 +12,8 @@ from pathlib import Path
 from ..jobs.store import JobStore
 from .log_shipper import LogShipper
 
-# The embedded cluster's scheduler and nannies live in this process and log under `distributed`.
+# The embedded cluster's scheduler and nannies live in this process and log under `distributed`; what they do when
+# all is well would bury the job's own lines.
 _LOGGERS = ("lorabatch", "distributed", "tornado", "bokeh", "asyncio")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -50,6 +51,7 @@ class _JobHandler(logging.FileHandler):
                 for logger in loggers:
                     logger.handlers[:], logger.propagate = [], False
                 logging.getLogger("lorabatch").setLevel(logging.INFO)
+                logging.getLogger("distributed").setLevel(logging.WARNING)
             for logger in loggers:
                 logger.addHandler(self)
 

@@ -58,7 +58,10 @@ class JobResult:
 
     def to_text(self) -> str:
         """A few lines for people: what is where, and what went wrong."""
-        lines = [f"{self.num_rows:,} rows answered in {self.num_parts:,} parts: {self.output}"]
+        answered = (
+            f"{self.num_rows - self.num_errors:,} of {self.num_rows:,}" if self.num_errors else f"{self.num_rows:,}"
+        )
+        lines = [f"{answered} rows answered in {self.num_parts:,} parts: {self.output}"]
         if self.num_reused:
             lines.append(f"{self.num_reused:,} of them were done before this run")
         computed = self.completion_tokens / self.seconds if self.seconds > 0 and not self.num_reused else 0.0
@@ -66,13 +69,14 @@ class JobResult:
         lines.append(
             f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated, {self.seconds:,.1f} s{rate}"
         )
-        if self.predicted_s is not None and self.working_s is not None and not self.num_reused:
+        if self.predicted_s is not None and self.working_s and not self.num_reused:
             took = f"{self.predicted_s:,.1f} s were predicted, it took {self.working_s:,.1f} s"
             lines.append(f"from the first shard opened to the last part written {took}")
         if self.batch_fill is not None:
             lines.append(f"batches were {self.batch_fill:.1%} full while shards were queued")
         if self.num_errors:
-            lines.append(f"{self.num_errors:,} rows are errors; select them with `error IS NOT NULL`:")
+            rows = "1 error row" if self.num_errors == 1 else f"{self.num_errors:,} error rows"
+            lines.append(f"{rows}; select with `error IS NOT NULL`:")
             lines += [
                 f"  {kind.num_rows:,} x {kind.kind}, first at {kind.location}: {_short(kind)}" for kind in self.errors
             ]

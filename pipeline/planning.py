@@ -5,8 +5,10 @@ Nothing has run yet, so whatever is wrong here costs no work.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +28,7 @@ from .job_index import JobIndex, read_index, read_row, refuse_duplicate_ids
 from .row_checks import ErrorKind
 
 ADAPTER_ERROR = "adapter"
+_FACTS_KEY = b"lorabatch.plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,10 @@ def plan_job(
     num_replicas: int,
     forecast: Callable[[Workload, int], Forecast],
 ) -> JobPlan:
-    """Check the whole index, plan and predict it, and write the plan. Raises what `check_rows` raises."""
+    """Check the whole index, plan and predict it, and write the plan. Raises what `check_rows` raises.
+
+    The plan that comes back is another run's when that was faster.
+    """
     checked = check_rows(store, record, summaries)
     index, errors, workload = checked.index, checked.errors, checked.workload
     found = forecast(workload, num_replicas)
@@ -92,7 +98,9 @@ def plan_job(
         adapter_names=tuple(_names(index, cut.rows_of(shard.shard_id)) for shard in cut.shards),
         predicted_s=found.predicted_s,
     )
-    store.write_plan(_references(index, cut), plan_facts(plan))
+    if not store.write_plan(_references(index, cut, plan)):
+        return read_plan(store)
+    store.write_plan_facts(plan_facts(plan))
     return plan
 
 
@@ -114,7 +122,7 @@ def check_rows(store: JobStore, record: JobRecord, summaries: Sequence[ChunkSumm
 
 def read_plan(store: JobStore) -> JobPlan:
     """The plan that `plan_job` wrote. Raises `MissingFileError` or `DamagedRecordError`."""
-    facts = store.read_plan_facts()
+    facts = store.read_plan_facts() if store.has_plan_facts() else _first_facts(store)
     try:
         return JobPlan(
             **facts
@@ -195,12 +203,20 @@ def _names(index: JobIndex, rows: NDArray[np.int64]) -> tuple[str, ...]:
     return tuple(index.adapter_names[code] for code in np.unique(index.adapter[rows]) if code >= 0)
 
 
-def _references(index: JobIndex, cut: ShardPlan) -> memoryview:
-    """`plan.arrow`: record batch i tells where the rows of shard i lie."""
+def _first_facts(store: JobStore) -> dict[str, Any]:
+    """What `plan.json` will hold, or would if its writer had not been killed."""
+    with prepared.arrow_file(store.plan_source()) as file:
+        facts: dict[str, Any] = json.loads((file.schema.metadata or {}).get(_FACTS_KEY, b"{}"))
+        return facts
+
+
+def _references(index: JobIndex, cut: ShardPlan, plan: JobPlan) -> memoryview:
+    """`plan.arrow`: record batch i tells where the rows of shard i lie; the facts stand in the schema's metadata."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, prepared.REFERENCE_SCHEMA) as writer:
+    schema = prepared.REFERENCE_SCHEMA.with_metadata({_FACTS_KEY: json.dumps(plan_facts(plan))})
+    with pa.ipc.new_file(sink, schema) as writer:
         for shard in cut.shards:
             rows = cut.rows_of(shard.shard_id)
             columns = [pa.array(values[rows]) for values in (index.chunk, index.batch, index.row)]
-            writer.write_batch(pa.record_batch(columns, schema=prepared.REFERENCE_SCHEMA))
+            writer.write_batch(pa.record_batch(columns, schema=schema))
     return memoryview(sink.getvalue())

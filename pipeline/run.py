@@ -14,6 +14,7 @@ from ..jobs.opening import open_job
 from ..jobs.spec import JobSpec
 from .adapter_audits import adapter_notes
 from .cluster import cluster_of, loss_told
+from .hub import page_address
 from .job_log import job_log
 from .job_reporter import JobReporter
 from .job_result import JobResult
@@ -39,10 +40,11 @@ def run(
     or a request to cancel. Whatever is finished by then is kept: running the job again goes on from there.
     """
     job = open_job(spec)
+    watcher = progress or SilentProgress()
     if job.is_finished and not job.changed_adapters:
+        watcher.note("This job is done already. Nothing was run.")
         return finished_before(job)
     job.store.clear_cancel()
-    watcher = progress or SilentProgress()
     for line in adapter_notes(job.record.adapters):
         watcher.note(line)
     reporter = JobReporter(job.store, watcher, job.spec.error_budget)
@@ -52,4 +54,7 @@ def run(
         cluster_of(job.spec, client) as dask,
         loss_told(dask),
     ):
-        return follow(dask, launch(dask, job, engine_factory), reporter)
+        launched = launch(dask, job, engine_factory)
+        if page := page_address(dask):
+            watcher.note(f"dashboard: {page}")
+        return follow(dask, launched, reporter)

@@ -15,7 +15,7 @@ from ..jobs.secrets import redacted_url
 from ..jobs.spec import JobSpec
 from ..jobs.state import JobState
 from .background_cluster import find_cluster, start_cluster, state_file
-from .cluster import DEFAULT_WORKERS, check_workers, existing, security_of
+from .cluster import check_workers, existing, num_embedded_workers, security_of
 from .launch import launch
 from .messages import ENGINE_FACTORY
 from .told_progress import STATE_TOPIC, state_of
@@ -67,9 +67,9 @@ def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Pa
         return SubmittedJob(job.record.job_id, shown)
     job.store.clear_cancel()
     address, dashboard = job.spec.cluster, ""
-    if address == "local":
+    if job.spec.is_embedded:
         path = cluster_file or state_file()
-        found = find_cluster(path) or start_cluster(path, job.spec.workers or DEFAULT_WORKERS)
+        found = find_cluster(path) or start_cluster(path, num_embedded_workers(job.spec))
         address, dashboard = found.address, found.dashboard
     with existing(address, security_of(job.spec)) as client:
         check_workers(client)

@@ -35,7 +35,7 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     """
     status = read_status(store)
     timelines = read_timelines(store.read_events())
-    plan = store.read_plan_facts() if store.has_plan() else {}
+    plan = store.read_plan_facts() if store.has_plan_facts() else {}
     return render(status, timelines, plan, gpu_hour_price)
 
 

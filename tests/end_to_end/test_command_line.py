@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,8 +36,11 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
     assert f"60 rows answered in 4 parts: {echo_job.output}" in done.stdout
     assert "s were predicted, it took" in done.stdout
     assert "running" in done.stderr
+    assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/lora\n", done.stderr)
     assert "distributed" not in done.stderr + done.stdout
     echo_job.assert_answered(rows)
+    assert lorabatch("cancel", str(echo_job.output)).stdout.startswith("Nothing runs there.")
+    assert not echo_job.store.is_cancel_requested()
     told = json.loads(lorabatch("status", str(echo_job.output), "--json").stdout)
     assert (told["headline"], told["state"]["rows_done"]) == ("done", 60)
     assert any(name.startswith("engine-") or name.startswith("worker-") for name in echo_job.store.read_logs())
@@ -51,7 +55,7 @@ def test_wrong_rows_within_the_budget_are_named_and_over_it_the_exit_code_is_1(e
     assert "1 of 20 rows cannot be answered" in over.stderr
     within = lorabatch(*arguments(echo_job))
     assert within.returncode == 0
-    assert "1 rows are errors" in within.stdout
+    assert "1 error row; select" in within.stdout
     assert "adapter='nobody': not among this job's adapters" in within.stdout
 
 
@@ -120,6 +124,21 @@ def test_sigterm_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
     state = echo_job.store.read_state()
     assert state is not None
     assert state.phase == "interrupted"
+
+
+def test_two_commands_at_once_on_one_output_answer_every_row_once(echo_job: EchoJob) -> None:
+    rows = make_rows(240)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.02)
+    commands = [[*CLI, *arguments(echo_job, workers=count, rows_per_shard=16)] for count in (1, 2)]
+    running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for words in commands]
+    for process in running:
+        told, complaint = process.communicate(timeout=120)
+        assert process.returncode == 0, complaint
+        assert "240 rows answered" in told
+    echo_job.assert_answered(rows)
+    left = {path.name for path in (echo_job.output / "_lorabatch").iterdir()}
+    assert left.isdisjoint({"rows", "wip", "tmp"})
 
 
 def test_a_request_to_cancel_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:

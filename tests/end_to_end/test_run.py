@@ -71,7 +71,7 @@ def test_each_wrong_row_becomes_one_error_row_and_the_others_are_answered(
     assert {row["finish_reason"] for row in errors.values()} == {"error"}
     assert (result.num_rows, result.num_errors) == (60, 3)
     assert sum(kind.num_rows for kind in result.errors) == 3
-    assert "3 rows are errors" in result.to_text()
+    assert "3 error rows" in result.to_text()
 
 
 def test_too_many_wrong_rows_stop_the_job_before_any_work(echo_job: EchoJob, shared_client: Client) -> None:

@@ -89,7 +89,7 @@ def test_a_job_that_runs_or_has_a_plan_does_not_make_way(given: dict[str, Any], 
     first = open_job(JobSpec(**given))
     first.store.write_state(JobState("indexing" if is_running else "failed", 0.0))
     if not is_running:
-        first.store.write_plan(b"plan", {"shards": []})
+        first.store.write_plan(b"plan")
     with pytest.raises(OutputConflictError, match="seed: was 0, now 5"):
         open_job(JobSpec(**given, seed=5))
 
@@ -115,7 +115,7 @@ def test_a_wrong_request_overwrites_nothing(given: dict[str, Any]) -> None:
 
 def test_records_of_a_job_that_was_never_frozen_are_not_taken_over(given: dict[str, Any]) -> None:
     store = JobStore(given["output"])
-    store.write_plan(b"stale", {"shards": []})
+    store.write_plan(b"stale")
     job = open_job(JobSpec(**given))
     assert not job.is_resumed
     assert not job.store.has_plan()

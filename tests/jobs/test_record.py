@@ -45,7 +45,6 @@ FREE_VALUES: dict[str, Any] = {
     "batch_rows": 9,
     "engine_threads": 1,
     "name": "renamed",
-    "tensor_parallel": 2,
     "migration": False,
     "storage_options": {"key": "x"},
 }
@@ -57,7 +56,8 @@ def test_a_record_read_back_is_the_record(record: Record) -> None:
 
 def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
     judged = set(OTHER_VALUES) | set(FREE_VALUES)
-    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes", "cost_model", *TLS_FIELDS}
+    judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes", "cost_model"}
+    judged |= {"tensor_parallel", *TLS_FIELDS}
     assert set(JobSpec.model_fields) == judged
     assert set(IDENTITY_FIELDS) == set(OTHER_VALUES)
 

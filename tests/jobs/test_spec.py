@@ -178,3 +178,20 @@ def test_tls_files_belong_together_and_to_a_tls_cluster(tmp_path: Path) -> None:
     ]
     files = dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), str(pem))
     assert JobSpec(model="m", input="i", output="o", cluster="tls://h:1", **files).tls_key == str(pem)
+
+
+@pytest.mark.parametrize("cluster", ["local", "local-cuda", "tcp://10.0.0.5:8786", "10.0.0.5:8786", "tls://[::1]:1"])
+def test_a_cluster_is_one_of_our_own_or_an_address(cluster: str) -> None:
+    job = JobSpec(model="m", input="i", output="o", cluster=cluster)
+    assert job.is_embedded == cluster.startswith("local")
+
+
+@pytest.mark.parametrize("cluster", ["", "loacl", "10.0.0.5", "scheduler.json"])
+def test_what_is_no_address_is_not_waited_for(cluster: str) -> None:
+    with pytest.raises(JobRequestError, match=r"cluster='.*': expected local, local-cuda, or an address such as"):
+        JobSpec(model="m", input="i", output="o", cluster=cluster)
+
+
+def test_what_is_not_served_is_refused_and_not_passed_over() -> None:
+    with pytest.raises(JobRequestError, match="tensor_parallel=2: expected 1"):
+        JobSpec(model="m", input="i", output="o", tensor_parallel=2)

@@ -28,7 +28,8 @@ def fill(store: JobStore, record: JobRecord) -> None:
     store.freeze(record)
     store.write_rows(0, b"rows")
     store.write_index(0, b"index")
-    store.write_plan(b"plan", {"shards": []})
+    store.write_plan(b"plan")
+    store.write_plan_facts({"shards": []})
     store.append_wip(1, "0-abc", b"wip")
     store.write_state(JobState("running", 1.0))
     store.append_events(b"{}\n")
@@ -149,10 +150,22 @@ def test_a_chunk_counts_as_indexed_when_numbers_and_rows_are_there(store: JobSto
     assert store.has_index(0)
 
 
+def test_the_first_plan_stays_and_what_is_known_of_it_may_change(store: JobStore) -> None:
+    assert store.write_plan(b"plan")
+    assert not store.has_plan_facts()
+    assert not store.write_plan(b"another")
+    source = store.plan_source()
+    assert (source.read_bytes() if isinstance(source, Path) else source.read()) == b"plan"
+    for facts in ({"a": 1}, {"a": 2}):
+        store.write_plan_facts(facts)
+        assert store.read_plan_facts() == facts
+
+
 def test_arrow_files_come_as_paths_where_they_can_be_mapped(store: JobStore) -> None:
     store.write_rows(5, b"rows")
     store.write_index(5, b"index")
-    store.write_plan(b"plan", {"a": 1})
+    store.write_plan(b"plan")
+    store.write_plan_facts({"a": 1})
     for source, expected in (
         (store.rows_source(5), b"rows"),
         (store.index_source(5), b"index"),

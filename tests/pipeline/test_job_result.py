@@ -29,9 +29,9 @@ def test_it_survives_its_file() -> None:
 
 def test_its_text_names_each_kind_of_error_and_where_the_first_is() -> None:
     lines = RESULT.to_text().splitlines()
-    assert lines[0] == "1,200 rows answered in 4 parts: /out"
+    assert lines[0] == "1,197 of 1,200 rows answered in 4 parts: /out"
     assert "900 generated tokens/s" in lines[1]
-    assert lines[2].startswith("3 rows are errors")
+    assert lines[2].startswith("3 error rows; select with")
     assert lines[3].startswith("  3 x adapter, first at in.parquet:7: adapter='x': not among this job's adapters; yyy")
     assert len(lines[3]) < 300
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,18 @@ def test_an_empty_input_is_a_plan_without_shards(prepare_job: Callable[..., Any]
     assert (plan.num_rows, plan.shards, plan.num_errors) == (0, (), 0)
     assert read_plan(job.store) == plan
     assert references(job) == []
+
+
+def test_two_runs_that_plan_at_once_cut_the_rows_once(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(rows(40), rows_per_shard=10)
+    first = job.plan(num_replicas=1)
+    again = replace(job, spec=job.spec.model_copy(update={"rows_per_shard": 5}))
+    late = again.plan(num_replicas=4)
+    assert late == first == read_plan(job.store)
+    assert len(references(job)) == first.num_rows
+    # the first was killed between its plan and what is known of it
+    job.store.location.remove(["_lorabatch/plan.json"])
+    assert read_plan(job.store) == first
 
 
 def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., Any]) -> None:
