@@ -112,7 +112,9 @@ class Admission:
         return [s for s in rows if self._adapter_to_hold(s, plan) not in missing]
 
     def _rounded_pages(self, sequence: Sequence) -> int:
-        return -(-self._layout.pages_for_tokens(sequence.capacity_tokens) // _RUN_PAGES) * _RUN_PAGES
+        exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        # kernels that follow block tables serve runs of any size
+        return exact if self._layout.is_page_wise else -(-exact // _RUN_PAGES) * _RUN_PAGES
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse, *, is_mixture: bool) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""

@@ -32,7 +32,7 @@ from .load_decoder import load_decoder
 from .memory_plan import choose_device, host_tier_bytes, plan_memory, zeroed_memory
 from .output_lengths import OutputLengths
 from .pool import PagePool, PageRun
-from .prefix_sharing import PrefixSharing, shares_prefixes
+from .prefix_sharing import shares_prefixes, sharing_for
 from .request import Request, Result, ServedMode
 from .residency import AdapterResidency
 from .rope import restarts_at
@@ -72,7 +72,7 @@ class Engine:
         copies = copies_for(self._device)
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader, copies)
         shares = shares_prefixes(config, self.model)
-        prefixes = PrefixSharing(pool, self._memory, self._layout, self.model) if shares else None
+        prefixes = sharing_for(pool, self._layout, self.model, self._memory) if shares else None
         clean = self._erase if self._reads_beyond_rows() else None
         self._batch = RunningBatch(
             pool, self._layout, residency, self._registry, prefixes, clean, may_switch=config.mode == "auto"

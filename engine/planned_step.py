@@ -108,8 +108,8 @@ class PlannedStep:
         row_starts = np.cumsum(self._num_tokens) - self._num_tokens
         entry_of_row = np.repeat(np.arange(len(self.entries)), self._num_tokens)
         positions = np.arange(num_rows) + (self._stored - row_starts)[entry_of_row]
-        pages = np.concatenate([np.arange(e.run.start, e.run.start + n) for e, n in zip(
-            self.entries, self._num_pages.tolist(), strict=True)])  # fmt: skip
+        counts = self._num_pages.tolist()
+        pages = np.concatenate([_pages(entry, count) for entry, count in zip(self.entries, counts, strict=True)])
         page_starts = np.cumsum(self._num_pages) - self._num_pages
         pages_of_rows = pages[page_starts[entry_of_row] + positions // addresses.page_tokens]
         prompts = np.fromiter((e.sequence.prompt_tokens for e in self.entries), np.int64, len(self.entries))
@@ -161,6 +161,12 @@ def rounded(length: int) -> int:
 def attention_tile_rows(addresses: DeviceAddresses, tile_rows: int) -> int:
     """Rows of an attention tile: at least one token's group of query heads."""
     return max(tile_rows, 1 << (addresses.group - 1).bit_length())
+
+
+def _pages(entry: StepEntry, count: int) -> _Int64s:
+    """The first `count` pages of a row's block table."""
+    own = np.arange(entry.run.start, entry.run.start + count - len(entry.shared))
+    return np.concatenate([np.array(entry.shared, np.int64), own]) if entry.shared else own
 
 
 def _token_ids(entry: StepEntry) -> list[int]:

@@ -81,7 +81,9 @@ class PagePool:
 
     def release(self, owner: Hashable) -> None:
         """Give an owner's run back and join it with free neighbours. Raises KeyError when it holds none."""
-        run = self._owned.pop(owner)
+        self._free_run(self._owned.pop(owner))
+
+    def _free_run(self, run: PageRun) -> None:
         i = bisect.bisect_left(self._free, run.start, key=lambda free: free.start)
         start, end = run.start, run.end
         if i < len(self._free) and self._free[i].start == end:
@@ -90,6 +92,23 @@ class PagePool:
             start = self._free.pop(i - 1).start
             i -= 1
         self._free.insert(i, PageRun(start, end - start))
+
+    def pass_first(self, owner: Hashable, heir: Hashable) -> PageRun:
+        """Make the first page of an owner's run, which has more, another owner's."""
+        first = self._take_first(owner)
+        assert heir not in self._owned, f"owner {heir!r} holds {self._owned[heir]} already"
+        self._owned[heir] = first
+        return first
+
+    def release_first(self, owner: Hashable) -> None:
+        """Give the first page of an owner's run back; the run has more."""
+        self._free_run(self._take_first(owner))
+
+    def _take_first(self, owner: Hashable) -> PageRun:
+        run = self._owned[owner]
+        assert run.num_pages > 1, f"owner {owner!r} would be left without a page of {run}"
+        self._owned[owner] = PageRun(run.start + 1, run.num_pages - 1)
+        return PageRun(run.start, 1)
 
     def check_integrity(self) -> None:
         """Every page is either free or held by exactly one owner; free runs are sorted and joined."""

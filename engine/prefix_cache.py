@@ -3,7 +3,7 @@
 A page's place in the tree is the digest of its path: the adapter's content hash, then all tokens up to the page's
 end. Never a name: two adapters of one name share nothing, one adapter under two names shares all. The cache counts the
 rows that will still read each page, keeps only what another row waits for, and gives up what is cheapest to
-recompute first.
+recompute first. Where rows name cached pages in their block tables, those are in use and stay.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,7 @@ class PrefixCache:
         self._page_cost = page_cost
         self._pages: dict[bytes, _CachedPage] = {}
         self._readers: Counter[bytes] = Counter()
+        self._users: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         """Pages held."""
@@ -74,33 +75,57 @@ class PrefixCache:
     def keep(self, path: Sequence[bytes], number: int) -> PageRun | None:
         """A page of the pool for `path[number]`, for its one reader that computes it to fill. None when nobody else
         waits for it, when it is there, or when memory is full of what is worth more."""
-        key, parent = path[number], path[number - 1] if number else None
-        if key in self._pages or self._readers[key] < 2 or (parent is not None and parent not in self._pages):
+        if not self._is_wanted(path, number):
             return None
+        key, parent = path[number], path[number - 1] if number else None
         run = self._pool.allocate(_owner(key), 1, from_end=True)
         if run is None and self._evict_below(self._value(key, number), spare=parent):
             run = self._pool.allocate(_owner(key), 1, from_end=True)
-        if run is None:
-            return None
-        self._pages[key] = _CachedPage(parent, number)
-        if parent is not None:
-            self._pages[parent].num_children += 1
+        if run is not None:
+            self._enter(path, number)
         return run
 
+    def adopt(self, path: Sequence[bytes], number: int, owner: Hashable) -> PageRun | None:
+        """The first page of an owner's run for `path[number]`, which the owner computes and goes on using. None when
+        nobody else waits for it, when it is there, or when the owner has no page beside it."""
+        if not self._is_wanted(path, number) or self._pool.run_of(owner).num_pages < 2:
+            return None
+        run = self._pool.pass_first(owner, _owner(path[number]))
+        self._enter(path, number)
+        self.use(path[number])
+        return run
+
+    @property
+    def users(self) -> Counter[bytes]:
+        """Rows that name each page in use."""
+        return self._users
+
+    def use(self, key: bytes) -> None:
+        """One more row names a cached page, and all before it, in its block table."""
+        assert key in self._pages, f"prefix page {key.hex()} is not there"
+        self._users[key] += 1
+
+    def leave(self, path: Sequence[bytes]) -> None:
+        """One row less uses these pages."""
+        for key in path:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+
     def owners(self) -> list[tuple[str, bytes]]:
-        """Under which the pages are held in the pool."""
-        return [_owner(key) for key in self._pages]
+        """Under which the pages that no row uses are held in the pool."""
+        return [_owner(key) for key in self._pages if key not in self._users]
 
     def make_room(self, has_room: Callable[[], bool], *, spare_awaited: bool) -> bool:
         """Give pages up until `has_room()`, the cheapest to recompute first. `spare_awaited`: only those that no
         waiting row reads. Says whether there is room."""
-        leaves = [(self._value(k, p.number), k) for k, p in self._pages.items() if not p.num_children]
+        leaves = [(self._value(k, p.number), k) for k, p in self._pages.items() if self._is_free_leaf(k)]
         heapq.heapify(leaves)
         while not has_room():
             if not leaves or (spare_awaited and leaves[0][1] in self._readers):
                 return False
             parent = self._evict(heapq.heappop(leaves)[1])
-            if parent is not None and not self._pages[parent].num_children:
+            if parent is not None and self._is_free_leaf(parent):
                 heapq.heappush(leaves, (self._value(parent, self._pages[parent].number), parent))
         return True
 
@@ -113,7 +138,25 @@ class PrefixCache:
             assert page.parent is None or page.parent in self._pages, f"prefix page {key.hex()} has lost its parent"
             found = children[key]
             assert page.num_children == found, f"prefix page {key.hex()}: {page.num_children} children, found {found}"
+            if page.parent is not None and self._users[key] > self._users[page.parent]:
+                raise AssertionError(f"prefix page {key.hex()} has more users than what it continues")
         assert min(self._readers.values(), default=1) > 0, f"negative count of readers in {self._readers}"
+        assert self._users.keys() <= self._pages.keys(), f"pages in use that are gone: {self._users.keys()}"
+
+    def _is_wanted(self, path: Sequence[bytes], number: int) -> bool:
+        """Whether another row waits for a page that is not there, while what it continues is."""
+        parent = path[number - 1] if number else None
+        is_new = path[number] not in self._pages and (parent is None or parent in self._pages)
+        return is_new and self._readers[path[number]] > 1
+
+    def _enter(self, path: Sequence[bytes], number: int) -> None:
+        parent = path[number - 1] if number else None
+        self._pages[path[number]] = _CachedPage(parent, number)
+        if parent is not None:
+            self._pages[parent].num_children += 1
+
+    def _is_free_leaf(self, key: bytes) -> bool:
+        return not self._pages[key].num_children and key not in self._users
 
     def _value(self, key: bytes, number: int) -> tuple[float, float]:
         """Cost to recompute, once for every row that will read the page; pages nobody awaits are worth least."""
@@ -122,7 +165,7 @@ class PrefixCache:
 
     def _evict_below(self, value: tuple[float, float], spare: bytes | None) -> bool:
         """Give the least valuable page up if it is worth less than `value`."""
-        leaves = ((self._value(k, p.number), k) for k, p in self._pages.items() if not p.num_children and k != spare)
+        leaves = ((self._value(k, p.number), k) for k, p in self._pages.items() if k != spare and self._is_free_leaf(k))
         worth, key = min(leaves, default=(value, b""))
         if worth >= value:
             return False
@@ -133,6 +176,7 @@ class PrefixCache:
         """The evicted page's parent."""
         page = self._pages.pop(key)
         assert not page.num_children, f"prefix page {key.hex()} has {page.num_children} children"
+        assert key not in self._users, f"prefix page {key.hex()} is used by {self._users[key]} rows"
         self._pool.release(_owner(key))
         if page.parent is not None:
             self._pages[page.parent].num_children -= 1

@@ -140,7 +140,7 @@ class RunningBatch:
                 continue
             num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
             if self.prefixes is not None:
-                self.prefixes.compute(sequence, num_tokens)
+                self.prefixes.compute(sequence, num_tokens, row_owner(sequence))
             entries.append(self._entry(sequence, num_tokens, plan))
             budget -= num_tokens
             if budget == 0:
@@ -191,15 +191,17 @@ class RunningBatch:
             unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]
             self.prefixes.check_integrity(unfinished)
         for sequence in self._running.values():
-            held = self.pool.run_of(row_owner(sequence)).num_pages * self._layout.page_tokens
+            pages = self.pool.run_of(row_owner(sequence)).num_pages + len(self._shared_pages(sequence))
+            held = pages * self._layout.page_tokens
             needed = sequence.capacity_tokens
             assert held >= needed, f"row {sequence.request.request_id} holds {held} token places, needs {needed}"
 
     def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
         adapter_id, run = sequence.request.adapter_id, self.pool.run_of(row_owner(sequence))
+        shared = self._shared_pages(sequence)
         if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
             sequence.served("merged")
-            return StepEntry(sequence, num_tokens, run, None)
+            return StepEntry(sequence, num_tokens, run, None, None, shared)
         adapter = None if adapter_id is None else self.residency.get(adapter_id)
         assert adapter_id is None or adapter is not None, (
             f"row {sequence.request.request_id}: its adapter left the pool"
@@ -209,9 +211,12 @@ class RunningBatch:
             self.residency.join(adapter_id)
         if plan.mode == "mixture":
             sequence.served("mixture")
-            return StepEntry(sequence, num_tokens, run, adapter, self._taken_out)
+            return StepEntry(sequence, num_tokens, run, adapter, self._taken_out, shared)
         sequence.served("base" if adapter is None else "unmerged")
-        return StepEntry(sequence, num_tokens, run, adapter)
+        return StepEntry(sequence, num_tokens, run, adapter, None, shared)
+
+    def _shared_pages(self, sequence: Sequence) -> tuple[int, ...]:
+        return () if self.prefixes is None else self.prefixes.pages_of(sequence)
 
     def _can_advance(self, sequence: Sequence) -> bool:
-        return self.prefixes is None or self.prefixes.advance(sequence, self.pool.run_of(row_owner(sequence)))
+        return self.prefixes is None or self.prefixes.advance(sequence, row_owner(sequence))

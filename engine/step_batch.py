@@ -28,7 +28,8 @@ from .sequence import Sequence
 class StepEntry:
     """`num_tokens` next tokens of one sequence, with the adapter it is served by (None: base or merged).
 
-    `minus`: the merged adapter, where the sequence must not see it (mixture).
+    `minus`: the merged adapter, where the sequence must not see it (mixture). `shared`: pages of the prefix cache that
+    begin its block table; `run` goes on behind them.
     """
 
     sequence: Sequence
@@ -36,6 +37,7 @@ class StepEntry:
     run: PageRun
     adapter: ResidentAdapter | None
     minus: MergedShare | None = None
+    shared: tuple[int, ...] = ()
 
     @property
     def is_decode(self) -> bool:

@@ -152,9 +152,15 @@ def test_rows_share_prefixes_page_by_page(tiny_llama: Path) -> None:
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     requests = [Request(str(i), (*shared, i + 3), None, sampling) for i in range(3)]
     engine = device_engine(tiny_llama, uses_prefix_cache=True)
-    found = by_id(list(engine.run(requests)))
-    assert found == by_id(list(make_engine(tiny_llama).run(requests)))
-    assert engine.telemetry().reused_prompt_tokens > 0
+    engine.add(requests)
+    found, pages = [], []
+    while engine.num_unfinished:
+        found += engine.step()
+        engine.check_integrity()
+        pages.append(engine.telemetry().pages_used)
+    assert by_id(found) == by_id(list(make_engine(tiny_llama).run(requests)))
+    assert engine.telemetry().reused_prompt_tokens == 2 * 20
+    assert pages[:2] == [3 * 6, 5 + 3], "a row enters with six pages of four tokens, five of them become everybody's"
 
 
 class _HostOnly(TorchFunctionMode):

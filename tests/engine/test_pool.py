@@ -45,3 +45,18 @@ def test_giving_back_what_is_not_held_is_an_error() -> None:
 def test_a_pool_needs_a_page() -> None:
     with pytest.raises(ValueError, match="num_pages=0"):
         PagePool(0)
+
+
+def test_first_pages_of_a_run_are_passed_on_and_given_back() -> None:
+    pool = PagePool(6)
+    pool.allocate("row", 4)
+    assert pool.pass_first("row", "heir") == PageRun(0, 1)
+    pool.release_first("row")
+    pool.check_integrity()
+    assert (pool.run_of("heir"), pool.run_of("row"), pool.num_free) == (PageRun(0, 1), PageRun(2, 2), 3)
+    pool.release("heir")
+    pool.check_integrity()
+    assert pool.largest_free_run == 2
+    pool.release_first("row")
+    with pytest.raises(AssertionError, match="without a page"):
+        pool.release_first("row")

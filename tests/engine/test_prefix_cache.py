@@ -106,3 +106,39 @@ def test_any_order_of_rows_and_evictions_keeps_the_books(num_pages: int, seed: i
         pool.check_integrity()
     assert cache.make_room(lambda: pool.num_free == num_pages, spare_awaited=True)
     assert len(cache) == 0
+
+
+def test_pages_in_use_stay_whatever_is_asked_for() -> None:
+    pool = PagePool(6)
+    cache = PrefixCache(pool, PAGE, lambda number: 10.0 + number)
+    path = cache.path(None, range(12))
+    for _ in range(2):
+        cache.expect(path)
+    pool.allocate("row", 4)
+    assert cache.adopt(path, 1, "row") is None, "what it continues is not there"
+    pages = [cache.adopt(path, number, "row") for number in range(3)]
+    assert [page.start for page in pages if page] == [0, 1, 2]
+    assert pool.run_of("row").num_pages == 1
+    cache.release(path)
+    cache.release(path)
+    assert cache.owners() == []
+    assert not cache.make_room(lambda: False, spare_awaited=False)
+    cache.use(path[0])
+    cache.leave(path)
+    cache.check_integrity()
+    assert len(cache.owners()) == 2, "the first page is used by another row"
+    assert not cache.make_room(lambda: False, spare_awaited=False)
+    assert len(cache) == 1
+    cache.leave(path[:1])
+    assert cache.make_room(lambda: not len(cache), spare_awaited=False)
+    pool.check_integrity()
+
+
+def test_a_row_keeps_its_last_page_for_itself() -> None:
+    pool = PagePool(2)
+    cache = PrefixCache(pool, PAGE, lambda number: 1.0)
+    path = cache.path(None, range(4))
+    cache.expect(path)
+    cache.expect(path)
+    pool.allocate("row", 1)
+    assert cache.adopt(path, 0, "row") is None
