@@ -26,7 +26,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..demo.base_model import base_model_folder
-from ..engine.config import read_model_config
+from ..engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, read_model_config
 from ..engine.random_adapter import write_random_adapter
 from ..jobs.cost_profile import read_profile
 from ..jobs.spec import JobSpec
@@ -131,9 +131,10 @@ def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
     prompt, output = (np.array(rows[name], np.int32) for name in ("prompt_tokens", "completion_tokens"))
     limits = [spec.max_tokens if limit is None else limit for limit in rows["max_tokens"]]
     workload = make_workload(found.workload.adapters, adapter, prompt, output, max_tokens=np.array(limits, np.int32))
-    settings = ReplicaSettings(spec.batch_rows, spec.step_tokens, adapter_source="storage", leap_steps=8)
+    batch_rows, step_tokens = spec.batch_rows or DEFAULT_BATCH_ROWS, spec.step_tokens or DEFAULT_STEP_TOKENS
+    settings = ReplicaSettings(batch_rows, step_tokens, adapter_source="storage", leap_steps=8)
     cost, batcher = found.cost.cost, partial(job_batcher, spec, workload, found.adapters, found.cost.cost)
-    plan = plan_waves(workload, cost, predicted_lengths(workload), batch_rows=spec.batch_rows, num_replicas=NUM_WORKERS)
+    plan = plan_waves(workload, cost, predicted_lengths(workload), batch_rows=batch_rows, num_replicas=NUM_WORKERS)
     known_s = run_planned(workload, plan, cost, settings, NUM_WORKERS, batcher).metrics.makespan_s
     sizes = (len(adapter), int(prompt.sum()), int(output.sum()))
     return [

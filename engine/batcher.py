@@ -34,7 +34,7 @@ def choose_batcher(
             case "cost":
                 inner = InClusters(CostBatcher(cost, ranks, mean_output_tokens))
             case "dlora":
-                inner = DloraBatcher(cost, ranks, config.max_batch_rows)
+                inner = DloraBatcher(cost, ranks, config.batch_rows)
             case "waves":
-                min_rows = _WAVE_BATCHES * config.max_batch_rows
+                min_rows = _WAVE_BATCHES * config.batch_rows
     return MergeWaveBatcher(inner, must_merge, min_rows)

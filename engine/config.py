@@ -14,10 +14,21 @@ from .errors import ModelFilesError
 from .families import parse_model_config
 from .model_config import ModelConfig
 
-__all__ = ["AutoPolicy", "EngineConfig", "Mode", "ModelConfig", "read_json", "read_model_config"]
+__all__ = [
+    "DEFAULT_BATCH_ROWS",
+    "DEFAULT_STEP_TOKENS",
+    "AutoPolicy",
+    "EngineConfig",
+    "Mode",
+    "ModelConfig",
+    "read_json",
+    "read_model_config",
+]
 
 Mode = Literal["auto", "unmerged", "merged", "exact"]
 AutoPolicy = Literal["cost", "dlora", "waves"]
+
+DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +36,18 @@ class EngineConfig:
     """One engine: limits of a step and of memory. What depends on the machine is computed by the engine itself.
 
     `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
-    included. `pool_bytes`: size of the page pool (None: a share of free memory). `host_tier_bytes`: host memory for
-    adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB). `num_threads`: CPU threads
-    (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic per row. `auto_policy`:
-    what mode `auto` decides by: the cost of each step, mixture included; dLoRA's dynamic batching; or merged waves for
-    adapters with many rows. `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (never in
-    `exact`).
+    included (None for either: see `step_limits`). `pool_bytes`: size of the page pool (None: a share of free memory).
+    `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
+    `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
+    per row. `auto_policy`: what mode `auto` decides by: the cost of each step, mixture included; dLoRA's dynamic
+    batching; or merged waves for adapters with many rows. `uses_prefix_cache`: rows whose prompts begin alike compute
+    the beginning once (never in `exact`).
     `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
     `launches_ahead`: a GPU's next step may be launched before the last one is read.
     """
 
-    max_batch_rows: int = 64
-    max_step_tokens: int = 512
+    max_batch_rows: int | None = None
+    max_step_tokens: int | None = None
     page_tokens: int = 16
     pool_bytes: int | None = None
     host_tier_bytes: int | None = None
@@ -49,6 +60,16 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     kernels: Literal["auto", "triton"] = "auto"
     launches_ahead: bool = True
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows that may decode together, as asked for or by default, before the machine is known."""
+        return self.max_batch_rows or DEFAULT_BATCH_ROWS
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step, likewise."""
+        return self.max_step_tokens or DEFAULT_STEP_TOKENS
 
 
 def read_json(path: Path) -> dict[str, Any]:

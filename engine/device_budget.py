@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .config import EngineConfig
 from .model_config import PACKED_SITES, ModelConfig
+from .step_limits import StepLimits
 
 # For what torch's allocator cannot use, for graphs and compiled kernels.
 _SLACK_SHARE = 0.05
 _FP32_BYTES = 4
 
 
-def gpu_pool_bytes(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+def gpu_pool_bytes(free_bytes: int, limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
     """Bytes of the pool when `free_bytes` are left after the weights; 0 when nothing is left for it."""
-    left = free_bytes * (1 - _SLACK_SHARE) - live_weight_bytes(model, itemsize) - step_bytes(config, model, itemsize)
+    left = free_bytes * (1 - _SLACK_SHARE) - live_weight_bytes(model, itemsize) - step_bytes(limits, model, itemsize)
     return max(int(left), 0)
 
 
@@ -22,7 +22,7 @@ def live_weight_bytes(model: ModelConfig, itemsize: int) -> int:
     return model.num_layers * sum(sizes) * itemsize
 
 
-def step_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+def step_bytes(limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
     """Numbers of the largest step that live at once: a layer's, and the logits of every running row.
 
     Per token: residual stream, normed input and the product that joins it (3 hidden), and the wider of attention
@@ -33,4 +33,4 @@ def step_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
     mlp = (3 if model.has_gate else 2) * model.intermediate_size
     per_token = (3 * model.hidden_size + max(attention, mlp)) * itemsize
     per_row = model.vocab_size * (2 * itemsize + _FP32_BYTES)
-    return config.max_step_tokens * per_token + config.max_batch_rows * per_row
+    return limits.step_tokens * per_token + limits.batch_rows * per_row

@@ -77,7 +77,7 @@ class DeviceRunner:
         self._group = model.num_heads // model.num_kv_heads
         programs = num_persistent_programs(device, _SHRINK_PROGRAMS)
         self._num_programs = 1 if config.mode == "exact" else programs
-        rows = bucket_of(config.max_batch_rows)
+        rows = bucket_of(config.batch_rows)
         self._memory = DeviceMemory.allocate(
             model, self._adapters.table, _FIRST_SCRATCH_ROWS, self._attention_items(rows), layout.page_tokens
         )

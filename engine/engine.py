@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,6 @@ class Engine:
     """
 
     def __init__(self, model_folder: Path, config: EngineConfig, batcher: Batcher | None = None) -> None:
-        self.config = config
         self.model: ModelConfig = read_model_config(model_folder)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -62,6 +62,8 @@ class Engine:
         with torch.inference_mode():
             self._decoder = load_decoder(model_folder, self.model, config, self._device, self._dtype)
             memory = plan_memory(config, self.model)
+            rows, tokens = memory.limits.batch_rows, memory.limits.step_tokens
+            self.config = config = replace(config, max_batch_rows=rows, max_step_tokens=tokens)
             self._layout = memory.layout
             num_elements = memory.num_pages * memory.layout.page_elements
             self._memory = zeroed_memory(num_elements, self._dtype, self._device)
@@ -229,7 +231,7 @@ class Engine:
 
     def _plan_step(self) -> list[StepEntry]:
         """The rows of the next step as the batcher wants them."""
-        view = self._batch.view(self.config.max_batch_rows, self._live.merged_adapter_id)
+        view = self._batch.view(self.config.batch_rows, self._live.merged_adapter_id)
         plan = self._batcher.next_step(view)
         entries = self._enact(plan)
         if not entries and not self._in_flight:
@@ -243,7 +245,7 @@ class Engine:
         if not self._batch.take_out(merged if plan.mode == "mixture" else None):
             return []
         self._switch_weights(merged)
-        return self._batch.entries(plan, self.config.max_step_tokens)
+        return self._batch.entries(plan, self.config.step_tokens)
 
     def _switch_weights(self, adapter_id: str | None) -> None:
         if adapter_id is None:

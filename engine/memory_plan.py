@@ -10,9 +10,10 @@ import torch
 
 from ..kernels.launch import is_interpreted
 from .config import EngineConfig, ModelConfig
-from .device_budget import gpu_pool_bytes
+from .device_budget import gpu_pool_bytes, step_bytes
 from .errors import PoolExhaustedError
 from .step_batch import PageLayout
+from .step_limits import StepLimits, cpu_limits, gpu_limits
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
@@ -21,12 +22,13 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Pages of the pool and their layout, the compute device and dtype."""
+    """Pages of the pool and their layout, the compute device and dtype, and the limits of a step."""
 
     device: torch.device
     dtype: torch.dtype
     layout: PageLayout
     num_pages: int
+    limits: StepLimits
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
@@ -65,18 +67,28 @@ def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
     device, dtype = choose_device(config)
     layout = PageLayout.of(model, config.page_tokens, is_page_wise=serves_by_kernels(config, device))
     page_bytes = layout.page_elements * dtype.itemsize
-    pool_bytes = config.pool_bytes
-    if pool_bytes is None and device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
-        pool_bytes = gpu_pool_bytes(torch.cuda.mem_get_info(device)[0], config, model, dtype.itemsize)
-    elif pool_bytes is None:
-        pool_bytes = _default_pool_bytes()
+        limits, pool_bytes = gpu_plan(torch.cuda.mem_get_info(device)[0], config, model, dtype.itemsize)
+    else:
+        limits, pool_bytes = cpu_limits(config), config.pool_bytes or _default_pool_bytes()
     num_pages = pool_bytes // page_bytes
     if num_pages < 1:
         raise PoolExhaustedError(
             f"pool_bytes={pool_bytes}: one page of this model takes {page_bytes} bytes; raise pool_bytes."
         )
-    return MemoryPlan(device, dtype, layout, num_pages)
+    return MemoryPlan(device, dtype, layout, num_pages, limits)
+
+
+def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> tuple[StepLimits, int]:
+    """Limits of a step and bytes of the pool on a GPU with `free_bytes` left by the weights."""
+
+    def pool_bytes(limits: StepLimits) -> int:
+        return config.pool_bytes or gpu_pool_bytes(free_bytes, limits, model, itemsize)
+
+    token_bytes = 2 * model.num_layers * model.kv_size * itemsize
+    limits = gpu_limits(config, free_bytes, lambda limits: step_bytes(limits, model, itemsize), pool_bytes, token_bytes)
+    return limits, pool_bytes(limits)
 
 
 def host_tier_bytes(config: EngineConfig) -> int:

@@ -40,7 +40,9 @@ PULSE_INTERVAL_S = 1.0
 
 
 class RunsRequests(Protocol):
-    """What this process needs of an engine."""
+    """What this process needs of an engine. `config`: with the limits of a step that it keeps to."""
+
+    config: EngineConfig
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Say where the adapter of this content hash lies."""
@@ -99,7 +101,8 @@ class EngineProcess:
         module, _, name = message["factory"].partition(":")
         factory = getattr(importlib.import_module(module), name)
         engine: RunsRequests = factory(Path(message["model"]), EngineConfig(**message["config"]))
-        self._send({"op": "ready", "pid": os.getpid(), "load_s": time.monotonic() - began_s})
+        limits = {"batch_rows": engine.config.batch_rows, "step_tokens": engine.config.step_tokens}
+        self._send({"op": "ready", "pid": os.getpid(), "load_s": time.monotonic() - began_s} | limits)
         return engine
 
     def _take_messages(self, engine: RunsRequests) -> bool:

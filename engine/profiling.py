@@ -71,10 +71,10 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
     with tempfile.TemporaryDirectory(prefix="lorabatch-profile-") as folder:
         began_s = time.perf_counter()
         bench = _Bench(Engine(model_folder, replace(config, mode="unmerged")), Path(folder))
-        bench.run(Probe(min(4, config.max_batch_rows), _SHORT_PROMPT_TOKENS, 4, (8,)))
+        bench.run(Probe(min(4, config.batch_rows), _SHORT_PROMPT_TOKENS, 4, (8,)))
         loads = bench.adapter_loads()
         steps: list[tuple[StepKind, StepSample]] = []
-        limits = (config.max_batch_rows, config.max_step_tokens, bench.engine.model.max_context_tokens)
+        limits = (config.batch_rows, config.step_tokens, bench.engine.model.max_context_tokens)
         for probe in probe_grid(*limits):
             if time.perf_counter() - began_s > max_seconds and steps:
                 break

@@ -102,8 +102,8 @@ class JobSpec(BaseModel):
     device: str = Field(default="auto", min_length=1)
     tensor_parallel: int = Field(default=1, ge=1)
     load_format: Literal["auto", "dummy"] = "auto"
-    batch_rows: int = Field(default=64, ge=1)
-    step_tokens: int = Field(default=512, ge=16)
+    batch_rows: int | None = Field(default=None, ge=1)
+    step_tokens: int | None = Field(default=None, ge=16)
     engine_threads: int | None = Field(default=None, ge=1)
     pool_bytes: int | None = Field(default=None, ge=1)
 

@@ -48,7 +48,7 @@ class EngineKeeper:
         self._rows = EngineRows()
         self._reporters: dict[str, Reporter] = {}
         self._policy = RestartPolicy()
-        self._meter = HostMeter(worker, settings.config.max_batch_rows)
+        self._meter = HostMeter(worker, settings.config.batch_rows)
         self._fatal: dict[str, Any] = {}
         self._is_closed = False
         self._restart_at_s: float | None = None
@@ -109,7 +109,7 @@ class EngineKeeper:
         self._watch_pulse()
         self._restart_if_due()
         if not self._is_closed:
-            self._tell(self._rows.sendable(self._settings.config.max_batch_rows))
+            self._tell(self._rows.sendable(self._settings.config.batch_rows))
         self._report_if_due()
 
     def _refuse_until_closed(self) -> None:
@@ -153,6 +153,9 @@ class EngineKeeper:
         match message["op"]:
             case "ready":
                 logger.info("engine process %d ready after %.1f s", message["pid"], message["load_s"])
+                # where nobody said, the engine chose for its device
+                self._settings = self._settings.with_limits(message["batch_rows"], message["step_tokens"])
+                self._meter.set(batch_rows=message["batch_rows"])
                 self._policy.started()
                 self._rows.process_ready()
                 self._meter.process_started(message["pid"])
@@ -191,9 +194,9 @@ class EngineKeeper:
         smaller = self._settings.halved() if by_kernel or self._fatal.get("is_out_of_memory") else None
         if smaller is None:
             return False
-        logger.warning("out of memory: the next engine process runs %d rows at once", smaller.config.max_batch_rows)
+        logger.warning("out of memory: the next engine process runs %d rows at once", smaller.config.batch_rows)
         self._settings = smaller
-        self._meter.set(batch_rows=smaller.config.max_batch_rows)
+        self._meter.set(batch_rows=smaller.config.batch_rows)
         return True
 
     def _give_up(self, reason: str) -> None:

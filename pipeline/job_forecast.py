@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ..engine.batcher import choose_batcher
-from ..engine.config import EngineConfig, ModelConfig, read_model_config
+from ..engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, EngineConfig, ModelConfig, read_model_config
 from ..jobs.opening import OpenedJob
 from ..jobs.record import AdapterRecord
 from ..jobs.spec import JobSpec
@@ -61,8 +61,8 @@ def replica_settings(spec: JobSpec, model: ModelConfig) -> ReplicaSettings:
     """A simulated replica with the limits of the job's engines."""
     token_bytes = 2 * model.num_layers * model.kv_size * _FP32_BYTES
     return ReplicaSettings(
-        max_batch_rows=spec.batch_rows,
-        max_step_tokens=spec.step_tokens,
+        max_batch_rows=spec.batch_rows or DEFAULT_BATCH_ROWS,
+        max_step_tokens=spec.step_tokens or DEFAULT_STEP_TOKENS,
         kv_tokens=spec.pool_bytes // token_bytes if spec.pool_bytes else None,
         adapter_source="storage",
         leap_steps=8,

@@ -51,11 +51,14 @@ class EngineSettings:
 
     def halved(self) -> EngineSettings | None:
         """The same, with half the rows and half the tokens in a step; None when that is one row already."""
-        rows, tokens = self.config.max_batch_rows // 2, self.config.max_step_tokens // 2
+        rows, tokens = self.config.batch_rows // 2, self.config.step_tokens // 2
         if rows < 1:
             return None
-        config = replace(self.config, max_batch_rows=rows, max_step_tokens=max(tokens, MIN_STEP_TOKENS))
-        return replace(self, config=config)
+        return self.with_limits(rows, max(tokens, MIN_STEP_TOKENS))
+
+    def with_limits(self, batch_rows: int, step_tokens: int) -> EngineSettings:
+        """The same, with so many rows at once and tokens in a step."""
+        return replace(self, config=replace(self.config, max_batch_rows=batch_rows, max_step_tokens=step_tokens))
 
     def with_threads(self, num_threads: int) -> EngineSettings:
         """The same, with so many CPU threads unless a number was chosen before."""

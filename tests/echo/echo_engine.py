@@ -55,7 +55,8 @@ class EchoEngine:
             raise ModelFilesError(options["fail_start"])
         self._options = options
         self._step_s: float = options.get("step_s", 0.0) * _slowness(model_folder, options.get("slow_factor"))
-        self._batch_rows: int = options.get("batch_rows", config.max_batch_rows)
+        self.config = config
+        self._batch_rows: int = options.get("batch_rows", config.batch_rows)
         self._queue: dict[str, Request] = {}
         self._steps_done: dict[str, int] = {}
         self._adapters: dict[str, Path] = {}

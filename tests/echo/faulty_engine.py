@@ -25,7 +25,7 @@ class FaultyEngine(Engine):
         super().__init__(model_folder, config)
         faults = json.loads((model_folder / "faults.json").read_text())
         self._poison_token = faults.get("poison_token")
-        self._has_room = config.max_batch_rows <= faults.get("room_for_rows", config.max_batch_rows)
+        self._has_room = config.batch_rows <= faults.get("room_for_rows", config.batch_rows)
         self._is_poisoned = False
 
     def import_rows(self, rows: Iterable[ExportedRow]) -> None:

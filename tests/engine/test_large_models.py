@@ -15,7 +15,8 @@ from lorabatch.engine.device_budget import gpu_pool_bytes, live_weight_bytes, st
 from lorabatch.engine.device_decoder import DeviceDecoder
 from lorabatch.engine.dummy_adapter import dummy_audit
 from lorabatch.engine.families import parse_model_config
-from lorabatch.engine.memory_plan import plan_memory
+from lorabatch.engine.memory_plan import gpu_plan, plan_memory
+from lorabatch.engine.step_limits import StepLimits, cpu_limits
 from lorabatch.engine.weights import dummy_weights, stored_shapes
 
 H200_BYTES = 139 << 30
@@ -57,14 +58,49 @@ def test_the_memory_of_an_8b_engine_on_an_h200() -> None:
     assert adapter_bytes == 83_886_080, "a rank-16 adapter is 80 MiB: 40 pages, nothing padded"
     weight_bytes = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
     assert live_weight_bytes(model, BF16) == 32 * LLAMA_3_8B.layer_weights * BF16
-    assert step_bytes(config, model, BF16) < 2 << 30
-    pool = gpu_pool_bytes(H200_BYTES - weight_bytes, config, model, BF16)
+    assert step_bytes(plan.limits, model, BF16) < 2 << 30
+    pool = gpu_pool_bytes(H200_BYTES - weight_bytes, plan.limits, model, BF16)
     assert 90 << 30 < pool < H200_BYTES - weight_bytes - live_weight_bytes(model, BF16)
 
 
 def test_a_card_that_holds_the_weights_and_little_else_has_no_pool() -> None:
     model = model_of(LLAMA_3_8B)
-    assert gpu_pool_bytes(10 << 30, EngineConfig(), model, BF16) == 0
+    assert gpu_pool_bytes(10 << 30, StepLimits(64, 512), model, BF16) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "card_gib", "limits"),
+    [
+        (LLAMA_3_8B, 139, StepLimits(512, 16384)),  # 117 GiB free after weights and copies: 938 rows of 1024 tokens
+        (LLAMA_3_8B, 78, StepLimits(320, 16384)),
+        (LLAMA_3_8B, 39, StepLimits(64, 8192)),  # 22 GiB beside the weights: a step of 16384 takes 2.0 GiB
+        (LLAMA_3_2_1B, 139, StepLimits(512, 16384)),
+        (LLAMA_3_2_1B, 7, StepLimits(64, 2048)),
+    ],
+    ids=lambda value: value.name if isinstance(value, ModelShape) else str(value),
+)
+def test_a_card_s_memory_decides_how_many_rows_and_tokens_a_step_has(
+    shape: ModelShape, card_gib: int, limits: StepLimits
+) -> None:
+    model = model_of(shape)
+    weight_bytes = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
+    free = (card_gib << 30) - weight_bytes
+    found, pool = gpu_plan(free, EngineConfig(), model, BF16)
+    assert found == limits
+    assert step_bytes(StepLimits(64, found.step_tokens), model, BF16) <= free / 16
+    assert pool == gpu_pool_bytes(free, found, model, BF16)
+    token_bytes = 2 * model.num_layers * model.kv_size * BF16
+    assert found.batch_rows == 64 or found.batch_rows * 1024 * token_bytes <= pool
+
+
+def test_what_is_asked_for_stays() -> None:
+    model = model_of(LLAMA_3_8B)
+    asked = EngineConfig(max_batch_rows=7, max_step_tokens=100, pool_bytes=1 << 30)
+    assert gpu_plan(100 << 30, asked, model, BF16) == (StepLimits(7, 100), 1 << 30)
+    by_pool, _ = gpu_plan(100 << 30, EngineConfig(pool_bytes=1 << 34), model, BF16)
+    assert by_pool.batch_rows == 128, "16 GiB hold 128 rows of 1024 tokens of 128 KiB"
+    assert cpu_limits(EngineConfig()) == StepLimits(64, 512)
+    assert cpu_limits(asked) == StepLimits(7, 100)
 
 
 def test_a_folder_of_shapes_can_be_read_like_any_other(tmp_path: Path) -> None:

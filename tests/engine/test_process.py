@@ -34,6 +34,7 @@ class Engine:
         os.write(1, b"raw bytes on descriptor 1")
         self.rows = []
         self.folder = model_folder
+        self.config = config
 
     def register_adapter(self, adapter_id, folder, name):
         if adapter_id == "bad":
@@ -124,7 +125,9 @@ def child(tmp_path: Path) -> Iterator[Child]:
 
 def test_rows_come_back_as_they_finish_and_prints_do_not_spoil_the_stream(child: Child) -> None:
     child.start()
-    assert child.next("ready")["pid"] == child.process.pid
+    ready = child.next("ready")
+    assert ready["pid"] == child.process.pid
+    assert (ready["batch_rows"], ready["step_tokens"]) == (64, 512), "what the engine keeps to where nobody said"
     child.add(("a", (1, 2), None), ("b", (3, 4), None))
     answers = [unpack_result(child.next("results")["results"][0]) for _ in range(2)]
     assert [(answer.request_id, answer.text) for answer in answers] == [("a", "3"), ("b", "7")]
