@@ -15,6 +15,8 @@ from .waves import Shard
 HELP_PATIENCE_S = 5.0
 # Replicas with the most left to do that are asked for rows when another one has nothing to do.
 _OWNERS_ASKED = 4
+# As many as take part in one decision; a replica that is not idle is a helper with so large a share of its batch free.
+_MAX_HELPERS, _LEAST_FREE = 8, 0.25
 # Finished rows of an adapter from which its mean length counts for more than the plan's guess.
 _LENGTHS_KNOWN = 8
 
@@ -74,17 +76,31 @@ class Lender:
         """What should move because this replica has told something or has nothing to do: rows of its own, or of those
         that have most left.
         """
-        idle = [name for name, replica in replicas.items() if not replica.rows_left and name not in self._helping]
-        if not idle:
+        helpers = self._helpers(replicas)
+        if not helpers:
             return ()
         owners = [replica_id] if replicas[replica_id].rows_left else self._most_left(replicas)
         for owner in owners:
-            lent = self._lend(owner, sorted(idle), replicas, open_shards)
+            lent = self._lend(owner, helpers, replicas, open_shards)
             if lent:
                 self._helping |= {command.to_replica_id: _Help(time_s) for command in lent}
                 del self._reports[owner]
                 return lent
         return ()
+
+    def _helpers(self, replicas: Mapping[str, ReplicaState]) -> dict[str, Pace]:
+        """Replicas without guests that have room, those with most of it first."""
+        own = {name: self._own_rows(replica) for name, replica in replicas.items() if name not in self._helping}
+        has_room = (n for n, rows in own.items() if rows <= (1 - _LEAST_FREE) * replicas[n].batch_rows)
+        # One more than needed: the owner may be among them.
+        ranked = sorted(has_room, key=lambda name: (own[name], name))[: _MAX_HELPERS + 1]
+        return {name: replace(self._pace(replicas[name]), own_rows=own[name]) for name in ranked}
+
+    def _own_rows(self, replica: ReplicaState) -> int:
+        """Unfinished rows of its own shards that it works on itself."""
+        report = self._reports.get(replica.replica_id)
+        lent = sum(rows for _, rows in report.lent_shards) if report is not None else 0
+        return max(0, replica.open_rows - lent)
 
     def _most_left(self, replicas: Mapping[str, ReplicaState]) -> list[str]:
         def left(name: str) -> float:
@@ -93,7 +109,7 @@ class Lender:
         return sorted((name for name in replicas if name in self._reports), key=left, reverse=True)[:_OWNERS_ASKED]
 
     def _lend(
-        self, owner: str, idle: Sequence[str], replicas: Mapping[str, ReplicaState], open_shards: OpenShards
+        self, owner: str, helpers: Mapping[str, Pace], replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
         report = self._reports.get(owner)
         shards = [shard for shard in open_shards(replicas[owner]) if shard.has_engine_work]
@@ -105,9 +121,11 @@ class Lender:
         left = rows_here(report)
         weight = sum(left.get(shard.shard_id, 0) for shard in shards)
         output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
-        # More helpers than rows are of no use.
-        helpers = {name: self._pace(replicas[name]) for name in idle[:weight]}
-        return lend(report, shards, output, self._pace(replicas[owner]), helpers, self._settings)
+        waits = weight > report.running_rows
+        # Rows that run gain little beside rows of others. More helpers than rows are of no use.
+        chosen = [name for name, pace in helpers.items() if name != owner and (waits or not pace.own_rows)]
+        paces = {name: helpers[name] for name in chosen[: min(weight, _MAX_HELPERS)]}
+        return lend(report, shards, output, self._pace(replicas[owner]), paces, self._settings)
 
     def _output_tokens(self, shard: Shard) -> float:
         """Of a row of this shard, when it is done: what rows of its adapters came to, else what was planned."""

@@ -67,10 +67,19 @@ class TailRows:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a replica works off rows: so many together, in steps that take `slowness` times what the model says."""
+    """How a replica works off rows: so many together, in steps that take `slowness` times what the model says.
+
+    `own_rows`: of its own that run beside guests, in places that guests do not get.
+    """
 
     batch_rows: int
     slowness: float = 1.0
+    own_rows: int = 0
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that may join its batch."""
+        return self.batch_rows - self.own_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +161,12 @@ def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings:
     best = [0] * len(helpers)
     hop_s = settings.hop_s + _step_s(min(rows.num_rows, owner.batch_rows), rows.prompt_tokens, cost) * owner.slowness
     # The last row goes too: a slow owner is better rid of it. Rows that only wait may be what should move.
-    splits = {*range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)), rows.num_waiting} - {0}
-    for num_lent in sorted(splits, reverse=True):
+    splits = {*range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)), rows.num_waiting}
+    splits |= {min(rows.num_rows, sum(helper.free_rows for helper in helpers))}
+    for num_lent in sorted(splits - {0}, reverse=True):
         shares = _shares(num_lent, helpers)
+        if sum(shares) < num_lent:
+            continue
         end_s = _work_s(rows.kept(num_lent), owner, cost)
         for share, helper in zip(shares, helpers, strict=True):
             guests = rows.lent(num_lent, share)
@@ -165,30 +177,38 @@ def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings:
 
 
 def _shares(num_rows: int, helpers: Sequence[Pace]) -> list[int]:
+    """In proportion to paces; helpers with rows of their own get no more than places they have. May be too few."""
     speed = sum(1 / helper.slowness for helper in helpers)
-    shares = [int(num_rows / helper.slowness / speed) for helper in helpers]
-    shares[0] += num_rows - sum(shares)
+    most = [helper.free_rows if helper.own_rows else num_rows for helper in helpers]
+    shares = [min(int(num_rows / helper.slowness / speed), m) for helper, m in zip(helpers, most, strict=True)]
+    for i, limit in enumerate(most):
+        shares[i] += min(num_rows - sum(shares), limit - shares[i])
     return shares
 
 
 def _work_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
     """Seconds to decode what is left of these rows: batch after batch, each as long as its longest row."""
+
+    def batch_s(num_rows: int, tokens_left: float, context_tokens: float) -> float:
+        return tokens_left * _step_s(num_rows + pace.own_rows, context_tokens + tokens_left / 2, cost)
+
+    places = pace.free_rows
     seconds, begun, tokens_left = 0.0, 0, 0.0
     for group in groups:
         num_rows = group.num_rows
         if begun and num_rows:
-            joining = min(num_rows, pace.batch_rows - begun)
+            joining = min(num_rows, places - begun)
             begun, num_rows, tokens_left = begun + joining, num_rows - joining, max(tokens_left, group.tokens_left)
-            if begun == pace.batch_rows:
-                seconds += tokens_left * _step_s(begun, group.context_tokens + tokens_left / 2, cost)
+            if begun == places:
+                seconds += batch_s(begun, tokens_left, group.context_tokens)
                 begun = 0
-        full, rest = divmod(num_rows, pace.batch_rows)
-        context = group.context_tokens + group.tokens_left / 2
-        seconds += full * group.tokens_left * _step_s(pace.batch_rows, context, cost)
+        full, rest = divmod(num_rows, places)
+        seconds += full * batch_s(places, group.tokens_left, group.context_tokens)
         if rest:
             begun, tokens_left = rest, group.tokens_left
-    last = groups[-1].context_tokens + tokens_left / 2
-    return (seconds + (tokens_left * _step_s(begun, last, cost) if begun else 0.0)) * pace.slowness
+    if begun:
+        seconds += batch_s(begun, tokens_left, groups[-1].context_tokens)
+    return seconds * pace.slowness
 
 
 def _prefill_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:

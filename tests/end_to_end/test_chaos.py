@@ -16,7 +16,7 @@ from lorabatch.tests.end_to_end.chaos.scenario import Victim, make_scenario
 from lorabatch.tests.end_to_end.chaos.trial import Outcome, Trial
 
 SEEDS = range(20)
-_AT_ONCE = 4
+_AT_ONCE = 6
 
 pytestmark = pytest.mark.chaos
 

@@ -53,12 +53,13 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
     echo_job.assert_answered(rows)
     assert (result.num_rows, result.num_errors) == (320, 0)
     events = echo_job.store.read_events()
-    first, second = [record for record in events if record["kind"] == "ReplicasFound"]
+    first, second, *_ = [record for record in events if record["kind"] == "ReplicasFound"]
     assert all(open_shards == [] for _, _, open_shards in first["replicas"])
     adopted = {worker: {shard for shard, _ in open_shards} for worker, _, open_shards in second["replicas"]}
     # What the other worker had open went on there, and was not begun again.
-    (survivor,) = adopted.keys() - set(killed)
-    assert adopted[survivor]
+    # A worker that has started in place of the killed one may be there too, without a shard.
+    (survivor,) = [worker for worker, shards in adopted.items() if shards]
+    assert survivor not in killed
     committed_by = {
         r["shard_id"]: r["replica_id"] for r in echo_job.store.read_events() if r["kind"] == "ShardCommitted"
     }

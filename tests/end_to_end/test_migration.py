@@ -17,8 +17,8 @@ from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
 
 # One engine takes five times longer: at the end it has two batches of rows, and the other one nothing to do. Even there
-# a batch takes some seconds, so that guests are seen in reports that come once a second.
-SLOW = {"step_s": 0.08, "slow_factor": 5}
+# a batch takes two seconds, so that guests are seen in states that are told once a second.
+SLOW = {"step_s": 0.05, "slow_factor": 5}
 JOB = {"max_tokens": 40, "batch_rows": 8, "rows_per_shard": 8}
 
 
@@ -51,8 +51,8 @@ def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Cl
     rows = make_rows(24)
     echo_job.write_input(rows)
     echo_job.set_engine(**SLOW)
-    echo_job.run(shared_client, migration=False, **JOB)
-    echo_job.assert_answered(rows, max_tokens=40)
+    echo_job.run(shared_client, migration=False, **JOB | {"max_tokens": 12})
+    echo_job.assert_answered(rows, max_tokens=12)
     assert moves(echo_job.store) == []
 
 

@@ -30,10 +30,10 @@ NOTHING = dict.fromkeys(("decode_row_s", "prefill_token_s", "context_token_s", "
 FLAT = replace(CPU, step_s=0.1, rank_s=0.0, rank_token_s=0.0, load_s=0.0, **NOTHING)
 
 
-def makespan_s(num_rows, cost, tail):
+def makespan_s(num_rows, cost, tail, num_adapters=1):
     rows = np.full(num_rows, TOKENS, np.int32)
     workload = make_workload(
-        make_adapters([8]), np.zeros(num_rows, np.int32), np.full(num_rows, PROMPT, np.int32), rows
+        make_adapters([8] * num_adapters), np.arange(num_rows) % num_adapters, np.full(num_rows, PROMPT, np.int32), rows
     )
     limits = ShardLimits(min_rows=4, shards_per_replica=num_rows // 8)
     plan = plan_shards(workload, batch_rows=BATCH, num_replicas=2, limits=limits)
@@ -70,3 +70,15 @@ def test_a_slow_replica_costs_little_more_than_its_share(cost):
     is_tail_long = without >= 1.35 * ideal
     assert is_tail_long.sum() >= 5
     assert (with_loans <= 0.8 * without)[is_tail_long].all(), shown
+
+
+def test_shards_that_fill_no_batch_leave_places_that_rows_of_the_slow_replica_get():
+    sizes = range(70, 160, 10)
+    tail = TailSettings(CPU, hop_s=0.3, least_gain_s=0.5)
+    with_loans = np.array([makespan_s(n, FLAT, tail, num_adapters=4) for n in sizes])
+    without = np.array([makespan_s(n, FLAT, None, num_adapters=4) for n in sizes])
+    over_ideal = (with_loans / np.array([ideal_s(n, FLAT) for n in sizes])).round(3)
+    # A batch is a tenth of these jobs.
+    assert over_ideal.mean() <= 1.1, over_ideal.tolist()
+    assert over_ideal.max() <= 1.2, over_ideal.tolist()
+    assert (with_loans <= 0.8 * without).all(), (with_loans / without).round(3).tolist()

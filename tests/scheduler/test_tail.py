@@ -62,6 +62,15 @@ def test_more_helpers_take_fewer_rows_each():
     assert rows_to_lend(running(24, 100, 1000), PACE, [PACE] * 3, settings) == [6, 6, 6]
 
 
+def test_a_helper_with_rows_of_its_own_gets_no_more_than_its_free_places():
+    waiting, slow = TailRows(8, 20, 20, 30, 60), Pace(8, slowness=4.0)
+    (lent,) = rows_to_lend(waiting, slow, [Pace(8, own_rows=5)], CPU)
+    assert 0 < lent <= 3
+    idle, busy = rows_to_lend(waiting, slow, [Pace(8), Pace(8, own_rows=5)], CPU)
+    assert idle > 8
+    assert busy <= 3
+
+
 def test_a_gain_of_too_few_seconds_is_none():
     rows = running(16, 200, 300)
     assert rows_to_lend(rows, PACE, [PACE], replace(CPU, least_gain_s=1000.0)) == [0]
