@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..scheduler.batching import Batcher, ClusteredBatcher, InClusters
 from ..scheduler.cost import CostModel
-from ..scheduler.cost_batching import CostBatcher, DloraBatcher, Ranks
+from ..scheduler.cost_batching import CostBatcher, DloraBatcher, Ranks, no_more_rows
 from ..scheduler.merge_waves import MergeWaveBatcher
 from .config import EngineConfig
 
@@ -21,6 +21,7 @@ def choose_batcher(
     cost: CostModel,
     ranks: Ranks,
     mean_output_tokens: Callable[[], float],
+    rows_to_come: Callable[[int], int] = no_more_rows,
 ) -> Batcher:
     """`unmerged` and `exact` merge only what is exact no other way; `merged` merges every adapter, one after the
     other; `auto` decides as `config.auto_policy` says. What must be merged has waves of its own in every mode.
@@ -32,7 +33,7 @@ def choose_batcher(
     elif config.mode == "auto":
         match config.auto_policy:
             case "cost":
-                inner = InClusters(CostBatcher(cost, ranks, mean_output_tokens))
+                inner = InClusters(CostBatcher(cost, ranks, mean_output_tokens, rows_to_come))
             case "dlora":
                 inner = DloraBatcher(cost, ranks, config.batch_rows)
             case "waves":

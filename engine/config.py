@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ModelFilesError
 from .families import parse_model_config
 from .model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from ..scheduler.cost import CostModel  # numpy, which light rooms do without
 
 __all__ = [
     "DEFAULT_BATCH_ROWS",
@@ -43,7 +46,8 @@ class EngineConfig:
     batching; or merged waves for adapters with many rows. `uses_prefix_cache`: rows whose prompts begin alike compute
     the beginning once (never in `exact`).
     `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
-    `launches_ahead`: a GPU's next step may be launched before the last one is read.
+    `launches_ahead`: a GPU's next step may be launched before the last one is read. `cost`: what steps and merges take,
+    as mode `auto` decides by (None: the preset of a machine of that kind).
     """
 
     max_batch_rows: int | None = None
@@ -60,6 +64,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     kernels: Literal["auto", "triton"] = "auto"
     launches_ahead: bool = True
+    cost: CostModel | None = None
 
     @property
     def batch_rows(self) -> int:

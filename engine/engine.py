@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -81,13 +82,14 @@ class Engine:
         )
         self._live = LiveWeights(self._decoder, by_kernel=isinstance(self._decoder, DeviceDecoder))
         self._lengths = OutputLengths()
-        cost = CPU_SMOLLM2_135M if self._device.type == "cpu" else H200_LLAMA_3_8B
+        cost = config.cost or (CPU_SMOLLM2_135M if self._device.type == "cpu" else H200_LLAMA_3_8B)
         self._batcher = batcher or choose_batcher(
-            config, self._registry.must_merge, cost, self._registry.ranks, self._lengths.mean
+            config, self._registry.must_merge, cost, self._registry.ranks, self._lengths.mean, self._num_expected
         )
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
         self._runner = self._make_runner()
         self._in_flight = StepsInFlight()
+        self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
         # Told what every step is about to do: measurements.
         self.observe_step: Callable[[Items[StepEntry]], None] | None = None
@@ -127,6 +129,10 @@ class Engine:
                 self._lengths.asked(row.request.sampling.max_tokens)
             else:
                 self._rejected.append(Result.refused(row.request, problem))
+
+    def expect_rows(self, adapter_id: str, num_rows: int) -> None:
+        """So many more rows of an adapter will come: merging it may pay though few are here."""
+        self._expected[adapter_id] = num_rows
 
     def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
         """Take unfinished rows out, waiting or running, for another engine to go on with.
@@ -200,6 +206,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Pool, pins and running rows agree with each other."""
         self._batch.check_integrity()
+
+    def _num_expected(self, code: int) -> int:
+        return self._expected[self._registry.id_of(code)]
 
     def _make_runner(self) -> StepRunner:
         decoder, completion = self._decoder, self._completion

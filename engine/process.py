@@ -30,6 +30,7 @@ from .wire import (
     pack_result,
     pack_telemetry,
     read_frame,
+    unpack_config,
     unpack_exported_row,
     unpack_request,
     write_frame,
@@ -52,6 +53,9 @@ class RunsRequests(Protocol):
 
     def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
         """Take unfinished rows out; no result follows for those returned."""
+
+    def expect_rows(self, adapter_id: str, num_rows: int) -> None:
+        """So many more rows of an adapter will come."""
 
     def abort(self, request_ids: Collection[str]) -> None:
         """Forget requests; no result follows."""
@@ -100,7 +104,7 @@ class EngineProcess:
         began_s = time.monotonic()
         module, _, name = message["factory"].partition(":")
         factory = getattr(importlib.import_module(module), name)
-        engine: RunsRequests = factory(Path(message["model"]), EngineConfig(**message["config"]))
+        engine: RunsRequests = factory(Path(message["model"]), unpack_config(message["config"]))
         limits = {"batch_rows": engine.config.batch_rows, "step_tokens": engine.config.step_tokens}
         self._send({"op": "ready", "pid": os.getpid(), "load_s": time.monotonic() - began_s} | limits)
         return engine
@@ -125,6 +129,8 @@ class EngineProcess:
                     engine.register_adapter(message["adapter_id"], Path(message["path"]), message["name"])
                 except EngineError as error:
                     self._refused_adapters[message["adapter_id"]] = str(error)
+            case "expect":
+                engine.expect_rows(message["adapter_id"], message["num_rows"])
             case "add":
                 self._add(engine, [ExportedRow(unpack_request(raw)) for raw in message["requests"]])
             case "import":

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import msgpack
 
+from ..scheduler.cost import CostModel
+from .config import EngineConfig
 from .exported_row import ExportedRow
 from .request import Request, Result, SamplingParams
 from .telemetry import EngineTelemetry
@@ -38,6 +40,17 @@ def read_frame(stream: IO[bytes]) -> dict[str, Any] | None:
         return None
     message: dict[str, Any] = msgpack.unpackb(body, raw=False, strict_map_key=True)
     return message
+
+
+def pack_config(config: EngineConfig) -> dict[str, Any]:
+    """An engine's configuration as plain values."""
+    return asdict(config)
+
+
+def unpack_config(raw: Mapping[str, Any]) -> EngineConfig:
+    """The configuration that `pack_config` packed."""
+    cost = raw["cost"]
+    return EngineConfig(**{**raw, "cost": None if cost is None else CostModel.from_json(cost)})
 
 
 def pack_request(request: Request) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -73,6 +73,7 @@ class Coordinator:
         store: JobStore,
         run_id: str,
         scheduler: Scheduler,
+        rows_behind: Mapping[int, int],
         monitor: JobMonitor,
         observe: Observer,
         control: JobControl,
@@ -82,6 +83,7 @@ class Coordinator:
         self._store = store
         self._run_id = run_id
         self._scheduler = scheduler
+        self._rows_behind = rows_behind
         self._monitor = monitor
         self._observe = observe
         self._control = control
@@ -291,7 +293,7 @@ class Coordinator:
         key = (f"lora_shard-{self._run_id}", command.shard_id, attempt)
         future = self._client.submit(
             run_shard,
-            ShardTask(self._run_id, command.shard_id, command.attempt),
+            ShardTask(self._run_id, command.shard_id, command.attempt, self._rows_behind.get(command.shard_id, 0)),
             key=key,
             workers=[command.replica_id],
             pure=False,

@@ -12,12 +12,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..engine.errors import EngineError
-from ..engine.wire import read_frame, write_frame
+from ..engine.wire import pack_config, read_frame, write_frame
 from .messages import EngineSettings
 
 Listener = Callable[["EngineChild", dict[str, Any]], None]
@@ -100,7 +99,7 @@ class EngineChild:
             process.kill()
         assert process.stdout is not None
         assert process.stdin is not None
-        config = asdict(self._settings.config)
+        config = pack_config(self._settings.config)
         self.send({"op": "start", "model": str(model), "factory": self._settings.factory, "config": config})
         while (message := read_frame(process.stdout)) is not None:
             self._listener(self, message)

@@ -16,10 +16,15 @@ class EngineFeed:
     def __init__(self) -> None:
         self._adapters: dict[str, LocalAdapter] = {}
         self._told: set[str] = set()
+        self._expected: dict[str, int] = {}
 
     def learn(self, adapters: Iterable[LocalAdapter]) -> None:
         """Rows of these adapters may come."""
         self._adapters.update({adapter.source.adapter_id: adapter for adapter in adapters})
+
+    def expect(self, adapter_id: str, num_rows: int) -> None:
+        """So many rows of an adapter will still come; told with its next rows."""
+        self._expected[adapter_id] = num_rows
 
     def new_process(self) -> None:
         """The next process has heard of nothing."""
@@ -30,6 +35,10 @@ class EngineFeed:
         needed = dict.fromkeys(row.request.adapter_id for row in rows if row.request.adapter_id is not None)
         messages = [self._adapter(adapter_id) for adapter_id in needed if adapter_id not in self._told]
         self._told |= needed.keys()
+        messages += [
+            {"op": "expect", "adapter_id": adapter_id, "num_rows": self._expected.pop(adapter_id)}
+            for adapter_id in needed.keys() & self._expected.keys()
+        ]
         begun = [row for row in rows if row.token_ids]
         fresh = [row for row in rows if not row.token_ids]
         if begun:

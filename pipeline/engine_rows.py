@@ -109,8 +109,8 @@ class EngineRows:
 
     # Shards
 
-    def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter]) -> None:
-        """Rows of a shard wait for their turn."""
+    def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter], rows_behind: int = 0) -> None:
+        """Rows of a shard wait for their turn. `rows_behind`: see `ShardTask`."""
         rows = self.runs.get(shard.run)
         if rows is None or self._failure is not None:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
@@ -118,6 +118,8 @@ class EngineRows:
         rows.shards.append(shard)
         self.has_news |= shard.shard_id is None
         self._feed.learn(adapters)
+        if shard.shard_id is not None and len(adapters) == 1:
+            self._feed.expect(adapters[0].source.adapter_id, rows_behind)
         self._waits.update({row.request.request_id: (shard, row.request) for row in shard.rows})
         self._ledger.add(shard.rows, shard.run)
 

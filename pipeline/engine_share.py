@@ -33,18 +33,20 @@ class EngineShare:
         """What the engine process prints."""
         return engine_log(self.folder)
 
-    def open(self, shard_id: int, requests: Iterable[Request], adapters: Iterable[LocalAdapter]) -> OpenShard:
+    def open(
+        self, shard_id: int, requests: Iterable[Request], adapters: Iterable[LocalAdapter], rows_behind: int = 0
+    ) -> OpenShard:
         """Give rows to the engine; results arrive at the returned shard under the same request ids, which must
-        be unique among all rows that this run has open here.
+        be unique among all rows that this run has open here. `rows_behind`: see `ShardTask`.
         """
-        return self._open(OpenShard(shard_id, map(ExportedRow, requests), self.run), adapters)
+        return self._open(OpenShard(shard_id, map(ExportedRow, requests), self.run), adapters, rows_behind)
 
     def open_guests(self, rows: Iterable[ExportedRow], adapters: Iterable[LocalAdapter]) -> OpenShard:
         """Likewise for rows of another worker's shard, begun or not."""
         return self._open(OpenShard(None, rows, self.run), adapters)
 
-    def _open(self, shard: OpenShard, adapters: Iterable[LocalAdapter]) -> OpenShard:
-        self._act(partial(EngineRows.open, shard=shard, adapters=tuple(adapters)))
+    def _open(self, shard: OpenShard, adapters: Iterable[LocalAdapter], rows_behind: int = 0) -> OpenShard:
+        self._act(partial(EngineRows.open, shard=shard, adapters=tuple(adapters), rows_behind=rows_behind))
         return shard
 
     def abandon(self, shard: OpenShard) -> None:

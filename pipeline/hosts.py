@@ -14,6 +14,7 @@ from distributed import Client
 from ..engine.config import EngineConfig
 from ..jobs.opening import OpenedJob
 from ..jobs.store import JobStore
+from ..scheduler.cost import CostModel
 from .cluster import threads_per_engine
 from .engine_host import EngineHost, host_name
 from .messages import EngineSettings
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 10.0
 
 
-def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str) -> EngineSettings:
-    """How the job's engines are set up on each of `num_workers` workers."""
+def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str, cost: CostModel) -> EngineSettings:
+    """How the job's engines are set up on each of `num_workers` workers. `cost`: what the job is planned with."""
     spec = job.spec
     config = EngineConfig(
         max_batch_rows=spec.batch_rows,
@@ -35,6 +36,7 @@ def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str) -> En
         device=spec.device,
         mode=spec.mode,
         load_format=spec.load_format,
+        cost=cost,
     )
     return EngineSettings(spec.model, config, engine_factory, spec.storage_options, job.record.model.sha256)
 

@@ -51,7 +51,7 @@ def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
     show_jobs(client)
     num_workers = count_workers(client)
     forecaster = Forecaster.of(job, num_workers)
-    settings = engine_settings(job, num_workers, engine_factory)
+    settings = engine_settings(job, num_workers, engine_factory, forecaster.cost.cost)
     run_id = start_hosts(client, job.record.job_id, settings, job.store)
     asked = (job, run_id, time.time(), forecaster)
     future = client.submit(run_job, *asked, key=f"lora_job-{run_id}", priority=_JOB_PRIORITY, pure=False)

@@ -28,11 +28,13 @@ FLUSH_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """One attempt at one shard, in one run of a job."""
+    """One attempt at one shard, in one run of a job. `rows_behind`: rows of its adapter that will follow it to an
+    engine, where they are planned to run merged."""
 
     run_id: str
     shard_id: int
     attempt: int
+    rows_behind: int = 0
 
 
 def run_shard(task: ShardTask) -> ShardOutcome:
@@ -102,7 +104,7 @@ def _answer(
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
     journal = f"{task.attempt}-{uuid4().hex[:8]}"
-    shard = host.engine.open(task.shard_id, asked, host.shelf().local(adapter_ids))
+    shard = host.engine.open(task.shard_id, asked, host.shelf().local(adapter_ids), task.rows_behind)
     try:
         while len(answers) < sum(isinstance(r, Request) for r in rows.requests):
             fresh = [_row_answer(s, requests, fingerprints, task) for s in shard.take(FLUSH_INTERVAL_S)]

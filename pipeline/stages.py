@@ -15,6 +15,7 @@ from ..jobs.opening import OpenedJob, changed_adapters
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_settings import SchedulerSettings
 from ..scheduler.tail import TailSettings
+from ..scheduler.wave_outlook import rows_behind
 from .account import Account, account_parts
 from .cluster import count_workers, placement_of_tasks
 from .coordinator import Coordinator
@@ -132,8 +133,9 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     settings = SchedulerSettings(expected_replicas=count_workers(run.client), tail=tail)
     scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
+    behind = rows_behind(plan.shards, count_workers(run.client))
     coordinator = Coordinator(
-        run.client, job.store, run.run_id, scheduler, monitor, run.reporter, run.control, run.peers
+        run.client, job.store, run.run_id, scheduler, behind, monitor, run.reporter, run.control, run.peers
     )
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)

@@ -20,6 +20,12 @@ from .dynamic_batching import DynamicBatcher, Thresholds, Tuning
 
 Ranks = Callable[[], NDArray[np.float64]]
 
+
+def no_more_rows(adapter: int) -> int:
+    """All rows are at hand."""
+    return 0
+
+
 # dLoRA's credits per adapter, in batches: what it may serve out of turn before it must have waited.
 _CREDIT_BATCHES = 200.0
 # Switches are paid for in full, so a small gain is reason enough.
@@ -28,16 +34,18 @@ _HYSTERESIS = 1.005
 
 @dataclass(frozen=True, slots=True)
 class CostBatcher:
-    """`AdaptiveBatcher` whose steps to come are those of the rows at hand. Keeps no state.
+    """`AdaptiveBatcher` whose steps to come are those of the rows at hand and announced. Keeps no state.
 
     `mean_output_tokens`: of a row, as known now; half of it counts, for a batch is rarely as full as at its start. A
     merge is charged with the way back: the weights that are merged
-    now were paid for, so that leaving them is decided by the steps alone.
+    now were paid for, so that leaving them is decided by the steps alone. `rows_to_come`: of an adapter, rows that a
+    plan will still bring here.
     """
 
     cost: CostModel
     ranks: Ranks
     mean_output_tokens: Callable[[], float]
+    rows_to_come: Callable[[int], int] = no_more_rows
     may_mix: bool = True
 
     def next_step(self, view: BatchView) -> StepPlan:
@@ -47,6 +55,7 @@ class CostBatcher:
         def steps_to_come(adapter: int | None, num_rows: int) -> float:
             queues = (view.running_adapter, view.waiting_adapter)
             rows = sum(int((queue == adapter).sum()) if adapter is not None else len(queue) for queue in queues)
+            rows += 0 if adapter is None else self.rows_to_come(adapter)
             return output_tokens / 2 * max(1.0, rows / view.max_batch_rows)
 
         merge_s = self.cost.merge_s * (2.0 if view.merged_adapter is None else 1.0)

@@ -85,6 +85,9 @@ class EchoEngine:
         self.abort(found)
         return rows
 
+    def expect_rows(self, adapter_id: str, num_rows: int) -> None:
+        assert adapter_id in self._adapters, f"rows of an adapter nobody told of: {adapter_id}"
+
     def abort(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
             self._queue.pop(request_id, None)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+
+from lorabatch.jobs.cost_profile import CostProfile
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 MAX_TOKENS = 12
 PROMPTS = ("the quick brown fox", "once upon a midnight dreary, while I", "name: Ada Lovelace, phone", "SELECT id FROM")
@@ -68,3 +74,22 @@ def greedy_texts(model_folder: Path, adapters: dict[str, Path], rows: list[dict[
         completion = tokens[0, inputs["input_ids"].shape[1] :]
         texts[row["id"]] = tokenizer.decode(completion, skip_special_tokens=True)
     return texts
+
+
+@pytest.mark.parametrize(("merge_s", "modes"), [(0.0, {"merged", "mixture"}), (1e6, {"unmerged"})])
+def test_engines_decide_by_the_cost_model_that_the_job_is_planned_with(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, merge_s: float, modes: set[str]
+) -> None:
+    cost = replace(CPU_SMOLLM2_135M, merge_s=merge_s, lora_step_s=5.0)
+    profile = CostProfile("0" * 64, "a machine", "2026-11-21", "cpu", "float32", 1, 1, 64, {}, cost)
+    (tmp_path / "cost.json").write_text(json.dumps(profile.to_json()))
+    rows = [{"id": str(i), "adapter": "rank8", "prompt": f"{PROMPTS[i % 4]} {i}"} for i in range(40)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet")
+    command = [sys.executable, "-m", "lorabatch", "run", "--model", str(tiny_llama), "--workers", "1"]
+    command += ["--adapters", f"rank8={tiny_adapters['rank8']}", "--input", str(tmp_path / "input.parquet")]
+    command += ["--output", str(tmp_path / "output"), "--max-tokens", "8", "--cost-model", str(tmp_path / "cost.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    parts = [pq.read_table(part) for part in (tmp_path / "output").glob("part-*.parquet")]
+    found = {row["mode"] for row in pa.concat_tables(parts).to_pylist()}
+    assert found <= modes

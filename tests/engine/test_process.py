@@ -14,7 +14,8 @@ import pytest
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.exported_row import ExportedRow
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.wire import pack_request, read_frame, unpack_exported_row, unpack_result, write_frame
+from lorabatch.engine.wire import pack_config, pack_request, read_frame, unpack_exported_row, unpack_result, write_frame
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 ENGINE_SOURCE = '''
 import os, sys, time
@@ -35,10 +36,14 @@ class Engine:
         self.rows = []
         self.folder = model_folder
         self.config = config
+        self.expected = {}
 
     def register_adapter(self, adapter_id, folder, name):
         if adapter_id == "bad":
             raise AdapterRefusedError("adapter bad: no weights")
+
+    def expect_rows(self, adapter_id, num_rows):
+        self.expected[adapter_id] = num_rows
 
     def import_rows(self, rows):
         self.rows += [row.request for row in rows]
@@ -56,6 +61,8 @@ class Engine:
         total = sum(row.prompt_token_ids)
         if total == 666:
             raise RuntimeError("device lost")
+        if total == 444:
+            return [Result(row.request_id, (), f"{self.config} {self.expected}", "length", 1, "base")]
         if total == 777:
             time.sleep(3600)
         if total == 888:
@@ -94,8 +101,8 @@ class Child:
         write_frame(self.process.stdin, message)
 
     def start(self, model: str = "model") -> None:
-        config = {"max_batch_rows": EngineConfig().max_batch_rows}
-        self.send(op="start", model=model, factory="summing_engine:Engine", config=config)
+        config = EngineConfig(mode="exact", cost=CPU_SMOLLM2_135M)
+        self.send(op="start", model=model, factory="summing_engine:Engine", config=pack_config(config))
 
     def add(self, *rows: tuple[str, tuple[int, ...], str | None]) -> None:
         requests = [Request(name, prompt, adapter, SamplingParams()) for name, prompt, adapter in rows]
@@ -211,3 +218,11 @@ def test_the_process_ends_with_its_host_even_in_a_long_step(child: Child) -> Non
     child.next("ready")
     child.add(("a", (777,), None))
     assert child.close() == 0
+
+
+def test_configuration_with_its_cost_model_and_announced_rows_reach_the_engine(child: Child) -> None:
+    child.start()
+    child.send(op="expect", adapter_id="a", num_rows=70)
+    child.add(("row", (444,), None))
+    said = unpack_result(child.next("results")["results"][0]).text
+    assert said == f"{EngineConfig(mode='exact', cost=CPU_SMOLLM2_135M)} {{'a': 70}}"

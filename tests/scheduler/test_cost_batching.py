@@ -114,3 +114,15 @@ def test_every_step_is_sound_and_never_idle(running, waiting, merged, output_tok
         plan = InClusters(inner).next_step(view)
         plan.check_integrity(view)
         assert plan.serve.any() or len(plan.admit) or not (running or waiting)
+
+
+def test_rows_that_are_announced_make_a_merge_worth_its_price():
+    cost = replace(CPU_SMOLLM2_135M, merge_s=60.0)
+    view = make_view([2] * 16, [2] * 16)
+
+    def mode(rows_to_come):
+        batcher = CostBatcher(cost, lambda: RANKS, lambda: 40.0, lambda adapter: rows_to_come if adapter == 2 else 0)
+        return batcher.next_step(view).mode
+
+    assert mode(0) == "unmerged"
+    assert mode(100_000) == "merged"
