@@ -140,14 +140,21 @@ def _prefix(scheduler: Scheduler) -> str:
 
 def _document(view: HubView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
     """Fill one browser's page and keep it fresh."""
-    from bokeh.models import ColumnDataSource
+    from bokeh.models import ColumnDataSource, DataRange1d
     from bokeh.models.widgets.markups import Div
     from bokeh.plotting import figure
     from distributed.dashboard.components.scheduler import env
 
     source = ColumnDataSource({"time": [], "tokens_per_s": []})
-    plot = figure(title="generated tokens per second", x_axis_type="datetime", height=220, sizing_mode="stretch_width")
-    plot.line("time", "tokens_per_s", source=source)
+    plot = figure(
+        title="generated tokens per second",
+        x_axis_type="datetime",
+        y_range=DataRange1d(start=0),
+        height=220,
+        sizing_mode="stretch_width",
+    )
+    plot.line("time", "tokens_per_s", source=source, line_width=2, color="#2f6fde")
+    plot.toolbar_location = None
     tables = Div(text=view.to_html(), sizing_mode="stretch_width")
 
     def update() -> None:

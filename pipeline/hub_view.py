@@ -42,6 +42,23 @@ class RunView:
         return 0.0 if self.is_over else sum(report.tokens_per_s for report in self.reports.values())
 
 
+_CELL = "padding:3px 1.2em 3px 0;border-bottom:1px solid #dfe3ea;text-align:"
+_TEXT, _NUMBER = f"{_CELL}left", f"{_CELL}right;font-variant-numeric:tabular-nums"
+# Column of a job's table -> its style.
+_COLUMNS = {
+    "worker": _TEXT,
+    "state": _TEXT,
+    "tokens/s": _NUMBER,
+    "batch": _NUMBER,
+    "open rows": _NUMBER,
+    "lent": _NUMBER,
+    "guests": _NUMBER,
+    "mode": _TEXT,
+    "pages": _NUMBER,
+    "adapters": _TEXT,
+}
+
+
 class HubView:
     """Hears states and reports, and puts them into words for browsers and for Prometheus."""
 
@@ -149,9 +166,8 @@ def _run_html(run: RunView) -> str:
             f"{escape(state.message)}</p><progress value='{share:.1f}' max='100' style='width:40em'></progress>"
         )
     rows = "".join(_worker_html(run, report) for report in run.reports.values())
-    names = ("worker", "state", "tokens/s", "batch", "open rows", "lent", "guests", "mode", "pages", "adapters")
-    titles = "".join(f"<th style='text-align:left;padding-right:1em'>{name}</th>" for name in names)
-    return head + (f"<table><tr>{titles}</tr>{rows}</table>" if rows else "")
+    titles = "".join(f"<th style='{style}'>{name}</th>" for name, style in _COLUMNS.items())
+    return head + (f"<table style='border-collapse:collapse'><tr>{titles}</tr>{rows}</table>" if rows else "")
 
 
 def _worker_html(run: RunView, report: HostReport) -> str:
@@ -170,7 +186,8 @@ def _worker_html(run: RunView, report: HostReport) -> str:
         f"{report.pages_used:,} of {report.pages_total:,}",
         ", ".join(adapters[-_ADAPTERS_SHOWN:]) + (f" and {more} more" if more > 0 else ""),
     )
-    return "<tr>" + "".join(f"<td style='padding-right:1em'>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    styled = zip(cells, _COLUMNS.values(), strict=True)
+    return "<tr>" + "".join(f"<td style='{style}'>{escape(cell)}</td>" for cell, style in styled) + "</tr>"
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -89,9 +89,13 @@ def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:
     """One line: phase, rows, rates, time left."""
     line = f"[{_clock(elapsed_s)}] {state.phase}"
     if state.rows:
-        line += f"  {state.rows_done}/{state.rows} rows  {state.shards_done}/{state.shards} shards"
+        line += f"  {state.rows_done}/{state.rows} rows"
+    if state.shards:
+        line += f"  {state.shards_done}/{state.shards} shards"
     if state.rows_error:
         line += f"  {state.rows_error} errors"
+    if state.phase == "running" and not state.workers:
+        return f"{line}  waiting for engines"
     if state.phase == "running":
         line += f"  {rows_per_s:.1f} rows/s  {state.tokens_per_s:.0f} tokens/s"
         line += f"  {sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"

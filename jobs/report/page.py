@@ -65,7 +65,7 @@ def render(
         headline=status.headline,
         output=status.output,
         message=status.state.message if status.state else "",
-        cards=[*_counts(status, summary), *_times(timelines, drawings, plan), *_costs(cost, summary)],
+        cards=[*_counts(status, summary), *_times(timelines, drawings, plan, summary), *_costs(cost, summary)],
         runs=[_painted(drawing) for drawing in drawings],
         columns=NUM_COLUMNS,
         adapters=_adapters(summary, cost),
@@ -90,13 +90,18 @@ def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[_Card]:
         yield _Card(f"{status.state.rows_error:,}", "error rows so far")
 
 
-def _times(timelines: Sequence[RunTimeline], drawings: Sequence[Drawing], plan: Mapping[str, Any]) -> Iterator[_Card]:
+def _times(
+    timelines: Sequence[RunTimeline], drawings: Sequence[Drawing], plan: Mapping[str, Any], summary: Mapping[str, Any]
+) -> Iterator[_Card]:
     if not timelines:
         return
-    actual_s = sum(timeline.end_s for timeline in timelines)
-    yield _Card(f"{actual_s:,.1f} s", "with workers, first event to last")
+    working_s = summary.get("working_s")
+    if working_s is not None and len(timelines) == 1:
+        yield _Card(f"{working_s:,.1f} s", "first shard opened to last part")
+    else:
+        yield _Card(f"{sum(timeline.end_s for timeline in timelines):,.1f} s", "with workers, first event to last")
     predicted_s = plan.get("predicted_s")
-    yield _Card("not predicted" if predicted_s is None else f"{predicted_s:,.1f} s", "predicted")
+    yield _Card("not predicted" if predicted_s is None else f"{predicted_s:,.1f} s", "predicted for that")
     yield _Card(f"{drawings[-1].mean_busy:.0%}", "mean share of the batch in use")
     yield _Card(str(sum(len(timeline.moves) for timeline in timelines)), "migrations")
     yield _Card(f"{sum(timeline.worker_s for timeline in timelines):,.0f} s", "worker seconds")

@@ -25,6 +25,11 @@ def test_a_line_tells_rows_errors_rates_and_time_left() -> None:
     assert "2.0 rows/s  90 tokens/s  124 running on 2 workers  1:15 left" in line
 
 
+def test_a_line_tells_nothing_that_is_not_known_yet() -> None:
+    assert job_line(JobState("indexing", 1.0, rows=200), 2.0, 0.0) == "[0:02] indexing  0/200 rows"
+    assert job_line(JobState("running", 1.0, rows=200), 5.0, 0.0) == "[0:05] running  0/200 rows  waiting for engines"
+
+
 def test_without_a_terminal_a_line_is_printed_at_each_phase_and_not_at_each_update() -> None:
     out = io.StringIO()
     with ConsoleProgress(Console(file=out, width=80)) as progress:

@@ -127,6 +127,14 @@ def test_without_a_job_the_error_says_so(tmp_path: Path) -> None:
         write_report(JobStore(str(tmp_path)))
 
 
+def test_what_was_predicted_stands_beside_what_it_took(store: JobStore) -> None:
+    finish(store)
+    store.write_summary({**(store.read_summary() or {}), "working_s": 36.5})
+    store.write_plan_facts({"predicted_s": 30.0, "shards": []})
+    text = _Page(write_report(store)).text
+    assert "36.5 sfirst shard opened to last part\n30.0 spredicted for that\n" in text
+
+
 def test_a_place_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(JobRequestError, match=r"cannot be written .*Name a file in a folder"):
         save_report("page", tmp_path / "missing" / "report.html")
