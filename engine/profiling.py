@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ..scheduler.cost import StepLoad
+from ..scheduler.cost import StepLoad, prompt_pairs
 from ..scheduler.fitting import StepSample
 from .adapter import audit_adapter
 from .config import EngineConfig
@@ -26,8 +26,8 @@ from .step_batch import StepEntry
 StepKind = Literal["prefill", "decode", "unmerged"]
 
 _LOAD_RANKS = (8, 64)
-_SWITCHES = 4
-_SHORT_PROMPT_TOKENS = 8
+_SWITCHES = 5
+_SHORT_PROMPT_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """What was measured, on which device and in which dtype. `loads`: (bytes, seconds) of each adapter fetched.
-    `merge_s`: seconds of each switch."""
+    """What was measured, on which device and in which dtype. `loads`: (bytes, seconds) of each adapter's way from its
+    folder to the device, its audit included. `merge_s`: seconds of each switch, in order."""
 
     device: str
     dtype: str
@@ -53,11 +53,15 @@ class EngineProfile:
 
 
 def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: int) -> list[Probe]:
-    """Rows, tokens, contexts, adapters and ranks, each varied while the others stand; cheap probes first."""
+    """Rows, tokens, contexts, adapters and ranks, each varied while the others stand; cheap probes first.
+
+    Where all prompts of a probe exceed a step, its steps mix prompts with rows that decode, as a job's do.
+    """
     context = min(max_step_tokens, max_context_tokens - 16)
-    mixes = ((), (8,), (64,), (8, 16, 32, 64), (16,) * 8)
+    prompt = min(_SHORT_PROMPT_TOKENS, context)
+    mixes = ((), (8,), (16,), (64,), (8, 16, 32, 64), (16,) * 8)
     row_counts = sorted({1, max(1, max_batch_rows // 4), max(1, max_batch_rows // 2), max_batch_rows})
-    probes = [Probe(rows, _SHORT_PROMPT_TOKENS, 6, ranks) for rows in row_counts for ranks in mixes]
+    probes = [Probe(rows, prompt, 6, ranks) for rows in row_counts for ranks in mixes]
     probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
     probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
     return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))
@@ -96,6 +100,8 @@ class _Bench:
         self._rank_of: dict[str, int] = {}
         self._last: StepLoad | None = None
         self._num_rows = 0
+        # Seconds that the engine took to know the adapter that it was told of last.
+        self._registered_s = 0.0
         engine.observe_step = self._saw
 
     def run(self, probe: Probe) -> list[tuple[StepKind, StepSample]]:
@@ -116,13 +122,13 @@ class _Bench:
         return steps
 
     def adapter_loads(self) -> tuple[tuple[int, float], ...]:
-        """A first step with an adapter, less a second one."""
+        """Making an adapter known and a first step with it, less a second one."""
         found = []
         for i, rank in enumerate(_LOAD_RANKS * 3):
             adapter = self._adapter(f"load-{i}", rank)
             first_s, second_s = self._timed_step(adapter), self._timed_step(adapter)
             weight_bytes = (self._folder / f"load-{i}" / "adapter_model.safetensors").stat().st_size
-            found.append((weight_bytes, max(0.0, first_s - second_s)))
+            found.append((weight_bytes, max(0.0, self._registered_s + first_s - second_s)))
         return tuple(found)
 
     def switches(self) -> tuple[float, ...]:
@@ -132,8 +138,7 @@ class _Bench:
         for i in range(_SWITCHES):
             first_s, second_s = self._timed_step(adapters[i % 2]), self._timed_step(adapters[i % 2])
             found.append(max(0.0, first_s - second_s))
-        # The first one merges into weights that nobody had touched.
-        return tuple(found[1:])
+        return tuple(found)
 
     def _timed_step(self, adapter_id: str | None) -> float:
         self.engine.add([self._row(adapter_id, Probe(1, _SHORT_PROMPT_TOKENS, 1))])
@@ -158,7 +163,9 @@ class _Bench:
                 write_random_adapter(folder, self.engine.model, rank, seed=len(self._adapters))
             audit = audit_adapter(folder, self.engine.model, name)
             assert audit.identity_sha256 is not None, f"{name}: {audit.reasons}"
+            began_s = time.perf_counter()
             self.engine.register_adapter(audit.identity_sha256, folder, name)
+            self._registered_s = time.perf_counter() - began_s
             self._adapters[name] = (audit.identity_sha256, rank)
             self._rank_of[audit.identity_sha256] = rank
         return self._adapters[name][0]
@@ -171,6 +178,7 @@ def load_of(entries: Items[StepEntry], rank_of: dict[str, int]) -> StepLoad:
     """What a step is about to do, in the cost model's terms. `rank_of`: by adapter id."""
     ranks = [rank_of[e.adapter.adapter_id] if e.adapter is not None else 0 for e in entries]
     present = {e.adapter.adapter_id for e in entries if e.adapter is not None}
+    prompts = [(e.num_tokens, e.sequence.num_stored) for e in entries if not e.is_decode]
     return StepLoad(
         prefill_tokens=sum(e.num_tokens for e in entries if not e.is_decode),
         decode_rows=sum(e.is_decode for e in entries),
@@ -178,6 +186,8 @@ def load_of(entries: Items[StepEntry], rank_of: dict[str, int]) -> StepLoad:
         num_adapters=len(present),
         rank_sum=sum(rank_of[adapter_id] for adapter_id in present),
         rank_tokens=sum(rank * e.num_tokens for rank, e in zip(ranks, entries, strict=True)),
+        prefill_pairs=sum(float(prompt_pairs(num_tokens, num_stored)) for num_tokens, num_stored in prompts),
+        lora_tokens=sum(e.num_tokens for e in entries if e.adapter is not None),
     )
 
 

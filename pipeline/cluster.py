@@ -42,6 +42,10 @@ _SETTINGS: dict[str, Any] = {
     "distributed.deploy.lost-worker-timeout": "10m",
     "distributed.comm.timeouts.connect": _CONNECT_TIMEOUT,
     "distributed.worker.preload": ["lorabatch.pipeline.embedded_worker"],
+    # Engines want the cores. Dask's own looking after itself, idle, takes 2 % of one for each of its processes.
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "500ms",
+    "distributed.admin.system-monitor.interval": "2s",
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,

@@ -1,6 +1,7 @@
 """`lorabatch profile`: measure as many engines at once as a job would run here, fit a cost model, save it.
 
-Engines of one machine share its memory and its caches, so one that is measured alone looks faster than it will be.
+Engines of one machine share its memory, its caches and its cores with the workers that host them, so one that is
+measured alone looks faster than it will be. The workers stand by idle while engines are measured.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..jobs.model_content import model_sha256
 from ..scheduler.cost import CostModel
 from ..scheduler.fitting import fit, fit_loads, fit_quality
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
-from .cluster import DEFAULT_WORKERS
+from .cluster import DEFAULT_WORKERS, embedded
 from .cost_models import device_kind
 
 
@@ -76,7 +77,7 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
 
 def _measure(folder: Path, config: EngineConfig, request: ProfileRequest) -> list[EngineProfile]:
     processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
+    with embedded(request.engines), ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
         running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.engines)]
         return [one.result() for one in running]
 
@@ -88,7 +89,9 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
     if not steps:
         raise JobFailedError("profile: no step was measured. Give it more time with --max-seconds.")
     cost = fit_loads([load for profile in found for load in profile.loads], fit([s for _, s in steps], prior))
-    cost = replace(cost, merge_s=float(median(s for profile in found for s in profile.merge_s)))
+    merge_s = median(s for profile in found for s in profile.merge_s[1:])
+    first_s = median(profile.merge_s[0] for profile in found)
+    cost = replace(cost, merge_s=float(merge_s), first_merge_s=max(0.0, float(first_s - merge_s)))
     kinds = sorted({kind for kind, _ in steps})
     return CostProfile(
         model_sha256=sha256,

@@ -12,14 +12,14 @@ few distinct adapters make unmerged cheap; a merged wave's draining tail is wort
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .batching import BatchView, ReplicaMode, StepPlan, as_step_plan
-from .cost import CostModel, StepLoad, lora_load
+from .cost import CostModel, lora_load
 
 
 class StepsToCome(Protocol):
@@ -88,13 +88,7 @@ class AdaptiveBatcher:
         """Rows per second over the steps to come, the switch included."""
         rows = types[candidate.batch]
         load = lora_load(rows, 1.0, self.ranks, merged_adapter=candidate.merged_adapter, kernel=self.cost.kernel)
-        step = StepLoad(
-            decode_rows=len(rows),
-            context_tokens=len(rows) * self.mean_context,
-            num_adapters=load.num_adapters,
-            rank_sum=load.rank_sum,
-            rank_tokens=load.rank_tokens,
-        )
+        step = replace(load, decode_rows=len(rows), context_tokens=len(rows) * self.mean_context)
         seconds = float(self.cost.step_seconds(step))
         if candidate.merged_adapter == merged_now:
             return len(rows) / seconds * self.hysteresis

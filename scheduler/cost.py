@@ -11,7 +11,7 @@ All loads may be numbers or arrays of one shape; the answer has that shape.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,10 +27,11 @@ KernelKind = Literal["exact", "padded"]
 class StepLoad:
     """What one forward pass does.
 
-    `prefill_tokens`: prompt tokens computed. `decode_rows`: rows that get one token. `context_tokens`: KV
-    slots read, over all rows. The rest is the unmerged share, zero when merged: `num_adapters` distinct
-    adapters, `rank_sum` their ranks added up (weights read), `rank_tokens` the sum over tokens of their rank
-    (products).
+    `prefill_tokens`: prompt tokens computed. `prefill_pairs`: of such a token and one it attends to, itself included
+    (`prompt_pairs`). `decode_rows`: rows that get one token. `context_tokens`: KV slots read, over all rows. The rest
+    is the unmerged share, zero when merged: `num_adapters` distinct adapters, `rank_sum` their ranks added up (weights
+    read), `lora_tokens` the tokens with an adapter (activations gathered and added), `rank_tokens` the sum over these
+    of their rank (products).
     """
 
     prefill_tokens: ArrayLike = 0.0
@@ -39,6 +40,14 @@ class StepLoad:
     num_adapters: ArrayLike = 0.0
     rank_sum: ArrayLike = 0.0
     rank_tokens: ArrayLike = 0.0
+    prefill_pairs: ArrayLike = 0.0
+    lora_tokens: ArrayLike = 0.0
+
+
+def prompt_pairs(num_tokens: ArrayLike, num_stored: ArrayLike = 0.0) -> NDArray[np.float64]:
+    """Pairs that attention computes for `num_tokens` of a prompt behind `num_stored` of it."""
+    tokens = np.asarray(num_tokens, dtype=np.float64)
+    return np.asarray(tokens * (np.asarray(num_stored, dtype=np.float64) + (tokens + 1) / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,8 @@ class CostModel:
     """Coefficients of one kind of replica; all in seconds per unit of the name, none negative.
 
     `step_s`: a step that does nothing. `lora_step_s`: added once when any row is unmerged (launches).
-    `merge_s`: switch the merged adapter. `host_bytes_per_s`, `peer_…`, `storage_…`: where an adapter comes
+    `merge_s`: switch the merged adapter; `first_merge_s` more for a replica's first one, which makes its second copy of
+    the weights. `host_bytes_per_s`, `peer_…`, `storage_…`: where an adapter comes
     from, plus `load_s` for each load. `kernel`: `exact` pays each token its own rank, `padded` the largest
     rank present (S-LoRA, Punica; LoRAServe section III-A). `fit_r_squared`: None for a preset.
     """
@@ -66,6 +76,9 @@ class CostModel:
     storage_bytes_per_s: float
     kernel: KernelKind = "exact"
     fit_r_squared: float | None = None
+    prefill_pair_s: float = 0.0
+    lora_token_s: float = 0.0
+    first_merge_s: float = 0.0
 
     def step_seconds(self, load: StepLoad) -> NDArray[np.float64]:
         """Seconds of a step, or of each step of an array of them."""
@@ -79,6 +92,8 @@ class CostModel:
             + self.adapter_s * adapters
             + self.rank_s * np.asarray(load.rank_sum, dtype=np.float64)
             + self.rank_token_s * np.asarray(load.rank_tokens, dtype=np.float64)
+            + self.prefill_pair_s * np.asarray(load.prefill_pairs, dtype=np.float64)
+            + self.lora_token_s * np.asarray(load.lora_tokens, dtype=np.float64)
         )
         return np.asarray(seconds, dtype=np.float64)
 
@@ -110,8 +125,9 @@ class CostModel:
         ranks = np.asarray(rank, dtype=np.float64)
         launches = self.lora_step_s if num_adapters > 0 else 0.0
         shared = self.step_s + launches + (self.adapter_s + self.rank_s * ranks) * num_adapters
-        decode = self.decode_row_s + self.context_token_s * (prompt + output / 2) + self.rank_token_s * ranks
-        prefill = (self.prefill_token_s + self.rank_token_s * ranks) * prompt
+        adapter_token_s = self.rank_token_s * ranks + self.lora_token_s * (ranks > 0)
+        decode = self.decode_row_s + self.context_token_s * (prompt + output / 2) + adapter_token_s
+        prefill = (self.prefill_token_s + adapter_token_s) * prompt + self.prefill_pair_s * prompt_pairs(prompt)
         return np.asarray(prefill + output * (shared / batch_rows + decode), dtype=np.float64)
 
     def operating_point(
@@ -136,13 +152,13 @@ class CostModel:
         negative.
         """
         names = {f.name for f in fields(cls)}
-        optional = {"kernel", "fit_r_squared"}
-        problems = [f"{name}: missing" for name in sorted(names - optional - set(value))]
+        required = {f.name for f in fields(cls) if f.default is MISSING}
+        problems = [f"{name}: missing" for name in sorted(required - set(value))]
         problems += [f"{name}: unknown" for name in sorted(set(value) - names)]
         problems += [
             f"{name}={number}: must be a number, at least 0"
             for name, number in sorted(value.items())
-            if name in names - optional and not (isinstance(number, int | float) and number >= 0)
+            if name in names - {"kernel", "fit_r_squared"} and not (isinstance(number, int | float) and number >= 0)
         ]
         if problems:
             raise ValueError(f"cost model: {'; '.join(problems)}. Run `lorabatch profile` again.")
@@ -175,4 +191,6 @@ def lora_load(
     if kernel == "padded" and is_other.any():
         rank_of_row = np.full(len(row_adapter), rank_of_row[is_other].max())
     rank_tokens = float((tokens * (rank_of_row + subtracted))[is_other].sum())
-    return StepLoad(num_adapters=num_adapters, rank_sum=rank_sum, rank_tokens=rank_tokens)
+    has_adapter = is_other & (row_adapter != BASE_MODEL)
+    lora_tokens = float(tokens[has_adapter].sum()) + (float(tokens[is_other].sum()) if subtracted else 0.0)
+    return StepLoad(num_adapters=num_adapters, rank_sum=rank_sum, rank_tokens=rank_tokens, lora_tokens=lora_tokens)

@@ -21,17 +21,19 @@ _STEP_COEFFICIENTS = (
     "adapter_s",
     "rank_s",
     "rank_token_s",
+    "prefill_pair_s",
+    "lora_token_s",
 )
 _ROUNDS = 6
-# Relative errors below this are as good as none.
-_CLOSE = 0.01
+# Relative errors up to this are noise; larger ones weigh less, for the step may have been disturbed.
+_NOISE = 0.05
 
 
 def _features(load: StepLoad) -> list[float]:
     """One number per name of `_STEP_COEFFICIENTS`."""
     adapters = float(np.asarray(load.num_adapters))
     others = (load.prefill_tokens, load.decode_rows, load.context_tokens)
-    unmerged = (load.rank_sum, load.rank_tokens)
+    unmerged = (load.rank_sum, load.rank_tokens, load.prefill_pairs, load.lora_tokens)
     return [
         1.0,
         *(float(np.asarray(value)) for value in others),
@@ -50,11 +52,13 @@ class StepSample:
 
 
 def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
-    """Step coefficients by non-negative least squares on relative errors; the rest is kept from `prior`.
+    """Step coefficients by non-negative least squares; the rest is kept from `prior`.
 
-    Samples that the fit misses by much weigh less in the next of a few rounds, so that steps which were disturbed
-    while they were measured do not bend it. A coefficient whose feature no sample exercises keeps the prior's value.
-    Raises ValueError without samples.
+    A step's variance is taken to grow with its seconds: what a job takes is a sum of steps, and these weights make the
+    predicted sum that of the samples, where weights on relative errors would serve the many short steps. Samples that
+    the fit misses by much weigh less in the next of a few rounds, so that steps which were disturbed while they were
+    measured do not bend it. A coefficient whose feature no sample exercises keeps the prior's value. Raises ValueError
+    without samples.
     """
     if not samples:
         raise ValueError("fit needs at least one measured step; found none.")
@@ -62,12 +66,12 @@ def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
     features = np.array([_features(sample.load) for sample in samples])
     is_seen = np.asarray(features.any(axis=0))
     kept = np.array([getattr(prior, name) for name in _STEP_COEFFICIENTS])
-    relative = 1.0 / np.maximum(seconds, 1e-9)
-    weights = relative
+    certain = 1.0 / np.sqrt(np.maximum(seconds, 1e-9))
+    weights = certain
     for _ in range(_ROUNDS):
         found = nonnegative_least_squares(features * weights[:, None], seconds * weights)
-        missed = np.abs(features @ found - seconds) * relative
-        weights = relative / np.sqrt(np.maximum(missed, _CLOSE))
+        missed = np.abs(features @ found - seconds) / np.maximum(seconds, 1e-9)
+        weights = certain * np.sqrt(_NOISE / np.maximum(missed, _NOISE))
     coefficients = np.where(is_seen, found, kept)
     named = dict(zip(_STEP_COEFFICIENTS, coefficients.tolist(), strict=True))
     return CostModel.from_json(

@@ -9,13 +9,13 @@ Not modelled: prefix reuse, and rows that stop at a wrong moment; true lengths c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .batching import Batcher, BatchView, StepPlan
-from .cost import AdapterSource, CostModel, StepLoad, lora_load
+from .cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
 from .simulated_memory import SimulatedMemory
 from .timeline import Timeline
 from .workload import Workload
@@ -71,6 +71,7 @@ class SimulatedReplica:
         # Tokens that rows on loan had generated elsewhere; they are prefilled again with the prompt.
         self._brought: dict[int, int] = {}
         self._merged: int | None = None
+        self._has_merged = False
         self._memory = SimulatedMemory(workload.adapters, cost, settings.adapter_source, settings.adapter_slots)
 
     @property
@@ -133,7 +134,7 @@ class SimulatedReplica:
         """Lose everything; returns the rows that were here."""
         lost = np.concatenate([self.waiting, self.running])
         self.waiting = self.running = self._remaining = self._context = np.zeros(0, np.int64)
-        self._merged, self._brought = None, {}
+        self._merged, self._has_merged, self._brought = None, False, {}
         self._memory.clear()
         return lost
 
@@ -185,6 +186,9 @@ class SimulatedReplica:
 
     def _switch(self, merged: int | None) -> float:
         seconds = self._cost.merge_s if merged != self._merged else 0.0
+        if merged is not None and not self._has_merged:
+            seconds += self._cost.first_merge_s
+            self._has_merged = True
         self._merged = merged
         self._timeline.switch_s[self.number] += seconds
         return seconds
@@ -283,13 +287,12 @@ class SimulatedReplica:
             decode_rows -= len(prompts)
             computed[len(rows) - len(prompts) :] += np.asarray(prompts, dtype=np.float64) - 1
         unmerged = lora_load(adapter, computed, self._ranks, merged_adapter=self._merged, kernel=self._cost.kernel)
-        load = StepLoad(
+        load = replace(
+            unmerged,
             prefill_tokens=float(np.asarray(prompts, dtype=np.float64).sum()),
+            prefill_pairs=float(prompt_pairs(prompts).sum()),
             decode_rows=decode_rows,
             context_tokens=float((context * tokens + tokens * (tokens - 1) / 2).sum()),
-            num_adapters=unmerged.num_adapters,
-            rank_sum=unmerged.rank_sum,
-            rank_tokens=unmerged.rank_tokens,
         )
         again = StepLoad(num_adapters=unmerged.num_adapters, rank_sum=unmerged.rank_sum)
         repeated = float(self._cost.step_seconds(again)) * (num_passes - 1) if num_passes > 1 else 0.0

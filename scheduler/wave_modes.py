@@ -40,5 +40,5 @@ def pays_to_merge(shards: Sequence[Shard], rank: int, cost: CostModel, *, batch_
     passes = sum(shard.predicted_output_tokens for shard in shards) / batch_rows
     tokens = sum(shard.predicted_output_tokens + shard.prompt_tokens for shard in shards)
     once_s = float(cost.step_seconds(StepLoad(num_adapters=1, rank_sum=rank))) - cost.step_s
-    saved_s = passes * once_s + tokens * rank * cost.rank_token_s
-    return saved_s > 2 * cost.merge_s * min(num_replicas, len(shards))
+    saved_s = passes * once_s + tokens * (rank * cost.rank_token_s + cost.lora_token_s)
+    return saved_s > (2 * cost.merge_s + cost.first_merge_s) * min(num_replicas, len(shards))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load
+from lorabatch.scheduler.cost import CostModel, StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.machines import (
     DLORA_A800_LLAMA_2_7B,
     H200_LLAMA_3_8B,
@@ -38,6 +38,16 @@ def test_base_and_merged_rows_cost_no_adapter():
 def test_unmerged_rows_pay_their_own_rank():
     load = lora_load(rows(0, 0, 1, -1), 1, RANKS)
     assert (load.num_adapters, load.rank_sum, load.rank_tokens) == (2, 24.0, 32.0)
+
+
+def test_every_token_with_an_adapter_counts_once_and_once_more_where_the_merged_one_is_subtracted():
+    assert lora_load(rows(0, 1, -1), np.array([5, 1, 7]), RANKS).lora_tokens == 6
+    assert lora_load(rows(0, 1, -1), np.array([5, 1, 7]), RANKS, merged_adapter=1).lora_tokens == 5 + (5 + 7)
+
+
+def test_a_prompt_in_chunks_has_the_pairs_of_the_whole():
+    assert prompt_pairs(4) == 1 + 2 + 3 + 4
+    assert prompt_pairs(3) + prompt_pairs(1, 3) == prompt_pairs(4)
 
 
 def test_a_padded_kernel_makes_every_row_pay_the_largest_rank():
@@ -103,6 +113,12 @@ def test_a_slower_replica_keeps_its_bandwidths():
 @pytest.mark.parametrize("name", sorted(MACHINES))
 def test_a_model_survives_json(name):
     assert CostModel.from_json(json.loads(json.dumps(MACHINES[name].to_json()))) == MACHINES[name]
+
+
+def test_terms_that_an_older_profile_lacks_are_nothing():
+    value = H200_LLAMA_3_8B.to_json()
+    del value["prefill_pair_s"], value["lora_token_s"], value["first_merge_s"]
+    assert CostModel.from_json(value) == H200_LLAMA_3_8B
 
 
 def test_every_wrong_key_is_named_at_once():

@@ -99,6 +99,13 @@ def test_switching_the_merged_adapter_is_charged():
     assert timeline.merged_steps[0] == timeline.num_steps[0]
 
 
+def test_a_replicas_first_merge_makes_its_second_copy_of_the_weights():
+    cost = replace(FREE_LOADS, first_merge_s=7.0)
+    engine, timeline = make_replica([0, 1], [10, 10], [5, 5], batcher=MergedBatcher(), cost=cost)
+    run_out(engine)
+    assert timeline.switch_s[0] == pytest.approx(2 * COST.merge_s + 7.0)
+
+
 def test_an_absent_adapter_is_loaded_once_and_again_after_eviction():
     engine, timeline = make_replica(
         [0, 1, 0], [9] * 3, [2] * 3, cost=COST, adapter_slots=1, batcher=OneAtATimeBatcher()
