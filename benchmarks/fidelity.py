@@ -14,7 +14,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ..demo.base_model import base_model_folder
 from ..engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, read_model_config
@@ -39,8 +40,6 @@ from ..pipeline.run import run
 from ..scheduler.forecast import plan_waves, predicted_lengths
 from ..scheduler.policies import run_planned
 from ..scheduler.simulated_replica import ReplicaSettings
-from ..scheduler.synthetic import make_workload
-from ..scheduler.workload import BASE_MODEL
 from .fidelity_results import Fidelity
 
 NUM_WORKERS = 2
@@ -125,22 +124,27 @@ def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
     found = dry_run(options)
     run(JobSpec.from_values(options))
     measured_s = measured_makespan_s(JobStore(str(folder / "output")))
-    rows = ds.dataset(folder / "output", format="parquet").to_table().to_pydict()
-    number = {adapter.name: i for i, adapter in enumerate(found.workload.adapters)}
-    adapter = np.array([number.get(name, BASE_MODEL) for name in rows["adapter"]], np.int32)
-    prompt, output = (np.array(rows[name], np.int32) for name in ("prompt_tokens", "completion_tokens"))
-    limits = [spec.max_tokens if limit is None else limit for limit in rows["max_tokens"]]
-    workload = make_workload(found.workload.adapters, adapter, prompt, output, max_tokens=np.array(limits, np.int32))
+    answers = ds.dataset(folder / "output", format="parquet").to_table(columns=["id", "adapter", "completion_tokens"])
+    workload = replace(found.workload, output_tokens=_in_index_order(answers, spec))
     batch_rows, step_tokens = spec.batch_rows or DEFAULT_BATCH_ROWS, spec.step_tokens or DEFAULT_STEP_TOKENS
     settings = ReplicaSettings(batch_rows, step_tokens, adapter_source="storage", leap_steps=8)
     cost, batcher = found.cost.cost, partial(job_batcher, spec, workload, found.adapters, found.cost.cost)
     plan = plan_waves(workload, cost, predicted_lengths(workload), batch_rows=batch_rows, num_replicas=NUM_WORKERS)
     known_s = run_planned(workload, plan, cost, settings, NUM_WORKERS, batcher).metrics.makespan_s
-    sizes = (len(adapter), int(prompt.sum()), int(output.sum()))
+    sizes = (workload.num_rows, int(workload.prompt_tokens.sum()), int(answers["completion_tokens"].to_numpy().sum()))
     return [
         Fidelity(DEMO, *sizes, predicted_s=found.forecast.predicted_s, measured_s=measured_s, has_lengths=False),
         Fidelity(f"{DEMO}, lengths as they came", *sizes, predicted_s=known_s, measured_s=measured_s),
     ]
+
+
+def _in_index_order(answers: pa.Table, spec: JobSpec) -> NDArray[np.int32]:
+    """Tokens of each answer in the order of the job's workload: row group after row group, by adapter in each."""
+    tokens = dict(zip(answers["id"].to_pylist(), answers["completion_tokens"].to_pylist(), strict=True))
+    asked = pq.ParquetFile(spec.input)
+    groups = [asked.read_row_group(i, ["id", "adapter"]).to_pylist() for i in range(asked.num_row_groups)]
+    ordered = [row["id"] for group in groups for row in sorted(group, key=lambda row: row["adapter"] or "")]
+    return np.array([tokens[row_id] for row_id in ordered], np.int32)
 
 
 def measured_makespan_s(store: JobStore) -> float:

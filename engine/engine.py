@@ -34,7 +34,8 @@ from .load_decoder import load_decoder
 from .memory_plan import choose_device, host_tier_bytes, plan_memory, zeroed_memory
 from .output_lengths import OutputLengths
 from .pool import PagePool, PageRun
-from .prefix_sharing import shares_prefixes, sharing_for
+from .prefix_cache import shares_prefixes
+from .prefix_sharing import sharing_for
 from .request import Request, Result, ServedMode
 from .residency import AdapterResidency
 from .rope import restarts_at

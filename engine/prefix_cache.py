@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .config import EngineConfig
+from .model_config import ModelConfig
 from .pool import PagePool, PageRun
 
 _DIGEST_BYTES = 16
@@ -181,6 +183,11 @@ class PrefixCache:
         if page.parent is not None:
             self._pages[page.parent].num_children -= 1
         return page.parent
+
+
+def shares_prefixes(config: EngineConfig, model: ModelConfig) -> bool:
+    """Not where keys depend on a row's length, nor where bits may not depend on how a prompt was cut."""
+    return config.uses_prefix_cache and config.mode != "exact" and not model.has_length_dependent_rope
 
 
 def _owner(key: bytes) -> tuple[str, bytes]:

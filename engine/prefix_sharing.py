@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .config import EngineConfig
 from .model_config import ModelConfig
 from .pool import PagePool, PageRun
 from .prefix_cache import PrefixCache
@@ -181,11 +180,6 @@ class NamedPrefixes(PrefixSharing):
 def sharing_for(pool: PagePool, layout: PageLayout, model: ModelConfig, memory: Tensor) -> PrefixSharing:
     """By reference where attention follows block tables, else by copies."""
     return NamedPrefixes(pool, layout, model) if layout.is_page_wise else CopiedPrefixes(pool, layout, model, memory)
-
-
-def shares_prefixes(config: EngineConfig, model: ModelConfig) -> bool:
-    """Not where keys depend on a row's length, nor where bits may not depend on how a prompt was cut."""
-    return config.uses_prefix_cache and config.mode != "exact" and not model.has_length_dependent_rope
 
 
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:

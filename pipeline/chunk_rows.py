@@ -31,6 +31,7 @@ from .row_checks import (
     read_sampling,
 )
 from .row_sampling import sampling_overrides
+from .shared_beginnings import shared_tokens
 
 _NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "fingerprint", "error_kind")
 
@@ -94,10 +95,18 @@ class ChunkRows:
         columns = {
             "adapter": numbers.column("adapter").combine_chunks().dictionary_encode(),
             **{name: numbers.column(name) for name in _NUMBERS},
+            "shared_tokens": pa.array(self._shared_tokens()[order]),
             "batch": pa.array(batch, pa.int32()),
             "row": pa.array(row, pa.int32()),
         }
         return pa.table(columns, schema=prepared.INDEX_SCHEMA)
+
+    def _shared_tokens(self) -> NDArray[np.int32]:
+        """In input order."""
+        adapters = [name for batch in self._numbers for name in batch.column("adapter").to_pylist()]
+        tokens = [batch.column(prepared.TOKENS) for batch in self._batches]
+        prompts = [_tokens(column, row) for column in tokens for row in range(len(column))]
+        return shared_tokens(adapters, prompts)
 
     def _drafts(self, columns: Mapping[str, list[Any]], adapters: list[str | None]) -> list[RowDraft]:
         own = [name for name in SAMPLING_FIELDS if name in columns]
@@ -188,6 +197,12 @@ def _numbers(drafts: list[RowDraft], adapters: list[str | None], fingerprints: l
     }
     columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
     return pa.RecordBatch.from_pydict({"adapter": pa.array(adapters, pa.string()), **columns})
+
+
+def _tokens(column: pa.Array, row: int) -> NDArray[np.int32]:
+    """One row's tokens; none for an error row."""
+    prompt = column[row].values
+    return np.zeros(0, np.int32) if prompt is None else prompt.to_numpy()
 
 
 def _values(column: pa.Array) -> list[Any]:

@@ -34,7 +34,9 @@ _SIMULATED_ROWS = 20_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DryRun:
-    """A job as planned. `weight_bytes`: of the base model on each worker, as it is stored."""
+    """A job as planned. `weight_bytes`: of the base model on each worker, as it is stored. `range_s`: predicted for
+    answers of a quarter of `max_tokens` and of all of it; None when their lengths are known.
+    """
 
     spec: JobSpec
     adapters: tuple[AdapterRecord, ...]
@@ -44,6 +46,7 @@ class DryRun:
     weight_bytes: int
     cost: ChosenCost
     forecast: Forecast
+    range_s: tuple[float, float] | None
 
 
 def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
@@ -59,17 +62,22 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
         num_workers = _num_workers(spec)
         forecaster = Forecaster.of(job, num_workers)
         checked = check_rows(job.store, job.record, _index(job))
-        forecast = forecaster(checked.workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
+        predict = partial(forecaster, checked.workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
+        forecast = predict()
+        range_s = None
+        if not spec.ignore_eos:
+            range_s = (predict(length_share=0.25).predicted_s, predict(length_share=1.0).predicted_s)
         weight_bytes = sum(file.stat().st_size for file in job.model_folder.glob("*.safetensors"))
         return DryRun(
             spec,
             job.record.adapters,
             checked.errors,
-            checked.workload,
+            forecaster.with_reuse(checked.workload),
             num_workers,
             weight_bytes,
             forecaster.cost,
             forecast,
+            range_s,
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from ..engine.batcher import choose_batcher
 from ..engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, EngineConfig, ModelConfig, read_model_config
+from ..engine.prefix_cache import shares_prefixes
 from ..jobs.opening import OpenedJob
 from ..jobs.record import AdapterRecord
 from ..jobs.spec import JobSpec
@@ -34,27 +35,49 @@ class Forecaster:
     adapters: tuple[AdapterRecord, ...]
     cost: ChosenCost
     settings: ReplicaSettings
+    shares_prefixes: bool
 
     @classmethod
     def of(cls, job: OpenedJob, num_workers: int) -> Forecaster:
         """For a job on so many workers. Raises `JobRequestError` for a cost model that cannot be read."""
         model = read_model_config(job.model_folder)
         cost = choose_cost(job.spec, job.record.model.sha256, model, threads_per_engine(job.spec, num_workers))
-        return cls(job.spec, job.record.adapters, cost, replica_settings(job.spec, model))
+        shares = shares_prefixes(EngineConfig(mode=job.spec.mode), model)
+        return cls(job.spec, job.record.adapters, cost, replica_settings(job.spec, model), shares)
 
-    def __call__(self, workload: Workload, num_workers: int, *, max_simulated_rows: int = _SIMULATED_ROWS) -> Forecast:
-        """Waves, their modes, placement and seconds; those of a larger job are its placement's."""
+    def __call__(
+        self,
+        workload: Workload,
+        num_workers: int,
+        *,
+        max_simulated_rows: int = _SIMULATED_ROWS,
+        length_share: float | None = None,
+    ) -> Forecast:
+        """Waves, their modes, placement and seconds; those of a larger job are its placement's.
+
+        `length_share`: of `max_tokens` that answers take; by default what is expected.
+        """
+        share = expected_share(self.spec) if length_share is None else length_share
         return forecast_job(
-            workload,
+            self.with_reuse(workload),
             self.cost.cost,
             self.settings,
             num_workers,
-            lengths=expected_lengths(self.spec, workload),
+            lengths=LengthModel([adapter.name for adapter in workload.adapters], prior_share=share),
             rows_per_shard=self.spec.rows_per_shard,
             mode="unmerged" if self.spec.mode == "exact" else self.spec.mode,
             make_batcher=partial(job_batcher, self.spec, workload, self.adapters, self.cost.cost),
             max_simulated_rows=max_simulated_rows,
         )
+
+    def with_reuse(self, workload: Workload) -> Workload:
+        """What of the prompts an engine of this job copies instead of computing it: whole pages, never the last token,
+        nothing where it shares no beginnings."""
+        if workload.shared_tokens is None or not self.shares_prefixes:
+            return replace(workload, shared_tokens=None)
+        page_tokens = EngineConfig().page_tokens
+        shared = np.minimum(workload.shared_tokens, np.maximum(workload.prompt_tokens - 1, 0))
+        return replace(workload, shared_tokens=(shared // page_tokens * page_tokens).astype(np.int32))
 
 
 def replica_settings(spec: JobSpec, model: ModelConfig) -> ReplicaSettings:
@@ -69,10 +92,9 @@ def replica_settings(spec: JobSpec, model: ModelConfig) -> ReplicaSettings:
     )
 
 
-def expected_lengths(spec: JobSpec, workload: Workload) -> LengthModel:
+def expected_share(spec: JobSpec) -> float:
     """How long answers are expected to be: half of `max_tokens`, or all of it when the stop token is ignored."""
-    share = 1.0 if spec.ignore_eos else 0.5
-    return LengthModel([adapter.name for adapter in workload.adapters], prior_share=share)
+    return 1.0 if spec.ignore_eos else 0.5
 
 
 def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord, ...], cost: CostModel) -> Batcher:

@@ -20,6 +20,7 @@ from ..jobs.store import JobStore
 from . import prepared_rows as prepared
 
 _CHUNK_READS = 8
+_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "id_hash", "error_kind", "batch", "row")
 _IDS_SHOWN = 5
 _PLACES_SHOWN = 3
 
@@ -37,6 +38,7 @@ class JobIndex:
     prompt_tokens: NDArray[np.int32]
     max_tokens: NDArray[np.int32]
     prefix_hash: NDArray[np.uint64]
+    shared_tokens: NDArray[np.int32]
     id_hash: NDArray[np.uint64]
     error_kind: NDArray[np.int8]
     chunk: NDArray[np.int32]
@@ -63,10 +65,7 @@ def read_index(store: JobStore, num_chunks: int) -> JobIndex:
     chunk = np.repeat(np.arange(len(tables), dtype=np.int32), [table.num_rows for table in tables])
     table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
     adapter = table.column("adapter").combine_chunks()
-    numbers = {
-        name: table.column(name).to_numpy()
-        for name in ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "error_kind", "batch", "row")
-    }
+    numbers = {name: table.column(name).to_numpy() for name in _NUMBERS}
     return JobIndex(
         adapter_names=tuple(adapter.dictionary.to_pylist()),
         adapter=adapter.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32),

@@ -95,9 +95,11 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "error_rows": sum(kind.num_rows for kind in found.errors),
         "errors": [asdict(kind) for kind in found.errors],
         "prompt_tokens": int(found.workload.prompt_tokens.sum()),
+        "shared_prompt_tokens": forecast.shared_prompt_tokens,
         "predicted_output_tokens": sum(adapter.predicted_output_tokens for adapter in forecast.adapters),
         "workers": found.num_workers,
         "predicted_s": forecast.predicted_s,
+        "predicted_range_s": found.range_s,
         "is_simulated": forecast.is_simulated,
         "placement_s": forecast.placement.makespan_s,
         "lower_bound_s": forecast.placement.bound_s,
@@ -142,14 +144,29 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
         f"Predicted: {forecast.predicted_s:.1f} s "
         + ("(simulated on predicted lengths)" if forecast.is_simulated else "(by placement; too large to simulate)"),
+        *_range(found),
         f"Placement: {placement.makespan_s:.1f} s, no placement ends before {placement.bound_s:.1f} s "
         f"(gap {placement.gap:.2%}, {placement.method})",
         f"Cost model: {found.cost.origin}",
     ]
+    if forecast.shared_prompt_tokens:
+        told = f"{forecast.shared_prompt_tokens} prompt tokens need not be computed: rows of one adapter begin alike"
+        lines.insert(1, told)
     cost = price(found, gpu_hour_price)
     if cost is not None:
-        lines.insert(2, f"Price: {cost:.2f} for {forecast.replica_s / 3600:.3f} worker hours")
+        lines.append(f"Price: {cost:.2f} for {forecast.replica_s / 3600:.3f} worker hours")
     return lines
+
+
+def _range(found: DryRun) -> list[str]:
+    """What the prediction rests on, where nobody knows how long answers will be."""
+    if found.range_s is None:
+        return []
+    shortest_s, longest_s = found.range_s
+    return [
+        "Answers are taken to be half of max_tokens long; nobody knows before they are there. "
+        f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
+    ]
 
 
 def _by_seconds(found: DryRun) -> list[AdapterForecast]:

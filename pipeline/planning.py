@@ -159,6 +159,7 @@ def _errors_and_workload(
         prompt_tokens=np.where(is_error, 0, index.prompt_tokens).astype(np.int32),
         max_tokens=np.where(is_error, 0, index.max_tokens).astype(np.int32),
         prefix_hash=np.where(is_error, np.uint64(0), index.prefix_hash),
+        shared_tokens=np.where(is_error, 0, index.shared_tokens).astype(np.int32),
     )
     return tuple(_kinds(store, index, has_bad_adapter, problems)), workload
 

@@ -38,13 +38,15 @@ PREPARED_FIELDS = (
     pa.field(LOCATION, pa.string()),
 )
 
-# One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id.
+# One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id. `shared_tokens`: at the
+# beginning of the prompt, see `shared_beginnings.py`.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
         pa.field("prompt_tokens", pa.int32()),
         pa.field("max_tokens", pa.int32()),
         pa.field("prefix_hash", pa.uint64()),
+        pa.field("shared_tokens", pa.int32()),
         pa.field("id_hash", pa.uint64()),
         pa.field("fingerprint", pa.binary(16)),
         pa.field("error_kind", pa.int8()),

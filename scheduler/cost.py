@@ -114,11 +114,13 @@ class CostModel:
         batch_rows: int,
         rank: ArrayLike = 0.0,
         num_adapters: float = 0.0,
+        shared_tokens: ArrayLike = 0.0,
     ) -> NDArray[np.float64]:
         """A row's share of a replica whose batch is full: its prefill, and `1 / batch_rows` of its decode
         steps.
 
         `rank`: of the row's adapter, 0 when merged or base. `num_adapters`: distinct ones in the batch.
+        `shared_tokens`: of the prompt, not computed again.
         """
         prompt = np.asarray(prompt_tokens, dtype=np.float64)
         output = np.asarray(output_tokens, dtype=np.float64)
@@ -127,7 +129,9 @@ class CostModel:
         shared = self.step_s + launches + (self.adapter_s + self.rank_s * ranks) * num_adapters
         adapter_token_s = self.rank_token_s * ranks + self.lora_token_s * (ranks > 0)
         decode = self.decode_row_s + self.context_token_s * (prompt + output / 2) + adapter_token_s
-        prefill = (self.prefill_token_s + adapter_token_s) * prompt + self.prefill_pair_s * prompt_pairs(prompt)
+        computed = prompt - np.asarray(shared_tokens, dtype=np.float64)
+        prefill = (self.prefill_token_s + adapter_token_s) * computed
+        prefill = prefill + self.prefill_pair_s * prompt_pairs(computed, prompt - computed)
         return np.asarray(prefill + output * (shared / batch_rows + decode), dtype=np.float64)
 
     def operating_point(

@@ -43,7 +43,8 @@ class AdapterForecast:
 class Forecast:
     """`predicted_s`: makespan. `is_simulated`: how it was found. `shard_s` `[num_shards]`: engine seconds of each.
 
-    `replica_s`: busy seconds of all replicas together, what a price per hour multiplies with.
+    `replica_s`: busy seconds of all replicas together, what a price per hour multiplies with. `shared_prompt_tokens`:
+    those that a prefix cache need not compute again.
     """
 
     plan: ShardPlan
@@ -53,6 +54,7 @@ class Forecast:
     predicted_s: float
     is_simulated: bool
     replica_s: float
+    shared_prompt_tokens: int = 0
 
 
 def forecast_job(
@@ -90,7 +92,8 @@ def forecast_job(
         predicted_s = run_planned(guessed, plan, cost, settings, num_replicas, make_batcher).metrics.makespan_s
         is_simulated = True
     adapters = _per_adapter(workload, predicted, row_s)
-    return Forecast(plan, placement, adapters, shard_s, predicted_s, is_simulated, predicted_s * num_replicas)
+    shared = int(workload.prompt_tokens.sum() - workload.computed_prompt_tokens.sum())
+    return Forecast(plan, placement, adapters, shard_s, predicted_s, is_simulated, predicted_s * num_replicas, shared)
 
 
 def predicted_lengths(workload: Workload, lengths: LengthModel | None = None) -> NDArray[np.float64]:
@@ -140,7 +143,12 @@ def _row_seconds(
 ) -> NDArray[np.float64]:
     ranks = np.array([adapter.rank for adapter in workload.adapters] + [0], dtype=np.float64)
     seconds = cost.row_seconds(
-        workload.prompt_tokens, predicted, batch_rows=batch_rows, rank=ranks[workload.adapter_index], num_adapters=1
+        workload.prompt_tokens,
+        predicted,
+        batch_rows=batch_rows,
+        rank=ranks[workload.adapter_index],
+        num_adapters=1,
+        shared_tokens=workload.prompt_tokens - workload.computed_prompt_tokens,
     )
     return np.where(workload.max_tokens > 0, seconds, 0.0)
 

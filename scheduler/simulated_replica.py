@@ -4,19 +4,21 @@ One `step` may stand for several forward passes (a *leap*). Where nothing can ch
 ends when the first row ends. A coarse replica always leaps `leap_steps` passes; rows that end inside leave their
 place empty until its end, so it overstates time slightly and runs many times faster.
 
-Not modelled: prefix reuse, and rows that stop at a wrong moment; true lengths come from the workload.
+True lengths, and what of a prompt need not be computed, come from the workload; a replica that a shared beginning
+meets first does not pay for it again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .batching import Batcher, BatchView, StepPlan
-from .cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
+from .cost import AdapterSource, CostModel, StepLoad
 from .simulated_memory import SimulatedMemory
+from .simulated_passes import Passes
 from .timeline import Timeline
 from .workload import Workload
 
@@ -66,6 +68,7 @@ class SimulatedReplica:
         self._remaining: NDArray[np.int64] = np.zeros(0, np.int64)
         self._context: NDArray[np.int64] = np.zeros(0, np.int64)
         self._workload, self._output = workload, workload.output_tokens
+        self._computed = workload.computed_prompt_tokens
         self._ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
         self._cost, self._batcher, self._settings, self._timeline = cost, batcher, settings, timeline
         # Tokens that rows on loan had generated elsewhere; they are prefilled again with the prompt.
@@ -171,7 +174,7 @@ class SimulatedReplica:
         if len(rows) == 0:
             return rows
         budget = self._settings.max_step_tokens - int(plan.serve.sum())
-        fits = np.cumsum(self._workload.prompt_tokens[rows]) <= budget
+        fits = np.cumsum(self._computed[rows]) <= budget
         fits[0] |= not plan.serve.any()
         if self._settings.kv_tokens is not None:
             held = int(self._reserved(self.running).sum())
@@ -242,12 +245,14 @@ class SimulatedReplica:
         rows = self.running[is_served]
         tokens = np.minimum(self._remaining[is_served], passes)
         num_passes = int(tokens.max())
-        prompts = self._context[is_served][len(rows) - num_admitted :] if num_admitted else np.zeros(0)
-        seconds = overhead_s + self._seconds(rows, tokens, num_passes, self._context[is_served], prompts)
+        context, first_new = self._context[is_served], len(rows) - num_admitted
+        prompts, stored = context[first_new:], self._stored(rows[first_new:], context[first_new:])
+        done = Passes(num_passes, self._workload.adapter_index[rows], tokens, context, prompts, stored)
+        seconds = overhead_s + done.seconds(self._cost, self._ranks, self._merged)
         # Linear in between: exact when all rows of the leap last to its end.
         finish_s = now_s + seconds * tokens / num_passes
         timeline = self._timeline
-        new = rows[len(rows) - num_admitted :] if num_admitted else rows[:0]
+        new = rows[first_new:]
         # A row on loan was admitted, and had its first token, where it came from.
         fresh = new[np.isnan(timeline.admit_s[new])]
         timeline.admit_s[fresh] = now_s
@@ -270,33 +275,10 @@ class SimulatedReplica:
         )
         return StepOutcome(now_s + seconds, finished)
 
-    def _seconds(
-        self,
-        rows: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        num_passes: int,
-        context: NDArray[np.int64],
-        prompts: NDArray[np.generic],
-    ) -> float:
-        """Predicted seconds of the passes together; the cost model is linear, so sums are enough."""
-        adapter = self._workload.adapter_index[rows]
-        computed = tokens.astype(np.float64)
-        decode_rows = float(computed.sum())
-        if len(prompts):
-            # The first token of an admitted row comes out of its prefill.
-            decode_rows -= len(prompts)
-            computed[len(rows) - len(prompts) :] += np.asarray(prompts, dtype=np.float64) - 1
-        unmerged = lora_load(adapter, computed, self._ranks, merged_adapter=self._merged, kernel=self._cost.kernel)
-        load = replace(
-            unmerged,
-            prefill_tokens=float(np.asarray(prompts, dtype=np.float64).sum()),
-            prefill_pairs=float(prompt_pairs(prompts).sum()),
-            decode_rows=decode_rows,
-            context_tokens=float((context * tokens + tokens * (tokens - 1) / 2).sum()),
-        )
-        again = StepLoad(num_adapters=unmerged.num_adapters, rank_sum=unmerged.rank_sum)
-        repeated = float(self._cost.step_seconds(again)) * (num_passes - 1) if num_passes > 1 else 0.0
-        return float(self._cost.step_seconds(load)) + repeated
+    def _stored(self, rows: NDArray[np.int64], context: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How much of what new rows bring is copied; rows on loan compute all of it."""
+        is_fresh = context == self._workload.prompt_tokens[rows]
+        return np.where(is_fresh, context - self._computed[rows], 0).astype(np.int64)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books of running rows disagree."""

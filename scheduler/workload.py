@@ -33,6 +33,8 @@ class Workload:
     `adapter_index`: int32, index into `adapters`, `BASE_MODEL` (-1) for the base model.
     `prompt_tokens`, `max_tokens`: int32. `max_tokens == 0` marks a row that needs no engine (an error row).
     `prefix_hash`: uint64, equal for rows whose prompts begin alike; 0 when unknown.
+    `shared_tokens`: int32, tokens at the beginning of each prompt that another row has computed and a prefix cache
+    copies (absent: none).
     `release_s`: float64, when the row arrives (absent offline: everything is there at 0).
     `output_tokens`: int32, the true output lengths; only a simulation knows them.
     """
@@ -44,11 +46,17 @@ class Workload:
     prefix_hash: NDArray[np.uint64]
     release_s: NDArray[np.float64] | None = None
     output_tokens: NDArray[np.int32] | None = None
+    shared_tokens: NDArray[np.int32] | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows of the job."""
         return len(self.adapter_index)
+
+    @property
+    def computed_prompt_tokens(self) -> NDArray[np.int32]:
+        """Prompt tokens of each row that must be computed, int32 `[num_rows]`."""
+        return self.prompt_tokens if self.shared_tokens is None else self.prompt_tokens - self.shared_tokens
 
     def rows_per_adapter(self) -> NDArray[np.int64]:
         """`[num_adapters + 1]`: rows of each adapter; the last entry counts the base model's rows."""
@@ -69,6 +77,9 @@ class Workload:
         _assert_rows("adapter_index", self.adapter_index, self.adapter_index < len(self.adapters))
         _assert_rows("prompt_tokens", self.prompt_tokens, self.prompt_tokens >= 0)
         _assert_rows("max_tokens", self.max_tokens, self.max_tokens >= 0)
+        if self.shared_tokens is not None:
+            fits = (self.shared_tokens >= 0) & (self.shared_tokens <= self.prompt_tokens)
+            _assert_rows("shared_tokens", self.shared_tokens, fits)
         if self.release_s is not None:
             _assert_rows("release_s", self.release_s, np.isfinite(self.release_s) & (self.release_s >= 0))
         if self.output_tokens is not None:
@@ -83,6 +94,7 @@ class Workload:
             ("prefix_hash", self.prefix_hash, np.uint64),
             ("release_s", self.release_s, np.float64),
             ("output_tokens", self.output_tokens, np.int32),
+            ("shared_tokens", self.shared_tokens, np.int32),
         ]
         return [(name, array, dtype) for name, array, dtype in arrays if array is not None]
 

@@ -56,6 +56,7 @@ class PreparedJob:
             self.record.adapters,
             ChosenCost(CPU_SMOLLM2_135M, "a preset"),
             ReplicaSettings(self.spec.batch_rows),
+            shares_prefixes=True,
         )
 
     def shards(self) -> list[ShardRows]:

@@ -51,6 +51,33 @@ def test_lengths_are_known_when_the_stop_token_is_ignored(options: dict[str, Any
     found = plan_json(dry_run(options | {"ignore_eos": True}), None)
     assert found["predicted_output_tokens"] == 80 * 16
     assert found["price"] is None
+    assert found["predicted_range_s"] is None
+
+
+def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_may_be_off(
+    options: dict[str, Any],
+) -> None:
+    found = dry_run(options)
+    shortest_s, longest_s = plan_json(found, None)["predicted_range_s"]
+    assert shortest_s < found.forecast.predicted_s < longest_s
+    known = dry_run(options | {"ignore_eos": True})
+    assert longest_s == pytest.approx(known.forecast.predicted_s)
+    console = Console(width=150, record=True)
+    print_plan(found, 2.0, console)
+    text = " ".join(console.export_text().split())
+    assert "half of max_tokens long" in text
+    assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
+
+
+def test_beginnings_that_rows_of_an_adapter_share_are_predicted_once(options: dict[str, Any]) -> None:
+    rows = [{"id": i, "adapter": "rank8", "prompt_token_ids": [*range(5, 45), 60 + i]} for i in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), options["input"])
+    found = plan_json(dry_run(options), None)
+    # Two whole pages of 16 tokens, in all rows but one.
+    assert found["shared_prompt_tokens"] == 19 * 32
+    exact = plan_json(dry_run(options | {"mode": "exact"}), None)
+    assert exact["shared_prompt_tokens"] == 0
+    assert found["predicted_s"] < exact["predicted_s"]
 
 
 def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_and_totals(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lorabatch.scheduler.adaptive_batching import AdaptiveBatcher
 from lorabatch.scheduler.baselines import MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
-from lorabatch.scheduler.cost import StepLoad
+from lorabatch.scheduler.cost import StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.synthetic import make_adapters, make_workload
@@ -18,13 +18,18 @@ from lorabatch.scheduler.timeline import Timeline
 FREE_LOADS = replace(COST, load_s=0.0, host_bytes_per_s=float("inf"))
 
 
-def make_replica(adapter_index, prompts, outputs, *, batcher=None, cost=FREE_LOADS, ranks=(8, 8, 8), **changes):
+def make_replica(
+    adapter_index, prompts, outputs, *, batcher=None, cost=FREE_LOADS, ranks=(8, 8, 8), shared_tokens=None, **changes
+):
     workload = make_workload(
         make_adapters(ranks),
         np.asarray(adapter_index, np.int32),
         np.asarray(prompts, np.int32),
         np.asarray(outputs, np.int32),
     )
+    if shared_tokens is not None:
+        workload = replace(workload, shared_tokens=np.asarray(shared_tokens, np.int32))
+        workload.check_integrity()
     timeline = Timeline.empty(workload.num_rows, 1)
     settings_ = ReplicaSettings(**({"max_batch_rows": 4} | changes))
     engine = SimulatedReplica(0, workload, cost, batcher or UnmergedBatcher(), settings_, timeline)
@@ -90,6 +95,32 @@ def test_memory_limits_admission_until_rows_end():
     engine.step(0.0)
     assert len(engine.running) == 2
     assert sorted(run_out(engine)[1]) == [0, 1, 2, 3]
+
+
+def test_what_begins_like_another_row_is_read_but_not_computed_again():
+    cost = replace(FREE_LOADS, prefill_pair_s=1e-6)
+    engine, _ = make_replica([0], [100], [1], cost=cost, shared_tokens=[64])
+    end, _ = run_out(engine)
+    pairs = prompt_pairs(36, 64)
+    load = lora_load(np.array([0]), 36, np.array([8.0]))
+    load = replace(load, prefill_tokens=36, prefill_pairs=pairs, context_tokens=100)
+    assert end == pytest.approx(float(cost.step_seconds(load)))
+
+
+def test_a_steps_budget_counts_computed_tokens_only():
+    engine, _ = make_replica([0] * 4, [100] * 4, [1] * 4, shared_tokens=[0, 90, 90, 90], max_step_tokens=130)
+    assert len(engine.step(0.0).finished) == 4
+
+
+def test_a_row_on_loan_computes_its_whole_prompt_again():
+    given_ = ([0], [100], [9])
+    lent, _ = make_replica(*given_, shared_tokens=[64])
+    lent.take_waiting(0, 1)
+    lent.take_over({0: 5})
+    whole, _ = make_replica(*given_)
+    whole.take_waiting(0, 1)
+    whole.take_over({0: 5})
+    assert run_out(lent) == run_out(whole)
 
 
 def test_switching_the_merged_adapter_is_charged():
