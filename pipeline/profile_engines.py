@@ -7,6 +7,7 @@ measured alone looks faster than it will be. The workers stand by idle while eng
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -77,6 +78,8 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
 
 def _measure(folder: Path, config: EngineConfig, request: ProfileRequest) -> list[EngineProfile]:
     processes = multiprocessing.get_context("spawn")
+    # the idle workers' cluster tells what it does
+    logging.getLogger("distributed").setLevel(logging.WARNING)
     with embedded(request.engines), ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
         running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.engines)]
         return [one.result() for one in running]
