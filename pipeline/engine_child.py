@@ -26,7 +26,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 # Set by the nanny for the worker: memory goes back to the system at every free. An engine wants the same sizes again in
 # the next layer and would pay in page faults: 10 to 25 % of a step on a CPU (SmolLM2-135M, measured).
-_TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
+TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
 
 
 class EngineChild:
@@ -113,4 +113,4 @@ class EngineChild:
 def engine_environment(inherited: Mapping[str, str], num_threads: int | None) -> dict[str, str]:
     """The environment of an engine process, from that of the worker that hosts it."""
     chosen = dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) if num_threads else {}
-    return {name: value for name, value in inherited.items() if name != _TRIM_VARIABLE} | chosen
+    return {name: value for name, value in inherited.items() if name != TRIM_VARIABLE} | chosen

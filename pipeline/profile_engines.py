@@ -32,6 +32,7 @@ from ..scheduler.fitting import fit, fit_loads, fit_quality
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from .cluster import DEFAULT_WORKERS, embedded
 from .cost_models import device_kind
+from .engine_child import TRIM_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ def _measure(folder: Path, config: EngineConfig, request: ProfileRequest) -> lis
     # the idle workers' cluster tells what it does
     logging.getLogger("distributed").setLevel(logging.WARNING)
     with embedded(request.engines), ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
+        # Dask's nannies leave it in this process's environment
+        os.environ.pop(TRIM_VARIABLE, None)
         running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.engines)]
         return [one.result() for one in running]
 
