@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lorabatch.engine.config import DEFAULT_BATCH_ROWS
 from lorabatch.engine.request import Request
 from lorabatch.jobs.opening import make_record
 from lorabatch.jobs.record import AdapterRecord, JobRecord
@@ -55,7 +56,7 @@ class PreparedJob:
             self.spec,
             self.record.adapters,
             ChosenCost(CPU_SMOLLM2_135M, "a preset"),
-            ReplicaSettings(self.spec.batch_rows),
+            ReplicaSettings(self.spec.batch_rows or DEFAULT_BATCH_ROWS),
             shares_prefixes=True,
         )
 
