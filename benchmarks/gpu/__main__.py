@@ -1,8 +1,8 @@
 """`python -m lorabatch.benchmarks.gpu [--model NAME] [--json FILE]`: right first, then how fast, in ten minutes.
 
-Needs a GPU and no more than torch, triton, numpy, safetensors and tokenizers; transformers and peft are measured beside
-it where they are installed. Exits with 1, measuring nothing, when something is wrong. Results are written after each
-section, so a run that is cut short leaves what it has. `--tiny` runs all of it on a CPU, in Triton's interpreter.
+Needs a GPU and no more than torch, triton, numpy, safetensors and tokenizers; transformers, peft and vllm are measured
+beside it where they are installed. Exits with 1 when something is wrong. Results are written after each section, so a
+run that is cut short leaves what it has. `--tiny` runs all of it on a CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from .device import describe, peaks_of
-from .report import as_table
-from .run import Scale, full_scale, run_sections, tiny_scale
-from .shapes import LLAMA_3_8B, MODELS
+from .report import as_table, problems_of
+from .run import run_all, run_one
+from .sections import SECTIONS, full_scale, tiny_scale
+from .shapes import LLAMA_3_8B, MODELS, TINY
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,24 +27,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lorabatch.benchmarks.gpu", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default=LLAMA_3_8B.name)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--seconds", type=float, default=540.0, help="when to stop measuring (default: 540)")
+    parser.add_argument("--seconds", type=float, default=530.0, help="when to stop measuring (default: 530)")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes on a CPU: shows that it runs, not how fast")
+    parser.add_argument("--only", choices=[section.name for section in SECTIONS], help="one section, in this process")
     options = parser.parse_args(arguments)
     problem = _cannot_run(options.tiny)
     if problem:
         print(problem, file=sys.stderr)
         return 2
-    if options.tiny:
-        scale: Scale = tiny_scale()
-        device = torch.device("cpu")
-    else:
-        device = torch.device("cuda", torch.cuda.current_device())
-        scale = full_scale(MODELS[options.model])
-    result = run_sections(scale, device, options.seconds, lambda partial: _write(options.json, partial))
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", torch.cuda.current_device())
+    if options.only:
+        scale = tiny_scale() if options.tiny else full_scale(MODELS[options.model])
+        run_one(options.only, scale, device, options.seconds, options.json or Path(f"{options.only}.json"))
+        return 0
+    model = TINY.name if options.tiny else options.model
+    scale_arguments = ["--tiny"] if options.tiny else ["--model", options.model]
+    result = run_all(model, scale_arguments, device, options.seconds, lambda partial: _write(options.json, partial))
     print(as_table(result))
-    for wrong in result["problems"]:
+    for wrong in problems_of(result):
         print(f"wrong: {wrong}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return 1 if problems_of(result) else 0
 
 
 def _cannot_run(is_tiny: bool) -> str | None:

@@ -45,9 +45,14 @@ def check_launches(device: torch.device, shape: ModelShape = TINY) -> list[str]:
         config = EngineConfig(device=device.type, pool_bytes=64 << 20, load_format="dummy", mode="unmerged")
         engine = Engine(folder, config)
         ids = [None, engine.register_dummy_adapter("a", 16), engine.register_dummy_adapter("b", 8)]
-        sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=230, ignore_eos=True)
         engine.add([Request(str(i), (1, 2, 3), adapter_id, sampling) for i, adapter_id in enumerate(ids)])
-        for _ in range(4):  # compiles kernels and captures graphs, which may wait
+        # adapters come in a thread; compiling kernels and capturing graphs may wait
+        for _ in range(200):
+            engine.step()
+            if engine.telemetry().num_running == len(ids):
+                break
+        for _ in range(4):
             engine.step()
         launch = engine._runner.launch
         problems: list[str] = []

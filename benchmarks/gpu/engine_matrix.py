@@ -6,8 +6,10 @@ One engine serves all points; its batcher is exchanged between them. A point's r
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,36 +99,58 @@ class ExchangeableBatcher:
 
 
 def measure_engine(
-    folder: Path, matrix: EngineMatrix, device: torch.device, pool_bytes: int | None, deadline: Deadline
+    folder: Path,
+    matrix: EngineMatrix,
+    device: torch.device,
+    pool_bytes: int | None,
+    deadline: Deadline,
+    save: Callable[[Any], None],
 ) -> dict[str, Any]:
-    """Points measured before the deadline, those left out, and what loading took."""
+    """Points measured before the deadline, those left out, and what loading took. A point that fails says why, and the
+    next one has a new engine."""
     config = EngineConfig(
         max_batch_rows=max(point.batch for point in matrix.points),
         max_step_tokens=matrix.max_step_tokens,
         pool_bytes=pool_bytes,
         device=device.type,
         load_format="dummy",
+        host_tier_bytes=0,  # random adapters are made again where others come from storage
         uses_prefix_cache=False,
         kernels="triton" if device.type == "cpu" else "auto",
     )
     batcher = ExchangeableBatcher()
     start = time.perf_counter()
-    engine = Engine(folder, config, batcher)
+    engine: Engine | None = Engine(folder, config, batcher)
     _wait(device)
-    load_s = time.perf_counter() - start
     rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "load_s": time.perf_counter() - start,
+        "points": rows,
+        "left_out": [],
+        "failed_points": [],
+    }
     base_of: dict[tuple[int, int], dict[str, float]] = {}
     for index, point in enumerate(matrix.points):
         batcher.mode = "unmerged"
         if deadline.has_passed:
-            left_out = [asdict(p) for p in matrix.points[index:]]
-            return {"load_s": load_s, "points": rows, "left_out": left_out}
-        measured = measure_point(engine, batcher, point, matrix, device)
+            result["left_out"] = [asdict(p) for p in matrix.points[index:]]
+            break
+        try:
+            engine = engine or Engine(folder, config, batcher)
+            measured = measure_point(engine, batcher, point, matrix, device)
+        except Exception as error:
+            traceback.print_exc()
+            result["failed_points"].append(asdict(point) | {"error": f"{type(error).__name__}: {error}"})
+            engine = None
+            save(result)
+            _free_memory(device)
+            continue
         if point.adapters == 0:
             base_of[point.batch, point.prompt_tokens] = measured
         base = base_of.get((point.batch, point.prompt_tokens))
         rows.append(asdict(point) | measured | (_ratios(measured, base) if base else {}))
-    return {"load_s": load_s, "points": rows, "left_out": []}
+        save(result)
+    return result
 
 
 def measure_point(
@@ -134,7 +158,10 @@ def measure_point(
 ) -> dict[str, float]:
     """Tokens per second of prefill and decode, milliseconds per decode step, and the host's share of a step."""
     adapter_ids = _adapters(engine, point)
+    start = time.perf_counter()
     _make_resident(engine, adapter_ids)
+    resident_s = time.perf_counter() - start
+    switching_s = engine.switching_s
     batcher.mode = point.mode
     # the rows computed first decode while the prompts of others are computed: no row may end before the last step
     prefill_steps = -(-point.batch * point.prompt_tokens // matrix.max_step_tokens)
@@ -166,7 +193,10 @@ def measure_point(
         "num_running": num_running,
         "step_ms": decode_s / matrix.decode_steps * 1e3,
         "step_without_last_wait_ms": host_s / matrix.decode_steps * 1e3,
+        "making_adapters_resident_s": resident_s,
     }
+    if point.mode != "unmerged":
+        result["switch_ms"] = (engine.switching_s - switching_s) * 1e3
     engine.abort([request.request_id for request in requests])
     engine.check_integrity()
     return result
@@ -199,6 +229,13 @@ def _request(engine: Engine, point: Point, index: int, adapter_ids: Sequence[str
     prompt = tuple((first + place * 31) % (vocab_size - 1) + 1 for place in range(point.prompt_tokens))
     adapter_id = adapter_ids[index % len(adapter_ids)] if adapter_ids else None
     return Request(f"{point.mode}-{index}", prompt, adapter_id, sampling, index)
+
+
+def _free_memory(device: torch.device) -> None:
+    """What a failed engine held, before the next one takes as much."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _wait(device: torch.device) -> None:

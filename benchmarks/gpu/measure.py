@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...kernels.launch import num_persistent_programs
+from ...kernels.launch import empty_pinned, num_persistent_programs
 from ...kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
 from ...kernels.merge import merge_weights
 from .budget import Deadline
@@ -44,6 +45,7 @@ def measure_kernels(
     peaks: Peaks,
     device: torch.device,
     deadline: Deadline,
+    save: Callable[[Any], None],
 ) -> list[dict[str, Any]]:
     """One row per kernel: seconds, floor and the fraction of the floor's speed that is reached."""
     ranks = ranks_for(16, num_adapters)
@@ -57,10 +59,13 @@ def measure_kernels(
         rows.append(
             {"kernel": case.name, "us": seconds * 1e6, "floor_us": floor_s * 1e6, "fraction": floor_s / seconds}
         )
+        save(rows)
     return rows
 
 
-def measure_layer(shape: ModelShape, matrix: Matrix, device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
+def measure_layer(
+    shape: ModelShape, matrix: Matrix, device: torch.device, deadline: Deadline, save: Callable[[Any], None]
+) -> list[dict[str, Any]]:
     """Decode of one layer: unmerged beside the base alone, per batch, number of adapters and rank."""
     rows: list[dict[str, Any]] = []
     for batch in matrix.batches:
@@ -76,6 +81,7 @@ def measure_layer(shape: ModelShape, matrix: Matrix, device: torch.device, deadl
             seconds = _decode_s(shape, batch, matrix.context, ranks_for(rank, count), device)
             of_base = base_s / seconds
             rows.append({"batch": batch, "adapters": count, "rank": rank, "us": seconds * 1e6, "of_base": of_base})
+            save(rows)
     return rows
 
 
@@ -92,16 +98,18 @@ def measure_switches(shape: ModelShape, peaks: Peaks, device: torch.device) -> d
         for target, weight in zip(live, layer.weights, strict=True):
             target.copy_(weight)
 
-    blob = torch.empty(shape.adapter_numbers(16), dtype=layer.table.pool.dtype)
-    blob = blob.pin_memory() if device.type == "cuda" else blob
+    # all layers of an adapter in one copy, as the engine loads it
+    blob = empty_pinned(shape.adapter_numbers(16) * shape.num_layers, layer.table.pool.dtype, device)
     target = torch.empty_like(blob, device=device)
+    load_s = timer(lambda: target.copy_(blob, non_blocking=True), device)
     floor_s = peaks.floor_s(2.0 * shape.layer_weights * blob.element_size(), 0.0)
     num_layers = shape.num_layers
     return {
         "merge_ms": merge_s * 1e3,
         "restore_ms": median_s(restore, device) * num_layers * 1e3,
         "switch_floor_ms": floor_s * num_layers * 1e3,
-        "load_rank16_ms": median_s(lambda: target.copy_(blob, non_blocking=True), device) * num_layers * 1e3,
+        "load_rank16_ms": load_s * 1e3,
+        "load_gb_per_s": blob.numel() * blob.element_size() / load_s / 1e9,
     }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 def as_table(result: dict[str, Any]) -> str:
     """What was measured, a line each; sections that failed or were not reached say so."""
     lines = [f"{result['model']} on {result['machine']['device']}, {result['machine']['date']}"]
+    failed = {name: value["failed"] for name, value in result.items() if isinstance(value, dict) and "failed" in value}
+    result = {name: found_until_then(value) for name, value in result.items()}
     lines += _section(result, "kernels", "kernel                     us   floor  fraction", _kernel)
     switches = result.get("switches", {})
     lines += ["", *(f"{name:<18}{value:>8.2f}" for name, value in switches.items() if isinstance(value, float))]
@@ -15,11 +17,32 @@ def as_table(result: dict[str, Any]) -> str:
     engine = result.get("engine", {})
     lines += [_point(row) for row in engine.get("points", [])]
     lines += [f"{len(engine.get('left_out', []))} points left out for want of time"] if engine.get("left_out") else []
-    lines += ["", *(f"peft {name}: {value}" for name, value in result.get("peft", {}).items())]
+    lines += [f"{len(engine['failed_points'])} points failed"] if engine.get("failed_points") else []
+    for peer in ("peft", "vllm"):
+        lines += ["", *(f"{peer} {name}: {value}" for name, value in result.get(peer, {}).items())]
     lines += _section(result, "layer", "batch  adapters   rank  us/layer of base", _layer)
-    failed = {name: value["failed"] for name, value in result.items() if isinstance(value, dict) and "failed" in value}
     lines += [f"{name} failed: {why}" for name, why in failed.items()]
     return "\n".join(lines)
+
+
+def problems_of(result: dict[str, Any]) -> list[str]:
+    """What the checks found wrong, and whether they came to an end."""
+    checks = result.get("problems", [])
+    if isinstance(checks, dict):
+        found = checks.get("until_then") or []
+        return [*found, *(f"checks {key}: {checks[key]}" for key in ("failed", "skipped") if key in checks)]
+    return list(checks)
+
+
+def found_until_then(value: Any) -> Any:
+    """A section's results, or those it had when it failed; nothing of one that was skipped."""
+    if not _cut(value):
+        return value
+    return {} if value.get("until_then") is None else value["until_then"]
+
+
+def _cut(value: Any) -> bool:
+    return isinstance(value, dict) and "failed" in value
 
 
 def _section(result: dict[str, Any], name: str, head: str, line: Any) -> list[str]:

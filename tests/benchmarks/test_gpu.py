@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import lorabatch
 from lorabatch.benchmarks.gpu import __main__ as command
-from lorabatch.benchmarks.gpu import correctness
+from lorabatch.benchmarks.gpu import checks, correctness, engine_matrix, run
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks, peaks_of
 from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
 from lorabatch.benchmarks.gpu.measure import MIXED, ranks_for
-from lorabatch.benchmarks.gpu.report import as_table
-from lorabatch.benchmarks.gpu.run import run_sections, tiny_scale
+from lorabatch.benchmarks.gpu.report import as_table, problems_of
+from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B
+from lorabatch.engine.engine import Engine
 
 CPU = torch.device("cpu")
 
@@ -51,36 +59,152 @@ def test_mixed_ranks_come_in_turn() -> None:
     assert ranks_for(8, 2) == [8, 8]
 
 
-def test_a_whole_run_at_the_smallest_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one command, on a CPU: every section is there, and so is its line in the table."""
-    assert command.main(["--tiny", "--json", str(tmp_path / "result.json")]) == 0
-    result = json.loads((tmp_path / "result.json").read_text())
+# What our other parts need and this command must not.
+NOT_THERE = ["dask", "distributed", "pulp", "typer", "pydantic", "rich", "msgpack", "gguf", "bokeh", "fsspec", "duckdb"]
+FORBIDDING = """
+import sys
+
+class Forbidding:
+    def find_spec(self, name, path=None, target=None):
+        caller = sys._getframe(1)
+        while caller and "importlib" in caller.f_code.co_filename:
+            caller = caller.f_back
+        if name.partition(".")[0] in {names!r} and {root!r} in (caller.f_code.co_filename if caller else ""):
+            raise ModuleNotFoundError(f"{{name}} is not on this machine", name=name)
+
+sys.meta_path.insert(0, Forbidding())
+"""
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The one command, on a CPU, at the smallest sizes, on a machine that lacks most of our dependencies."""
+    folder = tmp_path_factory.mktemp("run")
+    root = str(Path(lorabatch.__file__).parent)
+    (folder / "sitecustomize.py").write_text(FORBIDDING.format(names=NOT_THERE, root=root))
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "lorabatch.benchmarks.gpu", "--tiny", "--json", str(folder / "result.json")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert (folder / "result.json").exists(), done.stderr[-3000:]
+    return done, json.loads((folder / "result.json").read_text())
+
+
+def test_a_whole_run_at_the_smallest_sizes(
+    whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
+    """Every section is there, and so is its line in the table, which comes last."""
+    done, result = whole_run
     failed = {name: part for name, part in result.items() if isinstance(part, dict) and "failed" in part}
-    assert not failed
-    assert result["problems"] == []
+    assert not failed, done.stderr[-3000:]
+    assert (done.returncode, result["problems"]) == (0, [])
     assert {row["kernel"] for row in result["kernels"]} >= {"attention decode", "LoRA shrink qkv"}
     assert [row["mode"] for row in result["engine"]["points"]] == [
         "unmerged", "unmerged", "merged", "mixture", "unmerged"
     ]  # fmt: skip
+    assert result["engine"]["failed_points"] == []
     assert all(row["decode_tokens_per_s"] > 0 for row in result["engine"]["points"])
     assert "decode_of_base" in result["engine"]["points"][1]
+    assert "switch_ms" in result["engine"]["points"][2]
+    assert result["switches"].keys() >= {"merge_ms", "restore_ms", "load_rank16_ms"}
     assert result["peft"].keys() >= {"base_tokens_per_s", "mixed_2_adapters_tokens_per_s", "merged_tokens_per_s"}
+    assert result["vllm"] == {"skipped": "vllm needs a GPU"}
     assert [(row["adapters"], row["rank"]) for row in result["layer"]] == [(0, None), (1, 8), (2, 8)]
-    table = capsys.readouterr().out
-    assert "attention decode" in table
-    assert len([line for line in table.splitlines() if "  unmerged" in line or "  merged" in line]) == 4
-    assert "mixture" in table
+    assert "attention decode" in done.stdout
+    assert len([line for line in done.stdout.splitlines() if "  unmerged" in line or "  merged" in line]) == 4
+    assert "mixture" in done.stdout
 
 
-def test_without_time_it_ends_with_what_it_has() -> None:
-    written: list[dict[str, object]] = []
+def test_results_say_where_and_with_what_they_were_measured(
+    whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
+    machine = whole_run[1]["machine"]
+    assert machine.keys() >= {"device", "driver", "cuda", "python", "commit", "date", "versions"}
+    assert machine["versions"]["torch"] == version("torch")
+    assert whole_run[1]["seconds"].keys() == {section.name for section in SECTIONS}
+
+
+def place(seconds: float, saved: list[Any]) -> Place:
+    return Place(CPU, Deadline.after(seconds), lambda value: saved.append(deepcopy(value)))
+
+
+def test_without_time_sections_end_with_what_they_have() -> None:
     scale = replace(tiny_scale(), dtypes=())
-    result = run_sections(scale, CPU, 0.0, lambda partial: written.append(dict(partial)))
-    assert result["engine"]["points"] == []
-    assert len(result["engine"]["left_out"]) == len(scale.engine.points)
-    assert (result["kernels"], result["layer"], result["peft"]) == ([], [], {"skipped": "no time left"})
-    assert len(written) == 6, "the result is written after the checks and after every section"
-    assert "points left out" in as_table(result)
+    saved: list[Any] = []
+    with torch.inference_mode():
+        found = {s.name: s.measure(scale, place(0.0, saved)) for s in SECTIONS if s.name != "switches"}
+    assert found["engine"]["points"] == []
+    assert len(found["engine"]["left_out"]) == len(scale.engine.points)
+    assert (found["kernels"], found["layer"], found["peft"]) == ([], [], {"skipped": "no time left"})
+    assert "no time left" in found["problems"][0]
+
+
+def test_a_point_that_fails_is_told_and_the_next_has_a_new_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, engines = engine_matrix.measure_point, []
+
+    def failing(engine: Engine, batcher: Any, point: Any, *rest: Any) -> dict[str, float]:
+        engines.append(id(engine))
+        if len(engines) == 2:
+            raise RuntimeError("out of memory")
+        return measure(engine, batcher, point, *rest)
+
+    monkeypatch.setattr(engine_matrix, "measure_point", failing)
+    scale = tiny_scale()
+    scale = replace(scale, engine=replace(scale.engine, points=scale.engine.points[:3]))
+    saved: list[Any] = []
+    section = next(s for s in SECTIONS if s.name == "engine")
+    with torch.inference_mode():
+        found = section.measure(scale, place(600.0, saved))
+    assert len(found["points"]) == 2
+    assert [p["error"] for p in found["failed_points"]] == ["RuntimeError: out of memory"]
+    assert engines[0] == engines[1] != engines[2]
+    assert [len(value["points"]) for value in saved] == [1, 1, 2]
+
+
+def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(scale: Any, place: Place) -> Any:
+        place.save([1])
+        raise RuntimeError("a kernel hung")
+
+    monkeypatch.setattr(run, "SECTIONS", (Section("kernels", 9.0, failing),))
+    run.run_one("kernels", tiny_scale(), CPU, 9.0, tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text()) == {"value": [1], "failed": "RuntimeError: a kernel hung"}
+
+
+def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the processes: one dies after it has saved, one never ends, one does its work."""
+    child = (
+        "import json, os, sys, time; a = sys.argv; name, path = a[a.index('--only') + 1], a[a.index('--json') + 1];"
+        "open(path, 'w').write(json.dumps({'value': [name]}));"
+        "name == 'kernels' and os._exit(7); name == 'engine' and time.sleep(600)"
+    )
+    start = subprocess.run
+    monkeypatch.setattr(
+        run.subprocess, "run", lambda command, **rest: start([sys.executable, "-c", child, *command[3:]], **rest)
+    )
+    monkeypatch.setattr(run, "_GRACE_S", 1.0)
+    written: list[Any] = []
+    result = run.run_all("tiny", [], CPU, 3.0, lambda partial: written.append(sorted(partial)))
+    assert result["problems"] == ["problems"]
+    assert result["kernels"] == {"failed": "its process ended with 7", "until_then": ["kernels"]}
+    assert result["engine"]["until_then"] == ["engine"]
+    assert result["layer"] == {"skipped": "no time left"}
+    assert len(written) == len(SECTIONS)
+    cut = {"model": "tiny", "machine": result["machine"], "engine": {"failed": "ended after 3 s", "until_then": None}}
+    assert "engine failed: ended after 3 s" in as_table(cut)
+
+
+def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> list[str]:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(checks, "check_all", failing)
+    monkeypatch.setattr(checks, "check_engine", lambda *_: ["a token differs"])
+    saved: list[Any] = []
+    found = checks.run_checks([torch.float32], 1, CPU, Deadline.after(60.0), saved.append)
+    assert found == ["kernels in torch.float32 failed: RuntimeError: does not compile", "a token differs"]
+    assert problems_of({"problems": found}) == found
+    assert problems_of({"problems": {"failed": "hung", "until_then": ["x"]}}) == ["x", "checks failed: hung"]
 
 
 def test_the_matrix_covers_what_was_asked_of_it() -> None:

@@ -1,0 +1,44 @@
+"""Everything that must be right before a speed means anything, each by itself: one that fails hides no other."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from .budget import Deadline
+from .correctness import check_all
+from .engine_checks import check_engine, check_launches
+
+
+def run_checks(
+    dtypes: list[torch.dtype],
+    max_tokens: int,
+    device: torch.device,
+    deadline: Deadline,
+    save: Callable[[list[str]], None],
+) -> list[str]:
+    """What is wrong, as sentences; nothing when all is right. What there was no time for is said too."""
+    checks: list[tuple[str, Callable[[], list[str]]]] = [
+        (f"kernels in {dtype}", lambda dtype=dtype: check_all([dtype], device))  # type: ignore[misc]
+        for dtype in dtypes
+    ]
+    engine = [
+        ("engine beside the CPU path", lambda: check_engine(device, max_tokens)),
+        ("launches", lambda: check_launches(device)),
+    ]
+    checks[1:1] = engine
+    problems: list[str] = []
+    for name, check in checks:
+        problems += [f"{name}: no time left to check"] if deadline.has_passed else _found(name, check)
+        save(problems)
+    return problems
+
+
+def _found(name: str, check: Callable[[], list[str]]) -> list[str]:
+    try:
+        return check()
+    except Exception as error:
+        traceback.print_exc()
+        return [f"{name} failed: {type(error).__name__}: {error}"]

@@ -1,0 +1,132 @@
+"""The sections of the benchmark: what each measures, and its share of the time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .budget import Deadline
+from .checks import run_checks
+from .device import Peaks, describe, peaks_of
+from .engine_matrix import EngineMatrix, full_matrix, measure_engine, tiny_matrix
+from .measure import Matrix, measure_kernels, measure_layer, measure_switches
+from .model_folder import write_model_folder
+from .peers import measure_peft
+from .shapes import TINY, ModelShape
+from .vllm_peer import measure_vllm
+
+# Of a free H200 (149 GB) the pool gets 101 GB: 256 adapters of rank 64 for an 8B model (86 GB) and their rows fit, and
+# so do the weights (16 GB), their merged copies (14 GB) and the largest step beside it.
+_POOL_SHARE = 0.68
+_H200 = Peaks(4.8e12, 989e12)
+
+Save = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What is measured, and how much of it."""
+
+    shape: ModelShape
+    dtypes: tuple[torch.dtype, ...]
+    kernels: Matrix
+    engine: EngineMatrix
+    peer_batch: int
+    peer_adapters: int
+    peer_tokens: int
+    check_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a section runs, until when, and what takes its results as they come."""
+
+    device: torch.device
+    deadline: Deadline
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`seconds`: what it may take at most."""
+
+    name: str
+    seconds: float
+    measure: Callable[[Scale, Place], Any]
+
+
+def full_scale(shape: ModelShape) -> Scale:
+    """For a GPU."""
+    return Scale(shape, (torch.bfloat16, torch.float32, torch.float16), Matrix(), full_matrix(), 64, 8, 32, 12)
+
+
+def tiny_scale() -> Scale:
+    """For a CPU and Triton's interpreter, whose numbers mean nothing."""
+    kernels = Matrix(batches=(2,), adapters=(1, 2), ranks=(8,), context=20)
+    return Scale(TINY, (torch.float32,), kernels, tiny_matrix(), 2, 2, 3, 2)
+
+
+def _checks(scale: Scale, place: Place) -> list[str]:
+    return run_checks(list(scale.dtypes), scale.check_tokens, place.device, place.deadline, place.save)
+
+
+def _kernels(scale: Scale, place: Place) -> list[dict[str, Any]]:
+    matrix = scale.kernels
+    sizes = matrix.batches[-1], matrix.adapters[-1], matrix.context
+    return measure_kernels(scale.shape, *sizes, _peaks(place.device), place.device, place.deadline, place.save)
+
+
+def _switches(scale: Scale, place: Place) -> dict[str, float]:
+    return measure_switches(scale.shape, _peaks(place.device), place.device)
+
+
+def _engine(scale: Scale, place: Place) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        pool_bytes = _pool_bytes(place.device)
+        return measure_engine(folder, scale.engine, place.device, pool_bytes, place.deadline, place.save)
+
+
+def _peft(scale: Scale, place: Place) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        sizes = scale.peer_batch, scale.peer_adapters, 16, scale.peer_tokens
+        return measure_peft(folder, *sizes, place.device, place.deadline)
+
+
+def _vllm(scale: Scale, place: Place) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        return measure_vllm(folder, scale.shape, place.device, place.deadline, place.save)
+
+
+def _layer(scale: Scale, place: Place) -> list[dict[str, Any]]:
+    return measure_layer(scale.shape, scale.kernels, place.device, place.deadline, place.save)
+
+
+SECTIONS = (
+    Section("problems", 150.0, _checks),
+    Section("kernels", 50.0, _kernels),
+    Section("switches", 20.0, _switches),
+    Section("engine", 220.0, _engine),
+    Section("peft", 60.0, _peft),
+    Section("vllm", 100.0, _vllm),
+    Section("layer", 40.0, _layer),
+)
+
+
+def _peaks(device: torch.device) -> Peaks:
+    """On a CPU, an H200's: to have a table."""
+    return peaks_of(describe(device)["device"]) or _H200
+
+
+def _pool_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8 << 20
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _POOL_SHARE)
