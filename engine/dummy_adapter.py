@@ -50,7 +50,8 @@ def dummy_adapter_weights(audit: AdapterAudit, dtype: torch.dtype, device: torch
     """The weights of a random adapter, the same each time: its identity is the seed."""
     assert audit.content_sha256 is not None
     seed = int(audit.content_sha256[:15], 16)
-    generator = torch.Generator(device=device).manual_seed(seed)
+    # on the meta device there are shapes and no numbers
+    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
 
     def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device).normal_(0, deviation, generator=generator)

@@ -4,7 +4,7 @@ Bytes per row: y read, out written, (2 + 1) x 14336 x 2 = 84 KiB, what an unfuse
 only B, 2 x 16 x 14336 x 2 = 896 KiB per adapter of rank 16 and tile. BLOCK_N = 128 columns of gate and the same
 of up: 2 x 4 KiB of B per chunk pair, two fp32 accumulators of 16 x 128 in 128 threads = 32 registers each. 14336
 columns give 112 items per tile: one tile nearly fills the 132 multiprocessors. 95 registers x 128 threads let 5
-programs fit on each.
+programs fit on each. Tiles of 64 rows (prefill) take 512 threads for as many sums in each.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ rank 16 and tile. One work item is one head of one tile: a rotation needs both h
 and nothing needs more. 48 heads give 48 items per tile. A head is computed as two halves (and a rest that is not
 rotated), so that partners of a rotation meet in one thread and nothing is shuffled. 16 x 128 fp32 in 64 threads is
 32 registers each, 96 to 128 in all with norm and bias: 8 programs fit whatever Triton's version, and hide one
-another's chain of small loads.
+another's chain of small loads. Tiles of 64 rows (prefill) take 256 threads, so that the sums are 32 registers again.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Bytes per row: y and residual read, residual written, 3 x 4096 x 2 = 24 KiB, whi
 move as well; on top of that only B, 16 x 4096 x 2 = 128 KiB per chunk and tile. BLOCK_N = 128: one work item reads
 4 KiB of B per chunk, and 4096 columns give 32 items per tile, so even one tile of 16 rows is spread over 32
 programs, and 33 tiles over all 1056. Each item walks a chain of small loads (tile, site, chunk, H, B) of about 700 ns
-each; programs on one multiprocessor hide one another's. 62 registers x 128 threads let 8 of them fit.
+each; programs on one multiprocessor hide one another's. 62 registers x 128 threads let 8 of them fit. Tiles of 64 rows
+(prefill) have 32 sums in each of 256 threads, 126 registers.
 """
 
 from __future__ import annotations

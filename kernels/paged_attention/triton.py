@@ -8,7 +8,8 @@ multiprocessor have 4 such steps in flight, where 4.8 TB/s x 700 ns / 132 = 25 K
 keys reads 256 KiB and leaves 4 x 128 x 4 = 2 KiB of partial sums: under 1 %, read back once more.
 
 Prefill multiplies 4 x queries x keys x D per head. A tile of 64 rows (16 tokens x 4 heads) loads 32 KiB of keys and
-values for 64 x 64 x 128 x 4 = 2.1 MFLOP, 64 flops per byte, which L2 serves: neighbouring items share their keys.
+values for 64 x 64 x 128 x 4 = 2.1 MFLOP, 64 flops per byte, which L2 serves: neighbouring items share their keys. Its
+sums are 64 x 128: 256 threads hold 32 each, and one such program fits on a multiprocessor beside another's tail.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.graphs import EagerExecutor, GraphKey
 from lorabatch.engine.memory_plan import serves_by_kernels
 from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.engine.step_runner import LaunchedStep
 from lorabatch.kernels.launch import is_interpreted
 from lorabatch.scheduler.batching import BatchView, StepPlan
 
@@ -249,3 +250,30 @@ def test_a_row_whose_numbers_overflow_is_an_error_and_the_rows_beside_it_go_on(
     expected = by_id(list(make_engine(tiny_llama).run(good)))
     assert "NaN or infinite" in (results["bad"].error or "")
     assert {key: results[key].token_ids for key in expected} == {key: r.token_ids for key, r in expected.items()}
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="a GPU refuses by itself")
+def test_what_steps_are_computed_from_lies_on_the_device(
+    weightless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without numbers: operators refuse to mix its tensors with the host's, and no number can be asked of it.
+    Prefill, decode, adapters of two ranks, drawn tokens with log-probabilities."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
+    copied: list[int] = []
+
+    def read_nothing(runner: DeviceRunner, sampled: Any, wants_logprobs: bool) -> LaunchedStep:
+        assert runner._told_tokens.device.type == runner._logprobs.device.type == "meta"
+        copied.append(len(sampled))
+        return LaunchedStep(sampled, lambda: ([1] * len(sampled), [0.0] * len(sampled)))
+
+    monkeypatch.setattr(DeviceRunner, "_launched", read_nothing)
+    config = {"device": "meta", "load_format": "dummy", "kernels": "triton", "page_tokens": 16}
+    engine = make_engine(weightless_model, **config)
+    ids = [None, engine.register_dummy_adapter("a", 3), engine.register_dummy_adapter("b", 20)]
+    sampling = SamplingParams(max_tokens=4, min_tokens=4, logprobs=True, temperature=0.5, top_k=3)
+    engine.add([Request(f"{i}", PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])
+    results = []
+    while engine.num_unfinished:
+        results += engine.step()
+    assert [result.error for result in results] == [None] * 3
+    assert max(copied) == 3
