@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.paged_attention.compiled import can_attend_compiled
 from ..scheduler.batching import Batcher, StepPlan, everybody_unmerged
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from .adapter_copies import copies_for
@@ -33,7 +32,7 @@ from .live_weights import LiveWeights
 from .load_decoder import load_decoder
 from .memory_plan import choose_device, host_tier_bytes, plan_memory, zeroed_memory
 from .output_lengths import OutputLengths
-from .pool import PagePool, PageRun
+from .pool import PagePool
 from .prefix_cache import shares_prefixes
 from .prefix_sharing import sharing_for
 from .request import Request, Result, ServedMode
@@ -43,7 +42,9 @@ from .row_problem import problem_with
 from .running_batch import RunningBatch
 from .sampler import NO_TOKEN
 from .sequence import Sequence
+from .stale_pages import eraser_for
 from .step_batch import StepEntry
+from .step_counts import StepCounts
 from .step_runner import StepRunner, StepsInFlight
 from .telemetry import EngineTelemetry
 
@@ -77,7 +78,7 @@ class Engine:
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader, copies)
         shares = shares_prefixes(config, self.model)
         prefixes = sharing_for(pool, self._layout, self.model, self._memory) if shares else None
-        clean = self._erase if self._reads_beyond_rows() else None
+        clean = eraser_for(self._memory, self._layout, self.model)
         self._batch = RunningBatch(
             pool, self._layout, residency, self._registry, prefixes, clean, may_switch=config.mode == "auto"
         )
@@ -94,7 +95,7 @@ class Engine:
         self._rejected: list[Result] = []
         # Told what every step is about to do: measurements.
         self.observe_step: Callable[[Items[StepEntry]], None] | None = None
-        self._num_steps = self._num_step_rows = self._prompt_tokens = self._generated_tokens = 0
+        self._counts = StepCounts()
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Make an adapter known by its content hash; its tensors are read on first use.
@@ -184,10 +185,10 @@ class Engine:
             mode=self._mode(),
             pages_used=pool.num_pages - pool.num_free,
             pages_total=pool.num_pages,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            num_steps=self._num_steps,
-            num_step_rows=self._num_step_rows,
+            prompt_tokens=self._counts.prompt_tokens,
+            generated_tokens=self._counts.generated_tokens,
+            num_steps=self._counts.steps,
+            num_step_rows=self._counts.step_rows,
             running_tokens=self._batch.running_tokens,
             adapter_loads=self._batch.residency.num_loads,
             adapter_reads=self._batch.residency.loader.num_reads,
@@ -217,16 +218,6 @@ class Engine:
             stop_token_ids = completion.stop_token_ids
             return DeviceRunner(decoder, self._live, self._memory, self._layout, self.config, stop_token_ids)
         return HostRunner(decoder, self._memory, self._layout, completion.stop_tokens)
-
-    def _reads_beyond_rows(self) -> bool:
-        """Whether attention reads, and then masks, what earlier rows have left in a row's pages."""
-        return not isinstance(self._decoder, DeviceDecoder) and not can_attend_compiled(
-            self.model.head_dim, self._dtype
-        )
-
-    def _erase(self, run: PageRun) -> None:
-        """What lies in a run may be the numbers of a row that became NaN, which no mask keeps out."""
-        self._memory[run.start * self._layout.page_elements : run.end * self._layout.page_elements].zero_()
 
     def _take_out(self, request_ids: Collection[str]) -> list[Sequence]:
         sequences = self._batch.remove(request_ids)
@@ -291,20 +282,16 @@ class Engine:
     def _launch(self, entries: Items[StepEntry]) -> None:
         if self.observe_step is not None:
             self.observe_step(entries)
-        for entry in entries:
-            prompt_left = max(entry.sequence.prompt_tokens - entry.sequence.num_stored, 0)
-            self._prompt_tokens += min(entry.num_tokens, prompt_left)
+        self._counts.launching(entries)
         self._in_flight.add(self._runner.launch(entries), entries)
         self._batch.after_step(entries)
-        self._num_steps += 1
-        self._num_step_rows += len(entries)
 
     def _append_token(self, sequence: Sequence, token: int, logprob: float) -> Result | None:
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
         if token == NO_TOKEN:
             return self._give_up_row(sequence)
-        self._generated_tokens += 1
+        self._counts.generated_tokens += 1
         sequence.token_ids.append(token)
         if sequence.request.sampling.logprobs:
             sequence.token_logprobs.append(logprob)

@@ -114,7 +114,7 @@ def status_lines(status: JobStatus) -> list[str]:
         lines.append(f"speed     {state.tokens_per_s:,.0f} generated tokens/s{_remaining(state.eta_s)}")
         lines += [
             f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
-            f"{worker.mode or 'idle'}"
+            f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"
             for worker in state.workers
         ]
     if state is not None and state.batch_fill is not None:

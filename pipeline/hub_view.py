@@ -54,6 +54,7 @@ _COLUMNS = {
     "lent": _NUMBER,
     "guests": _NUMBER,
     "mode": _TEXT,
+    "prompt reused": _NUMBER,
     "pages": _NUMBER,
     "adapters": _TEXT,
 }
@@ -183,6 +184,7 @@ def _worker_html(run: RunView, report: HostReport) -> str:
         str(report.lent_rows),
         str(report.guest_rows),
         report.mode,
+        f"{report.prefix_hit_rate:.0%}",
         f"{report.pages_used:,} of {report.pages_total:,}",
         ", ".join(adapters[-_ADAPTERS_SHOWN:]) + (f" and {more} more" if more > 0 else ""),
     )

@@ -31,13 +31,15 @@ def state(phase: Phase = "running", age_s: float = 1.0, **changes: Any) -> JobSt
 
 def test_a_running_job_shows_its_progress_and_workers(store: JobStore) -> None:
     store.commit_part(0, b"x")
-    store.write_state(state(eta_s=3725.0, workers=(WorkerState("tcp://w", 12.0, 30, 8, "merged"),)))
+    store.write_state(
+        state(eta_s=3725.0, workers=(WorkerState("tcp://w", 12.0, 30, 8, "merged", prefix_hit_rate=0.81),))
+    )
     status = read_status(store, NOW_S)
     assert (status.headline, status.next_step) == ("running", None)
     lines = "\n".join(status_lines(status))
     for part in ("job-1", "50 of 200 (25.0%), 2 errors", "1 of 8", "12 generated tokens/s, about 1:02:05 to go"):
         assert part in lines
-    assert "tcp://w: 12 tokens/s, 30 open rows, merged" in lines
+    assert "tcp://w: 12 tokens/s, 30 open rows, merged, 81% of prompt tokens reused" in lines
 
 
 def test_a_job_that_has_fallen_silent_is_not_said_to_run(store: JobStore) -> None:

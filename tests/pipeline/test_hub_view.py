@@ -8,7 +8,9 @@ from lorabatch.jobs.state import JobState, WorkerState
 from lorabatch.pipeline.hub_view import HubView
 from lorabatch.pipeline.messages import HostReport
 
-REPORT = HostReport("tcp://w0", "ready", 8, open_shards=((3, 5),), running_rows=4, tokens_per_s=12.5, guest_rows=2)
+REPORT = HostReport(
+    "tcp://w0", "ready", 8, open_shards=((3, 5),), running_rows=4, tokens_per_s=12.5, guest_rows=2, prefix_hit_rate=0.37
+)
 
 
 def running(rows_done: int = 30) -> JobState:
@@ -42,6 +44,7 @@ def test_names_are_text_and_never_markup() -> None:
     assert "&lt;pirate&gt;" in page
     assert "<pirate>" not in page
     assert "4 of 8" in page
+    assert "37%" in page
 
 
 def test_a_lost_worker_and_an_ended_job_show_no_engines() -> None:
