@@ -112,12 +112,12 @@ class AdapterRegistry:
         `AdapterUnusableError`. Any thread may call."""
         place = self._device if adapter_id in self._dummy_ids else torch.device("cpu")
         weights = self._load(adapter_id, place)
-        return pack_adapter(weights, self._model, stacks_by_rank=stacks_by_rank, device=self._device)
+        return pack_adapter(weights, self._model, self._dtype, stacks_by_rank=stacks_by_rank, device=self._device)
 
     def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:
         if adapter_id in self._dummy_ids:
             return dummy_adapter_weights(self._audits[adapter_id], self._dtype, device)
         try:
-            return load_adapter(self._audits[adapter_id], self._dtype, device)
+            return load_adapter(self._audits[adapter_id], device)
         except (AdapterRefusedError, OSError) as error:
             raise AdapterUnusableError(adapter_id, f"{error}") from error

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.launch import empty_pinned
 from ..kernels.segment_lora import LoraMember, LoraSiteWeights
+from ..kernels.transpose import transpose_into_
 from .adapter.weights import AdapterWeights, LoraPair
 from .model_config import PACKED_SITES, ModelConfig
 from .packed_sites import PackedMember, packed_members
@@ -34,18 +35,17 @@ class PackedAdapter:
 
 
 def pack_adapter(
-    weights: AdapterWeights, model: ModelConfig, *, stacks_by_rank: bool, device: torch.device
+    weights: AdapterWeights, model: ModelConfig, dtype: torch.dtype, *, stacks_by_rank: bool, device: torch.device
 ) -> PackedAdapter:
     """Stack what packed layers multiply together: per layer and site one A for all members, then each member's B.
 
     `stacks_by_rank`: the numbers of one row of A lie side by side, as GPU kernels read them; otherwise those of one
-    input feature, as CPU kernels do. `device`: where they are to go. Raises `AdapterRefusedError` for an adapter that
-    is exact by merge only.
+    input feature, as CPU kernels do. `dtype` and `device`: of the memory where they are to go. Raises
+    `AdapterRefusedError` for an adapter that is exact by merge only.
     """
     pairs = weights.lora
     some = next(iter(pairs.values()), None)
     num_elements = sum(pair.a.numel() + pair.b.numel() for pair in pairs.values())
-    dtype = torch.float32 if some is None else some.a.dtype
     if some is None or some.a.device.type == "cpu":
         numbers = empty_pinned(num_elements, dtype, device)
     else:
@@ -79,9 +79,12 @@ def _pack_site(
     rank_start, packed = 0, []
     for member, pair in members:
         rank_end, out_features = rank_start + pair.rank, pair.b.shape[0]
-        a[rank_start:rank_end].copy_(pair.a)
+        if stacks_by_rank:
+            a[rank_start:rank_end].copy_(pair.a)
+        else:
+            transpose_into_(a.t()[:, rank_start:rank_end], pair.a)
         b = numbers[cursor : cursor + pair.b.numel()].view(pair.rank, out_features)
-        b.copy_(pair.b.t())
+        transpose_into_(b, pair.b)
         cursor += b.numel()
         packed.append(LoraMember(rank_start, rank_end, member.start, member.end, b, pair.scaling))
         rank_start = rank_end

@@ -97,7 +97,7 @@ def _damaged(path: Path, what: str) -> AdapterRefusedError:
 
 
 class TensorBytes:
-    """Read-only views of tensors' bytes; a context manager that keeps each file mapped once."""
+    """Views of tensors' bytes; a context manager that keeps each file mapped once. Writing to them never reaches it."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
@@ -108,7 +108,7 @@ class TensorBytes:
             return memoryview(b"")
         if entry.file not in self._maps:
             with entry.file.open("rb") as file:
-                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return memoryview(self._maps[entry.file])[entry.start : entry.start + entry.num_bytes]
 
     def __enter__(self) -> TensorBytes:

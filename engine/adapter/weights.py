@@ -29,7 +29,7 @@ _TORCH_TYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """`y += scaling * (x Aᵀ) Bᵀ`, with a [rank, in_features] and b [out_features, rank], both contiguous."""
+    """`y += scaling * (x Aᵀ) Bᵀ`, with a [rank, in_features] and b [out_features, rank], both as stored."""
 
     a: Tensor
     b: Tensor
@@ -43,7 +43,8 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there."""
+    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there; on a CPU they are the
+    file, mapped: read them soon and let go."""
 
     audit: AdapterAudit
     stored: Mapping[str, Tensor] = field(repr=False)
@@ -124,8 +125,8 @@ class AdapterWeights:
         return self.stored[key].to(device=device, dtype=torch.float32)
 
 
-def load_adapter(audit: AdapterAudit, dtype: torch.dtype, device: torch.device | str) -> AdapterWeights:
-    """Read an audited adapter; `lora` pairs come as `dtype` on `device`.
+def load_adapter(audit: AdapterAudit, device: torch.device | str) -> AdapterWeights:
+    """Read an audited adapter to `device`.
 
     Raises `AdapterRefusedError` when the audit refused it, did not read its values, or when the files have changed.
     """
@@ -142,9 +143,7 @@ def load_adapter(audit: AdapterAudit, dtype: torch.dtype, device: torch.device |
         verify_content(audit.changes, entries, data, audit.content_sha256)
         stored = {key: _tensor(entries[key], data).to(device) for key in keys}
     pairs = {
-        site.module: LoraPair(
-            stored[site.a_key].to(dtype).contiguous(), stored[site.b_key].to(dtype).contiguous(), site.scaling
-        )
+        site.module: LoraPair(stored[site.a_key], stored[site.b_key], site.scaling)
         for site in audit.sites
         if audit.verdict == "exact"
     }
@@ -152,8 +151,7 @@ def load_adapter(audit: AdapterAudit, dtype: torch.dtype, device: torch.device |
 
 
 def _tensor(entry: TensorEntry, data: TensorBytes) -> Tensor:
-    """A tensor of its own memory with the stored type and values."""
+    """The tensor's bytes where they are mapped; its memory lasts as long as the tensor."""
     if entry.num_bytes == 0:
         return torch.empty(entry.shape, dtype=_TORCH_TYPES[entry.dtype])
-    raw = bytearray(data.view(entry))
-    return torch.frombuffer(raw, dtype=_TORCH_TYPES[entry.dtype]).reshape(entry.shape)
+    return torch.frombuffer(data.view(entry), dtype=_TORCH_TYPES[entry.dtype]).reshape(entry.shape)

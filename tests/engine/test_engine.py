@@ -83,7 +83,7 @@ def test_weights_are_identical_by_hash_after_a_thousand_random_switches(
     live = engine._live
     before = engine.weights_sha256()
     audits = {n: audit_adapter(f, engine.model, n) for n, f in tiny_adapters.items()}
-    loaded = {n: load_adapter(a, torch.float32, torch.device("cpu")) for n, a in audits.items()}
+    loaded = {n: load_adapter(a, torch.device("cpu")) for n, a in audits.items()}
     merged_hashes: dict[str, str] = {}
     rng = random.Random(7)
     for switch in range(1000):

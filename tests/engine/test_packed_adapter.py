@@ -20,7 +20,7 @@ def model(tiny_llama: Path) -> ModelConfig:
 
 
 def read(folder: Path, model: ModelConfig) -> AdapterWeights:
-    return load_adapter(audit_adapter(folder, model, folder.name), torch.float32, "cpu")
+    return load_adapter(audit_adapter(folder, model, folder.name), "cpu")
 
 
 def copied(packed: PackedAdapter, memory: torch.Tensor, start: int) -> Sites:
@@ -34,7 +34,7 @@ def test_every_matrix_arrives_where_the_views_say(
     tiny_adapters: dict[str, Path], model: ModelConfig, name: str, stacks_by_rank: bool
 ) -> None:
     weights = read(tiny_adapters[name], model)
-    packed = pack_adapter(weights, model, stacks_by_rank=stacks_by_rank, device=torch.device("cpu"))
+    packed = pack_adapter(weights, model, torch.float32, stacks_by_rank=stacks_by_rank, device=torch.device("cpu"))
     assert packed.numbers.numel() == sum(pair.a.numel() + pair.b.numel() for pair in weights.lora.values())
     memory = torch.full((packed.numbers.numel() + 100,), torch.nan)
     in_pool = copied(packed, memory, 60)
@@ -56,7 +56,7 @@ def test_every_matrix_arrives_where_the_views_say(
 
 def test_the_pool_around_an_adapter_is_left_alone(tiny_adapters: dict[str, Path], model: ModelConfig) -> None:
     weights = read(tiny_adapters["rank8"], model)
-    packed = pack_adapter(weights, model, stacks_by_rank=False, device=torch.device("cpu"))
+    packed = pack_adapter(weights, model, torch.float32, stacks_by_rank=False, device=torch.device("cpu"))
     size = packed.numbers.numel()
     memory = torch.zeros(size + 20)
     copied(packed, memory, 10)

@@ -96,7 +96,7 @@ def test_a_merge_that_fails_half_way_leaves_the_base_as_it_was(served_base: Any,
     trained.write(tensors)
     engine = Engine(base.folder, EngineConfig(pool_bytes=4 << 20))
     before = engine.weights_sha256()
-    weights = load_adapter(trained.audit(), torch.float32, "cpu")
+    weights = load_adapter(trained.audit(), "cpu")
     with pytest.raises(AdapterRefusedError, match=r"layers\.1\.mlp\.down_proj\.weight merged in .* is not finite"):
         engine._live.merge("broken", weights)
     assert engine.weights_sha256() == before

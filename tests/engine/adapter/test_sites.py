@@ -164,7 +164,7 @@ def test_a_converted_start_is_exact_and_an_unconverted_one_is_refused(
         model.save_pretrained(trained.folder, path_initial_model_for_weight_conversion=str(tmp_path / "start"))
     audit = trained.audit()
     assert (audit.verdict, audit.max_rank) == ("exact", 4)
-    weights = load_adapter(audit, torch.float32, "cpu")
+    weights = load_adapter(audit, "cpu")
     merged = llama.fresh()
     for name, parameter in merged.named_parameters():
         parameter.data = weights.effective(name, parameter.data)
