@@ -267,13 +267,16 @@ def bench_engine(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
     runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
+    lengths: Annotated[list[str] | None, typer.Option(help="uniform or long-tailed answers; by default both.")] = None,
 ) -> None:
     """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
     with _errors_told():
         from .benchmarks.engine_bench import main as run_benchmark
+        from .benchmarks.engine_workload import ALL_LENGTHS
 
         try:
-            run_benchmark(model, tuple(vs or ()), rows, adapters, repeats, save, runs)
+            kinds = tuple(lengths or ALL_LENGTHS)
+            run_benchmark(model, tuple(vs or ()), rows, adapters, repeats, save, runs, kinds)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 

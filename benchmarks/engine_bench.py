@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from .engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, UNMERGED, Run, as_json, tables
-from .engine_workload import EngineWorkload, make_workload
+from .engine_workload import ALL_LENGTHS, Lengths, make_workload
 from .provenance import provenance
 
 PEERS = {"peft": ("PEFT merged", "PEFT mixed"), "vllm": ("vLLM",)}
@@ -36,33 +36,43 @@ def main(
     repeats: int = 3,
     result_path: Path | None = None,
     runs_path: Path | None = None,
+    lengths: tuple[str, ...] = ALL_LENGTHS,
 ) -> dict[str, Any]:
     """Run the benchmark, print its tables and return (and optionally save) the result.
 
     `model`: a model folder; None takes the demo's base. `runs_path`: runs of earlier calls with the same arguments and
-    commit, to which these are added. Raises ValueError for an unknown peer, or runs of another commit or workload.
+    commit, to which these are added. `lengths`: of answers, one workload for each. Raises ValueError for an unknown
+    peer or kind of lengths, or runs of another commit or workload.
     """
     unknown = sorted(set(vs) - PEERS.keys())
     if unknown:
         raise ValueError(f"--vs {', '.join(unknown)}: unknown peer. Known: {', '.join(PEERS)}.")
+    kinds = [kind for kind in ALL_LENGTHS if kind in lengths]
+    if len(kinds) < len(set(lengths)):
+        raise ValueError(f"--lengths {', '.join(lengths)}: expected {' or '.join(ALL_LENGTHS)}.")
     missing = {peer for peer in vs if find_spec(peer) is None}
     not_run = {system: f"{peer} cannot be imported here" for peer in missing for system in PEERS[peer]}
     peers = [system for peer in vs if peer not in missing for system in PEERS[peer]]
     systems = [NO_LORA, UNMERGED, MERGED_ONE, MERGED, *peers, CEILING]
+    model = model or _demo_base()
+    facts = provenance(_PACKAGES) | {"model": model.name}
+    same = {name: facts[name] for name in ("commit", "machine", "versions", "model")}
+    same |= {"rows": num_rows, "adapters": num_adapters}
+    runs = _earlier_runs(runs_path, same)
+    of_workload = {}
     with tempfile.TemporaryDirectory(prefix="lorabatch-bench-") as scratch:
-        workload = make_workload(model or _demo_base(), Path(scratch), num_rows, num_adapters)
-        path = Path(scratch) / "workload.json"
-        workload.write(path)
-        facts = provenance(_PACKAGES) | {"model": Path(workload.model).name}
-        runs = _earlier_runs(runs_path, facts, workload)
-        for repeat in range(repeats):
-            _take_turns(systems, path, runs, f"{repeat + 1}/{repeats}")
-    if runs_path is not None:
-        kept = {name: [asdict(run) for run in many] for name, many in runs.items()}
-        runs_path.write_text(json.dumps({"of": _same(facts, workload), "runs": kept}), encoding="utf-8")
-    result = {"benchmark": "engine"} | facts | as_json(workload, runs, not_run)
-    for table in tables(result):
-        Console().print(table)
+        for kind in kinds:
+            workload = make_workload(model, Path(scratch), num_rows, num_adapters, kind)
+            path = Path(scratch) / "workload.json"
+            workload.write(path)
+            for repeat in range(repeats):
+                _take_turns(systems, path, runs[kind], f"{kind} {repeat + 1}/{repeats}")
+                _keep_runs(runs_path, same, runs)
+            of_workload[kind] = as_json(workload, runs[kind], not_run)
+    result = {"benchmark": "engine"} | facts | {"workloads": of_workload}
+    for kind, of in of_workload.items():
+        for table in tables(kind, of):
+            Console().print(table)
     if result_path is not None:
         result_path.parent.mkdir(parents=True, exist_ok=True)
         result_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -75,19 +85,21 @@ def _demo_base() -> Path:
     return base_model_folder()
 
 
-def _same(facts: dict[str, Any], workload: EngineWorkload) -> dict[str, Any]:
-    """What runs must share to be one measurement."""
-    shared = {name: facts[name] for name in ("commit", "machine", "versions", "model")}
-    return shared | {"rows": len(workload.rows), "adapters": len(workload.adapters)}
-
-
-def _earlier_runs(path: Path | None, facts: dict[str, Any], workload: EngineWorkload) -> dict[str, list[Run]]:
+def _earlier_runs(path: Path | None, same: dict[str, Any]) -> dict[Lengths, dict[str, list[Run]]]:
+    """Runs by lengths and system. `same`: what runs must share to be one measurement."""
+    runs: dict[Lengths, dict[str, list[Run]]] = {kind: {} for kind in ALL_LENGTHS}
     if path is None or not path.exists():
-        return {}
+        return runs
     kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept["of"] != _same(facts, workload):
+    if kept["of"] != same:
         raise ValueError(f"{path}: holds runs of another commit, machine or workload. Remove it, or name another file.")
-    return {name: [Run(**run) for run in many] for name, many in kept["runs"].items()}
+    return {kind: {name: [Run(**run) for run in many] for name, many in kept["runs"][kind].items()} for kind in runs}
+
+
+def _keep_runs(path: Path | None, same: dict[str, Any], runs: Mapping[Lengths, Mapping[str, Sequence[Run]]]) -> None:
+    if path is not None:
+        kept = {k: {name: [asdict(run) for run in many] for name, many in of.items()} for k, of in runs.items()}
+        path.write_text(json.dumps({"of": same, "runs": kept}), encoding="utf-8")
 
 
 def _take_turns(systems: Sequence[str], workload_path: Path, runs: dict[str, list[Run]], repeat: str) -> None:

@@ -100,10 +100,10 @@ def _system(workload: EngineWorkload, many: Sequence[Run], reference: list[list[
     }
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """Systems, then ratios."""
+def tables(lengths: str, result: Mapping[str, Any]) -> list[Table]:
+    """Systems, then ratios, of one workload."""
     w = result["workload"]
-    systems = Table(title=f"{w['rows']} rows, {w['adapters']} adapters, {w['output_tokens']} tokens out")
+    systems = Table(title=f"{lengths} lengths: {w['rows']} rows, {w['adapters']} adapters, {w['output_tokens']} out")
     for column in ("system", "median s", "of it switching", "tokens/s", "peak GB", "rows equal"):
         systems.add_column(column, justify="left" if column == "system" else "right")
     for name, of in result["systems"].items():
@@ -119,7 +119,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         )
     for name, reason in result["not_run"].items():
         systems.add_row(name, f"not run: {reason}")
-    compared = Table(title="ratios within a repeat")
+    compared = Table(title=f"{lengths} lengths: ratios within a repeat")
     for column in ("", "median", "goal"):
         compared.add_column(column, justify="right" if column else "left")
     for name, of in result["ratios"].items():

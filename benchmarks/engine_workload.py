@@ -6,33 +6,45 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from ..engine.config import ModelConfig, read_model_config
 from ..engine.random_adapter import write_random_adapter
 
+Lengths = Literal["uniform", "long-tailed"]
+ALL_LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
 RANKS = (8, 16, 32, 64)
+# Mean and standard deviation of the logarithm of GeneratedTokens in AzureLLMInferenceTrace_conv.csv (19,366 requests,
+# Azure public data set, 2023), and the share of these lengths that keeps a run of every system within minutes.
+_LOG_MEAN, _LOG_DEVIATION, _SCALE = 5.019, 0.859, 0.25
+_LIMIT_TOKENS = 320
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One request: token ids in, exactly `max_tokens` greedy tokens out (stop tokens are ignored)."""
+    """One request: token ids in, exactly `num_tokens` greedy tokens out (stop tokens are ignored)."""
 
     prompt_token_ids: list[int]
     adapter: str
-    max_tokens: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
-    """Rows, the base model's folder and the adapters' folders by name."""
+    """Rows, the base model's folder and the adapters' folders by name.
+
+    `limit_tokens`: None where every system knows how long each answer will be. Otherwise all it is told of any answer;
+    rows end at their own lengths, as if a stop token had come.
+    """
 
     model: str
     adapters: dict[str, str]
     rows: list[BenchRow]
+    limit_tokens: int | None = None
 
     @property
     def output_tokens(self) -> int:
-        return sum(row.max_tokens for row in self.rows)
+        return sum(row.num_tokens for row in self.rows)
 
     @property
     def prompt_tokens(self) -> int:
@@ -46,12 +58,15 @@ class EngineWorkload:
     def read(cls, path: Path) -> EngineWorkload:
         """Load what `write` saved."""
         raw = json.loads(path.read_text(encoding="utf-8"))
-        return cls(raw["model"], raw["adapters"], [BenchRow(**row) for row in raw["rows"]])
+        return cls(raw["model"], raw["adapters"], [BenchRow(**row) for row in raw["rows"]], raw["limit_tokens"])
 
 
-def make_workload(model_folder: Path, folder: Path, num_rows: int, num_adapters: int, seed: int = 0) -> EngineWorkload:
-    """Rows over adapters of ranks 8 to 64 on all linear layers, with prompts of 16 to 160 tokens and answers of 16 to
-    72, in random order of adapters. Adapters are written below `folder`."""
+def make_workload(
+    model_folder: Path, folder: Path, num_rows: int, num_adapters: int, lengths: Lengths = "uniform", seed: int = 0
+) -> EngineWorkload:
+    """Rows over adapters of ranks 8 to 64 on all linear layers, with prompts of 16 to 160 tokens, in random order of
+    adapters. Answers have 16 to 72 tokens, or long-tailed lengths that no system is told. Adapters are written below
+    `folder`."""
     model: ModelConfig = read_model_config(model_folder)
     rng = random.Random(seed)
     adapters = {
@@ -62,9 +77,15 @@ def make_workload(model_folder: Path, folder: Path, num_rows: int, num_adapters:
         BenchRow(
             prompt_token_ids=[rng.randrange(100, model.vocab_size) for _ in range(rng.randint(16, 160))],
             adapter=f"adapter-{i % num_adapters}",
-            max_tokens=rng.randint(16, 72),
+            num_tokens=_draw(rng, lengths),
         )
         for i in range(num_rows)
     ]
     rng.shuffle(rows)
-    return EngineWorkload(str(model_folder), adapters, rows)
+    return EngineWorkload(str(model_folder), adapters, rows, None if lengths == "uniform" else _LIMIT_TOKENS)
+
+
+def _draw(rng: random.Random, lengths: Lengths) -> int:
+    if lengths == "uniform":
+        return rng.randint(16, 72)
+    return min(max(round(_SCALE * rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION)), 1), _LIMIT_TOKENS)

@@ -36,7 +36,7 @@ def text_share(workload: EngineWorkload, stop: tuple[str, ...]) -> float:
 
     engine._completion.finish = timed  # type: ignore[method-assign]
     requests = [
-        Request(str(i), tuple(row.prompt_token_ids), None, SamplingParams(row.max_tokens, ignore_eos=True, stop=stop))
+        Request(str(i), tuple(row.prompt_token_ids), None, SamplingParams(row.num_tokens, ignore_eos=True, stop=stop))
         for i, row in enumerate(workload.rows)
     ]
     began = time.perf_counter()

@@ -40,13 +40,18 @@ def test_the_result_names_what_did_not_run_and_prints() -> None:
     assert result["systems"][UNMERGED]["output_tokens_per_s"] == 1.0
     assert result["systems"][NO_LORA]["rows_equal_to_unmerged"] == 2
     assert result["repeats"] == 2
-    systems, _ = tables(result)
+    systems, _ = tables("uniform", result)
     assert systems.row_count == 4
 
 
 def test_an_unknown_peer_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"tgi: unknown peer\. Known: peft, vllm"):
         main(vs=("tgi",))
+
+
+def test_unknown_lengths_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"--lengths short: expected uniform or long-tailed"):
+        main(vs=(), lengths=("short",))
 
 
 def test_runs_of_another_workload_are_not_joined(tiny_llama: Path, tmp_path: Path) -> None:
