@@ -30,8 +30,12 @@ class AdapterLoader:
     def prefetch(self, adapter_ids: Iterable[str]) -> None:
         """Start reading what is neither here nor on its way."""
         for adapter_id in adapter_ids:
-            if adapter_id not in self._tier and adapter_id not in self._coming:
+            if not self.has_begun(adapter_id):
                 self._coming[adapter_id] = self._thread.submit(self._read_and_count, adapter_id)
+
+    def has_begun(self, adapter_id: str) -> bool:
+        """Whether the adapter is here or on its way."""
+        return adapter_id in self._tier or adapter_id in self._coming
 
     def is_ready(self, adapter_id: str) -> bool:
         """Whether `take` would return at once (or raise at once what went wrong)."""

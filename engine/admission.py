@@ -24,6 +24,8 @@ from .waiting_rows import WaitingRows
 # Where memory allows, runs are rounded up to this many pages: sequences of equal runs share attention calls.
 # (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
 _RUN_PAGES = 4
+# Adapters on their way for rows that may enter: of rank 64 for an 8B model, 16 are 5.4 GB.
+_MAX_AWAITED = 16
 
 
 class Admission:
@@ -106,10 +108,17 @@ class Admission:
         """Rows whose adapter need not be waited for. If there is none and nothing runs, those of the first adapter."""
         wanted = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
         missing = [a for a in wanted if a is not None and not self._room.has_at_hand(a)]
-        self._residency.loader.prefetch(a for a in missing if self._residency.get(a) is None)
+        self._read([a for a in missing if self._residency.get(a) is None])
         if len(missing) == len(wanted) and not self._running:
             del missing[0]
         return [s for s in rows if self._adapter_to_hold(s, plan) not in missing]
+
+    def _read(self, absent: list[str]) -> None:
+        """Begin to read adapters that rows wait for, not all at once: each waits in memory beside the pool."""
+        loader = self._residency.loader
+        unread = [a for a in absent if not loader.has_begun(a)]
+        num_begun = len(absent) - len(unread)
+        loader.prefetch(unread[: max(_MAX_AWAITED - num_begun, 0)])
 
     def _rounded_pages(self, sequence: Sequence) -> int:
         exact = self._layout.pages_for_tokens(sequence.capacity_tokens)

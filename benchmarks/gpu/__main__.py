@@ -21,6 +21,8 @@ from .run import run_all, run_one
 from .sections import SECTIONS, full_scale, tiny_scale
 from .shapes import LLAMA_3_8B, MODELS, TINY
 
+_ROOT = Path(__file__).resolve().parents[2]
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; returns the exit code."""
@@ -31,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="smallest sizes on a CPU: shows that it runs, not how fast")
     parser.add_argument("--only", choices=[section.name for section in SECTIONS], help="one section, in this process")
     options = parser.parse_args(arguments)
+    # in the root of a checkout, transformers would take our folder `kernels` for Hugging Face's package
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != _ROOT]
     problem = _cannot_run(options.tiny)
     if problem:
         print(problem, file=sys.stderr)

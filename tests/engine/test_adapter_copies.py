@@ -12,9 +12,10 @@ import torch
 from peft_oracle import register_all
 from torch import Tensor
 
+from lorabatch.engine import admission
 from lorabatch.engine import engine as engine_module
 from lorabatch.engine.adapter_copies import CopiesAtOnce, CopyStream, copies_for
-from lorabatch.engine.adapter_loader import AdapterLoader
+from lorabatch.engine.adapter_loader import MAX_AHEAD, AdapterLoader
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.host_tier import HostTier
@@ -266,3 +267,20 @@ def test_a_copy_stream_waits_for_steps_before_it_and_later_steps_for_it(monkeypa
     del said[:]
     assert copies.to_host(pool).tolist() == [1.0] * 8
     assert said == ["copy waits for compute", "compute waits for copy"]
+
+
+def test_adapters_that_many_rows_wait_for_are_not_all_read_at_once(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that has been read and not copied takes memory beside the pool."""
+    monkeypatch.setattr(admission, "_MAX_AWAITED", 3)
+    engine = make_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES, max_batch_rows=30, load_format="dummy")
+    ids: list[str | None] = [engine.register_dummy_adapter(f"a{i}", 2) for i in range(20)]
+    loader = engine._batch.residency.loader
+    engine.add(rows(ids, 20))
+    most, answered = 0, 0
+    while engine.num_unfinished:
+        answered += sum(result.error is None for result in engine.step())
+        most = max(most, len(loader._coming))
+    assert answered == 20
+    assert 0 < most <= 3 + MAX_AHEAD
