@@ -138,8 +138,9 @@ def profile(
 
 @app.command()
 def audit(
-    adapters: Annotated[list[Path], typer.Argument(help="Adapter folders, or folders of adapter folders.")],
+    adapters: Annotated[list[str], typer.Argument(help="Adapter folders, or folders of them; paths or URLs.")],
     model: Annotated[str, typer.Option(help="Base model: folder, GGUF file, hub id or URL.")],
+    storage_options: StorageOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every key and tensor as JSON.")] = False,
     headers_only: Annotated[bool, typer.Option(help="Do not read weights: no check for NaN, no hash.")] = False,
 ) -> None:
@@ -150,7 +151,8 @@ def audit(
     with _errors_told():
         from .pipeline.adapter_audits import audit_folders, print_audits
 
-        audits = audit_folders(adapters, model, check_values=not headers_only)
+        options = _json_object("storage_options", storage_options)
+        audits = audit_folders(adapters, model, options, check_values=not headers_only)
         if as_json:
             typer.echo(json.dumps([found.to_json() for found in audits], indent=1))
         else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,19 +20,25 @@ _NAMES_SHOWN = 8
 _STYLES = {"exact": "green", "exact-by-merge": "yellow", "refused": "red"}
 
 
-def audit_folders(folders: Sequence[Path], model: str, *, check_values: bool) -> list[AdapterAudit]:
-    """Audit each folder that is an adapter, and each adapter right below a folder that is none.
+def audit_folders(
+    urls: Sequence[str], model: str, storage_options: Mapping[str, Any], *, check_values: bool
+) -> list[AdapterAudit]:
+    """Audit each folder that is an adapter, and each adapter right below a folder that is none. `urls`: or paths.
 
-    Raises `JobRequestError` naming the folders in which no adapter was found, and what `read_model_config` raises.
+    Raises `JobRequestError` naming the folders in which no adapter was found, `StorageError` for what cannot be
+    fetched, and what `read_model_config` raises.
     """
-    config = read_model_config(local_folder(model, {}))
+    config = read_model_config(local_folder(model, storage_options))
     found: dict[str, Path] = {}
     empty = []
-    for folder in folders:
+    for url in urls:
+        folder = local_folder(url, storage_options) if "://" in url else Path(url)
         if not folder.is_dir():
             empty.append(f"{folder}: not a folder. Check the path.")
             continue
-        adapters = {folder.name: folder} if (folder / "adapter_config.json").exists() else find_adapters(folder)
+        # what is fetched lies in the cache under another name
+        name = url.rstrip("/").rsplit("/", 1)[-1] if "://" in url else folder.name
+        adapters = {name: folder} if (folder / "adapter_config.json").exists() else find_adapters(folder)
         if not adapters:
             empty.append(
                 f"{folder}: neither an adapter (adapter_config.json) nor a folder of adapters. Check the path."

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 from typer.testing import CliRunner
 
@@ -40,7 +41,7 @@ def test_every_option_of_run_is_a_key_of_the_job_file() -> None:
 
 def test_the_defaults_that_help_shows_are_those_of_a_job() -> None:
     _, text = invoke("run", "--help")
-    told = {name: said for name, (_, help) in JOB_OPTIONS.items() for said in re.findall(r"\[default: (.+)\]", help)}
+    told = {name: said for name, (_, help) in JOB_OPTIONS.items() for said in re.findall(r"\[default: ([^;]+)\]", help)}
     assert len(told) > 10
     for name, said in told.items():
         assert f"[default: {said}]" in text
@@ -94,6 +95,21 @@ def test_audit_tells_the_verdict_of_each_adapter_and_fails_when_one_is_refused(
     assert code == 1
     verdicts = {found["name"]: found["verdict"] for found in json.loads(text)}
     assert verdicts == dict.fromkeys(tiny_adapters, "exact") | {"broken": "refused"}
+
+
+def test_adapters_behind_a_url_are_audited_under_their_own_names(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = fsspec.filesystem("memory")
+    store.put(str(tiny_adapters["rank8"]), "/audited/rank8", recursive=True)
+    code, text = invoke("audit", "--model", str(tiny_llama), "--json", "memory://audited/rank8", "memory://audited")
+    assert code == 0
+    first, second = json.loads(text)
+    assert (first["name"], second["verdict"]) == ("rank8", "exact")
+    code, text = invoke("audit", "--model", str(tiny_llama), "memory://audited/none")
+    assert code == 1
+    assert "memory://audited/none': not found" in text
 
 
 def test_the_python_api_is_the_same_engine_room() -> None:
