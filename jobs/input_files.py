@@ -74,6 +74,11 @@ def read_footers(url: str, storage_options: Mapping[str, Any]) -> tuple[Footer, 
     return tuple(outcome for outcome in outcomes if isinstance(outcome, Footer))
 
 
+def footer_sha256(file: BinaryIO) -> str:
+    """Hash of a Parquet file's footer, as `InputFile` has it. Raises ValueError where there is none."""
+    return hashlib.sha256(_footer_bytes(file)[0]).hexdigest()
+
+
 def would_read(url: str, file: str) -> bool:
     """Whether a file would be among those that `read_footers` finds behind `url`. Absolute paths or URLs, both."""
     source, file = _resolved(url), _resolved(file)

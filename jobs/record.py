@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
+from unicodedata import normalize
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -172,6 +173,10 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
         return f"adapter={name!r}: refused. {why}" if adapter.is_refused else None
     close = difflib.get_close_matches(name, adapters, n=1)
     known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else ".")
+    if twin := next((other for other in adapters if normalize("NFC", other) == normalize("NFC", name)), None):
+        return (
+            f"adapter={name!a}: not among this job's adapters; {twin!a} looks the same, written with other characters"
+        )
     hint = f"did you mean {close[0]!r}?" if close else f"known: {known if adapters else 'none.'}"
     return f"adapter={name!r}: not among this job's adapters; {hint}"
 

@@ -10,7 +10,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..jobs.input_files import unpack_schema
+from ..jobs.input_files import footer_sha256, unpack_schema
 from ..jobs.location import options_for, storage_reason
 
 _READ_ROWS = 1024
@@ -18,7 +18,10 @@ _READ_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """A row group. `file_name` is for messages and made-up ids; `first_row` counts from the file's start."""
+    """A row group. `file_name` is for messages and made-up ids; `first_row` counts from the file's start.
+
+    `footer_sha256`: of the file as it was when the job was frozen.
+    """
 
     chunk_id: int
     file_url: str
@@ -26,6 +29,7 @@ class ChunkRef:
     row_group: int
     first_row: int
     num_rows: int
+    footer_sha256: str
 
 
 class DamagedChunkError(Exception):
@@ -42,13 +46,16 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
     num_rows = 0
     try:
         fs, path = fsspec.core.url_to_fs(chunk.file_url, **options)
-        with (
-            fs.open(path, "rb") as handle,
-            pq.ParquetFile(handle, pre_buffer=True, page_checksum_verification=True) as file,
-        ):
-            for batch in file.iter_batches(batch_size=_READ_ROWS, row_groups=[chunk.row_group]):
-                num_rows += batch.num_rows
-                yield _fitted(batch, schema)
+        with fs.open(path, "rb") as handle:
+            if footer_sha256(handle) != chunk.footer_sha256:
+                raise DamagedChunkError(
+                    f"input file {chunk.file_name!r}: has changed since the job was started. Put back what it was, or "
+                    "start over with --overwrite."
+                )
+            with pq.ParquetFile(handle, pre_buffer=True, page_checksum_verification=True) as file:
+                for batch in file.iter_batches(batch_size=_READ_ROWS, row_groups=[chunk.row_group]):
+                    num_rows += batch.num_rows
+                    yield _fitted(batch, schema)
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         reason = storage_reason(error, options)
         raise DamagedChunkError(_refusal(chunk, f"cannot be read ({reason})")) from None

@@ -54,7 +54,8 @@ def list_chunks(record: JobRecord, input_url: str = "") -> tuple[ChunkRef, ...]:
         first_row = 0
         for row_group, num_rows in enumerate(file.row_group_rows):
             if num_rows:
-                chunks.append(ChunkRef(len(chunks), url, file.name, row_group, first_row, num_rows))
+                place = (url, file.name, row_group, first_row, num_rows)
+                chunks.append(ChunkRef(len(chunks), *place, file.footer_sha256))
             first_row += num_rows
     return tuple(chunks)
 

@@ -112,7 +112,7 @@ def check_rows(store: JobStore, record: JobRecord, summaries: Sequence[ChunkSumm
     """
     damages = [summary.damage for summary in summaries if summary.damage is not None]
     if damages:
-        raise JobRequestError(*damages)
+        raise JobRequestError(*dict.fromkeys(damages))
     index = read_index(store, len(summaries))
     refuse_duplicate_ids(store, index, record.input.roles.get("id", DEFAULT_ID_COLUMN))
     errors, workload = _errors_and_workload(store, record, index)

@@ -124,6 +124,9 @@ def test_an_adapter_that_cannot_serve_says_why_and_what_is_near() -> None:
     far = adapter_problem("zzz", adapters)
     assert far is not None
     assert far.endswith("tenant-4, …")
+    spelled = adapter_problem("cafe\u0301", {"caf\u00e9": adapters["bad"]})
+    assert spelled is not None
+    assert "'cafe\\u0301': not among this job's adapters; 'caf\\xe9' looks the same" in spelled
     nobody = adapter_problem("x", {})
     assert nobody is not None
     assert nobody.endswith("known: none.")

@@ -260,6 +260,19 @@ def damaged(path: Any, where: float) -> None:
     path.write_bytes(data)
 
 
+def test_a_file_that_changed_after_the_job_was_frozen_is_not_taken_for_the_one_that_was(
+    prepare_job: Callable[..., Any],
+) -> None:
+    job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), row_group_rows=1)
+    path = job.store.location.local_path("../in/rows.parquet")
+    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), path, row_group_size=1)
+    (said,) = {summary.damage for summary in job.index()}
+    assert said == (
+        "input file 'rows.parquet': has changed since the job was started. Put back what it was, or start over with "
+        "--overwrite."
+    )
+
+
 def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Callable[..., Any]) -> None:
     num_rows = 4000
     texts = [f"{i} " + "fox " * (i % 7) for i in range(num_rows)]
