@@ -19,9 +19,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from .errors import JobRequestError
-from .location import options_for, storage_reason
+from .location import options_for
 from .record import InputFile
 from .secrets import redacted_url
+from .storage_reason import storage_reason
 
 _WEB = ("http://", "https://")
 _GLOB_SIGNS = "*?["

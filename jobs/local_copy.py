@@ -23,8 +23,9 @@ import fsspec
 
 from ..engine.gguf_model import default_cache_root, resolve_gguf
 from .errors import StorageError
-from .location import options_for, storage_reason
+from .location import options_for
 from .secrets import redacted_url
+from .storage_reason import storage_reason
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Never fetched: pickles can run code when read, and nothing here reads them. Their names are kept as empty files,

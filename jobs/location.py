@@ -26,7 +26,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from .errors import MissingFileError, StorageError
-from .secrets import redacted_url, scrubbed
+from .secrets import redacted_url
+from .storage_reason import storage_reason
 
 logger = logging.getLogger(__name__)
 
@@ -251,32 +252,6 @@ def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     if is_per_protocol:
         return dict(storage_options.get(protocol, {}))
     return {} if protocol in ("file", "local") else dict(storage_options)
-
-
-def storage_reason(error: BaseException, storage_options: Mapping[str, Any]) -> str:
-    """One plain sentence for what storage answered, and what to do. Free of secrets."""
-    detail = scrubbed(str(error), storage_options) or type(error).__name__
-    kind = type(error).__name__
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
-        return f"access was refused ({detail}). Check the permissions of the file and of the folders above it."
-    if isinstance(error, PermissionError) or "Credentials" in kind or "Forbidden" in kind:
-        return (
-            f"access was refused ({detail}). Check the credentials in the environment or in "
-            "--storage-options, and what they may do."
-        )
-    if isinstance(error, FileNotFoundError):
-        return f"not found ({detail}). Check the path or the bucket's name."
-    if isinstance(error, NotADirectoryError):
-        return f"expected a folder ({detail}). Name another one."
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full. Free some space, then resume."
-    if isinstance(error, ImportError):
-        return f"a package is missing: {detail}"
-    if isinstance(error, ValueError) and "rotocol" in detail:
-        return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
-    if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:
-        return f"nobody answers ({detail}). Check the network, and the endpoint in --storage-options if there is one."
-    return detail
 
 
 def _is_lost_race(error: Exception) -> bool:

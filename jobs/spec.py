@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..engine.config import Mode
 from ..engine.request import SamplingParams
 from .error_budget import ErrorBudget
 from .errors import JobRequestError
+from .job_file import read_job_file
 from .location import absolute
 from .secrets import redacted_url
 
@@ -264,12 +264,6 @@ class JobSpec(BaseModel):
         return value
 
 
-def read_job_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values in a job file, with `overrides` taking precedence. Raises `JobRequestError`."""
-    values = {name.replace("-", "_"): value for name, value in _read_yaml(Path(path)).items()}
-    return values | dict(overrides or {})
-
-
 def _absolute_if_there(url: str) -> str:
     path = absolute(url)
     return path if Path(path).exists() else url
@@ -285,20 +279,6 @@ def _pairs(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict
             raise ValueError(f"{name!r} is given twice: {pairs[name]!r} and {target!r}; keep one")
         pairs[name] = target
     return pairs
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise JobRequestError(f"job file {path}: not found. Check the path.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobRequestError(f"job file {path}: cannot be read ({error}).") from None
-    except yaml.YAMLError as error:
-        raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
-    if not isinstance(value, dict):
-        raise JobRequestError(f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}.")
-    return {str(name): item for name, item in value.items()}
 
 
 def _unknown_keys(values: Mapping[str, Any]) -> list[str]:

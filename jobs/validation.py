@@ -20,11 +20,12 @@ from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
 from .input_columns import find_roles
 from .input_files import pack_schema, read_footers, unified_schema, would_read
+from .job_file import read_job_file
 from .local_copy import is_on_this_machine, local_folder
 from .output_contents import OutputContents, part_name
 from .record import InputRecord
 from .secrets import is_redacted, redacted_url
-from .spec import JobSpec, read_job_file
+from .spec import JobSpec
 from .store import JobStore
 
 _T = TypeVar("_T")

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..jobs.input_files import footer_sha256, unpack_schema
-from ..jobs.location import options_for, storage_reason
+from ..jobs.location import options_for
+from ..jobs.storage_reason import storage_reason
 
 _READ_ROWS = 1024
 
