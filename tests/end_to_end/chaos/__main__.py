@@ -51,13 +51,14 @@ def _options() -> Any:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--at-once", type=int, default=1, help="trials beside each other")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further run after so long")
+    parser.add_argument("--material", type=Path, help="a folder with what all trials share, for the next command too")
     parser.add_argument("--results", type=Path, help="a file that gains one line of JSON per run")
     return parser.parse_args()
 
 
 def _run_all(options: Any, folder: Path) -> Iterator[Outcome]:
     """Outcomes in the order of their seeds."""
-    material = Material(folder / "material")
+    material = Material((options.material or folder / "material").resolve())
     for engine in ("echo", "uneven", "real"):
         material.undisturbed_digest(engine)
     stop_s = time.monotonic() + options.minutes * 60

@@ -39,7 +39,7 @@ _UNDISTURBED_LIMIT_S = 180
 
 @dataclass
 class Material:
-    """Files under `folder`, made when they are first asked for."""
+    """Files under `folder`, made when they are first asked for, and found there by whoever comes later."""
 
     folder: Path
     _digests: dict[EngineKind, str] = field(default_factory=dict)
@@ -47,7 +47,8 @@ class Material:
     @cached_property
     def model(self) -> Path:
         """A random two-layer Llama."""
-        return write_model(self.folder / "model")
+        path = self.folder / "model"
+        return path if path.exists() else write_model(path)
 
     def model_of_one_job(self, engine: EngineKind, folder: Path) -> Path:
         """A copy that tells echo engines how slow to be, the first of them above all."""
@@ -59,7 +60,9 @@ class Material:
     def adapters(self) -> Path:
         """Three adapters of different ranks on different layers."""
         for seed, (name, lora) in enumerate(_ADAPTERS.items()):
-            write_adapter(self.folder / "adapters" / name, self.model, seed=seed + 1, **lora)
+            path = self.folder / "adapters" / name
+            if not path.exists():
+                write_adapter(path, self.model, seed=seed + 1, **lora)
         return self.folder / "adapters"
 
     def rows(self, engine: EngineKind) -> list[dict[str, Any]]:
@@ -113,6 +116,8 @@ class Material:
         """Hash of the sorted output of a run that nothing disturbs: one worker, made once."""
         if engine not in self._digests:
             output = self.folder / f"undisturbed-{engine}"
+            if (output / "_SUCCESS").exists():
+                return self._digests.setdefault(engine, digest(output))
             model = self.model_of_one_job(engine, self.folder / f"model-{engine}")
             options = self.options(engine) | {"model": model, "output": output, "workers": 1, "rows_per_shard": 64}
             words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
