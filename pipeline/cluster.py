@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import active_children
 from typing import Any, cast
 
 import dask
@@ -25,6 +26,8 @@ DEFAULT_WORKERS = 2
 _CONNECT_TIMEOUT = "10s"
 _CLUSTER_STARTS = 3
 _WORKER_START_LIMIT_S = 60.0
+# How Dask names them.
+_WORKER_PROCESS = "Dask Worker process"
 _ANSWER_LIMIT_S = 10.0
 # Workers send heartbeats every few seconds, in big clusters less often.
 _LIVELY_WITHIN_S = 15.0
@@ -194,13 +197,19 @@ def embedded(num_workers: int) -> Iterator[Client]:
 
 
 def _start(**options: Any) -> LocalCluster:
-    """Start the workers' processes; a worker that dies while it starts fails the whole cluster, so try again."""
+    """Start the workers' processes; one that dies or hangs while it starts fails the whole cluster, so try again."""
     reason = ""
     for _ in range(_CLUSTER_STARTS):
+        before = {child.pid for child in active_children()}
         try:
             return LocalCluster(**options)
-        except (RuntimeError, TimeoutError) as error:
+        # The last: a nanny that is to end a worker which has not started yet.
+        except (RuntimeError, TimeoutError, AssertionError) as error:
             reason = str(error) or type(error).__name__
+            # A stopped one would keep this process from ending.
+            for child in active_children():
+                if child.pid not in before and child.name.startswith(_WORKER_PROCESS):
+                    child.kill()
             logger.warning("the embedded cluster could not be started: %s", reason)
     raise JobFailedError(
         f"cluster='local': its workers could not be started ({reason}). Check free memory and the number of "

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from multiprocessing import active_children
 from typing import Any
 
 import pytest
@@ -50,6 +54,28 @@ def test_an_embedded_cluster_whose_worker_dies_while_it_starts_is_started_again(
     deaths += [RuntimeError("Nanny failed to start.")] * 9
     with pytest.raises(JobFailedError, match=r"could not be started \(Nanny failed to start\.\)"):
         cluster._start()
+
+
+@pytest.mark.chaos
+def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "_WORKER_START_LIMIT_S", 8.0)
+    pause, stopped = threading.Event(), []
+
+    def stop_the_first() -> None:
+        while not (workers := active_children()):
+            pause.wait(0.01)
+        os.kill(workers[0].pid or 0, signal.SIGSTOP)
+        stopped.append(workers[0])
+
+    thread = threading.Thread(target=stop_the_first)
+    thread.start()
+    with connected(make_spec(workers=1)) as client:
+        assert client.submit(os.getpid).result(timeout=60) not in (os.getpid(), stopped[0].pid)
+    thread.join()
+    stopped[0].join(timeout=10)
+    assert not stopped[0].is_alive()
 
 
 class LostClient:
