@@ -60,7 +60,7 @@ def test_an_embedded_cluster_whose_worker_dies_while_it_starts_is_started_again(
 def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster, "_WORKER_START_LIMIT_S", 8.0)
+    monkeypatch.setattr(cluster, "_WORKER_START_LIMIT_S", 20.0)
     pause, stopped = threading.Event(), []
 
     def stop_the_first() -> None:
