@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -226,6 +227,8 @@ def claim_stdout() -> BinaryIO:
 
 def main() -> int:
     """Entry point of the process."""
+    # Its host decides when it ends: told to leave, the host first takes back what was generated.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     outlet = claim_stdout()
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()

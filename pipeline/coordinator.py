@@ -33,7 +33,7 @@ from ..scheduler.events import (
     Tick,
 )
 from ..scheduler.scheduler import Scheduler
-from .errors import EngineFailedError
+from .errors import EngineFailedError, ShardAbandonedError
 from .job_control import JobControl
 from .job_monitor import JobMonitor
 from .journal import Journal
@@ -146,6 +146,8 @@ class Coordinator:
             message = self._inbox.get(timeout=TICK_S / 2)
         except queue.Empty:
             message = None
+        # First of all: who has slept and was replaced meanwhile must not enact a thing.
+        self._control.check()
         match message:
             case HostReport():
                 self._report(message)
@@ -161,7 +163,9 @@ class Coordinator:
     def _report(self, report: HostReport) -> None:
         self._monitor.reported(report, is_tail=not self._scheduler.num_queued)
         self._roll.heard(report.worker, time.monotonic())
-        if report.state == "failed":
+        if report.state == "left":
+            self._lose(report.worker, handed_over=True)
+        elif report.state == "failed":
             self._engine_failed(report)
         elif report.state == "ready" and report.worker not in self._workers:
             self._workers.add(report.worker)
@@ -207,8 +211,8 @@ class Coordinator:
             return
         if future.status == "error":
             error = future.exception()
-            if isinstance(error, EngineFailedError):
-                return  # its worker reports as failed, which frees all its shards
+            if isinstance(error, EngineFailedError | ShardAbandonedError):
+                return  # its worker reports that it has failed or left, which frees all its shards
             reason = str(error) or type(error).__name__
         else:
             reason = f"its task was {future.status}"
@@ -229,8 +233,7 @@ class Coordinator:
         self._handle(ShardCommitted(self._now_s(), message.shard_id, outcome.worker))
 
     def _watch(self) -> None:
-        """Look for reasons to stop, for workers that are gone, and for engines at all."""
-        self._control.check()
+        """Look for workers that are gone, and for engines at all."""
         now_s = time.monotonic()
         if now_s - self._watched_s < _WATCH_INTERVAL_S:
             return
@@ -246,13 +249,13 @@ class Coordinator:
     def _alive_workers(self) -> set[str]:
         return set(self._client.scheduler_info(n_workers=-1)["workers"])
 
-    def _lose(self, worker: str) -> None:
+    def _lose(self, worker: str, *, handed_over: bool = False) -> None:
         self._monitor.lost(worker)
         if worker in self._workers:
             self._workers.discard(worker)
             # pinned to this worker, its tasks would wait for it for ever
             self._cancel(lambda shard_id, where: where == worker)
-            self._handle(ReplicaLost(self._now_s(), worker))
+            self._handle(ReplicaLost(self._now_s(), worker, handed_over))
 
     def _handle(self, event: Event) -> None:
         """One event through the scheduler, and its commands done."""

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed import Worker
+from distributed import Status, Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from .. import __version__
@@ -23,6 +24,7 @@ from ..jobs.local_copy import local_folder
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from .adapter_shelf import AdapterShelf
+from .departure import leave_on_sigterm
 from .engine_share import EngineShare
 from .errors import EngineFailedError
 from .log_shipper import LogShipper
@@ -30,7 +32,9 @@ from .messages import EngineSettings, HostReport, ShardOutcome, report_topic
 from .row_exchange import RowExchange
 from .worker_engines import engines_of
 
-_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 4.0
+# Owners ask for their rows several times a second.
+_RETURN_TIMEOUT_S = 1.0
 
 
 def host_name(run_id: str) -> str:
@@ -70,19 +74,26 @@ class EngineHost(WorkerPlugin):
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self._store, logs, shared=logs)
         self._exchange = RowExchange(worker, self._run_id, self.engine, self.shelf)
+        leave_on_sigterm(worker)
 
     async def teardown(self, worker: Worker) -> None:
-        """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished rows."""
+        """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
+        Guests go back to their owners.
+        """
+        folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
+        await self._exchange.depart(_RETURN_TIMEOUT_S)
         self._exchange.close()
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self._close, folder)
 
-    def _close(self) -> None:
-        folder = self._engines.leave(self._run_id, _CLOSE_TIMEOUT_S)
+    def _close(self, folder: TemporaryDirectory[str] | None) -> None:
         with self._lock:
             claims = list(self._claims.values())
         for claim in claims:
             with contextlib.suppress(Exception):
                 claim.result(_CLOSE_TIMEOUT_S)
+        if self._worker.status not in (Status.running, Status.paused):
+            # Only now: whoever opens its shards next must find what was kept.
+            self._send(HostReport(self.address, "left", self._settings.config.max_batch_rows))
         self._shipper.close(_CLOSE_TIMEOUT_S)
         if folder is not None:
             folder.cleanup()

@@ -67,10 +67,15 @@ class EngineKeeper:
         return EngineShare(run, self._folder, self._act_later)
 
     def leave(self, run: str, timeout_s: float) -> None:
-        """Fail what a run has open with `ShardAbandonedError`; others go on. Waits until that is done."""
+        """Fail what a run has open with `ShardAbandonedError`, once the process has given up what it has generated for
+        it; others go on. Waits until that is done, and for the process no longer than `timeout_s`.
+        """
         done = threading.Event()
-        self._inbox.put(partial(self._leave, run, done))
-        done.wait(timeout_s)
+        leave = partial(self._leave, run, done)
+        self._inbox.put(partial(self._hand_back, run, leave))
+        if not done.wait(timeout_s):
+            self._inbox.put(leave)
+            done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Fail what is open with `ShardAbandonedError` and end the process; wait for both."""
@@ -134,6 +139,9 @@ class EngineKeeper:
         self._rows.join(run)
         self._reporters[run] = send_report
         self._report_at_s = 0.0
+
+    def _hand_back(self, run: str, leave: Callable[[], None]) -> None:
+        self._tell(self._rows.hand_back(run, leave))
 
     def _leave(self, run: str, done: threading.Event) -> None:
         self._reporters.pop(run, None)

@@ -7,7 +7,7 @@ messages. Results go straight to the shard that waits for them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -84,8 +84,19 @@ class EngineRows:
         assert run not in self.runs, f"run {run} uses this engine already"
         self.runs[run] = RunRows()
 
+    def hand_back(self, run: str, then: Callable[[], None]) -> list[Message]:
+        """Have the process give up what it has of a run, so that nothing it has generated is lost; then call `then`."""
+        shards = self.runs[run].shards if self._is_ready and run in self.runs else []
+        names = [name for shard in shards for name in shard.request_ids]
+
+        def asker(rows: list[ExportedRow]) -> None:
+            self._take_back(rows)
+            then()
+
+        return self._export(self._desk.ask(names, len(names), asker))
+
     def leave(self, run: str) -> list[Message]:
-        """A run is over: what it has open is given up, its rows leave the engine."""
+        """A run is over: what it has open is given up with what was generated, its rows leave the engine."""
         rows = self.runs.pop(run, None)
         if rows is None:
             return []
@@ -101,9 +112,11 @@ class EngineRows:
             self._give_up(rows, failure)
 
     def _give_up(self, rows: RunRows, reason: Exception) -> list[Message]:
-        messages = [message for shard in rows.shards for message in self._forget(shard)]
+        messages: list[Message] = []
         for shard in rows.shards:
-            shard.fail(reason)
+            begun = self._ledger.begun(shard.request_ids)
+            messages += self._forget(shard)
+            shard.fail(reason, begun)
         rows.shards.clear()
         return messages
 
@@ -168,6 +181,10 @@ class EngineRows:
     @staticmethod
     def _export(request_ids: list[str]) -> list[Message]:
         return [{"op": "export", "request_ids": request_ids}] if request_ids else []
+
+    def returned(self, rows: Iterable[ExportedRow]) -> None:
+        """Lent rows come back with what another engine has generated for them, and go on here."""
+        self._ledger.returned(rows)
 
     def reclaim(self, request_ids: Iterable[str]) -> None:
         """Lent rows go on here, from where they were when they left."""

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from ..engine.exported_row import ExportedRow
-from ..engine.request import Request
 from .engine_rows import EngineRows, Message
 from .loan_desk import Loan
 from .messages import LocalAdapter
@@ -34,18 +33,17 @@ class EngineShare:
         return engine_log(self.folder)
 
     def open(
-        self, shard_id: int, requests: Iterable[Request], adapters: Iterable[LocalAdapter], rows_behind: int = 0
+        self,
+        shard_id: int | None,
+        rows: Iterable[ExportedRow],
+        adapters: Iterable[LocalAdapter],
+        rows_behind: int = 0,
     ) -> OpenShard:
-        """Give rows to the engine; results arrive at the returned shard under the same request ids, which must
-        be unique among all rows that this run has open here. `rows_behind`: see `ShardTask`.
+        """Give rows to the engine, begun or not; results arrive at the returned shard under the same request ids, which
+        must be unique among all rows that this run has open here. `shard_id` None: guests. `rows_behind`: see
+        `ShardTask`.
         """
-        return self._open(OpenShard(shard_id, map(ExportedRow, requests), self.run), adapters, rows_behind)
-
-    def open_guests(self, rows: Iterable[ExportedRow], adapters: Iterable[LocalAdapter]) -> OpenShard:
-        """Likewise for rows of another worker's shard, begun or not."""
-        return self._open(OpenShard(None, rows, self.run), adapters)
-
-    def _open(self, shard: OpenShard, adapters: Iterable[LocalAdapter], rows_behind: int = 0) -> OpenShard:
+        shard = OpenShard(shard_id, rows, self.run)
         self._act(partial(EngineRows.open, shard=shard, adapters=tuple(adapters), rows_behind=rows_behind))
         return shard
 
@@ -64,6 +62,10 @@ class EngineShare:
     def answered(self, served: Iterable[ServedRow]) -> None:
         """Another engine has finished rows that were lent. Those that nobody waits for are dropped."""
         self._act(partial(EngineRows.answered, served=tuple(served)))
+
+    def returned(self, rows: Iterable[ExportedRow]) -> None:
+        """Another engine gives lent rows back, further on than they were. They go on here."""
+        self._act(partial(EngineRows.returned, rows=tuple(rows)))
 
     def reclaim(self, request_ids: Iterable[str]) -> None:
         """Lent rows go on here after all, from where they were when they left."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.exported_row import ExportedRow
-from ..engine.wire import pack_result
+from ..engine.wire import pack_exported_row, pack_result
+from ..jobs.errors import JobFailedError
 from .engine_share import EngineShare
 from .messages import LocalAdapter
 from .open_shard import OpenShard, ServedRow
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Longer than an owner tries to reach a helper before it takes its rows back.
 PATIENCE_S = 20.0
+_DEPART_POLL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -49,27 +51,41 @@ class Guests:
             return
         # Their owner's shard may be opened here too, should the owner be lost: the names must differ.
         renamed = [_renamed(row, f"{loan_id}/{row.request.request_id}") for row in rows]
-        self._parties[loan_id] = _Party(self._engine.open_guests(renamed, adapters), time.monotonic())
+        self._parties[loan_id] = _Party(self._engine.open(None, renamed, adapters), time.monotonic())
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
 
-    def results(self, loan_id: str, acknowledged: Sequence[str]) -> list[dict[str, Any]]:
-        """What has finished and was not acknowledged yet. When the owner has acknowledged all, the loan is over.
+    def results(self, loan_id: str, acknowledged: Sequence[str]) -> dict[str, Any]:
+        """What has finished and was not acknowledged yet (`rows`). When the owner has acknowledged all, the loan is
+        over; it is over too when this engine cannot go on (`is_over`), and the rest is `returned` as it is.
 
-        Raises KeyError for a loan that is not here (any more), and what the engine's failure raises.
+        Raises KeyError for a loan that is not here (any more).
         """
         party = self._parties[loan_id]
         party.asked_s = time.monotonic()
         for request_id in acknowledged:
             party.untold.pop(request_id, None)
-        for served in party.shard.take(0):
-            party.untold[served.result.request_id.removeprefix(f"{loan_id}/")] = served
-        if not party.untold and not party.shard.num_unfinished:
+        is_over = False
+        try:
+            for served in party.shard.take(0):
+                party.untold[served.result.request_id.removeprefix(f"{loan_id}/")] = served
+        except JobFailedError:
+            is_over = True
+        if is_over or (not party.untold and not party.shard.num_unfinished):
             del self._parties[loan_id]
-        return [
+        rows = [
             {"result": pack_result(replace(served.result, request_id=name)), "num_crashes": served.num_crashes}
             for name, served in party.untold.items()
         ]
+        begun = party.shard.begun if is_over else ()
+        returned = [_renamed(row, row.request.request_id.removeprefix(f"{loan_id}/")) for row in begun]
+        return {"rows": rows, "is_over": is_over, "returned": [pack_exported_row(row) for row in returned]}
+
+    async def depart(self, timeout_s: float) -> None:
+        """Wait until every owner has heard that its guests are given up, but no longer than this."""
+        give_up_s = time.monotonic() + timeout_s
+        while self._parties and time.monotonic() < give_up_s:
+            await asyncio.sleep(_DEPART_POLL_S)
 
     def drop(self, loan_id: str) -> None:
         """Nobody wants these rows any more."""

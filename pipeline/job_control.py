@@ -11,6 +11,7 @@ from distributed import Client, Status, Worker
 
 from ..jobs.errors import JobCancelledError, JobFailedError, JobInterruptedError
 from ..jobs.store import JobStore
+from .coordinator_lease import CoordinatorLease
 from .job_reporter import INTERRUPTED
 
 # How often CANCEL is looked for in storage.
@@ -27,13 +28,16 @@ class JobControl:
     `task_key`: of the coordinator's own task; when Dask has cancelled it, nobody waits for the job any more.
     """
 
-    def __init__(self, client: Client, worker: Worker, store: JobStore, run_id: str, task_key: Any) -> None:
+    def __init__(
+        self, client: Client, worker: Worker, store: JobStore, run_id: str, task_key: Any, lease: CoordinatorLease
+    ) -> None:
         self.coordinator_id = uuid.uuid4().hex[:6]
         self._client = client
         self._worker = worker
         self._store = store
         self._topic = control_topic(run_id)
         self._task_key = task_key
+        self._lease = lease
         self._is_stop_asked = self._is_replaced = False
         self._looked_s = time.monotonic()
 
@@ -57,7 +61,8 @@ class JobControl:
     @property
     def is_displaced(self) -> bool:
         """Whether somebody else goes on with the job, or will."""
-        return self._is_replaced or self._worker.status not in (Status.running, Status.paused)
+        is_leaving = self._worker.status not in (Status.running, Status.paused)
+        return self._is_replaced or is_leaving or self._lease.is_lost
 
     def check(self) -> None:
         """Raise `DisplacedError`, `JobFailedError` when Dask's scheduler is gone, `JobInterruptedError` when the

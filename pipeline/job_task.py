@@ -15,6 +15,7 @@ from distributed import Client, Reschedule, get_worker, secede
 from ..jobs.opening import OpenedJob, changed_adapters
 from ..jobs.secrets import redacted_url
 from .cluster import client_security, loss_told
+from .coordinator_lease import CoordinatorLease
 from .hosts import stop_hosts
 from .job_control import JobControl
 from .job_forecast import Forecaster
@@ -27,8 +28,9 @@ from .told_progress import ToldProgress
 logger = logging.getLogger(__name__)
 
 
-def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster) -> JobResult:
-    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch.
+def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster, lease_s: float) -> JobResult:
+    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch. `lease_s`: another
+    coordinator takes over when this one has been silent for so long.
 
     Raises what `run.run` says. The hosts are gone when it returns or raises.
     """
@@ -39,7 +41,8 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster)
     key = worker.get_current_task()
     with (
         Client(worker.scheduler.address, security=client_security(worker), set_as_default=False) as client,
-        JobControl(client, worker, job.store, run_id, key) as control,
+        CoordinatorLease(client, run_id, lease_s) as lease,
+        JobControl(client, worker, job.store, run_id, key, lease) as control,
     ):
         client.run_on_scheduler(_forgive, key=key)
         told = ToldProgress(client, run_id, redacted_url(job.spec.output))
@@ -47,7 +50,9 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster)
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), forecaster)
         try:
             with loss_told(client):
-                return _stages(run, began_s)
+                result = _stages(run, began_s)
+            lease.end()
+            return result
         except Exception as error:
             if control.is_displaced:
                 logger.info("job %s goes on elsewhere", job.record.job_id)
@@ -58,6 +63,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster)
                 job.store.clean_up()
                 return finished_before(job)
             reporter.ended(error)
+            lease.end()
             raise
 
 

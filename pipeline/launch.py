@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import dask
+from dask.utils import parse_timedelta
 from distributed import Client, Future, KilledWorker
 
 from ..jobs.errors import JobFailedError, JobInterruptedError, JobRequestError
@@ -23,6 +25,7 @@ from .job_forecast import Forecaster
 from .job_reporter import INTERRUPTED, JobReporter
 from .job_result import JobResult
 from .job_task import run_job
+from .lease_keeper import job_key, keep_leases
 from .told_progress import state_of, state_topic
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,9 @@ _JOB_PRIORITY = 100
 # Finished rows are flushed and engines stopped meanwhile.
 _STOP_PATIENCE_S = 45.0
 _POLL_S = 0.5
+# In Dask's configuration of whoever starts the job: how long a coordinator may be silent.
+LEASE_SETTING = "lorabatch.coordinator-lease"
+_LEASE = "20s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,14 @@ def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
     """
     _refuse_running(client, job)
     show_jobs(client)
+    keep_leases(client)
     num_workers = count_workers(client)
     forecaster = Forecaster.of(job, num_workers)
     settings = engine_settings(job, num_workers, engine_factory, forecaster.cost.cost)
     run_id = start_hosts(client, job.record.job_id, settings, job.store)
-    asked = (job, run_id, time.time(), forecaster)
-    future = client.submit(run_job, *asked, key=f"lora_job-{run_id}", priority=_JOB_PRIORITY, pure=False)
+    lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
+    asked = (job, run_id, time.time(), forecaster, lease_s)
+    future = client.submit(run_job, *asked, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
     return LaunchedJob(job, run_id, future)
 
 

@@ -7,7 +7,7 @@ import logging
 import uuid
 from typing import Any
 
-from ..engine.wire import pack_exported_row, unpack_result
+from ..engine.wire import pack_exported_row, unpack_exported_row, unpack_result
 from .engine_share import EngineShare
 from .loan_desk import Loan
 from .open_shard import ServedRow
@@ -86,6 +86,10 @@ class Loans:
             self._engine.answered(served)
             acknowledged = [row.result.request_id for row in served]
             waiting.difference_update(acknowledged)
+            if answer["is_over"]:
+                self._engine.returned(map(unpack_exported_row, answer["returned"]))
+                logger.info("%s gives rows back, %d of them begun", helper, len(answer["returned"]))
+                return
         await self._peers.ask(helper, "results", loan_id=loan_id, acknowledged=acknowledged)
 
     async def _patiently(self, helper: str, question: str, **content: Any) -> Answer:

@@ -17,7 +17,7 @@ MIN_STEP_TOKENS = 16
 # Followed by the run's id.
 REPORT_TOPIC = "lorabatch-report-"
 
-HostState = Literal["starting", "ready", "restarting", "failed"]
+HostState = Literal["starting", "ready", "restarting", "failed", "left"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class OpenShard:
         self._unfinished = set(self.request_ids)
         self._fresh: list[ServedRow] = []
         self._failure: Exception | None = None
+        # Unfinished rows with tokens, under their own names; known when the shard has failed.
+        self.begun: tuple[ExportedRow, ...] = ()
         # Nobody takes results any more.
         self.is_abandoned = False
         self._changed = threading.Condition()
@@ -61,9 +63,12 @@ class OpenShard:
                 if not self._unfinished:
                     self._changed.notify_all()
 
-    def fail(self, failure: Exception) -> None:
-        """No more results will come; whoever waits gets `failure` once the finished rows are taken."""
+    def fail(self, failure: Exception, begun: Iterable[ExportedRow] = ()) -> None:
+        """No more results will come; whoever waits gets `failure` once the finished rows are taken. `begun`: what was
+        generated for the others.
+        """
         with self._changed:
+            self.begun = tuple(_renamed(row, self._own_name(row.request.request_id)) for row in begun)
             self._failure = failure
             self._changed.notify_all()
 
@@ -81,8 +86,10 @@ class OpenShard:
         return [self._under_own_name(row) for row in fresh]
 
     def _under_own_name(self, row: ServedRow) -> ServedRow:
-        name = row.result.request_id.removeprefix(f"{self.run}/")
-        return replace(row, result=replace(row.result, request_id=name))
+        return replace(row, result=replace(row.result, request_id=self._own_name(row.result.request_id)))
+
+    def _own_name(self, request_id: str) -> str:
+        return request_id.removeprefix(f"{self.run}/")
 
 
 def _renamed(row: ExportedRow, request_id: str) -> ExportedRow:

@@ -1,7 +1,9 @@
-"""`RowAnswer`: what the output says about one row, and its form in the journals of unfinished shards.
+"""`RowAnswer`: what the output says about one row, `BegunRow`: what was generated for a row that is not finished, and
+the form of both in the journals of unfinished shards.
 
-A journal is a run of frames: length and CRC-32 (four bytes each, little-endian), then msgpack. A process may
-die in the middle of a write, so a journal is read up to its first frame that is not whole.
+A journal is a run of frames: length and CRC-32 (four bytes each, little-endian), then msgpack: a list for an answer, a
+map for a begun row. A process may die in the middle of a write, so a journal is read up to its first frame that is not
+whole.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 import msgpack
 
@@ -57,13 +60,36 @@ class RowAnswer:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class BegunRow:
+    """What a worker had generated for a row when it had to leave; whoever opens the shard next goes on from there.
+
+    `fingerprint` and `adapter_sha256` (None: base model) say for what. `token_logprobs` has one number per token when
+    the row asks for log-probabilities, else none.
+    """
+
+    fingerprint: bytes
+    adapter_sha256: str | None
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+
+
 def encode_answers(rows: Iterable[RowAnswer]) -> bytes:
     """Frames to append to a journal."""
-    bodies = (msgpack.packb(astuple(row), use_bin_type=True) for row in rows)
+    return _frames(astuple(row) for row in rows)
+
+
+def encode_begun(rows: Iterable[BegunRow]) -> bytes:
+    """Frames to append to a journal."""
+    return _frames(asdict(row) for row in rows)
+
+
+def _frames(values: Iterable[Any]) -> bytes:
+    bodies = (msgpack.packb(value, use_bin_type=True) for value in values)
     return b"".join(_HEAD.pack(len(body), zlib.crc32(body)) + body for body in bodies)
 
 
-def decode_answers(journal: bytes) -> Iterator[RowAnswer]:
+def decode_journal(journal: bytes) -> Iterator[RowAnswer | BegunRow]:
     """The rows of a journal, up to the first frame that is torn or damaged."""
     start = 0
     while start + _HEAD.size <= len(journal):
@@ -73,5 +99,5 @@ def decode_answers(journal: bytes) -> Iterator[RowAnswer]:
         if len(body) < size or zlib.crc32(body) != checksum:
             return
         values = msgpack.unpackb(body, raw=False, use_list=False)
-        yield RowAnswer(*values)
+        yield BegunRow(**values) if isinstance(values, dict) else RowAnswer(*values)
         start += size

@@ -37,8 +37,12 @@ class RowExchange:
         self._guests = Guests(engine)
         answer_peers(worker, run_id, self._answer)
 
+    async def depart(self, timeout_s: float) -> None:
+        """Wait until owners have fetched guests that this worker had to give up, but no longer than this."""
+        await self._guests.depart(timeout_s)
+
     def close(self) -> None:
-        """Answer nobody any more: guests' owners take them back."""
+        """Answer nobody any more."""
         ignore_peers(self._worker, self._run_id)
 
     async def _answer(self, question: str, content: Answer) -> Answer:
@@ -48,7 +52,7 @@ class RowExchange:
             case "receive":
                 await self._receive(**content)
             case "results":
-                return {"rows": self._guests.results(**content)}
+                return self._guests.results(**content)
             case "drop":
                 self._guests.drop(**content)
             case "adapter":

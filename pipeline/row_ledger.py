@@ -70,6 +70,11 @@ class RowLedger:
         """Rows in the process, by run."""
         return Counter(self._rows[request_id].run for request_id in self._in_engine)
 
+    def begun(self, request_ids: Iterable[str]) -> list[ExportedRow]:
+        """Those of these rows that are unfinished and brought tokens along when they last left an engine."""
+        rows = (self._rows[request_id].row for request_id in request_ids if request_id in self._rows)
+        return [row for row in rows if row.token_ids]
+
     def crashes_of(self, request_id: str) -> int:
         """Crashes an unfinished row has been through."""
         return self._rows[request_id].crashes
@@ -101,6 +106,13 @@ class RowLedger:
             self._turns.away(self._rows[request_id].run, request_id)
             self._lent[request_id] = None
         return lent
+
+    def returned(self, rows: Iterable[ExportedRow]) -> None:
+        """Lent rows wait again with the tokens they bring."""
+        back = [row for row in rows if row.request.request_id in self._lent]
+        for row in back:
+            self._rows[row.request.request_id].row = row
+        self.reclaim(row.request.request_id for row in back)
 
     def reclaim(self, request_ids: Iterable[str]) -> None:
         """Lent rows wait again, before others, with the tokens they had when they left."""

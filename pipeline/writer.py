@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from ..jobs.errors import DamagedRecordError
 from .prepared_rows import passthrough_schema
 from .reader import RowError, ShardRows
-from .row_answer import RowAnswer
+from .row_answer import BegunRow, RowAnswer
 
 ANSWER_FIELDS = (
     pa.field("completion", pa.string()),
@@ -96,9 +96,9 @@ def answers_in_part(part: BinaryIO, rows: ShardRows, id_column: str) -> dict[str
     }
 
 
-def still_valid(finished: RowAnswer, adapter_id: str | None, fingerprint: bytes) -> bool:
-    """Whether an answer found in a journal answers this row as it is asked today."""
-    return finished.fingerprint == fingerprint and finished.adapter_sha256 == adapter_id
+def still_valid(kept: RowAnswer | BegunRow, adapter_id: str | None, fingerprint: bytes) -> bool:
+    """Whether what was found in a journal is about this row as it is asked today."""
+    return kept.fingerprint == fingerprint and kept.adapter_sha256 == adapter_id
 
 
 def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:

@@ -37,9 +37,10 @@ class ReplicasFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost(Event):
-    """A replica is gone; what it had not committed is lost with it."""
+    """A replica is gone; what it had not committed is lost with it, unless it was `handed_over`."""
 
     replica_id: str
+    handed_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Scheduler:
             case ReplicasFound():
                 return self._adopt(event)
             case ReplicaLost():
-                return self._lose(event.replica_id)
+                return self._lose(event)
             case ShardCommitted():
                 return self._committed(event)
             case ShardFailed():
@@ -174,13 +174,15 @@ class Scheduler:
         self._requeue(state)
         return []
 
-    def _lose(self, replica_id: str) -> list[Command]:
+    def _lose(self, event: ReplicaLost) -> list[Command]:
+        replica_id = event.replica_id
         replica = self._replicas.get(replica_id)
         if replica is None:
             return []
         for shard_id in list(replica.rows_left):
             state = self._shards[shard_id]
-            state.losses += 1
+            # A shard whose workers leave in good order is not the reason.
+            state.losses += not event.handed_over
             if state.losses >= self._settings.max_losses:
                 return self._fail(
                     f"Shard {shard_id} was open on {state.losses} replicas when they were lost, last on {replica_id}."

@@ -5,6 +5,7 @@ mixed-up row shows. The model folder may hold `echo.json` with `step_s` (seconds
 file; while it is missing nothing moves on), and what to fail on: `crash_on_token` kills the process when a prompt with
 that token is in the batch, `raise_on_token` raises, `room_for_rows` is the largest batch that memory has room for,
 `refuse_adapters` lists adapter ids that cannot be loaded, `fail_start` is a sentence.
+`trace` is a file that gains the number of tokens of each step.
 `slow_factor`: the engine that starts first on a model folder takes so many times longer.
 
 The tokens of a row are 0, 1, 2, …: a row from another engine that brings anything else ends the process.
@@ -102,6 +103,9 @@ class EchoEngine:
         batch = list(self._queue.values())[: self._batch_rows]
         self._fail_if_asked(batch)
         self._num_step_rows += len(batch)
+        if "trace" in self._options:
+            with Path(self._options["trace"]).open("a") as trace:
+                trace.write(f"{len(batch)}\n")
         finished = []
         for request in batch:
             self._steps_done[request.request_id] += 1

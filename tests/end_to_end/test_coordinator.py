@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from cluster_under_test import own_cluster
+import dask
+import pytest
+from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.jobs.state import JobState
+from lorabatch.pipeline.launch import LEASE_SETTING
 
 
 def half_done(state: JobState) -> bool:
@@ -64,3 +70,77 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
         r["shard_id"]: r["replica_id"] for r in echo_job.store.read_events() if r["kind"] == "ShardCommitted"
     }
     assert {committed_by.get(shard, survivor) for shard in adopted[survivor]} == {survivor}
+
+
+def found(job: EchoJob) -> list[dict[str, Any]]:
+    """What each coordinator found when it began."""
+    return [record for record in job.store.read_events() if record["kind"] == "ReplicasFound"]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("wakes_up", [True, False])
+def test_a_coordinator_that_hangs_is_replaced_and_does_no_harm_when_it_wakes_up(
+    echo_job: EchoJob, tmp_path: Path, wakes_up: bool
+) -> None:
+    rows = make_rows(320)
+    echo_job.write_input(rows)
+    gate = echo_job.folder / "gate"
+    gate.touch()
+    echo_job.set_engine(step_s=0.1, gate=str(gate))
+    hung: list[int] = []
+
+    def go_on_when_replaced() -> None:
+        wait_until(lambda: len(found(echo_job)) == 2)
+        if wakes_up:
+            os.kill(hung[0], signal.SIGCONT)
+        gate.touch()
+
+    # Dask's own settings would give the worker five minutes.
+    with (
+        dask.config.set({LEASE_SETTING: "5s"}),
+        existing_cluster(tmp_path, num_workers=2) as (address, _, _),
+        Client(address, set_as_default=False) as client,
+    ):
+        pids = client.run(os.getpid)
+
+        def hang() -> None:
+            gate.unlink()
+            hung.append(pids[coordinating_worker(client)])
+            os.kill(hung[0], signal.SIGSTOP)
+            threading.Thread(target=go_on_when_replaced).start()
+
+        try:
+            result = echo_job.run(progress=Watcher(half_done, hang), cluster=address)
+            if wakes_up:
+                # The first coordinator has left everything as it was.
+                wait_until(lambda: coordinators(client) == [])
+                assert len(client.scheduler_info(n_workers=-1)["workers"]) == 2
+        finally:
+            os.kill(hung[0], signal.SIGKILL)
+    echo_job.assert_answered(rows)
+    assert (result.num_rows, result.num_errors) == (320, 0)
+    assert len(found(echo_job)) == 2
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert state.phase == "done"
+
+
+def coordinators(client: Client) -> list[str]:
+    """Workers on which a coordinator runs, by their own account."""
+
+    def is_coordinating(dask_worker: Any) -> bool:
+        return any(
+            str(key).startswith("lora_job-") and task.state not in ("memory", "released", "forgotten")
+            for key, task in dask_worker.state.tasks.items()
+        )
+
+    return [worker for worker, is_busy in client.run(is_coordinating).items() if is_busy]
+
+
+def wait_until(claim: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(900):
+        if claim():
+            return
+        pause.wait(0.1)
+    raise AssertionError("waited for a minute and a half")

@@ -58,7 +58,7 @@ def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Cl
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("victim", ["owner", "helper"])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_a_worker_lost_with_rows_on_loan_loses_and_repeats_nothing(
     echo_job: EchoJob, victim: str, sent: signal.Signals
 ) -> None:

@@ -82,6 +82,10 @@ def make_requests(prompts: range, adapter_id: str | None = None, max_tokens: int
     return [Request(f"row-{i}", (i,), adapter_id, sampling, stream_id=i) for i in prompts]
 
 
+def open_shard(engine: EngineShare, shard_id: int, requests: list[Request], adapters: list[LocalAdapter]) -> OpenShard:
+    return engine.open(shard_id, map(ExportedRow, requests), adapters)
+
+
 def collect(shard: OpenShard) -> dict[str, ServedRow]:
     rows: dict[str, ServedRow] = {}
     while True:
@@ -103,7 +107,7 @@ def test_rows_of_several_open_shards_come_back_right(start: Callable[..., Engine
     engine = start()
     first, second = make_requests(range(20)), make_requests(range(20, 50), adapter_id="sha-a")
     adapter = LocalAdapter(AdapterSource("sha-a", "a", "/nowhere"), Path("/nowhere"))
-    shards = [engine.open(0, first, []), engine.open(1, second, [adapter])]
+    shards = [open_shard(engine, 0, first, []), open_shard(engine, 1, second, [adapter])]
     assert_right(first, collect(shards[0]))
     assert_right(second, collect(shards[1]))
 
@@ -114,7 +118,7 @@ def test_reports_tell_what_is_open_and_count_each_finished_row_once(
     gate = tmp_path / "gate"
     engine = start(gate=str(gate))
     requests = make_requests(range(40), max_tokens=40)
-    shard = engine.open(7, requests, [])
+    shard = open_shard(engine, 7, requests, [])
     open_report = reports.wait_for(lambda report: report.running_rows > 0)
     assert open_report.state == "ready"
     assert open_report.open_shards == ((7, 40),)
@@ -133,7 +137,7 @@ def test_a_killed_engine_is_replaced_and_its_rows_start_again(
     gate = tmp_path / "gate"
     engine = start(gate=str(gate), batch_rows=4)
     requests = make_requests(range(24), max_tokens=10)
-    shard = engine.open(0, requests, [])
+    shard = open_shard(engine, 0, requests, [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
     assert running.engine_pid is not None
     os.kill(running.engine_pid, signal.SIGKILL)
@@ -149,7 +153,7 @@ def test_a_killed_engine_is_replaced_and_its_rows_start_again(
 def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineShare], failure: str) -> None:
     engine = start(batch_rows=8, **{failure: POISON})
     requests = make_requests(range(16))
-    rows = collect(engine.open(0, requests, []))
+    rows = collect(open_shard(engine, 0, requests, []))
     poisoned = rows.pop(f"row-{POISON}").result
     assert poisoned.finish_reason == "error"
     assert "died each time" in str(poisoned.error)
@@ -161,7 +165,7 @@ def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_bl
 ) -> None:
     engine = start(room_for_rows=3)
     requests = make_requests(range(100))
-    rows = collect(engine.open(0, requests, []))
+    rows = collect(open_shard(engine, 0, requests, []))
     assert_right(requests, rows)
     assert {row.num_crashes for row in rows.values()} == {0}
     assert reports.wait_for(lambda report: report.batch_rows < 64).batch_rows in (32, 16, 8, 4, 2)
@@ -170,7 +174,7 @@ def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_bl
 
 def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineShare]) -> None:
     engine = start(room_for_rows=0)
-    rows = collect(engine.open(0, make_requests(range(2)), []))
+    rows = collect(open_shard(engine, 0, make_requests(range(2)), []))
     assert {row.result.finish_reason for row in rows.values()} == {"error"}
     assert all("no room for 1 rows" in str(row.result.error) for row in rows.values())
 
@@ -182,7 +186,7 @@ def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
     gate = tmp_path / "gate"
     engine = start(gate=str(gate), batch_rows=4)
     requests = make_requests(range(24))
-    shard = engine.open(0, requests, [])
+    shard = open_shard(engine, 0, requests, [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
     assert running.engine_pid is not None
     os.kill(running.engine_pid, signal.SIGSTOP)
@@ -199,14 +203,14 @@ def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_lat
     engine = start(fail_start="config.json: missing")
     for _ in range(2):
         with pytest.raises(EngineFailedError, match=r"config\.json: missing"):
-            collect(engine.open(0, make_requests(range(3)), []))
+            collect(open_shard(engine, 0, make_requests(range(3)), []))
     assert reports.wait_for(lambda report: report.state == "failed").error == "config.json: missing"
 
 
 def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineShare]) -> None:
     engine = start(refuse_adapters=["sha-b"])
     adapter = LocalAdapter(AdapterSource("sha-b", "b", "/nowhere"), Path("/nowhere"))
-    rows = collect(engine.open(0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
+    rows = collect(open_shard(engine, 0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
     assert {row.result.error for row in rows.values()} == {"adapter sha-b: refused for the test"}
 
 
@@ -214,7 +218,7 @@ def test_closing_hands_out_finished_rows_before_it_says_that_the_rest_is_given_u
     start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
 ) -> None:
     engine = start(step_s=0.01, batch_rows=2)
-    shard = engine.open(0, make_requests(range(100), max_tokens=4), [])
+    shard = open_shard(engine, 0, make_requests(range(100), max_tokens=4), [])
     reports.wait_for(lambda report: bool(report.finished))
     keepers[0].close(10)
     finished = shard.take(timeout_s=0)
@@ -225,9 +229,9 @@ def test_closing_hands_out_finished_rows_before_it_says_that_the_rest_is_given_u
 
 def test_an_abandoned_shard_leaves_the_engine(start: Callable[..., EngineShare], reports: Reports) -> None:
     engine = start(step_s=0.01, batch_rows=2)
-    engine.abandon(engine.open(0, make_requests(range(1000), max_tokens=1000), []))
+    engine.abandon(open_shard(engine, 0, make_requests(range(1000), max_tokens=1000), []))
     requests = make_requests(range(1000, 1004))
-    assert_right(requests, collect(engine.open(1, requests, [])))
+    assert_right(requests, collect(open_shard(engine, 1, requests, [])))
     assert reports.wait_for(lambda report: report.state == "ready").worker == "tcp://worker"
 
 
@@ -250,7 +254,7 @@ def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
     gate = tmp_path / "gate"
     engine = start(gate=str(gate), batch_rows=4)
     requests = make_requests(range(10), max_tokens=3)
-    shard = engine.open(5, requests, [])
+    shard = open_shard(engine, 5, requests, [])
     reports.wait_for(lambda report: report.running_rows > 0)
     loan = engine.lend(5, 4).result(10)
     assert [row.request.request_id for row in loan.rows] == [f"run/row-{i}" for i in range(6, 10)]
@@ -276,7 +280,7 @@ def test_guests_go_on_where_they_were_and_are_no_shard_of_this_worker(
     gate = tmp_path / "gate"
     engine = start(gate=str(gate))
     requests = make_requests(range(3), max_tokens=4)
-    guests = engine.open_guests([ExportedRow(request, (0, 1)) for request in requests], [])
+    guests = engine.open(None, [ExportedRow(request, (0, 1)) for request in requests], [])
     report = reports.wait_for(lambda report: report.running_rows == 3)
     assert (report.guest_rows, report.open_shards) == (3, ())
     gate.touch()
@@ -287,7 +291,7 @@ def test_nothing_is_lent_of_a_shard_that_is_not_open_or_by_an_engine_that_is_gon
     start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
 ) -> None:
     engine = start(gate=str(tmp_path / "never"))
-    engine.open(0, make_requests(range(3)), [])
+    open_shard(engine, 0, make_requests(range(3)), [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
     assert engine.lend(1, 2).result(10).rows == ()
     assert running.engine_pid is not None
@@ -312,11 +316,11 @@ def test_runs_that_share_an_engine_get_equal_service_from_the_moment_the_second_
 ) -> None:
     gate = tmp_path / "gate"
     first = start(batch_rows=4, gate=str(gate), step_s=0.01)
-    shards = {"first": first.open(0, make_requests(range(200)), [])}
+    shards = {"first": open_shard(first, 0, make_requests(range(200)), [])}
     reports.wait_for(lambda report: report.running_rows == 4)
     second = keepers[0].join("second", Reports())
     # The same shard id and request ids as the first: they are of another run.
-    shards["second"] = second.open(0, make_requests(range(40)), [])
+    shards["second"] = open_shard(second, 0, make_requests(range(40)), [])
     gate.touch()
     order = finish_order(shards, 80)
     # The batch that ran and what was to enter next belong to the first; then they take turns.
@@ -334,9 +338,10 @@ def test_a_run_that_leaves_gives_its_rows_up_and_the_others_go_on(
     gate = tmp_path / "gate"
     first = start(batch_rows=4, gate=str(gate))
     requests = make_requests(range(30))
-    shard = first.open(3, requests, [])
+    shard = open_shard(first, 3, requests, [])
     others = Reports()
-    left = keepers[0].join("second", others).open(3, make_requests(range(30), max_tokens=500), [])
+    second = keepers[0].join("second", others)
+    left = open_shard(second, 3, make_requests(range(30), max_tokens=500), [])
     running = others.wait_for(lambda report: report.running_rows > 0)
     keepers[0].leave("second", 10)
     with pytest.raises(ShardAbandonedError):
@@ -352,8 +357,36 @@ def test_a_row_that_kills_the_engine_costs_other_runs_no_row(
 ) -> None:
     first = start(batch_rows=8, crash_on_token=POISON)
     second = keepers[0].join("second", Reports())
-    poisoned = first.open(0, make_requests(range(16)), [])
+    poisoned = open_shard(first, 0, make_requests(range(16)), [])
     innocent = make_requests(range(20, 40))
-    assert_right(innocent, collect(second.open(0, innocent, [])))
+    assert_right(innocent, collect(open_shard(second, 0, innocent, [])))
     rows = collect(poisoned)
     assert [name for name, row in rows.items() if row.result.error is not None] == [f"row-{POISON}"]
+
+
+def test_a_run_that_leaves_takes_along_what_was_generated_for_it(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+) -> None:
+    engine = start(step_s=0.02, batch_rows=4)
+    shard = open_shard(engine, 0, make_requests(range(8), max_tokens=1000), [])
+    reports.wait_for(lambda report: report.tokens_per_s > 0)
+    keepers[0].leave("run", 10)
+    with pytest.raises(ShardAbandonedError):
+        shard.take(0)
+    assert [row.request.request_id for row in shard.begun] == ["row-0", "row-1", "row-2", "row-3"]
+    for row in shard.begun:
+        assert row.token_ids == tuple(range(len(row.token_ids)))
+        assert len(row.token_ids) > 0
+
+
+def test_a_run_may_leave_an_engine_that_does_not_answer(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    shard = open_shard(start(gate=str(tmp_path / "never")), 0, make_requests(range(8)), [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGSTOP)
+    keepers[0].leave("run", 0.5)
+    with pytest.raises(ShardAbandonedError):
+        shard.take(0)
+    assert shard.begun == ()

@@ -18,8 +18,8 @@ from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.tokenizer import Tokenizer
+from lorabatch.pipeline.kept_rows import read_kept
 from lorabatch.pipeline.reader import read_shard
-from lorabatch.pipeline.run_shard import known_answers
 from lorabatch.pipeline.writer import part_bytes
 
 ROOT = Path(lorabatch.__file__).parent
@@ -91,7 +91,7 @@ def test_a_job_is_read_back_from_storage_without_unpickling(
     for rows in job.shards():
         job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), with_logprobs=False))
         record = job.store.read_record()
-        assert len(known_answers(job.store, record, read_shard(job.store, record, rows.shard_id))) > 0
+        assert len(read_kept(job.store, record, read_shard(job.store, record, rows.shard_id)).answers) > 0
     assert unpickled == []
 
 

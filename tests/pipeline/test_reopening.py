@@ -12,7 +12,7 @@ from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.pipeline.planning import read_plan
 from lorabatch.pipeline.reader import read_shard
 from lorabatch.pipeline.reopening import reopen_shards
-from lorabatch.pipeline.row_answer import decode_answers
+from lorabatch.pipeline.row_answer import decode_journal
 from lorabatch.pipeline.writer import part_bytes
 
 NAMES = ["alpha", "beta", None, "broken", "gamma"]
@@ -37,7 +37,7 @@ def with_adapters(record: JobRecord, *adapters: AdapterRecord) -> JobRecord:
 
 def kept(job: Any) -> dict[bytes, str | None]:
     journals = [j for shard in read_plan(job.store).shards for j in job.store.read_wip(shard.shard_id)]
-    return {answer.fingerprint: answer.adapter_sha256 for journal in journals for answer in decode_answers(journal)}
+    return {answer.fingerprint: answer.adapter_sha256 for journal in journals for answer in decode_journal(journal)}
 
 
 def shards_with(job: Any, name: str) -> set[int]:
@@ -85,7 +85,7 @@ def test_repeating_it_after_a_crash_loses_and_doubles_nothing(finished: Any, mon
     assert len(finished.store.committed_parts()) == len(plan.shards)
     _, reopened = reopen_shards(finished.store, record, plan, {"beta"})
     journals = [journal for shard_id in reopened for journal in finished.store.read_wip(shard_id)]
-    answers = [answer.fingerprint for journal in journals for answer in decode_answers(journal)]
+    answers = [answer.fingerprint for journal in journals for answer in decode_journal(journal)]
     assert len(answers) == len(set(answers)) == 5
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.pipeline.row_answer import RowAnswer, decode_answers, encode_answers
+from lorabatch.pipeline.row_answer import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 
 FLOATS = st.floats(allow_nan=False, max_value=0)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
@@ -31,7 +31,21 @@ ANSWERS = st.builds(
 @given(batches=st.lists(st.lists(ANSWERS, max_size=4), max_size=3))
 def test_answers_come_back_as_they_were_written(batches: list[list[RowAnswer]]) -> None:
     journal = b"".join(encode_answers(batch) for batch in batches)
-    assert list(decode_answers(journal)) == [answer for batch in batches for answer in batch]
+    assert list(decode_journal(journal)) == [answer for batch in batches for answer in batch]
+
+
+BEGUN = st.builds(
+    BegunRow,
+    fingerprint=st.binary(min_size=16, max_size=16),
+    adapter_sha256=st.none() | st.text("0123456789abcdef", min_size=64, max_size=64),
+    token_ids=st.lists(st.integers(0, 2**20), min_size=1, max_size=5).map(tuple),
+    token_logprobs=st.lists(FLOATS, max_size=5).map(tuple),
+)
+
+
+@given(answers=st.lists(ANSWERS, max_size=3), begun=st.lists(BEGUN, max_size=3))
+def test_begun_rows_stand_beside_answers(answers: list[RowAnswer], begun: list[BegunRow]) -> None:
+    assert list(decode_journal(encode_answers(answers) + encode_begun(begun))) == [*answers, *begun]
 
 
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=4), data=st.data())
@@ -39,7 +53,7 @@ def test_a_torn_end_costs_the_last_answer_only(answers: list[RowAnswer], data: s
     journal = encode_answers(answers)
     last = len(encode_answers(answers[-1:]))
     cut = data.draw(st.integers(1, last))
-    assert list(decode_answers(journal[:-cut])) == answers[:-1]
+    assert list(decode_journal(journal[:-cut])) == answers[:-1]
 
 
 @given(answers=st.lists(ANSWERS, min_size=2, max_size=4), data=st.data())
@@ -48,7 +62,7 @@ def test_a_damaged_answer_and_all_after_it_are_not_believed(answers: list[RowAns
     first = len(encode_answers(answers[:1]))
     place = data.draw(st.integers(first + struct.calcsize("<II"), len(journal) - 1))
     journal[place] ^= 0x55
-    found = list(decode_answers(bytes(journal)))
+    found = list(decode_journal(bytes(journal)))
     assert found == answers[: len(found)]
     assert 1 <= len(found) < len(answers)
 
