@@ -70,7 +70,7 @@ class Account:
         return (KindOfError(ENGINE_ERROR, self.num_engine_errors, place, sentence),)
 
 
-def account_parts(store: JobStore, record: JobRecord, shard_ids: Iterable[int]) -> Account:
+def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord) -> Account:
     """Count the rows of these parts. Raises `StorageError` when one is gone."""
     total = Account()
     for shard_id in shard_ids:

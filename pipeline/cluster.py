@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ _WORKER_START_LIMIT_S = 60.0
 _WORKER_PROCESS = "Dask Worker process"
 _ANSWER_LIMIT_S = 10.0
 # Workers send heartbeats every few seconds, in big clusters less often.
-_LIVELY_WITHIN_S = 15.0
+_LIVELY_WITHIN_S = 10.0
 # Index tasks use one thread each; shard tasks secede and do not count.
 _TASK_THREADS = 1
 # For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
@@ -98,14 +97,21 @@ def count_workers(client: Client) -> int:
     return max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
 
 
-def placement_of_tasks(client: Client) -> dict[str, Any]:
-    """Options for tasks that any worker may run: not on one that hangs, which Dask notices after minutes only."""
+def hung_workers(client: Client) -> set[str]:
+    """Those that have not been heard for a while, which Dask notices after minutes only; all others are not."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
-    now_s = time.time()
-    lively = [address for address, told in workers.items() if now_s - told["last_seen"] < _LIVELY_WITHIN_S]
-    if not lively or len(lively) == len(workers):
+    # By the scheduler's clock alone: it wrote down all of these times.
+    latest_s = max((told["last_seen"] for told in workers.values()), default=0.0)
+    return {address for address, told in workers.items() if latest_s - told["last_seen"] > _LIVELY_WITHIN_S}
+
+
+def placement_of_tasks(client: Client) -> dict[str, Any]:
+    """Options for tasks that any worker may run, but for those that hang."""
+    hung = hung_workers(client)
+    if not hung:
         return {}
-    return {"workers": lively, "allow_other_workers": True}
+    lively = set(client.scheduler_info(n_workers=-1)["workers"]) - hung
+    return {"workers": sorted(lively), "allow_other_workers": True}
 
 
 @contextmanager

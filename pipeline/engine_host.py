@@ -93,7 +93,7 @@ class EngineHost(WorkerPlugin):
                 claim.result(_CLOSE_TIMEOUT_S)
         if self._worker.status not in (Status.running, Status.paused):
             # Only now: whoever opens its shards next must find what was kept.
-            self._send(HostReport(self.address, "left", self._settings.config.max_batch_rows))
+            self._send(HostReport(self.address, "left", self._settings.config.batch_rows))
         self._shipper.close(_CLOSE_TIMEOUT_S)
         if folder is not None:
             folder.cleanup()

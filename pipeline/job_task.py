@@ -58,12 +58,12 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
                 logger.info("job %s goes on elsewhere", job.record.job_id)
                 raise Reschedule from None
             stop_hosts(client, run_id)
+            lease.end()
             if _is_finished(job):
                 # Another run of the job was faster, and has removed what this one needed.
                 job.store.clean_up()
                 return finished_before(job)
             reporter.ended(error)
-            lease.end()
             raise
 
 

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 from ..engine.exported_row import ExportedRow
 from ..engine.request import Request
+from ..jobs.input_columns import DEFAULT_ID_COLUMN
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from .reader import ShardRows
@@ -23,10 +24,10 @@ class KeptRows:
 
 
 def read_kept(store: JobStore, record: JobRecord, rows: ShardRows) -> KeptRows:
-    """What still holds of a shard's journals and of its part.
+    """What still holds of a shard's journals, and of a part that is not `read_done`.
 
-    A committed part with rows that do not hold any more (their adapter changed, or they were errors) is taken
-    apart: what holds is journalled first, then the part is removed, so that nothing is lost in between.
+    Such a part was written by a worker of a former run that went on for too long. What holds of it is journalled first,
+    then it is removed, so that nothing is lost in between.
     """
     by_fingerprint = {
         fingerprint: request
@@ -46,12 +47,22 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows) -> KeptRows:
                 kept.answers[request.request_id] = row
     if store.is_committed(rows.shard_id):
         with store.open_part(rows.shard_id) as part:
-            in_part = answers_in_part(part, rows, record.input.roles.get("id", "id"))
+            in_part = answers_in_part(part, rows, record.input.roles.get("id", DEFAULT_ID_COLUMN))
         kept.answers.update(in_part)
-        if len(kept.answers) < len(by_fingerprint):
-            store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
-            store.remove_part(rows.shard_id)
+        store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
+        store.remove_part(rows.shard_id)
     return kept
+
+
+def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, RowAnswer] | None:
+    """The answers of the shard's part, errors included; None when it is not there, or says something else than an
+    attempt would today.
+    """
+    if not store.is_committed(rows.shard_id):
+        return None
+    with store.open_part(rows.shard_id) as part:
+        answers = answers_in_part(part, rows, record.input.roles.get("id", DEFAULT_ID_COLUMN), with_errors=True)
+    return answers if len(answers) == sum(isinstance(request, Request) for request in rows.requests) else None
 
 
 def _begin(kept: KeptRows, request: Request, row: BegunRow) -> None:

@@ -17,7 +17,7 @@ from ..engine.exported_row import ExportedRow
 from ..engine.request import Request
 from .engine_host import EngineHost, find_host
 from .errors import ShardAbandonedError
-from .kept_rows import KeptRows, read_kept
+from .kept_rows import KeptRows, read_done, read_kept
 from .messages import ShardOutcome
 from .open_shard import OpenShard, ServedRow
 from .reader import RowError, ShardRows, read_shard
@@ -55,15 +55,19 @@ def run_shard(task: ShardTask) -> ShardOutcome:
 def _answer_and_commit(host: EngineHost, task: ShardTask) -> ShardOutcome:
     record = host.record()
     rows = read_shard(host.store, record, task.shard_id)
+    done = read_done(host.store, record, rows)
+    if done is not None:
+        return _outcome(host, rows, done, len(done))
     kept = read_kept(host.store, record, rows)
     answers = kept.answers
     num_reused = len(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if asked:
         _answer(host, rows, asked, kept, task)
-    elif host.store.is_committed(task.shard_id):
-        return _outcome(host, rows, answers, num_reused)
-    host.store.commit_part(task.shard_id, part_bytes(rows, answers, with_logprobs=record.with_logprobs))
+    part = part_bytes(rows, answers, with_logprobs=record.with_logprobs)
+    while not host.store.commit_part(task.shard_id, part) and read_done(host.store, record, rows) is None:
+        # Somebody who works for a run before this one, whose adapters were others, was faster.
+        host.store.remove_part(task.shard_id)
     return _outcome(host, rows, answers, num_reused)
 
 

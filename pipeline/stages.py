@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from distributed import Client, Future
+from distributed import Client
 
 from ..jobs.opening import OpenedJob, changed_adapters
 from ..scheduler.scheduler import Scheduler
@@ -17,8 +13,9 @@ from ..scheduler.scheduler_settings import SchedulerSettings
 from ..scheduler.tail import TailSettings
 from ..scheduler.wave_outlook import rows_behind
 from .account import Account, account_parts
-from .cluster import count_workers, placement_of_tasks
+from .cluster import count_workers
 from .coordinator import Coordinator
+from .errands import Errands
 from .index import ChunkSummary, index_chunk, list_chunks
 from .index_job import IndexJob
 from .job_control import JobControl
@@ -31,8 +28,6 @@ from .planning import JobPlan, plan_job, read_plan
 from .reopening import reopen_shards
 
 _PARTS_PER_COUNT = 64
-_INDEX_RETRIES = 3
-_CHECK_INTERVAL_S = 0.5
 # From a decision until lent rows run again: they travel, the helper meets their adapters. Results wait to be fetched.
 _HOP_S = 0.3
 # Below this, measured paces are too rough to tell.
@@ -53,39 +48,18 @@ class JobRun:
     peers: Peers
     forecaster: Forecaster
 
-    def results(self, futures: Sequence[Future[Any]]) -> Iterator[Any]:
-        """Results of tasks, in the order they finish. Raises what a task raises, and what `control` raises."""
-        ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        for future in futures:
-            future.add_done_callback(ended.put)
-        num_pending = len(futures)
-        try:
-            while num_pending:
-                self.control.check()
-                with suppress(queue.Empty):
-                    yield ended.get(timeout=_CHECK_INTERVAL_S).result()
-                    num_pending -= 1
-        finally:
-            self.client.cancel(list(futures))
-
 
 def index_rows(run: JobRun) -> list[ChunkSummary]:
     """Index every row group on the workers; chunks that are indexed already answer at once."""
     record, reporter = run.job.record, run.reporter
     rows = record.input.num_rows
     reporter.phase("indexing", rows)
-    futures = run.client.map(
-        index_chunk,
-        list_chunks(record, run.job.spec.input),
-        job=IndexJob.from_record(record, run.job.spec),
-        store=run.job.store,
-        key=f"lora_index-{run.run_id}-{run.control.coordinator_id}",
-        retries=_INDEX_RETRIES,
-        pure=False,
-        **placement_of_tasks(run.client),
-    )
+    chunks = list_chunks(record, run.job.spec.input)
+    name = f"lora_index-{run.run_id}-{run.control.coordinator_id}"
+    index_job = IndexJob.from_record(record, run.job.spec)
+    errands = Errands(run.client, index_chunk, chunks, name, job=index_job, store=run.job.store)
     summaries: list[ChunkSummary] = []
-    for summary in run.results(futures):
+    for summary in errands.results(run.control):
         summaries.append(summary)
         reporter.phase("indexing", rows, sum(done.num_rows for done in summaries))
     return sorted(summaries, key=lambda summary: summary.chunk_id)
@@ -148,8 +122,9 @@ def count_rows(run: JobRun, plan: JobPlan) -> Account:
     shard_ids = [shard.shard_id for shard in plan.shards]
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
-    count = partial(account_parts, run.job.store, run.job.record)
-    for account in run.results(run.client.map(count, groups, pure=False, **placement_of_tasks(run.client))):
+    name = f"lora_count-{run.run_id}-{run.control.coordinator_id}"
+    errands = Errands(run.client, account_parts, groups, name, store=run.job.store, record=run.job.record)
+    for account in errands.results(run.control):
         total.add(account)
     return total
 

@@ -68,11 +68,13 @@ def part_schema(prepared_schema: pa.Schema, *, with_logprobs: bool) -> pa.Schema
     return pa.schema([*passthrough_schema(prepared_schema), *ours])
 
 
-def answers_in_part(part: BinaryIO, rows: ShardRows, id_column: str) -> dict[str, RowAnswer]:
+def answers_in_part(
+    part: BinaryIO, rows: ShardRows, id_column: str, *, with_errors: bool = False
+) -> dict[str, RowAnswer]:
     """Answers of a committed part that still hold: request id -> answer.
 
-    A row's answer holds when the row is asked today of the same adapter content. Error rows never hold: what
-    caused the error may have been repaired. Raises `DamagedRecordError` when the part does not fit the shard.
+    A row's answer holds when the row is asked today of the same adapter content. Error rows are left out unless asked
+    for: what caused the error may have been repaired. Raises `DamagedRecordError` when the part does not fit the shard.
     """
     names = [field.name for field in ANSWER_FIELDS]
     try:
@@ -91,7 +93,7 @@ def answers_in_part(part: BinaryIO, rows: ShardRows, id_column: str) -> dict[str
         request.request_id: _answer(answer, fingerprint)
         for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
         if not isinstance(request, RowError)
-        and answer["error"] is None
+        and (with_errors or answer["error"] is None)
         and answer["adapter_sha256"] == request.adapter_id
     }
 
