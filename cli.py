@@ -20,7 +20,7 @@ import typer
 
 from . import __version__
 from .job_command import job_command
-from .jobs.options import PLAN_OPTIONS
+from .jobs.options import JOB_OPTIONS, PLAN_OPTIONS
 
 if TYPE_CHECKING:
     from .jobs.spec import JobSpec
@@ -234,12 +234,16 @@ def list_jobs(
     cluster: Annotated[
         str | None, typer.Option(help="Address of a Dask scheduler; by default the background's.")
     ] = None,
+    tls_ca: Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_ca"][1])] = None,
+    tls_cert: Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_cert"][1])] = None,
+    tls_key: Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_key"][1])] = None,
 ) -> None:
     """Jobs that a cluster runs or keeps."""
     with _errors_told():
+        from .jobs.tls import TlsFiles
         from .pipeline.submit import list_jobs as jobs_of
 
-        found = jobs_of(cluster)
+        found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key))
         typer.echo("\n".join(job.to_text() for job in found) if found else "No jobs.")
 
 

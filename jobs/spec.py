@@ -21,6 +21,7 @@ from .errors import JobRequestError
 from .job_file import read_job_file
 from .location import absolute
 from .secrets import redacted_url
+from .tls import TlsFiles
 
 SAMPLING_FIELDS = (
     "max_tokens",
@@ -44,7 +45,6 @@ _EXPECTED = {
     "cluster": "expected local, local-cuda, or an address such as tcp://10.0.0.5:8786",
 }
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
-TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 # Something for the fields without defaults, while the others are judged.
 _REQUIRED = {"model": "-", "input": "-", "output": "-"}
 # Options that people write in one spelling and we keep in another.
@@ -143,7 +143,7 @@ class JobSpec(BaseModel):
             # the other fields are judged too, beside any value for those that are wrong
             wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
             super().__init__(**_REQUIRED | {name: value for name, value in known.items() if name not in wrong})
-        problems += [*self.sampling.problems(), *self._tls_problems(), *self._unserved_problems()]
+        problems += [*self.sampling.problems(), *self.tls_files.problems(self.cluster), *self._unserved_problems()]
         return list(map(with_next_step, problems)), wrong
 
     @classmethod
@@ -165,20 +165,10 @@ class JobSpec(BaseModel):
         """The sampling of rows that do not override it."""
         return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_FIELDS})
 
-    def _tls_problems(self) -> list[str]:
-        """Certificate and key make sense together only, and only where they exist."""
-        given = {name: value for name in TLS_FIELDS if (value := getattr(self, name)) is not None}
-        problems = [
-            f"{name}={path!r}: no such file. Expected a PEM file on this machine."
-            for name, path in given.items()
-            if not Path(path).is_file()
-        ]
-        missing = [name for name in TLS_FIELDS if given and name not in given]
-        if missing:
-            problems.append(f"{', '.join(missing)}: required beside {', '.join(given)}. Give all three PEM files.")
-        if given and not self.cluster.startswith("tls://"):
-            problems.append(f"cluster={self.cluster!r}: TLS files are for an address such as tls://10.0.0.5:8786.")
-        return problems
+    @property
+    def tls_files(self) -> TlsFiles:
+        """The files that open a `tls://` cluster."""
+        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
     def _unserved_problems(self) -> list[str]:
         """What may be asked of a job and is not served yet."""

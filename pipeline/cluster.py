@@ -17,6 +17,7 @@ from distributed.security import Security
 from .. import __version__
 from ..jobs.errors import JobError, JobFailedError, JobRequestError
 from ..jobs.spec import JobSpec
+from ..jobs.tls import TlsFiles
 from .gpus import VISIBLE_DEVICES, visible_gpus
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def connected(spec: JobSpec) -> Iterator[Client]:
         with embedded(num_embedded_workers(spec)) as client:
             yield client
         return
-    with existing(spec.cluster, security_of(spec)) as client:
+    with existing(spec.cluster, security_of(spec.tls_files)) as client:
         check_workers(client)
         yield client
 
@@ -254,12 +255,12 @@ def existing(address: str, security: Security | None = None) -> Iterator[Client]
         yield client
 
 
-def security_of(spec: JobSpec) -> Security | None:
+def security_of(files: TlsFiles) -> Security | None:
     """Dask's own security object; None leaves it to Dask's configuration."""
-    if spec.tls_ca is None:
+    if files.tls_ca is None:
         return None
     return Security(
-        tls_ca_file=spec.tls_ca, tls_client_cert=spec.tls_cert, tls_client_key=spec.tls_key, require_encryption=True
+        tls_ca_file=files.tls_ca, tls_client_cert=files.tls_cert, tls_client_key=files.tls_key, require_encryption=True
     )
 
 

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from distributed import Client
+from distributed.security import Security
 
+from ..jobs.errors import JobRequestError
 from ..jobs.opening import open_job
 from ..jobs.secrets import redacted_url
 from ..jobs.spec import JobSpec
 from ..jobs.state import JobState
+from ..jobs.tls import TlsFiles
 from .background_cluster import find_cluster, start_cluster, state_file
 from .cluster import check_workers, existing, num_embedded_workers, security_of
 from .launch import launch
@@ -71,7 +74,7 @@ def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Pa
         path = cluster_file or state_file()
         found = find_cluster(path) or start_cluster(path, num_embedded_workers(job.spec))
         address, dashboard = found.address, found.dashboard
-    with existing(address, security_of(job.spec)) as client:
+    with existing(address, security_of(job.spec.tls_files)) as client:
         check_workers(client)
         launched = launch(client, job, engine_factory)
         # Kept by the scheduler, also when this client is gone.
@@ -79,12 +82,18 @@ def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Pa
     return SubmittedJob(job.record.job_id, shown, address, dashboard)
 
 
-def list_jobs(address: str | None, cluster_file: Path | None = None) -> list[ListedJob]:
+def list_jobs(
+    address: str | None, cluster_file: Path | None = None, tls_files: TlsFiles | None = None
+) -> list[ListedJob]:
     """Jobs of a cluster, running and kept; by default of the one in the background.
 
-    Raises `JobRequestError` when nobody answers.
+    Raises `JobRequestError` when nobody answers, or not to these files.
     """
-    with _cluster_to_list(address, cluster_file or state_file()) as client:
+    files = tls_files or TlsFiles()
+    problems = files.problems(address or "local")
+    if problems:
+        raise JobRequestError(*problems)
+    with _cluster_to_list(address, cluster_file or state_file(), security_of(files)) as client:
         if client is None:
             return []
         workers: dict[str, str] = client.run_on_scheduler(_coordinators)
@@ -92,14 +101,14 @@ def list_jobs(address: str | None, cluster_file: Path | None = None) -> list[Lis
 
 
 @contextmanager
-def _cluster_to_list(address: str | None, cluster_file: Path) -> Iterator[Client | None]:
+def _cluster_to_list(address: str | None, cluster_file: Path, security: Security | None) -> Iterator[Client | None]:
     if address is None:
         found = find_cluster(cluster_file)
         if found is None:
             yield None
             return
         address = found.address
-    with existing(address) as client:
+    with existing(address, security) as client:
         yield client
 
 

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from distributed import Client
 from distributed.security import Security
-from echo_job import EchoJob, make_rows
+from echo_job import ECHO_FACTORY, EchoJob, make_rows
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.tls import TlsFiles
+from lorabatch.pipeline.submit import list_jobs, submit
 
 FILES = ("tls_ca", "tls_cert", "tls_key")
 
@@ -68,3 +71,18 @@ def test_a_job_runs_on_a_tls_cluster_and_strangers_are_turned_away(
         echo_job.run(cluster=tls_cluster)
     echo_job.run(cluster=tls_cluster, **certificates)
     echo_job.assert_answered(rows)
+
+
+def test_jobs_of_a_tls_cluster_are_listed_to_who_has_its_certificates(
+    echo_job: EchoJob, tls_cluster: str, certificates: dict[str, str]
+) -> None:
+    echo_job.write_input(make_rows(8))
+    echo_job.run(cluster=tls_cluster, **certificates)
+    assert list_jobs(tls_cluster, tls_files=TlsFiles(**certificates)) == []
+    submit(JobSpec(**echo_job.options(cluster=tls_cluster, overwrite=True, **certificates)), ECHO_FACTORY)
+    (listed,) = list_jobs(tls_cluster, tls_files=TlsFiles(**certificates))
+    assert listed.job_id == echo_job.record.job_id
+    with pytest.raises(JobRequestError, match=r"tls_cert, tls_key: required beside tls_ca"):
+        list_jobs(tls_cluster, tls_files=TlsFiles(tls_ca=certificates["tls_ca"]))
+    with pytest.raises(JobRequestError, match="no Dask scheduler answers there"):
+        list_jobs(tls_cluster)

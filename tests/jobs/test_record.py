@@ -16,7 +16,8 @@ from lorabatch.jobs.record import (
     index_key,
     public_spec,
 )
-from lorabatch.jobs.spec import TLS_FIELDS, JobSpec
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.tls import TLS_FIELDS
 
 Record = Callable[..., JobRecord]
 BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}
