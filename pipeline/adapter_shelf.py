@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
@@ -58,12 +57,12 @@ class AdapterShelf:
 
     def put(self, adapter_id: str, files: Mapping[str, bytes]) -> None:
         """Keep a copy that another worker sent. Raises ValueError for names that are no plain file names."""
+        for name in files:
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise ValueError(f"{name!r} is no file name")
         self._folder.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=self._folder))
         for name, content in files.items():
-            if Path(name).name != name or name in (".", ".."):
-                shutil.rmtree(scratch)
-                raise ValueError(f"{name!r} is no file name")
             (scratch / name).write_bytes(content)
         with self._lock:
             self._found.setdefault(adapter_id, LocalAdapter(self._sources[adapter_id], scratch))
