@@ -24,7 +24,6 @@ from ..jobs.store import JobStore
 from ..scheduler.commands import Command, FailJob, FinishJob, MigrateRows, Recall, RunShard
 from ..scheduler.events import (
     Event,
-    Progress,
     ReplicaJoined,
     ReplicaLost,
     ReplicasFound,
@@ -39,6 +38,7 @@ from .job_monitor import JobMonitor
 from .journal import Journal
 from .messages import HostReport, ShardOutcome, report_topic
 from .peers import Peers
+from .report_events import latest_reports, progress_of
 from .roll_call import RollCall
 from .run_shard import ShardTask, run_shard
 
@@ -108,7 +108,8 @@ class Coordinator:
         topic = report_topic(self._run_id)
         self._client.subscribe_topic(topic, self._hear)
         try:
-            self._found(self._reports_so_far(topic))
+            # What was said before we listened: hosts set up earlier have told that they are ready.
+            self._found(latest_reports(self._client.get_events(topic)))
             while self._outcome is None:
                 self._next_event()
         finally:
@@ -117,14 +118,6 @@ class Coordinator:
             self._journal.flush()
         if isinstance(self._outcome, FailJob):
             raise JobFailedError(f"{self._outcome.reason} Finished rows are kept; run the same command to go on.")
-
-    def _reports_so_far(self, topic: str) -> list[HostReport]:
-        """What was said before we listened: hosts set up earlier have told that they are ready."""
-        latest: dict[str, HostReport] = {}
-        for _, message in self._client.get_events(topic):
-            report = HostReport.from_plain(message)
-            latest[report.worker] = report
-        return list(latest.values())
 
     def _found(self, reports: list[HostReport]) -> None:
         """Take over what is there: ready workers and the shards they have open."""
@@ -171,28 +164,8 @@ class Coordinator:
             self._workers.add(report.worker)
             self._handle(ReplicaJoined(self._now_s(), report.worker, report.batch_rows))
         if report.worker in self._workers:
-            self._handle(self._progress(report))
-
-    def _progress(self, report: HostReport) -> Progress:
-        name = self._monitor.adapter_name
-        # A host may still list a shard whose task has just failed: it is not to be adopted as running.
-        ours = {shard_id for (shard_id, _), (_, worker) in self._tasks.items() if worker == report.worker}
-        return Progress(
-            time_s=self._now_s(),
-            replica_id=report.worker,
-            open_rows=report.open_rows,
-            running_rows=report.running_rows,
-            tokens_per_s=report.tokens_per_s,
-            resident_adapters=tuple(map(name, report.resident_adapter_ids)),
-            open_shards=tuple((shard_id, rows) for shard_id, rows in report.open_shards if shard_id in ours),
-            finished=tuple(
-                (name(f.adapter_id) if f.adapter_id else "", f.num_rows, f.output_tokens) for f in report.finished
-            ),
-            mode=report.mode,
-            running_tokens=report.running_tokens,
-            lent_shards=report.lent_shards,
-            guest_rows=report.guest_rows,
-        )
+            ours = {shard_id for (shard_id, _), (_, worker) in self._tasks.items() if worker == report.worker}
+            self._handle(progress_of(report, self._now_s(), ours, self._monitor.adapter_name))
 
     def _engine_failed(self, report: HostReport) -> None:
         """A worker whose engine cannot be kept alive is no replica; without any other the job is over."""
