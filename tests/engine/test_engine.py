@@ -152,6 +152,19 @@ def test_a_bad_row_becomes_an_error_and_leaves_the_others_alone(tiny_llama: Path
         assert word in (results[key].error or "")
 
 
+def test_a_row_may_come_again_under_its_id_only_after_it_is_finished(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    row = Request("row", (5, 6, 7), None, SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.add([row])
+    with pytest.raises(ValueError, match="row of this id is not finished yet"):
+        engine.add([row])
+    engine.step()
+    with pytest.raises(ValueError, match="row of this id is not finished yet"):
+        engine.add([row])
+    first = serve(engine, [])
+    assert serve(engine, [row]) == first
+
+
 def test_many_adapters_pass_through_a_pool_that_holds_few(
     tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle
 ) -> None:
