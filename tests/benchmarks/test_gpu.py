@@ -69,7 +69,9 @@ class Forbidding:
         caller = sys._getframe(1)
         while caller and "importlib" in caller.f_code.co_filename:
             caller = caller.f_back
-        if name.partition(".")[0] in {names!r} and {root!r} in (caller.f_code.co_filename if caller else ""):
+        asker = caller.f_code.co_filename if caller else ""
+        is_ours = asker.startswith({root!r}) and "site-packages" not in asker
+        if name.partition(".")[0] in {names!r} and is_ours:
             raise ModuleNotFoundError(f"{{name}} is not on this machine", name=name)
 
 sys.meta_path.insert(0, Forbidding())
