@@ -61,7 +61,8 @@ def empty_pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch
     back once they are done). For a CPU numpy's, which asks the system for huge pages: a third of the time to fill."""
     if device.type == "cuda":
         return torch.empty(length, dtype=dtype, pin_memory=True)
-    return torch.from_numpy(np.empty(length * dtype.itemsize, np.uint8)).view(dtype)
+    # at least one number: torch cannot view nothing as another dtype
+    return torch.from_numpy(np.empty(max(length, 1) * dtype.itemsize, np.uint8)).view(dtype)[:length]
 
 
 @cache
