@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import Client
-
 from ..engine.gguf_model import default_cache_root
 from ..jobs.errors import JobFailedError
 from .cluster import embedded
+from .dask_client import open_client
 from .hub import page_address
 
 # Without a job for so long, the cluster ends.
@@ -49,7 +48,7 @@ def find_cluster(path: Path) -> BackgroundCluster | None:
     """The cluster of a state file, if it still answers."""
     try:
         found = BackgroundCluster(**json.loads(path.read_text()))
-        with Client(found.address, set_as_default=False, timeout=_CONNECT_TIMEOUT):
+        with open_client(found.address, timeout=_CONNECT_TIMEOUT):
             return found
     except (OSError, ValueError, TypeError):
         return None

@@ -12,12 +12,14 @@ from typing import Any, cast
 
 import dask
 from distributed import Client, LocalCluster, Worker
+from distributed.core import Status
 from distributed.security import Security
 
 from .. import __version__
 from ..jobs.errors import JobError, JobFailedError, JobRequestError
 from ..jobs.spec import JobSpec
 from ..jobs.tls import TlsFiles
+from .dask_client import open_client
 from .gpus import VISIBLE_DEVICES, visible_gpus
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
     check_workers(client)
     # A client of our own: event handlers and futures of the caller's are not touched.
     address = client.scheduler_info(n_workers=0)["address"]
-    with Client(address, security=client.security, set_as_default=False) as own:
+    with open_client(address, security=client.security) as own:
         yield own
 
 
@@ -197,7 +199,7 @@ def embedded(num_workers: int) -> Iterator[Client]:
             death_timeout=_WORKER_START_LIMIT_S,
         )
         try:
-            with Client(cluster, set_as_default=False) as client:
+            with open_client(cluster) as client:
                 yield client
         finally:
             cluster.close()
@@ -208,8 +210,10 @@ def _start(**options: Any) -> LocalCluster:
     reason = ""
     for _ in range(_CLUSTER_STARTS):
         before = {child.pid for child in active_children()}
+        cluster = LocalCluster.__new__(LocalCluster)
         try:
-            return LocalCluster(**options)
+            LocalCluster.__init__(cluster, **options)
+            return cluster
         # The last: a nanny that is to end a worker which has not started yet.
         except (RuntimeError, TimeoutError, AssertionError) as error:
             reason = str(error) or type(error).__name__
@@ -217,6 +221,8 @@ def _start(**options: Any) -> LocalCluster:
             for child in active_children():
                 if child.pid not in before and child.name.startswith(_WORKER_PROCESS):
                     child.kill()
+            # It has ended itself as far as it could, and would complain of not being closed.
+            cluster.status = Status.closed
             logger.warning("the embedded cluster could not be started: %s", reason)
     raise JobFailedError(
         f"cluster='local': its workers could not be started ({reason}). Check free memory and the number of "
@@ -243,7 +249,7 @@ def _environment(variable: tuple[str, str]) -> Iterator[None]:
 def existing(address: str, security: Security | None = None) -> Iterator[Client]:
     """A client of a running cluster. Raises `JobRequestError` when nobody answers at the address."""
     try:
-        client = Client(address, set_as_default=False, timeout=_CONNECT_TIMEOUT, security=security)
+        client = open_client(address, timeout=_CONNECT_TIMEOUT, security=security)
     except (OSError, ValueError, TimeoutError, TypeError) as error:
         tls = " and, for tls://, that --tls-ca, --tls-cert and --tls-key are the cluster's"
         raise JobRequestError(

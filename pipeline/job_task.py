@@ -10,12 +10,13 @@ import logging
 import time
 from typing import Any
 
-from distributed import Client, Reschedule, get_worker, secede
+from distributed import Reschedule, get_worker, secede
 
 from ..jobs.opening import OpenedJob, changed_adapters
 from ..jobs.secrets import redacted_url
 from .cluster import client_security, loss_told
 from .coordinator_lease import CoordinatorLease
+from .dask_client import open_client
 from .hosts import stop_hosts
 from .job_control import JobControl
 from .job_forecast import Forecaster
@@ -40,7 +41,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
         return finished_before(job)
     key = worker.get_current_task()
     with (
-        Client(worker.scheduler.address, security=client_security(worker), set_as_default=False) as client,
+        open_client(worker.scheduler.address, security=client_security(worker)) as client,
         CoordinatorLease(client, run_id, lease_s) as lease,
         JobControl(client, worker, job.store, run_id, key, lease) as control,
     ):

@@ -7,7 +7,8 @@ rules, special tokens typed. Logits decide whether the way back is right.
 from __future__ import annotations
 
 import json
-import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -242,21 +243,30 @@ def test_end_of_turn_tokens_all_end_an_answer(llama, tmp_path):
     assert config.bos_token_id == tokens.index("<s>")
 
 
-def _convert_when_told(path: Path, folder: Path, start: Any) -> None:
-    start.wait()
-    convert_gguf(path, folder)
+_CONVERT_WHEN_TOLD = """
+import sys
+from pathlib import Path
+from lorabatch.engine.gguf_model import convert_gguf
+print("ready", flush=True)
+sys.stdin.readline()
+convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
 
 
 def test_converters_racing_for_one_folder_leave_one_whole_folder(llama, llama_gguf, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    start = context.Barrier(2)
     folder = tmp_path / "cache" / "model"
-    racers = [context.Process(target=_convert_when_told, args=(llama_gguf, folder, start)) for _ in range(2)]
+    command = [sys.executable, "-c", _CONVERT_WHEN_TOLD, str(llama_gguf), str(folder)]
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     for racer in racers:
-        racer.start()
+        assert racer.stdout.readline() == "ready\n"
     for racer in racers:
-        racer.join()
-    assert [racer.exitcode for racer in racers] == [0, 0]
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    errors = [racer.communicate(timeout=120)[1] for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0], errors
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert_same_logits(llama, folder)
 
