@@ -11,8 +11,8 @@ from ..jobs.spec import JobSpec
 from ..scheduler.cost import CostModel
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 
-# Parameters and CPU threads that the presets stand for.
-_CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 2
+# Parameters and threads per engine that the presets stand for.
+_CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 1
 _GPU_PRESET_PARAMETERS = 8.0e9
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -49,6 +49,6 @@ def _preset(model: ModelConfig, device: str, threads: int | None) -> ChosenCost:
     advice = "`lorabatch profile --model …` measures this machine"
     if device == "cpu":
         factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
-        return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model on two cores; {advice}")
+        return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}")
     factor = parameters / _GPU_PRESET_PARAMETERS
     return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}")

@@ -11,21 +11,26 @@ from types import MappingProxyType
 
 from .cost import CostModel
 
-# Two cores, SmolLM2-135M in fp32: about 3 ms per token beyond a step's fixed cost.
+# SmolLM2-135M in fp32 on two cores of an AMD EPYC, one of two engines with a thread each: what `lorabatch profile`
+# measured with the compiled kernels (benchmarks/results/2026-11-21-fidelity-2-cores.json), rounded. Its contexts are
+# short and its fit gives KV slots nothing; reading one is taken to cost what a pair of tokens in a prompt does.
 CPU_SMOLLM2_135M = CostModel(
-    step_s=0.030,
-    prefill_token_s=0.0030,
-    decode_row_s=0.0040,
-    context_token_s=1.5e-6,
-    lora_step_s=0.002,
-    adapter_s=0.0008,
-    rank_s=8e-6,
-    rank_token_s=8e-6,
-    merge_s=0.25,
-    load_s=0.05,
-    host_bytes_per_s=4e9,
-    peer_bytes_per_s=5e8,
-    storage_bytes_per_s=2e8,
+    step_s=0.038,
+    prefill_token_s=0.0022,
+    decode_row_s=0.0027,
+    context_token_s=9e-7,
+    lora_step_s=0.0028,
+    adapter_s=0.0018,
+    rank_s=0.0,
+    rank_token_s=6e-6,
+    merge_s=0.36,
+    load_s=0.0,
+    host_bytes_per_s=1.8e8,
+    peer_bytes_per_s=1.8e8,
+    storage_bytes_per_s=1.8e8,
+    prefill_pair_s=9e-7,
+    lora_token_s=4.6e-5,
+    first_merge_s=1.4,
 )
 
 # H200, Llama-3-8B bf16: 16 GB of weights at about 4 TB/s; 16 GFLOP per token at about 500 TFLOP/s.

@@ -40,7 +40,7 @@ def test_rows_beyond_one_batch_move_even_there():
 
 
 def test_a_slow_owner_gives_most_of_its_rows_away():
-    (lent,) = rows_to_lend(running(40, 20, 300), Pace(64, slowness=4.0), [PACE], CPU)
+    (lent,) = rows_to_lend(running(40, 20, 300), Pace(64, slowness=2.0), [PACE], CPU)
     assert 30 <= lent <= 38
 
 
@@ -63,7 +63,7 @@ def test_more_helpers_take_fewer_rows_each():
 
 
 def test_a_helper_with_rows_of_its_own_gets_no_more_than_its_free_places():
-    waiting, slow = TailRows(8, 20, 20, 30, 60), Pace(8, slowness=4.0)
+    waiting, slow = TailRows(8, 18, 20, 30, 60), Pace(8, slowness=4.0)
     (lent,) = rows_to_lend(waiting, slow, [Pace(8, own_rows=5)], CPU)
     assert 0 < lent <= 3
     idle, busy = rows_to_lend(waiting, slow, [Pace(8), Pace(8, own_rows=5)], CPU)
