@@ -8,12 +8,15 @@ The threads are torch's own: its OpenMP library is in the process already, and t
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 ADDRESS = ctypes.c_void_p
 COUNT = ctypes.c_int64
@@ -49,4 +52,9 @@ def _library() -> ctypes.CDLL | None:
             continue
         if library.lorabatch_kernels_version() == _VERSION:
             return library
+    logger.warning(
+        "There are no compiled CPU kernels for this processor (%s): torch does their work, and steps on a CPU take "
+        "longer. With a C compiler that knows OpenMP, installing lorabatch again builds them.",
+        build,
+    )
     return None

@@ -15,3 +15,17 @@ def test_a_library_that_was_built_for_this_processor_is_used() -> None:
     if not list(Path(native.__file__).parent.glob(f"_{build}.*so")):
         pytest.skip("compiled kernels were not built on this machine")
     assert native.native_build() == build, "built from other sources: build it again"
+
+
+def test_a_library_built_from_other_sources_is_not_used_and_the_log_says_what_that_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_VERSION", native._VERSION + 1)
+    native._library.cache_clear()
+    try:
+        assert native.native_build() is None
+        assert native.native_function.__wrapped__("rms_norm") is None
+    finally:
+        native._library.cache_clear()
+    (record,) = caplog.records
+    assert "no compiled CPU kernels" in record.getMessage()
