@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +13,73 @@ from ..jobs.local_copy import local_folder
 from ..jobs.record import AdapterRecord
 from .messages import AdapterSource, LocalAdapter
 
-logger = logging.getLogger(__name__)
-
 
 class AdapterShelf:
-    """What is there already, by content hash. `folder`: where copies from other workers go."""
+    """What is there already, by content hash. `folder`: where copies from other workers go. Any thread may ask.
+
+    Whoever asks for an adapter that somebody else is bringing waits for that one, and brings it himself if it does not
+    come.
+    """
 
     def __init__(self, adapters: Iterable[AdapterRecord], storage_options: Mapping[str, Any], folder: Path) -> None:
-        self._sources = {
-            adapter.sha256: AdapterSource(adapter.sha256, adapter.name, adapter.url)
-            for adapter in adapters
-            if not adapter.is_refused
-        }
+        served = [adapter for adapter in adapters if not adapter.is_refused]
+        self._sources = {a.sha256: AdapterSource(a.sha256, a.name, a.url) for a in served}
+        self._id_of = {adapter.name: adapter.sha256 for adapter in served}
         self._storage_options = storage_options
         self._folder = folder
         self._found: dict[str, LocalAdapter] = {}
-        self._lock = threading.Lock()
+        self._coming: set[str] = set()
+        self._changed = threading.Condition()
+
+    def id_of(self, name: str) -> str:
+        """The content hash of an adapter."""
+        return self._id_of[name]
 
     def local(self, adapter_ids: Iterable[str]) -> list[LocalAdapter]:
         """The adapters in local folders; fetched from storage if they lie there. Raises `StorageError`."""
         return [self._local(adapter_id) for adapter_id in adapter_ids]
 
     def _local(self, adapter_id: str) -> LocalAdapter:
-        with self._lock:
-            found = self._found.get(adapter_id)
-        if found is None:
-            source = self._sources[adapter_id]
-            found = LocalAdapter(source, local_folder(source.url, self._storage_options))
-            with self._lock:
-                self._found[adapter_id] = found
-        return found
+        while True:
+            with self.bringing(adapter_id) as is_ours:
+                if is_ours:
+                    source = self._sources[adapter_id]
+                    self._keep(LocalAdapter(source, local_folder(source.url, self._storage_options)))
+            with self._changed:
+                self._changed.wait_for(lambda: adapter_id not in self._coming)
+                if adapter_id in self._found:
+                    return self._found[adapter_id]
 
-    def far(self, adapter_ids: Iterable[str]) -> list[str]:
-        """Those that would have to be fetched from storage."""
-        with self._lock:
-            return [a for a in adapter_ids if a not in self._found and _is_remote(self._sources[a].url)]
+    def is_far(self, adapter_id: str) -> bool:
+        """Whether it would have to be fetched from storage: it lies there, and nobody has brought it yet."""
+        with self._changed:
+            return adapter_id not in self._found and is_remote(self._sources[adapter_id].url)
+
+    def is_coming(self, adapter_id: str) -> bool:
+        """Whether somebody is bringing it."""
+        with self._changed:
+            return adapter_id in self._coming
+
+    @contextmanager
+    def bringing(self, adapter_id: str) -> Iterator[bool]:
+        """Whether it is for the caller to bring an adapter within this block: it is neither here nor on its way."""
+        with self._changed:
+            is_ours = adapter_id not in self._found and adapter_id not in self._coming
+            if is_ours:
+                self._coming.add(adapter_id)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                with self._changed:
+                    self._coming.discard(adapter_id)
+                    self._changed.notify_all()
 
     def files(self, adapter_id: str) -> dict[str, bytes]:
-        """The files of an adapter that is here, by name, for another worker. Raises KeyError when it is not here."""
-        with self._lock:
-            folder = self._found[adapter_id].folder
+        """The files of an adapter by name, for another worker; it is fetched from storage if need be. Raises KeyError
+        for one that is not the job's, `StorageError`.
+        """
+        folder = self._local(adapter_id).folder
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
     def put(self, adapter_id: str, files: Mapping[str, bytes]) -> None:
@@ -64,9 +91,13 @@ class AdapterShelf:
         scratch = Path(tempfile.mkdtemp(dir=self._folder))
         for name, content in files.items():
             (scratch / name).write_bytes(content)
-        with self._lock:
-            self._found.setdefault(adapter_id, LocalAdapter(self._sources[adapter_id], scratch))
+        self._keep(LocalAdapter(self._sources[adapter_id], scratch))
+
+    def _keep(self, adapter: LocalAdapter) -> None:
+        with self._changed:
+            self._found.setdefault(adapter.source.adapter_id, adapter)
 
 
-def _is_remote(url: str) -> bool:
+def is_remote(url: str) -> bool:
+    """Whether what lies there must be fetched before it can be read."""
     return "://" in url and not url.startswith("file://")

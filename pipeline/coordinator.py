@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -21,7 +21,7 @@ from distributed import Client, Future
 from ..jobs.errors import JobFailedError
 from ..jobs.state import JobState
 from ..jobs.store import JobStore
-from ..scheduler.commands import Command, FailJob, FinishJob, MigrateRows, Recall, RunShard
+from ..scheduler.commands import Command, FailJob, FinishJob, LoadAdapter, MigrateRows, Recall, RunShard
 from ..scheduler.events import (
     Event,
     ReplicaJoined,
@@ -40,7 +40,8 @@ from .messages import HostReport, ShardOutcome, report_topic
 from .peers import Peers
 from .report_events import latest_reports, progress_of
 from .roll_call import RollCall
-from .run_shard import ShardTask, run_shard
+from .run_shard import run_shard
+from .shard_briefing import ShardBriefing
 
 TICK_S = 1.0
 # How often workers are counted.
@@ -73,7 +74,7 @@ class Coordinator:
         store: JobStore,
         run_id: str,
         scheduler: Scheduler,
-        rows_behind: Mapping[int, int],
+        briefing: ShardBriefing,
         monitor: JobMonitor,
         observe: Observer,
         control: JobControl,
@@ -83,7 +84,7 @@ class Coordinator:
         self._store = store
         self._run_id = run_id
         self._scheduler = scheduler
-        self._rows_behind = rows_behind
+        self._briefing = briefing
         self._monitor = monitor
         self._observe = observe
         self._control = control
@@ -226,6 +227,7 @@ class Coordinator:
         self._monitor.lost(worker)
         if worker in self._workers:
             self._workers.discard(worker)
+            self._briefing.lost(worker)
             # pinned to this worker, its tasks would wait for it for ever
             self._cancel(lambda shard_id, where: where == worker)
             self._handle(ReplicaLost(self._now_s(), worker, handed_over))
@@ -252,6 +254,8 @@ class Coordinator:
                     num_rows=command.num_rows,
                     helper=command.to_replica_id,
                 )
+            case LoadAdapter():
+                self._briefing.load(command)
             case FinishJob() | FailJob():
                 self._outcome = command
             case _:
@@ -269,7 +273,7 @@ class Coordinator:
         key = (f"lora_shard-{self._run_id}", command.shard_id, attempt)
         future = self._client.submit(
             run_shard,
-            ShardTask(self._run_id, command.shard_id, command.attempt, self._rows_behind.get(command.shard_id, 0)),
+            self._briefing.task(command),
             key=key,
             workers=[command.replica_id],
             pure=False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ from .departure import leave_on_sigterm
 from .engine_share import EngineShare
 from .errors import EngineFailedError
 from .log_shipper import LogShipper
-from .messages import EngineSettings, HostReport, ShardOutcome, report_topic
+from .messages import EngineSettings, HostReport, LocalAdapter, ShardOutcome, report_topic
 from .row_exchange import RowExchange
 from .worker_engines import engines_of
 
@@ -73,7 +73,7 @@ class EngineHost(WorkerPlugin):
         tag = worker_tag(worker.address)
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self._store, logs, shared=logs)
-        self._exchange = RowExchange(worker, self._run_id, self.engine, self.shelf)
+        self._exchange = RowExchange(worker, self._run_id, self.engine, self._find_shelf)
         leave_on_sigterm(worker)
 
     async def teardown(self, worker: Worker) -> None:
@@ -135,8 +135,18 @@ class EngineHost(WorkerPlugin):
                 with self._lock:
                     del self._claims[shard_id]
 
-    def shelf(self) -> AdapterShelf:
-        """The job's adapters on this worker."""
+    def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[LocalAdapter]:
+        """Adapters in local folders: those that lie in storage from the workers in `sources` (by name), if they have
+        them. Not to be called from the event loop. Raises `StorageError`.
+        """
+        shelf = self._find_shelf()
+        named = {shelf.id_of(name): worker for name, worker in sources.items()}
+        far = {a: named[a] for a in adapter_ids if a in named and shelf.is_far(a)}
+        if far:
+            self._exchange.take_over(far)
+        return shelf.local(adapter_ids)
+
+    def _find_shelf(self) -> AdapterShelf:
         record = self.record()
         with self._lock:
             if self._shelf is None:

@@ -1,26 +1,24 @@
-"""Live migration as one worker sees it: rows it lends, rows it works on for others, and the adapters they need."""
+"""What one worker answers the others of a run: rows it lends, rows it works on for them, and the adapters they need."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed import Worker
 
-from ..engine.exported_row import ExportedRow
 from ..engine.wire import unpack_exported_row
 from .adapter_shelf import AdapterShelf
+from .adapter_supply import AdapterSupply
 from .engine_share import EngineShare
 from .guests import Guests
 from .loans import Loans
-from .messages import LocalAdapter
-from .peers import Answer, PeerLostError, Peers, answer_peers, ignore_peers
+from .peers import Answer, Peers, answer_peers, ignore_peers
 
-logger = logging.getLogger(__name__)
-
-_ADAPTER_TIMEOUT_S = 30.0
+# Longer than another worker is waited for; what comes from storage instead may take its time.
+_TAKE_OVER_LIMIT_S = 30.0
 
 
 class RowExchange:
@@ -31,11 +29,19 @@ class RowExchange:
     ) -> None:
         self._worker = worker
         self._run_id = run_id
-        self._find_shelf = find_shelf
-        self._peers = Peers(worker, run_id)
-        self._loans = Loans(engine, self._peers, worker.address)
+        peers = Peers(worker, run_id)
+        self._supply = AdapterSupply(peers, find_shelf)
+        self._loans = Loans(engine, peers, worker.address)
         self._guests = Guests(engine)
         answer_peers(worker, run_id, self._answer)
+
+    def take_over(self, sources: Mapping[str, str]) -> None:
+        """`AdapterSupply.take_over` for a thread that is not the event loop's: it waits, but not for ever, as the loop
+        may have ended.
+        """
+        asked = asyncio.run_coroutine_threadsafe(self._supply.take_over(sources), self._worker.loop.asyncio_loop)  # type: ignore[attr-defined]
+        with contextlib.suppress(TimeoutError):
+            asked.result(_TAKE_OVER_LIMIT_S)
 
     async def depart(self, timeout_s: float) -> None:
         """Wait until owners have fetched guests that this worker had to give up, but no longer than this."""
@@ -56,23 +62,14 @@ class RowExchange:
             case "drop":
                 self._guests.drop(**content)
             case "adapter":
-                return {"files": await asyncio.to_thread(self._find_shelf().files, content["adapter_id"])}
+                return {"files": await self._supply.files(**content)}
             case _:
                 raise AssertionError(f"unknown question {question!r}")
         return {}
 
     async def _receive(self, loan_id: str, owner: str, rows: list[dict[str, Any]]) -> None:
         guests = [unpack_exported_row(raw) for raw in rows]
-        self._guests.receive(loan_id, guests, await self._adapters_of(guests, owner))
-
-    async def _adapters_of(self, rows: Iterable[ExportedRow], owner: str) -> list[LocalAdapter]:
-        """From the owner, who has them at hand, before storage."""
-        adapter_ids = list(dict.fromkeys(r.request.adapter_id for r in rows if r.request.adapter_id is not None))
-        shelf = await asyncio.to_thread(self._find_shelf)
-        for adapter_id in shelf.far(adapter_ids):
-            try:
-                answer = await self._peers.ask(owner, "adapter", timeout_s=_ADAPTER_TIMEOUT_S, adapter_id=adapter_id)
-                await asyncio.to_thread(shelf.put, adapter_id, answer["files"])
-            except (PeerLostError, ValueError) as error:
-                logger.warning("adapter %s comes from storage: %s", adapter_id[:12], error)
-        return await asyncio.to_thread(shelf.local, adapter_ids)
+        named = (row.request.adapter_id for row in guests)
+        # The owner has them at hand.
+        adapters = await self._supply.take_over({adapter_id: owner for adapter_id in named if adapter_id is not None})
+        self._guests.receive(loan_id, guests, adapters)

@@ -8,7 +8,7 @@ when the worker has to leave; the part is written in one piece at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from distributed import get_worker, secede
@@ -30,12 +30,14 @@ FLUSH_INTERVAL_S = 1.0
 @dataclass(frozen=True, slots=True)
 class ShardTask:
     """One attempt at one shard, in one run of a job. `rows_behind`: rows of its adapter that will follow it to an
-    engine, where they are planned to run merged."""
+    engine, where they are planned to run merged. `sources`: by name, adapters that another worker has, and which one.
+    """
 
     run_id: str
     shard_id: int
     attempt: int
     rows_behind: int = 0
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_shard(task: ShardTask) -> ShardOutcome:
@@ -78,7 +80,8 @@ def _answer(host: EngineHost, rows: ShardRows, asked: list[Request], kept: KeptR
     fingerprints = rows.fingerprint_of()
     journal = f"{task.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
-    shard = host.engine.open(task.shard_id, begun, host.shelf().local(adapter_ids), task.rows_behind)
+    adapters = host.adapters(adapter_ids, task.sources)
+    shard = host.engine.open(task.shard_id, begun, adapters, task.rows_behind)
     try:
         while len(kept.answers) < sum(isinstance(r, Request) for r in rows.requests):
             fresh = [_row_answer(s, requests, fingerprints, task) for s in shard.take(FLUSH_INTERVAL_S)]

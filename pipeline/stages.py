@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from distributed import Client
 
 from ..jobs.opening import OpenedJob, changed_adapters
+from ..jobs.record import JobRecord
+from ..scheduler.adapter_traffic import TrafficSettings
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_settings import SchedulerSettings
 from ..scheduler.tail import TailSettings
-from ..scheduler.wave_outlook import rows_behind
 from .account import Account, account_parts
+from .adapter_shelf import is_remote
 from .cluster import count_workers
 from .coordinator import Coordinator
 from .errands import Errands
@@ -26,6 +28,7 @@ from .job_result import JobResult
 from .peers import Peers
 from .planning import JobPlan, plan_job, read_plan
 from .reopening import reopen_shards
+from .shard_briefing import ShardBriefing
 
 _PARTS_PER_COUNT = 64
 # From a decision until lent rows run again: they travel, the helper meets their adapters. Results wait to be fetched.
@@ -104,16 +107,28 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     monitor = JobMonitor(plan.shards, rows_of_part, names)
     tail = TailSettings(run.forecaster.cost.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
-    settings = SchedulerSettings(expected_replicas=count_workers(run.client), tail=tail)
+    num_workers = count_workers(run.client)
+    settings = SchedulerSettings(expected_replicas=num_workers, tail=tail, traffic=traffic_settings(job.record))
     scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
-    behind = rows_behind(plan.shards, count_workers(run.client))
+    briefing = ShardBriefing(run.run_id, plan.shards, num_workers)
     coordinator = Coordinator(
-        run.client, job.store, run.run_id, scheduler, behind, monitor, run.reporter, run.control, run.peers
+        run.client, job.store, run.run_id, scheduler, briefing, monitor, run.reporter, run.control, run.peers
     )
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
     return Coordinated(num_reused, coordinator.working_s, monitor.batch_fill)
+
+
+def traffic_settings(record: JobRecord) -> TrafficSettings | None:
+    """Adapters travel ahead of their rows where they lie in storage; what workers see as files is there already.
+
+    Endless memory: what engines keep of them, they judge by the rows they have.
+    """
+    served = [adapter for adapter in record.adapters if not adapter.is_refused]
+    if not any(is_remote(adapter.url) for adapter in served):
+        return None
+    return TrafficSettings({adapter.name: adapter.weight_bytes for adapter in served})
 
 
 def count_rows(run: JobRun, plan: JobPlan) -> Account:

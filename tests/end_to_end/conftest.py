@@ -11,6 +11,8 @@ import pytest
 from distributed import Client, LocalCluster
 from echo_job import ECHO_FOLDER, EchoJob
 
+from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
+
 
 @pytest.fixture
 def echo_job(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -> EchoJob:
@@ -36,3 +38,11 @@ def shared_client(_engines_find_echo: None) -> Iterator[Client]:
     cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", host="127.0.0.1")
     with cluster, Client(cluster, set_as_default=False) as client:
         yield client
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[Bucket]:
+    """An empty bucket."""
+    with s3_server(tmp_path) as bucket:
+        bucket.fs.mkdir("bucket")
+        yield bucket

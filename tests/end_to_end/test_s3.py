@@ -3,74 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from echo_job import ECHO_FOLDER
 
+from lorabatch.tests.end_to_end.bucket import SECRET, Bucket, s3_server
 from lorabatch.tests.end_to_end.chaos.sorted_output import digest
 
-SERVER = Path(__file__).with_name("s3_server.py")
 LORABATCH = [sys.executable, "-m", "lorabatch"]
 LORABATCH_ECHO = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
-KEY, SECRET = "AKIAEXAMPLEKEY", "very-secret-value"
 # Refusals must come at once: retrying with pauses, as for a store that is busy, would take far longer.
 AT_ONCE_S = 60
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A bucket on a server of our own. `hold`: see `s3_server.py`."""
-
-    options: dict[str, Any]
-    hold: Path
-
-    @property
-    def fs(self) -> Any:
-        return fsspec.filesystem("s3", **self.options)
-
-    def put(self, folder: Path, name: str) -> str:
-        self.fs.put(str(folder), f"bucket/{name}", recursive=True)
-        return f"s3://bucket/{name}"
-
-    def names(self, folder: str) -> set[str]:
-        self.fs.invalidate_cache()
-        return {path.rsplit("/", 1)[-1] for path in self.fs.ls(f"bucket/{folder}")}
-
-
-@contextmanager
-def s3_server(folder: Path, **environment: str) -> Iterator[Bucket]:
-    hold = folder / "hold"
-    server = subprocess.Popen(
-        [sys.executable, str(SERVER), str(hold)], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
-    assert server.stdout is not None
-    try:
-        endpoint = f"http://127.0.0.1:{int(server.stdout.readline())}"
-        yield Bucket({"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": endpoint}}, hold)
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Iterator[Bucket]:
-    with s3_server(tmp_path) as bucket:
-        bucket.fs.mkdir("bucket")
-        yield bucket
 
 
 @pytest.fixture

@@ -1,0 +1,53 @@
+"""A bucket on an S3 server of the test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+SERVER = Path(__file__).with_name("s3_server.py")
+KEY, SECRET = "AKIAEXAMPLEKEY", "very-secret-value"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """How to reach it. `hold`: see `s3_server.py`."""
+
+    options: dict[str, Any]
+    hold: Path
+
+    @property
+    def fs(self) -> Any:
+        return fsspec.filesystem("s3", **self.options)
+
+    def put(self, folder: Path, name: str) -> str:
+        self.fs.put(str(folder), f"bucket/{name}", recursive=True)
+        return f"s3://bucket/{name}"
+
+    def names(self, folder: str) -> set[str]:
+        self.fs.invalidate_cache()
+        return {path.rsplit("/", 1)[-1] for path in self.fs.ls(f"bucket/{folder}")}
+
+
+@contextmanager
+def s3_server(folder: Path, **environment: str) -> Iterator[Bucket]:
+    hold = folder / "hold"
+    server = subprocess.Popen(
+        [sys.executable, str(SERVER), str(hold)], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    assert server.stdout is not None
+    try:
+        endpoint = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        yield Bucket({"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": endpoint}}, hold)
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()

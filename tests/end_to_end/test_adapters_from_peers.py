@@ -1,0 +1,63 @@
+"""Adapters in storage, workers that share no disk: one reads an adapter there, the others get it from that one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import dask
+from distributed import Client, Nanny, Scheduler, SpecCluster
+from echo_job import EchoJob, make_rows
+
+from lorabatch.pipeline.replay_job import replay_job
+from lorabatch.tests.end_to_end.bucket import Bucket
+
+
+@contextmanager
+def workers_apart(folder: Path, num_workers: int) -> Iterator[tuple[Client, dict[str, Path]]]:
+    """Workers as on machines of their own: what one has fetched, the others do not see. And their caches."""
+    caches = {f"worker-{number}": folder / f"cache-{number}" for number in range(num_workers)}
+    workers = {
+        name: {"cls": Nanny, "options": {"nthreads": 1, "host": "127.0.0.1", "env": {"XDG_CACHE_HOME": str(cache)}}}
+        for name, cache in caches.items()
+    }
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False}}
+    with (
+        dask.config.set({"distributed.worker.dashboard.enabled": False}),
+        SpecCluster(workers, scheduler) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client, caches
+
+
+def fetched(cache: Path) -> list[str]:
+    """Adapters that a worker has read from storage: its cache names their copies after them."""
+    return [folder.name.rpartition("-")[0] for folder in (cache / "lorabatch" / "fetched").glob("*")]
+
+
+def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, bucket: Bucket, tmp_path: Path) -> None:
+    # All rows want the same one, so that every worker needs it.
+    rows = make_rows(96, ["rank8"])
+    echo_job.write_input(rows)
+    adapters = bucket.put(echo_job.adapters, "adapters")
+    with workers_apart(tmp_path, 3) as (client, caches):
+        echo_job.run(client, adapters=adapters, storage_options=bucket.options, rows_per_shard=8)
+    echo_job.assert_answered(rows)
+    loads = [event for event in echo_job.store.read_events() if event["kind"] == "LoadAdapter"]
+    first, *others = loads
+    assert (first["adapter"], first["source_replica_id"]) == ("rank8", "")
+    assert len(others) == 2
+    assert {load["source_replica_id"] for load in others} <= {load["replica_id"] for load in loads}
+    assert sorted(map(fetched, caches.values())) == [[], [], ["rank8"]]
+    assert replay_job(echo_job.store).first_difference is None
+
+
+def test_adapters_that_workers_see_as_files_are_nobodys_errand(echo_job: EchoJob, tmp_path: Path) -> None:
+    rows = make_rows(32)
+    echo_job.write_input(rows)
+    with workers_apart(tmp_path, 2) as (client, caches):
+        echo_job.run(client)
+    echo_job.assert_answered(rows)
+    assert not [event for event in echo_job.store.read_events() if event["kind"] == "LoadAdapter"]
+    assert not any(map(fetched, caches.values()))
