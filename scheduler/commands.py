@@ -46,7 +46,7 @@ class MigrateRows(Command):
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter(Command):
-    """Fetch an adapter before its rows need it; `source_replica_id` has it in memory ("": from storage)."""
+    """Fetch an adapter before its rows need it; `source_replica_id` has it ("": from storage)."""
 
     replica_id: str
     adapter: str
@@ -55,7 +55,7 @@ class LoadAdapter(Command):
 
 @dataclass(frozen=True, slots=True)
 class EvictAdapter(Command):
-    """Drop an adapter from a replica's memory."""
+    """Drop an adapter from a replica's memory; only where `TrafficSettings` limit it."""
 
     replica_id: str
     adapter: str
