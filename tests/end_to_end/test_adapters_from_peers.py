@@ -22,7 +22,8 @@ def workers_apart(folder: Path, num_workers: int) -> Iterator[tuple[Client, dict
         name: {"cls": Nanny, "options": {"nthreads": 1, "host": "127.0.0.1", "env": {"XDG_CACHE_HOME": str(cache)}}}
         for name, cache in caches.items()
     }
-    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False}}
+    options = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    scheduler = {"cls": Scheduler, "options": options}
     with (
         dask.config.set({"distributed.worker.dashboard.enabled": False}),
         SpecCluster(workers, scheduler) as cluster,
