@@ -88,7 +88,9 @@ class RoundRobinDispatcher:
 class RoutedDispatcher:
     """LoRAServe and its static baselines: by the routing table, each replica getting its exact share over time.
 
-    Instead of drawing, the replica furthest behind its share is chosen, so runs repeat and short runs are fair.
+    The paper sends a request to a server with the probability that is the server's share of the adapter's load (section
+    IV). Instead of drawing, the replica furthest behind its share is chosen, so runs repeat and short runs are fair;
+    shares are of predicted seconds, not of rows, for the placement has split load.
     """
 
     routing: Routing
