@@ -10,6 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.replay_job import replay_job
+
 from ..fidelity_results import FidelityResults
 from . import dlora_figures, loraserve_figures
 from .decisions import migration_decision_ms, placement_quality, planning_scale, scale_row
@@ -31,6 +34,7 @@ def main() -> None:
     parser.add_argument("--offline-rows", type=int, default=3000, help="rows per offline job")
     parser.add_argument("--largest", type=int, default=1_000_000, help="largest job of the scale table, in rows")
     parser.add_argument("--fidelity", type=Path, help="a file of benchmarks.fidelity; by default the newest result")
+    parser.add_argument("--replay", type=Path, help="the output folder of a demo that ran, to replay its journal")
     parser.add_argument("--keep", type=Path, help="folder for parts that are done, to go on with after an end")
     chosen = parser.parse_args()
     lengths = read_trace(chosen.trace) if chosen.trace else synthetic_lengths()
@@ -47,6 +51,7 @@ def main() -> None:
         fidelity=FidelityResults.read(chosen.fidelity) if chosen.fidelity else FidelityResults.newest(),
         scale=[kept.get(f"scale {size[0]}", partial(scale_row, *size)) for size in SIZES if size[0] <= chosen.largest],
         command=_command(chosen),
+        replayed=replay_job(JobStore(str(chosen.replay))) if chosen.replay else None,
     )
     print(f"wrote {write_report(results, chosen.output)}")
 
@@ -58,7 +63,7 @@ def _figures(lengths: Lengths, num_rows: int, kept: Kept) -> list[Figure]:
         ("dLoRA 12", dlora_figures.figure_12, 1),
         ("LoRAServe 17", loraserve_figures.figure_17, 3),
         ("LoRAServe 19", loraserve_figures.figure_19, 3),
-        ("LoRAServe 21", loraserve_figures.figure_21, 2),
+        ("LoRAServe 21", loraserve_figures.figure_21, 6),
         ("LoRAServe 22", loraserve_figures.figure_22, 3),
     )
     first = kept.get("dLoRA 10 and 14", lambda: dlora_figures.figure_10_and_14(lengths, num_rows))
@@ -72,6 +77,7 @@ def _command(chosen: argparse.Namespace) -> str:
     words = ["python -m lorabatch.benchmarks.simulation"]
     words += [f"--trace {chosen.trace.name}"] if chosen.trace else []
     words += [f"--rows {chosen.rows}", f"--offline-rows {chosen.offline_rows}", f"--largest {chosen.largest}"]
+    words += [f"--replay {chosen.replay.name}"] if chosen.replay else []
     return " ".join(words)
 
 

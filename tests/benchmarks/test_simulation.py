@@ -10,6 +10,7 @@ from lorabatch.benchmarks.simulation.lengths import read_trace, synthetic_length
 from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead, jobs
 from lorabatch.benchmarks.simulation.report import Results, write_report
 from lorabatch.benchmarks.simulation.serving_run import sustained_factor
+from lorabatch.scheduler.replay import ReplayOutcome
 
 LATENCY, RATE = Claim("ours", "theirs", 3.0, "s"), Claim("ours", "theirs", None, "per s", higher_is_better=True)
 
@@ -55,6 +56,7 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
             ],
         ),
         "the command",
+        ReplayOutcome(111, 17),
     )
     text = write_report(results, tmp_path).read_text()
     assert "| Paper fig. 1 | ours | theirs | s | up to 3 | 4.00 | yes |" in text
@@ -63,7 +65,7 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
     assert "| a job | 10 | 100 | 200 | 11.0 | 10.0 | +10.0% |" in text
     assert "| a third, lengths unknown | 10 |" in text
     assert "known lengths: 6.5%" in text
-
+    assert "its 111 recorded events give the 17 recorded commands, exactly" in text
     assert sorted(p.name for p in (tmp_path / "simulation").iterdir()) == ["paper-fig-1-0.png", "paper-fig-1-1.png"]
 
 
