@@ -32,6 +32,7 @@ from ..scheduler.events import (
     Tick,
 )
 from ..scheduler.scheduler import Scheduler
+from .dask_client import subscribe
 from .errors import EngineFailedError, ShardAbandonedError
 from .job_control import JobControl
 from .job_monitor import JobMonitor
@@ -107,7 +108,7 @@ class Coordinator:
         is finished is kept in all cases.
         """
         topic = report_topic(self._run_id)
-        self._client.subscribe_topic(topic, self._hear)
+        subscribe(self._client, topic, self._hear)
         try:
             # What was said before we listened: hosts set up earlier have told that they are ready.
             self._found(latest_reports(self._client.get_events(topic)))

@@ -1,8 +1,9 @@
-"""`open_client`: Dask's own client, opened again when Dask stumbles while it connects."""
+"""Dask's own client where it stumbles: `open_client` connects again, `subscribe` leaves no gap."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from distributed import Client
@@ -31,3 +32,14 @@ def open_client(target: Any, **options: Any) -> Client:
         else:
             return client
     raise AssertionError("unreachable")
+
+
+def subscribe(client: Client, topic: str, handler: Callable[[Any], None]) -> None:
+    """Hear each event of a topic that is logged from now on. `Client.subscribe_topic` returns before the scheduler
+    knows, and events of those milliseconds would be lost."""
+    client.subscribe_topic(topic, handler)
+    client.run_on_scheduler(_subscribe, topic=topic, client_id=client.id)
+
+
+def _subscribe(dask_scheduler: Any, topic: str, client_id: str) -> None:
+    dask_scheduler.subscribe_topic(topic, client_id)

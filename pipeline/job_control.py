@@ -12,6 +12,7 @@ from distributed import Client, Status, Worker
 from ..jobs.errors import JobCancelledError, JobFailedError, JobInterruptedError
 from ..jobs.store import JobStore
 from .coordinator_lease import CoordinatorLease
+from .dask_client import subscribe
 from .job_reporter import INTERRUPTED
 
 # How often CANCEL is looked for in storage.
@@ -25,7 +26,8 @@ class DisplacedError(Exception):
 class JobControl:
     """Asked by every stage of a running job, often. A context manager.
 
-    `task_key`: of the coordinator's own task; when Dask has cancelled it, nobody waits for the job any more.
+    `task_key`: of the coordinator's own task. When its worker has lost it, Dask has moved it, or nobody waits for the
+    job any more.
     """
 
     def __init__(
@@ -42,10 +44,10 @@ class JobControl:
         self._looked_s = time.monotonic()
 
     def __enter__(self) -> Self:
+        subscribe(self._client, self._topic, self._hear)
+        self._client.log_event(self._topic, {"op": "coordinate", "coordinator_id": self.coordinator_id})
         for event in self._client.get_events(self._topic):
             self._is_stop_asked |= event[1]["op"] == "stop"
-        self._client.log_event(self._topic, {"op": "coordinate", "coordinator_id": self.coordinator_id})
-        self._client.subscribe_topic(self._topic, self._hear)
         return self
 
     def __exit__(
@@ -72,7 +74,13 @@ class JobControl:
             raise DisplacedError
         if self._client.status == "closed":
             raise JobFailedError("The Dask scheduler is gone. Finished rows are kept; run the same command to go on.")
-        if self._is_stop_asked or self._is_disowned():
+        if not self._is_stop_asked and self._is_disowned():
+            # A busy worker may hear late that Dask has moved the task.
+            self._is_replaced = self._client.run_on_scheduler(_is_wanted, key=self._task_key)
+            self._is_stop_asked = not self._is_replaced
+        if self._is_replaced:
+            raise DisplacedError
+        if self._is_stop_asked:
             raise JobInterruptedError(INTERRUPTED)
         now_s = time.monotonic()
         if now_s - self._looked_s >= _CANCEL_INTERVAL_S:
@@ -83,6 +91,11 @@ class JobControl:
     def _is_disowned(self) -> bool:
         task = self._worker.state.tasks.get(self._task_key)
         return task is None or task.state in ("cancelled", "released", "forgotten")
+
+
+def _is_wanted(dask_scheduler: Any, key: Any) -> bool:
+    task = dask_scheduler.tasks.get(key)
+    return task is not None and bool(task.who_wants)
 
 
 def control_topic(run_id: str) -> str:

@@ -18,6 +18,7 @@ from ..jobs.errors import JobFailedError, JobInterruptedError, JobRequestError
 from ..jobs.opening import OpenedJob
 from ..jobs.secrets import redacted_url
 from .cluster import count_workers
+from .dask_client import subscribe
 from .hosts import engine_settings, start_hosts, stop_hosts
 from .hub import show_jobs
 from .job_control import ask_to_stop
@@ -73,7 +74,7 @@ def follow(client: Client, launched: LaunchedJob, reporter: JobReporter) -> JobR
     """
     inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     topic = state_topic(launched.run_id)
-    client.subscribe_topic(topic, lambda event: inbox.put(event[1]))
+    subscribe(client, topic, lambda event: inbox.put(event[1]))
     launched.future.add_done_callback(lambda _: inbox.put(None))
     hear = partial(_hear_until_done, client, launched.future, inbox, reporter)
     try:

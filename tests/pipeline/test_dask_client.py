@@ -1,14 +1,15 @@
-"""Connecting to a scheduler that speaks to all its clients at that very moment."""
+"""A scheduler that speaks to all its clients while one connects, and what is said while one begins to listen."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from distributed import LocalCluster, SchedulerPlugin
 
-from lorabatch.pipeline.dask_client import _ATTEMPTS, open_client
+from lorabatch.pipeline.dask_client import _ATTEMPTS, open_client, subscribe
 
 
 class Talkative(SchedulerPlugin):
@@ -44,3 +45,20 @@ def test_one_that_never_stops_talking_is_given_up(scheduler: LocalCluster) -> No
     _register(scheduler, Talkative(_ATTEMPTS))
     with pytest.raises(AssertionError):
         open_client(scheduler.scheduler_address)
+
+
+def test_what_is_said_right_after_somebody_listens_is_heard(scheduler: LocalCluster) -> None:
+    heard: list[str] = []
+    has_heard = threading.Event()
+
+    def hear(event: tuple[float, str]) -> None:
+        heard.append(event[1])
+        if len(heard) == 20:
+            has_heard.set()
+
+    with open_client(scheduler.scheduler_address) as listener, open_client(scheduler.scheduler_address) as speaker:
+        for turn in range(20):
+            subscribe(listener, f"topic-{turn}", hear)
+            speaker.log_event(f"topic-{turn}", f"said {turn}")
+        has_heard.wait(timeout=10)
+    assert sorted(heard) == sorted(f"said {turn}" for turn in range(20))

@@ -1,0 +1,87 @@
+"""Why a coordinator stops when its worker has lost its task: on real workers of a real scheduler."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster, Reschedule, get_worker, secede
+
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.coordinator_lease import CoordinatorLease
+from lorabatch.pipeline.job_control import DisplacedError, JobControl, ask_to_stop
+
+KEY = "lora_job-run"
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """Two workers in this process."""
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        yield client
+
+
+def coordinate(address: str, folder: Path) -> str:
+    """The first attempt goes on until its control stops it, and leaves why; the second returns where it is."""
+    secede()
+    worker: Any = get_worker()
+    try:
+        (folder / "first").touch(exist_ok=False)
+    except FileExistsError:
+        return str(worker.address)
+    with (
+        Client(address, set_as_default=False) as own,
+        CoordinatorLease(own, "run", 60.0) as lease,
+        JobControl(own, worker, JobStore(str(folder)), "run", KEY, lease) as control,
+    ):
+        (folder / "first").write_text(str(worker.address))
+        try:
+            while True:
+                control.check()
+                threading.Event().wait(0.02)
+        except Exception as error:
+            (folder / "why").write_text(f"{type(error).__name__} {control.is_displaced}")
+            raise Reschedule from None
+
+
+def wait_for(path: Path) -> str:
+    pause = threading.Event()
+    while not path.exists() or not path.read_text():
+        pause.wait(0.02)
+    return path.read_text()
+
+
+def move(dask_scheduler: Any, away_from: str) -> None:
+    """As Dask does when it has found a better worker."""
+    task = dask_scheduler.tasks[KEY]
+    task.worker_restrictions = set(dask_scheduler.workers) - {away_from}
+    dask_scheduler._reschedule(KEY, away_from, stimulus_id="test")
+
+
+def test_a_coordinator_whose_task_was_moved_leaves_the_job_to_the_next(client: Client, tmp_path: Path) -> None:
+    future = client.submit(coordinate, client.scheduler_info()["address"], tmp_path, key=KEY, pure=False)
+    first = wait_for(tmp_path / "first")
+    client.run_on_scheduler(move, away_from=first)
+    assert wait_for(tmp_path / "why") == f"{DisplacedError.__name__} True"
+    assert future.result(timeout=30) != first
+
+
+def test_a_coordinator_whose_task_nobody_wants_any_more_ends_the_job(client: Client, tmp_path: Path) -> None:
+    future = client.submit(coordinate, client.scheduler_info()["address"], tmp_path, key=KEY, pure=False)
+    wait_for(tmp_path / "first")
+    future.cancel()
+    assert wait_for(tmp_path / "why") == "JobInterruptedError False"
+
+
+def test_a_coordinator_that_is_asked_to_stop_ends_the_job(client: Client, tmp_path: Path) -> None:
+    future = client.submit(coordinate, client.scheduler_info()["address"], tmp_path, key=KEY, pure=False)
+    wait_for(tmp_path / "first")
+    ask_to_stop(client, "run")
+    assert wait_for(tmp_path / "why") == "JobInterruptedError False"
+    with suppress(Exception):
+        future.result(timeout=30)
