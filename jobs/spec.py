@@ -6,7 +6,6 @@ the values is raised at once, as one `JobRequestError`. Nothing here touches sto
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from .error_budget import ErrorBudget
 from .errors import JobRequestError
 from .job_file import read_job_file
 from .location import absolute
+from .option_problems import unknown_options, value_problems, with_next_step, with_suggestion
 from .secrets import redacted_url
 from .tls import TlsFiles
 
@@ -36,14 +36,6 @@ SAMPLING_FIELDS = (
 )
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_FIELDS)
-# Where pydantic's own words would say little.
-_EXPECTED = {
-    "name": "expected 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
-    "model": "expected a folder, GGUF file, hub id or URL",
-    "input": "expected a Parquet file, folder, glob or URL",
-    "output": "expected a folder or URL",
-    "cluster": "expected local, local-cuda, or an address such as tcp://10.0.0.5:8786",
-}
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
 # Something for the fields without defaults, while the others are judged.
 _REQUIRED = {"model": "-", "input": "-", "output": "-"}
@@ -134,12 +126,12 @@ class JobSpec(BaseModel):
     def _take_on(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
         """Set the fields whose values can be used. Returns what is wrong, and the fields that it is wrong with."""
         values = {_SPELLINGS.get(name, name): value for name, value in values.items()}
-        problems, wrong = _unknown_keys(values), frozenset[str]()
+        problems, wrong = unknown_options(values, tuple(JobSpec.model_fields)), frozenset[str]()
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         try:
             super().__init__(**known)
         except ValidationError as error:
-            problems += _sentences(error, known)
+            problems += value_problems(error, known)
             # the other fields are judged too, beside any value for those that are wrong
             wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
             super().__init__(**_REQUIRED | {name: value for name, value in known.items() if name not in wrong})
@@ -222,7 +214,7 @@ class JobSpec(BaseModel):
     @field_validator("columns")
     @classmethod
     def _column_roles(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = [_with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
+        unknown = [with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
         wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
@@ -269,35 +261,3 @@ def _pairs(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict
             raise ValueError(f"{name!r} is given twice: {pairs[name]!r} and {target!r}; keep one")
         pairs[name] = target
     return pairs
-
-
-def _unknown_keys(values: Mapping[str, Any]) -> list[str]:
-    names = tuple(JobSpec.model_fields)
-    return [_with_suggestion(f"{name}: not an option", name, names) for name in values if name not in names]
-
-
-def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, choices, n=2, cutoff=0.6)
-    return f"{text}; did you mean {' or '.join(map(repr, close))}?" if close else text
-
-
-def with_next_step(problem: str) -> str:
-    """A finding about an option as a whole sentence that says where to look."""
-    return problem if problem.endswith((".", "?")) else f"{problem}. See `lorabatch run --help`."
-
-
-def _sentences(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """pydantic's findings in our form: `field=value: expectation`; storage options without their values."""
-    sentences = []
-    for found in error.errors(include_url=False):
-        field = ".".join(str(part) for part in found["loc"][:1])
-        expectation = _EXPECTED.get(field) or found["msg"].removeprefix("Value error, ")
-        expectation = expectation.replace("Input should be", "expected").replace("greater than or equal to", "at least")
-        if found["type"] == "missing":
-            option = f"--{field.replace('_', '-')}"
-            sentences.append(f"{field}: required and not given. Add {option}, or the key {field} in the job file.")
-        elif field == "storage_options":
-            sentences.append(f"{field}: {expectation}")
-        else:
-            sentences.append(f"{field}={values.get(field)!r}: {expectation}")
-    return list(dict.fromkeys(sentences))
