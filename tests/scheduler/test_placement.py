@@ -76,6 +76,16 @@ def test_replication_never_lowers_the_least_tolerance():
         assert burst_tolerance(after, *given).min() >= burst_tolerance(resident, *given).min()
 
 
+def test_an_adapter_too_big_for_the_other_replicas_stays_where_it_is():
+    resident = np.array([[True, False, False], [False, True, False]])
+    memory = np.array([200.0, 90.0, 90.0])
+    # However much it is wanted, and although its copy would leave others as they are.
+    too_big = replicate_for_bursts(resident, np.array([50.0, 1.0]), np.array([100.0, 1.0]), memory, 1.0)
+    assert too_big.tolist() == resident.tolist()
+    small = replicate_for_bursts(resident, np.array([50.0, 1.0]), np.array([10.0, 1.0]), memory, 1.0)
+    assert small[0].all()
+
+
 def test_no_adapters_need_no_replicas():
     empty = np.zeros((0, 3), dtype=bool)
     assert replicate_for_bursts(empty, np.zeros(0), np.zeros(0), np.ones(3), 1.0).shape == (0, 3)
