@@ -10,6 +10,12 @@
 #define MAX_MEMBERS 4
 #define PANEL_VECTORS 2
 #define PANEL (PANEL_VECTORS * WIDTH)
+#if VECTOR_BYTES == 64
+#define TILE_ROWS 8
+#else
+#define TILE_ROWS 4 /* half the registers */
+#endif
+#define UNROLLED _Pragma("GCC unroll 8")
 
 /* Written by LoraSiteWeights in __init__.py: int64 fields and addresses. */
 typedef struct {
@@ -38,28 +44,33 @@ typedef struct {
     int adds;
 } Product;
 
+/* Rows and columns of a product. */
+typedef struct {
+    int64_t first_row, end_row, first_column, end_column;
+} Part;
+
 /* ROWS x VECTORS accumulators in registers; of the last vector only `lanes` columns exist. While this panel is
- * computed the next one is fetched. */
+ * computed the next one is fetched. Unless told to unroll, the compiler keeps some of the accumulators in memory. */
 INLINE void tile(const Product *p, int64_t row, int64_t column, const int ROWS, const int VECTORS, int lanes)
 {
     const float *x = p->x + row * p->x_stride, *w = p->w + column;
     const int FULL = lanes == WIDTH ? VECTORS : VECTORS - 1;
-    vec sums[8][PANEL_VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++)
+    vec sums[TILE_ROWS][PANEL_VECTORS];
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++)
             sums[r][v] = (vec){0};
     for (int64_t k = 0; k < p->depth; k++, w += p->w_stride) {
         vec values[PANEL_VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
             values[v] = v < FULL ? load(w + v * WIDTH) : load_first(w + v * WIDTH, lanes);
             __builtin_prefetch(w + PANEL + v * WIDTH, 0, 2);
         }
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++)
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < VECTORS; v++)
                 sums[r][v] += x[r * p->x_stride + k] * values[v];
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) {
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
             float *out = p->out + (row + r) * p->out_stride + column + v * WIDTH;
             if (v < FULL)
                 store(out, p->adds ? load(out) + p->scaling * sums[r][v] : sums[r][v]);
@@ -68,47 +79,63 @@ INLINE void tile(const Product *p, int64_t row, int64_t column, const int ROWS, 
         }
 }
 
-INLINE void rows_of(const Product *p, int64_t num_rows, int64_t column, const int VECTORS, int lanes)
-{
-    int64_t row = 0;
-    for (; row + 8 <= num_rows; row += 8)
-        tile(p, row, column, 8, VECTORS, lanes);
-    if (num_rows - row >= 4) {
-        tile(p, row, column, 4, VECTORS, lanes);
-        row += 4;
-    }
-    if (num_rows - row >= 2) {
-        tile(p, row, column, 2, VECTORS, lanes);
-        row += 2;
-    }
-    if (num_rows - row)
-        tile(p, row, column, 1, VECTORS, lanes);
-}
-
-/* Columns `column` to `end`, at most a panel. */
-static void panel(const Product *p, int64_t num_rows, int64_t column, int64_t end)
+/* Of ROWS rows, the columns `column` to `end`. */
+INLINE void columns_of(const Product *p, int64_t row, int64_t column, int64_t end, const int ROWS)
 {
     for (; end - column >= PANEL; column += PANEL)
-        rows_of(p, num_rows, column, PANEL_VECTORS, WIDTH);
-    for (; end - column >= WIDTH; column += WIDTH)
-        rows_of(p, num_rows, column, 1, WIDTH);
-    if (column < end)
-        rows_of(p, num_rows, column, 1, (int)(end - column));
+        tile(p, row, column, ROWS, PANEL_VECTORS, WIDTH);
+    if (end - column > WIDTH)
+        tile(p, row, column, ROWS, 2, (int)(end - column) - WIDTH);
+    else if (column < end)
+        tile(p, row, column, ROWS, 1, (int)(end - column));
 }
 
-/* A thread's share of a pass: panels whose work lies in `first` .. `last`, counted over all segments. */
+/* Blocks of nearly equal numbers of rows: weights are read once for each. */
+static void multiply(const Product *p, Part part)
+{
+    const int64_t rows = part.end_row - part.first_row, blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t row = part.first_row + rows * b / blocks, end = part.first_row + rows * (b + 1) / blocks;
+        switch (end - row) {
+#define CASE(ROWS)                                                                                                     \
+    case ROWS:                                                                                                         \
+        columns_of(p, row, part.first_column, part.end_column, ROWS);                                                  \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#if TILE_ROWS == 8
+            CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+        }
+    }
+}
+
+/* A thread's share of a pass: work between `first` and `last`, counted over all segments. */
 typedef struct {
     int64_t first, last, position;
 } Share;
 
-static void multiply(const Product *p, int64_t num_rows, int64_t num_columns, Share *share)
+/* A number of the weights is fetched once and multiplied with each row; to fetch it takes as long as eight rows. */
+static int64_t work_of(int64_t num_rows, int64_t depth, int64_t num_columns)
 {
-    for (int64_t column = 0; column < num_columns; column += PANEL) {
-        int64_t end = column + PANEL < num_columns ? column + PANEL : num_columns;
-        if (share->position >= share->first && share->position < share->last)
-            panel(p, num_rows, column, end);
-        share->position += num_rows * p->depth * (end - column);
-    }
+    return (num_rows + 8) * depth * num_columns;
+}
+
+/* The part of the next product that is this thread's: some columns of all rows, or where rows are many some rows. */
+static Part take(Share *share, int64_t num_rows, int64_t depth, int64_t num_columns)
+{
+    const int64_t work = work_of(num_rows, depth, num_columns), is_by_rows = num_rows > 2 * TILE_ROWS;
+    const int64_t size = is_by_rows ? TILE_ROWS : PANEL, length = is_by_rows ? num_rows : num_columns;
+    const int64_t num_units = (length + size - 1) / size;
+    const int64_t first = share->first - share->position, last = share->last - share->position;
+    share->position += work;
+    if (last <= 0 || first >= work)
+        return (Part){0, 0, 0, 0};
+    /* both threads round the place between them in the same way */
+    int64_t start = first <= 0 ? 0 : (2 * first * num_units + work) / (2 * work) * size;
+    int64_t end = last >= work ? length : (2 * last * num_units + work) / (2 * work) * size;
+    start = start < length ? start : length;
+    end = end < length ? end : length;
+    return is_by_rows ? (Part){start, end, 0, num_columns} : (Part){0, num_rows, start, end};
 }
 
 static Share share_of(int64_t total)
@@ -126,11 +153,11 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
     for (int64_t s = 0; s < num_segments; s++) {
         const Site *site = segments[s].site;
         int64_t num_rows = segments[s].end - segments[s].start;
-        shrink_work += num_rows * site->rank * in_features;
+        shrink_work += work_of(num_rows, in_features, site->rank);
         for (int64_t m = 0; m < site->num_members; m++) {
             const Member *member = &site->members[m];
-            expand_work += num_rows * (member->rank_end - member->rank_start) *
-                           (member->column_end - member->column_start);
+            expand_work += work_of(num_rows, member->rank_end - member->rank_start,
+                                   member->column_end - member->column_start);
         }
     }
 #pragma omp parallel
@@ -141,7 +168,7 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
             const Site *site = segment->site;
             Product shrink = {scratch + segment->start * scratch_stride, x + segment->start * in_features, site->a,
                               scratch_stride, in_features, site->rank, in_features, 1, 0};
-            multiply(&shrink, segment->end - segment->start, site->rank, &share);
+            multiply(&shrink, take(&share, segment->end - segment->start, in_features, site->rank));
         }
 #pragma omp barrier
         share = share_of(expand_work);
@@ -154,7 +181,7 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
                                   scratch + segment->start * scratch_stride + member->rank_start, member->b,
                                   y_stride, scratch_stride, num_columns, member->rank_end - member->rank_start,
                                   (float)member->scaling, 1};
-                multiply(&expand, segment->end - segment->start, num_columns, &share);
+                multiply(&expand, take(&share, segment->end - segment->start, expand.depth, num_columns));
             }
         }
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -84,6 +85,25 @@ def test_compiled_a_row_gets_the_same_bits_whatever_stands_beside_it(ranks: tupl
             alone = y[row : row + 1].clone()
             add_lora_(alone, x[row : row + 1], [LoraSegment(0, 1, s)])
             assert torch.equal(alone[0], together[row]), f"row {row} of {start}:{end}"
+
+
+@needs_library
+@pytest.mark.parametrize("sizes", [(90,), (1, 70, 3, 33), (17, 16)])
+def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(sizes: tuple[int, ...]) -> None:
+    x, y = torch.randn(sum(sizes), IN), torch.randn(sum(sizes), sum(OUTS))
+    ends = list(accumulate(sizes))
+    segments = [LoraSegment(e - n, e, site((20, 3, 64), i)) for i, (e, n) in enumerate(zip(ends, sizes, strict=True))]
+    expected = add_lora_reference(y, x, segments)
+    results, before = [], torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            results.append(y.clone())
+            add_lora_(results[-1], x, segments)
+    finally:
+        torch.set_num_threads(before)
+    assert (results[0].double() - expected).abs().max() < 1e-3
+    assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
 @needs_library
