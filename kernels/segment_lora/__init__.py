@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +54,7 @@ class LoraSiteWeights:
         return SiteRecord.of(self.a, members)
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSegment:
+class LoraSegment(NamedTuple):
     """Rows `start:end` of the step belong to one adapter; None where it leaves this layer alone."""
 
     start: int
@@ -69,7 +69,7 @@ def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
     depend on the other rows of the step, bit for bit; by torch it may.
     """
     native = native_lora() if _is_dense(x) and _is_dense(y) else None
-    records = [(s.start, s.end, s.site.record) for s in segments if s.site is not None]
+    records = [(start, end, site.record) for start, end, site in segments if site is not None]
     served = [(start, end, record) for start, end, record in records if record is not None]
     if native is None or len(served) < len(records):
         add_lora_by_torch_(y, x, segments)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,19 +50,12 @@ def native_lora() -> NativeLora | None:
 def add_lora_natively_(
     native: NativeLora, y: Tensor, x: Tensor, segments: Sequence[tuple[int, int, SiteRecord]]
 ) -> None:
-    """`segments`: first row, end row, site; they must not overlap. x and y fp32, their rows dense."""
+    """`segments`: first row, end row, site; in the order of their rows, none over another. x and y fp32, dense."""
     if not segments:
         return
-    table = np.array([(start, end, ctypes.addressof(site)) for start, end, site in segments], dtype=np.int64)
-    stride = max(site.rank for _, _, site in segments)
-    scratch = torch.empty(int(table[:, 1].max()), stride)
-    native(
-        y.data_ptr(),
-        y.stride(0),
-        x.data_ptr(),
-        x.shape[1],
-        table.ctypes.data,
-        len(segments),
-        scratch.data_ptr(),
-        stride,
-    )
+    # numpy would take as long as all of the rest: this is called for every packed layer of every step
+    table = array("q", [field for start, end, site in segments for field in (start, end, ctypes.addressof(site))])
+    stride = max([site.rank for _, _, site in segments])
+    scratch = torch.empty(segments[-1][1], stride)
+    address, _ = table.buffer_info()
+    native(y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], address, len(segments), scratch.data_ptr(), stride)
