@@ -33,6 +33,8 @@ from .row_exchange import RowExchange
 from .worker_engines import engines_of
 
 _CLOSE_TIMEOUT_S = 4.0
+# A helper's step, and the time between two questions. What has not come back by then begins where it was lent.
+_RECALL_TIMEOUT_S = 2.0
 # Owners ask for their rows several times a second.
 _RETURN_TIMEOUT_S = 1.0
 
@@ -78,8 +80,9 @@ class EngineHost(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
-        Guests go back to their owners.
+        Rows on loan are called back before, guests go back to their owners.
         """
+        await self._exchange.call_back(_RECALL_TIMEOUT_S)
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
         await self._exchange.depart(_RETURN_TIMEOUT_S)
         self._exchange.close()

@@ -84,10 +84,12 @@ class EngineRows:
         assert run not in self.runs, f"run {run} uses this engine already"
         self.runs[run] = RunRows()
 
-    def hand_back(self, run: str, then: Callable[[], None]) -> list[Message]:
-        """Have the process give up what it has of a run, so that nothing it has generated is lost; then call `then`."""
+    def hand_back(self, run: str, then: Callable[[], None], only: OpenShard | None = None) -> list[Message]:
+        """Have the process give up what it has of a run, or of one shard `only`, so that nothing it has generated is
+        lost; then call `then`.
+        """
         shards = self.runs[run].shards if self._is_ready and run in self.runs else []
-        names = [name for shard in shards for name in shard.request_ids]
+        names = [name for shard in shards if only in (None, shard) for name in shard.request_ids]
 
         def asker(rows: list[ExportedRow]) -> None:
             self._take_back(rows)
@@ -112,12 +114,14 @@ class EngineRows:
             self._give_up(rows, failure)
 
     def _give_up(self, rows: RunRows, reason: Exception) -> list[Message]:
-        messages: list[Message] = []
-        for shard in rows.shards:
-            begun = self._ledger.begun(shard.request_ids)
-            messages += self._forget(shard)
-            shard.fail(reason, begun)
+        messages = [message for shard in rows.shards for message in self._fail(shard, reason)]
         rows.shards.clear()
+        return messages
+
+    def _fail(self, shard: OpenShard, reason: Exception) -> list[Message]:
+        begun = self._ledger.begun(shard.request_ids)
+        messages = self._forget(shard)
+        shard.fail(reason, begun)
         return messages
 
     # Shards
@@ -144,6 +148,14 @@ class EngineRows:
             return []
         rows.shards.remove(shard)
         return self._forget(shard)
+
+    def surrender(self, shard: OpenShard) -> list[Message]:
+        """A shard is wanted elsewhere: it fails as if its run had left, with what was generated."""
+        rows = self.runs.get(shard.run)
+        if rows is None or shard not in rows.shards:
+            return []
+        rows.shards.remove(shard)
+        return self._fail(shard, ShardAbandonedError("The rows are wanted elsewhere."))
 
     def _forget(self, shard: OpenShard) -> list[Message]:
         shard.is_abandoned = True

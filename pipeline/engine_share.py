@@ -51,6 +51,11 @@ class EngineShare:
         """Nobody waits for this shard any more; its rows leave the engine."""
         self._act(partial(EngineRows.abandon, shard=shard))
 
+    def surrender(self, shard: OpenShard) -> None:
+        """Fail a shard with `ShardAbandonedError`, once the process has given up what it has generated for its rows."""
+        then = partial(self._act, partial(EngineRows.surrender, shard=shard))
+        self._act(partial(EngineRows.hand_back, run=self.run, then=then, only=shard))
+
     def lend(self, shard_id: int, num_rows: int) -> Future[Loan]:
         """Take rows of an open shard out of the engine, for another engine to go on with: at most `num_rows`, fewer
         or none where rows have finished meanwhile. `answered` or `reclaim` must follow for each.

@@ -57,7 +57,8 @@ class Guests:
 
     def results(self, loan_id: str, acknowledged: Sequence[str]) -> dict[str, Any]:
         """What has finished and was not acknowledged yet (`rows`). When the owner has acknowledged all, the loan is
-        over; it is over too when this engine cannot go on (`is_over`), and the rest is `returned` as it is.
+        over; it is over too when this engine cannot go on, or was asked for the rows (`is_over`), and the rest is
+        `returned` as it is.
 
         Raises KeyError for a loan that is not here (any more).
         """
@@ -80,6 +81,12 @@ class Guests:
         begun = party.shard.begun if is_over else ()
         returned = [_renamed(row, row.request.request_id.removeprefix(f"{loan_id}/")) for row in begun]
         return {"rows": rows, "is_over": is_over, "returned": [pack_exported_row(row) for row in returned]}
+
+    def recall(self, loan_id: str) -> None:
+        """Their owner wants the rows back as they are: soon the loan is over. It may be over already."""
+        party = self._parties.get(loan_id)
+        if party is not None:
+            self._engine.surrender(party.shard)
 
     async def depart(self, timeout_s: float) -> None:
         """Wait until every owner has heard that its guests are given up, but no longer than this."""

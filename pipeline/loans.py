@@ -34,12 +34,23 @@ class Loans:
         self._peers = peers
         self._address = address
         self._running: set[asyncio.Task[None]] = set()
+        self._is_leaving = False
 
     def begin(self, shard_id: int, num_rows: int, helper: str) -> None:
-        """Lend rows of an open shard to another worker, in the background."""
+        """Lend rows of an open shard to another worker, in the background; not when this one leaves."""
+        if self._is_leaving:
+            return
         task = asyncio.create_task(self.lend(shard_id, num_rows, helper))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+
+    async def call_back(self, timeout_s: float) -> None:
+        """This worker leaves: what helpers have generated comes back before its shards are handed over. Waits until it
+        has, but no longer than this.
+        """
+        self._is_leaving = True
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
 
     async def lend(self, shard_id: int, num_rows: int, helper: str) -> None:
         """Lend rows of an open shard and wait until each has its result or is back in the engine here."""
@@ -76,10 +87,14 @@ class Loans:
         logger.info("%d rows lent to %s", len(loan.rows), helper)
         waiting = {row.request.request_id for row in loan.rows}
         acknowledged: list[str] = []
+        is_recalled = False
         while waiting:
             if loan.shard is not None and loan.shard.is_abandoned:
                 await self._peers.ask(helper, "drop", loan_id=loan_id)
                 return
+            if self._is_leaving and not is_recalled:
+                is_recalled = True
+                await self._peers.ask(helper, "recall", loan_id=loan_id)
             await asyncio.sleep(POLL_INTERVAL_S)
             answer = await self._patiently(helper, "results", loan_id=loan_id, acknowledged=acknowledged)
             served = [_served(raw) for raw in answer["rows"]]

@@ -43,6 +43,10 @@ class RowExchange:
         with contextlib.suppress(TimeoutError):
             asked.result(_TAKE_OVER_LIMIT_S)
 
+    async def call_back(self, timeout_s: float) -> None:
+        """Get rows back that are on loan, as they are, but wait no longer than this. Nothing is lent any more."""
+        await self._loans.call_back(timeout_s)
+
     async def depart(self, timeout_s: float) -> None:
         """Wait until owners have fetched guests that this worker had to give up, but no longer than this."""
         await self._guests.depart(timeout_s)
@@ -59,6 +63,8 @@ class RowExchange:
                 await self._receive(**content)
             case "results":
                 return self._guests.results(**content)
+            case "recall":
+                self._guests.recall(**content)
             case "drop":
                 self._guests.drop(**content)
             case "adapter":

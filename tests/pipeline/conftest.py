@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import echo_engine
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from echo_host import Host
 
 from lorabatch.engine.config import DEFAULT_BATCH_ROWS
 from lorabatch.engine.request import Request
@@ -117,3 +120,18 @@ def prepare_job(weightless_model: Path, tmp_path: Path) -> Callable[..., Prepare
         return PreparedJob(checked.spec, checked.store, record)
 
     return prepare
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
+    """Start an engine with the echo engine's options."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
+    made: list[Host] = []
+
+    def start(**options: Any) -> Host:
+        made.append(Host(tmp_path / f"engine-{len(made)}", **options))
+        return made[-1]
+
+    yield start
+    for host in made:
+        host.keeper.close(10)

@@ -199,6 +199,22 @@ class EngineRowsMachine(RuleBasedStateMachine):
         while not left:
             self.answer_export()
 
+    @precondition(lambda self: self.shards)
+    @rule(data=st.data())
+    def surrender(self, data: st.DataObject) -> None:
+        """One shard goes, as guests do whose owner leaves; its other rows and shards stay."""
+        shard = data.draw(st.sampled_from(self.shards))
+        given_up: list[OpenShard] = []
+        self.tell(self.rows.hand_back(shard.run, lambda: given_up.append(shard), only=shard))
+        while not given_up:
+            self.answer_export()
+        self.tell(self.rows.surrender(shard))
+        self.shards.remove(shard)
+        names = [row.request.request_id for row in shard.begun]
+        assert len(names) == len(set(names)) <= shard.num_unfinished
+        assert self.rows.surrender(shard) == []
+        self.send()
+
     @invariant()
     def nothing_is_lost(self) -> None:
         self.rows.check_integrity()

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import echo_engine
 import msgpack
 import pytest
+from echo_host import TOKENS, Host, finish, open_shard, until
 
-from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.exported_row import ExportedRow
-from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.wire import unpack_exported_row
-from lorabatch.pipeline.engine_keeper import EngineKeeper
-from lorabatch.pipeline.engine_share import EngineShare
+from lorabatch.pipeline.errors import ShardAbandonedError
 from lorabatch.pipeline.guests import Guests
 from lorabatch.pipeline.loans import Loans
-from lorabatch.pipeline.messages import EngineSettings, HostReport
-from lorabatch.pipeline.open_shard import OpenShard
 from lorabatch.pipeline.peers import PeerLostError
-
-TOKENS = 20
-
-
-class Host:
-    """An engine with its guests, and the last that it reported."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        folder.mkdir()
-        (folder / "echo.json").write_text(json.dumps(options))
-        settings = EngineSettings(
-            "model", EngineConfig(num_threads=1, max_batch_rows=4), factory="echo_engine:EchoEngine"
-        )
-        self.reports: list[HostReport] = []
-        self.keeper = EngineKeeper(settings, lambda: folder, folder, "tcp://worker")
-        self.share: EngineShare = self.keeper.join("run", self.reports.append)
 
 
 class Line:
@@ -68,35 +44,11 @@ class Line:
                 self._guests.receive(given["loan_id"], [unpack_exported_row(raw) for raw in given["rows"]], [])
             case "results":
                 return self._guests.results(**given)
+            case "recall":
+                self._guests.recall(**given)
             case "drop":
                 self._guests.drop(**given)
         return {}
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
-    """Start an engine with the echo engine's options."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
-    made: list[Host] = []
-
-    def start(**options: Any) -> Host:
-        made.append(Host(tmp_path / f"engine-{len(made)}", **options))
-        return made[-1]
-
-    yield start
-    for host in made:
-        host.keeper.close(10)
-
-
-def open_shard(owner: Host, num_rows: int) -> OpenShard:
-    requests = [Request(f"row-{i}", (i,), None, SamplingParams(max_tokens=TOKENS)) for i in range(num_rows)]
-    return owner.share.open(7, map(ExportedRow, requests), [])
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not claim():
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -109,16 +61,6 @@ async def lending(owner: Host, helper: Host, num_rows: int) -> AsyncIterator[tup
     await until(lambda: "results" in line.asked)
     yield line, task
     await asyncio.wait_for(task, 60)
-
-
-async def finish(shard: OpenShard, num_rows: int) -> None:
-    """Every row comes, once, with its one right answer."""
-    answers: dict[str, str] = {}
-    while len(answers) < num_rows:
-        for row in await asyncio.to_thread(shard.take, 0.2):
-            assert row.result.request_id not in answers
-            answers[row.result.request_id] = row.result.text
-    assert answers == {f"row-{i}": echo_engine.answer((i,), None, TOKENS) for i in range(num_rows)}
 
 
 def test_lent_rows_are_answered_by_the_helper(hosts: Callable[..., Host], tmp_path: Path) -> None:
@@ -180,5 +122,49 @@ def test_guests_whose_shard_was_given_up_are_dropped(hosts: Callable[..., Host],
             await task
             assert line.asked[-1] == "drop"
         await until(lambda: helper.reports[-1].guest_rows == 0)
+
+    asyncio.run(story())
+
+
+def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    async def story() -> None:
+        owner = hosts(gate=str(tmp_path / "gate"))
+        helper = hosts(step_s=0.1, trace=str(tmp_path / "by-helper"))
+        shard = open_shard(owner, 4)
+        await until(lambda: any(report.running_rows for report in owner.reports))
+        line = Line(Guests(helper.share))
+        loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
+        loans.begin(7, 4, "tcp://helper")
+        await until((tmp_path / "by-helper").exists)
+        await loans.call_back(60)
+        assert line.asked.count("recall") == 1
+        await asyncio.to_thread(owner.keeper.leave, "run", 10)
+        with pytest.raises(ShardAbandonedError):
+            shard.take(0)
+        generated = sum(map(int, (tmp_path / "by-helper").read_text().split()))
+        assert 0 < sum(len(row.token_ids) for row in shard.begun) == generated < 4 * TOKENS
+        # Nothing is lent any more.
+        loans.begin(7, 4, "tcp://helper")
+        assert line.asked.count("receive") == 1
+        await until(lambda: helper.reports[-1].guest_rows == 0)
+
+    asyncio.run(story())
+
+
+def test_a_helper_that_does_not_give_rows_back_is_not_waited_for(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    async def story() -> None:
+        owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))
+        shard = open_shard(owner, 4)
+        await until(lambda: any(report.running_rows for report in owner.reports))
+        line = Line(Guests(helper.share, patience_s=1.0))
+        loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
+        loans.begin(7, 3, "tcp://helper")
+        await until(lambda: "results" in line.asked)
+        line.is_cut = True
+        await loans.call_back(0.0)
+        (tmp_path / "gate").touch()
+        await finish(shard, 4)
 
     asyncio.run(story())

@@ -1,0 +1,59 @@
+"""An echo engine as a worker hosts it, and a shard for it, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import echo_engine
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.exported_row import ExportedRow
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.pipeline.engine_keeper import EngineKeeper
+from lorabatch.pipeline.engine_share import EngineShare
+from lorabatch.pipeline.messages import EngineSettings, HostReport, LocalAdapter
+from lorabatch.pipeline.open_shard import OpenShard
+
+TOKENS = 20
+
+
+class Host:
+    """An engine with its guests, and the last that it reported."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        folder.mkdir()
+        (folder / "echo.json").write_text(json.dumps(options))
+        settings = EngineSettings(
+            "model", EngineConfig(num_threads=1, max_batch_rows=4), factory="echo_engine:EchoEngine"
+        )
+        self.reports: list[HostReport] = []
+        self.keeper = EngineKeeper(settings, lambda: folder, folder, "tcp://worker")
+        self.share: EngineShare = self.keeper.join("run", self.reports.append)
+
+
+def open_shard(owner: Host, num_rows: int, adapter: LocalAdapter | None = None) -> OpenShard:
+    """Shard 7 of an engine, whose rows all want `adapter` (None: the base model)."""
+    adapter_id = adapter.source.adapter_id if adapter is not None else None
+    requests = [Request(f"row-{i}", (i,), adapter_id, SamplingParams(max_tokens=TOKENS)) for i in range(num_rows)]
+    return owner.share.open(7, map(ExportedRow, requests), [adapter] if adapter is not None else [])
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(60):
+        while not claim():
+            await asyncio.sleep(0.02)
+
+
+async def finish(shard: OpenShard, num_rows: int, adapter_id: str | None = None) -> None:
+    """Every row comes, once, with its one right answer."""
+    answers: dict[str, str] = {}
+    while len(answers) < num_rows:
+        for row in await asyncio.to_thread(shard.take, 0.2):
+            assert row.result.request_id not in answers
+            answers[row.result.request_id] = row.result.text
+    assert answers == {f"row-{i}": echo_engine.answer((i,), adapter_id, TOKENS) for i in range(num_rows)}
