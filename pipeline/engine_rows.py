@@ -60,6 +60,8 @@ class EngineRows:
         self._failure: Exception | None = None
         # Whether the process has loaded its model.
         self._is_ready = False
+        # What the process is told next.
+        self._aborts: list[Message] = []
         # Something has happened that others wait to hear: guests have come, or a run has nothing left to do here.
         self.has_news = False
 
@@ -150,12 +152,17 @@ class EngineRows:
         return self._forget(shard)
 
     def surrender(self, shard: OpenShard) -> list[Message]:
-        """A shard is wanted elsewhere: it fails as if its run had left, with what was generated."""
-        rows = self.runs.get(shard.run)
-        if rows is None or shard not in rows.shards:
-            return []
-        rows.shards.remove(shard)
-        return self._fail(shard, ShardAbandonedError("The rows are wanted elsewhere."))
+        """A shard is wanted elsewhere: once the process has given up what it has of it, it fails as if its run had
+        left, with what was generated.
+        """
+
+        def then() -> None:
+            rows = self.runs.get(shard.run)
+            if rows is not None and shard in rows.shards:
+                rows.shards.remove(shard)
+                self._aborts += self._fail(shard, ShardAbandonedError("The rows are wanted elsewhere."))
+
+        return self.hand_back(shard.run, then, only=shard)
 
     def _forget(self, shard: OpenShard) -> list[Message]:
         shard.is_abandoned = True
@@ -210,12 +217,13 @@ class EngineRows:
 
     def sendable(self, batch_rows: int) -> list[Message]:
         """What the process must be told so that it works on the rows whose turn it is. A run alone gives it all."""
+        aborts, self._aborts = self._aborts, []
         if not self._is_ready:
             return []
         if self._ledger.num_runs < 2:
-            return self._feed.messages(self._ledger.take())
+            return aborts + self._feed.messages(self._ledger.take())
         surplus = self._withdraw_surplus(batch_rows)
-        return surplus + self._feed.messages(self._ledger.take(shared_window(batch_rows)))
+        return aborts + surplus + self._feed.messages(self._ledger.take(shared_window(batch_rows)))
 
     def exported(self, rows: Iterable[ExportedRow]) -> None:
         """The process has given rows up, as it was asked."""

@@ -53,8 +53,7 @@ class EngineShare:
 
     def surrender(self, shard: OpenShard) -> None:
         """Fail a shard with `ShardAbandonedError`, once the process has given up what it has generated for its rows."""
-        then = partial(self._act, partial(EngineRows.surrender, shard=shard))
-        self._act(partial(EngineRows.hand_back, run=self.run, then=then, only=shard))
+        self._act(partial(EngineRows.surrender, shard=shard))
 
     def lend(self, shard_id: int, num_rows: int) -> Future[Loan]:
         """Take rows of an open shard out of the engine, for another engine to go on with: at most `num_rows`, fewer

@@ -204,11 +204,11 @@ class EngineRowsMachine(RuleBasedStateMachine):
     def surrender(self, data: st.DataObject) -> None:
         """One shard goes, as guests do whose owner leaves; its other rows and shards stay."""
         shard = data.draw(st.sampled_from(self.shards))
-        given_up: list[OpenShard] = []
-        self.tell(self.rows.hand_back(shard.run, lambda: given_up.append(shard), only=shard))
-        while not given_up:
-            self.answer_export()
+        if not shard.num_unfinished:
+            return
         self.tell(self.rows.surrender(shard))
+        while shard in self.rows.runs[shard.run].shards:
+            self.answer_export()
         self.shards.remove(shard)
         names = [row.request.request_id for row in shard.begun]
         assert len(names) == len(set(names)) <= shard.num_unfinished
