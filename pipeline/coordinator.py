@@ -95,7 +95,7 @@ class Coordinator:
         self._tasks: dict[tuple[int, int], tuple[Future[ShardOutcome], str]] = {}
         self._workers: set[str] = set()
         self._failed_workers: dict[str, str] = {}
-        self._journal = Journal(store, scheduler.beginning())
+        self._journal = Journal(store, scheduler.beginning() | {"coordinator": peers.address})
         self._start_s = self._watched_s = self._ticked_s = self._engine_seen_s = time.monotonic()
         self._roll = RollCall(self._start_s)
         self._outcome: Command | None = None

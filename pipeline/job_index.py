@@ -20,6 +20,8 @@ from ..jobs.store import JobStore
 from . import prepared_rows as prepared
 
 _CHUNK_READS = 8
+# A table has some 20 KB around its rows: those of small row groups are not kept until all are read.
+_CHUNKS_JOINED = 64
 _NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "id_hash", "error_kind", "batch", "row")
 _IDS_SHOWN = 5
 _PLACES_SHOWN = 3
@@ -58,12 +60,14 @@ def read_index(store: JobStore, num_chunks: int) -> JobIndex:
         with prepared.arrow_file(store.index_source(chunk_id)) as reader:
             return reader.read_all().drop_columns(["fingerprint"]).replace_schema_metadata()
 
+    joined, num_rows = [prepared.INDEX_SCHEMA.empty_table().drop_columns(["fingerprint"])], []
     with ThreadPoolExecutor(_CHUNK_READS) as pool:
-        tables = list(pool.map(read, range(num_chunks)))
-    if not tables:
-        tables = [prepared.INDEX_SCHEMA.empty_table()]
-    chunk = np.repeat(np.arange(len(tables), dtype=np.int32), [table.num_rows for table in tables])
-    table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+        for start in range(0, num_chunks, _CHUNKS_JOINED):
+            tables = list(pool.map(read, range(start, min(start + _CHUNKS_JOINED, num_chunks))))
+            num_rows += [table.num_rows for table in tables]
+            joined.append(_joined(tables))
+    chunk = np.repeat(np.arange(num_chunks, dtype=np.int32), num_rows)
+    table = _joined(joined)
     adapter = table.column("adapter").combine_chunks()
     numbers = {name: table.column(name).to_numpy() for name in _NUMBERS}
     return JobIndex(
@@ -72,6 +76,10 @@ def read_index(store: JobStore, num_chunks: int) -> JobIndex:
         chunk=chunk,
         **numbers,
     )
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    return pa.concat_tables(tables).unify_dictionaries().combine_chunks()
 
 
 def refuse_duplicate_ids(store: JobStore, index: JobIndex, id_column: str) -> None:

@@ -30,6 +30,11 @@ class Peers:
         self._worker = worker
         self._run_id = run_id
 
+    @property
+    def address(self) -> str:
+        """Of the worker itself."""
+        return str(self._worker.address)
+
     async def ask(self, address: str, question: str, timeout_s: float = _TIMEOUT_S, **content: Any) -> Answer:
         """The answer of another host. `content`: what msgpack can carry. Raises `PeerLostError`."""
         call = getattr(self._worker.rpc(address), _op(self._run_id))

@@ -10,14 +10,14 @@ from typing import Literal
 # Uneven: echo engines of which one is slow, so that rows move from it to the others.
 EngineKind = Literal["echo", "uneven", "real"]
 ClusterKind = Literal["embedded", "existing"]
-# Owner and helper: the workers at the two ends of a loan of rows.
-Victim = Literal["client", "worker", "nanny", "engine", "scheduler", "owner", "helper"]
+# Coordinator: the worker that runs the job's coordinator. Owner and helper: those at the two ends of a loan of rows.
+Victim = Literal["client", "worker", "coordinator", "nanny", "engine", "scheduler", "owner", "helper"]
 Signal = Literal["KILL", "TERM", "STOP"]
 
 # Which processes can be hit: an embedded cluster's scheduler and nannies live inside the client.
 _VICTIMS: dict[ClusterKind, tuple[Victim, ...]] = {
-    "embedded": ("client", "worker", "worker", "engine", "engine"),
-    "existing": ("client", "worker", "worker", "engine", "engine", "nanny", "scheduler"),
+    "embedded": ("client", "worker", "coordinator", "engine", "engine"),
+    "existing": ("client", "worker", "coordinator", "engine", "engine", "nanny", "scheduler"),
 }
 _SIGNALS: tuple[Signal, ...] = ("KILL", "KILL", "KILL", "TERM", "STOP")
 _MAX_BLOWS = 4

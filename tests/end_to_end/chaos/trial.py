@@ -40,6 +40,12 @@ _MAX_STARTS = 8
 # How long the owner of a stopped client watches it do nothing.
 _PATIENCE_S = 3.0
 _GONE_AFTER_S = 20.0
+# Workers that only the job's journal tells apart: by the last event of a kind.
+_NAMED_IN_JOURNAL: dict[Victim, tuple[str, str]] = {
+    "coordinator": (BEGINNING, "coordinator"),
+    "owner": ("MigrateRows", "from_replica_id"),
+    "helper": ("MigrateRows", "to_replica_id"),
+}
 # So long it takes a batch system to start a worker in place of one that has ended.
 _REPLACED_AFTER_S = 2.0
 
@@ -204,11 +210,11 @@ class Trial:
 
     def _victims(self, kind: Victim) -> list[psutil.Process]:
         processes = marked(self._mark)
-        if kind not in ("owner", "helper"):
+        if kind not in _NAMED_IN_JOURNAL:
             return of_kind(processes, kind)
-        loans = [event for event in JobStore(str(self._output)).read_events() if event["kind"] == "MigrateRows"]
-        end = "from_replica_id" if kind == "owner" else "to_replica_id"
-        return listening_at(of_kind(processes, "worker"), loans[-1][end]) if loans else []
+        event_kind, name = _NAMED_IN_JOURNAL[kind]
+        events = [event for event in JobStore(str(self._output)).read_events() if event["kind"] == event_kind]
+        return listening_at(of_kind(processes, "worker"), events[-1][name]) if events else []
 
     def _stop(self, blow: Blow, process: psutil.Process) -> None:
         if blow.stopped_s is not None:
