@@ -6,7 +6,7 @@ Local folders and object stores differ in what is atomic; the difference lives h
 |---|---|---|
 | whole file | temporary name, fsync, rename | one PUT, or a multipart upload, seen when whole |
 | create only | temporary name, then a hard link | conditional PUT where the store has it |
-| append | the file itself | one more object, `NAME.<time>-<random>`, read back in order |
+| append | the file itself | one more object, `NAME.<number>-<random>`, read back in order |
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from .errors import MissingFileError, StorageError
+from .journal_segments import SegmentNames, segments_of
 from .secrets import redacted_url
 from .storage_reason import storage_reason
 
@@ -51,6 +52,11 @@ class Location:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("url", "storage_options", "scratch")}
+
+    @cached_property
+    def _segment_names(self) -> dict[str, SegmentNames]:
+        """By folder."""
+        return {}
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -153,8 +159,10 @@ class Location:
         """Add to the end of a journal. One call is one write: it is seen whole, or torn at the end only."""
         with self._translated("append to", name):
             if not self.is_local:
-                segment = f"{name}.{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
-                self.fs.pipe_file(self.path(segment), data)
+                folder, _, journal = name.rpartition("/")
+                names = self._segment_names.setdefault(folder, SegmentNames())
+                segment = names.next(journal, time.time_ns(), lambda: self.list(folder))
+                self.fs.pipe_file(self.path(f"{folder}/{segment}" if folder else segment), data)
                 return
             path = self.local_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,9 +172,8 @@ class Location:
     def read_journal(self, name: str) -> bytes:
         """Everything appended under `name`, in order; empty when nothing was."""
         folder, _, base = name.rpartition("/")
-        segments = sorted(found for found in self.list(folder) if found == base or found.startswith(f"{base}."))
         prefix = f"{folder}/" if folder else ""
-        return b"".join(self.read(prefix + segment) for segment in segments)
+        return b"".join(self.read(prefix + segment) for segment in segments_of(base, self.list(folder)))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files and whole folders; those that are gone already are fine."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 # Deaths in a row without one finished row between them. Finding a poison row among 4,096 takes about 16.
 MAX_FRUITLESS_DEATHS = 16
-MAX_FAILED_STARTS = 3
+# More than what preemption or a passing lack of memory may do to one engine while it loads.
+MAX_FAILED_STARTS = 5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 5.0
 
