@@ -1,7 +1,8 @@
 """One timed run of one system over an engine workload, in a process of its own.
 
-`python -m lorabatch.benchmarks.engine_systems SYSTEM WORKLOAD.json` prints one JSON object, a `Run`: seconds of serving
-(loading the base model excluded; adapters are loaded or merged inside the time), memory, and the tokens for comparison.
+`python -m lorabatch.benchmarks.engine_systems SYSTEM WORKLOAD.json` prints one JSON object, a `Run`: seconds of
+serving, memory, and the tokens for comparison. When the clock starts, every system has read the base model and all
+adapters and has answered a short row of each; merging weights is inside the time.
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ from .engine_workload import RANKS, BenchRow, EngineWorkload
 
 PEFT_BATCH = 32
 _WARM_BYTES = 3 << 30
+_WARM_PROMPT = (100, 101, 102)
 Tokens = list[list[int]]
 Measured = tuple[float, Tokens, float]  # seconds, tokens of each row, seconds spent on merging weights
 
 
 def run_ours(workload: EngineWorkload, mode: Mode, adapter_of: Callable[[BenchRow], str | None]) -> Measured:
-    """Our engine; `adapter_of` says which adapter a row asks, None for the base."""
-    engine = Engine(Path(workload.model), EngineConfig(mode=mode, max_batch_rows=64))
+    """Our engine, all rows in one batch; `adapter_of` says which adapter a row asks, None for the base."""
+    engine = Engine(Path(workload.model), EngineConfig(mode=mode, max_batch_rows=len(workload.rows)))
     ids: dict[str | None, str | None] = {None: None}
     for name, folder in workload.adapters.items():
         content = audit_adapter(Path(folder), engine.model, name).identity_sha256
         assert content is not None, f"{name}: refused"
         engine.register_adapter(content, Path(folder), name)
         ids[name] = content
-    warm = Request("warm", (100, 101, 102), None, SamplingParams(max_tokens=2, ignore_eos=True))
-    list(engine.run([warm]))
+    warm = SamplingParams(max_tokens=2, ignore_eos=True)
+    asked = {ids[adapter_of(row)] for row in workload.rows}
+    list(engine.run([Request(f"warm {i}", _WARM_PROMPT, adapter, warm) for i, adapter in enumerate(asked)]))
+    switching_s = engine.switching_s
     requests = [
         Request(
             str(i),
@@ -55,7 +59,7 @@ def run_ours(workload: EngineWorkload, mode: Mode, adapter_of: Callable[[BenchRo
     began = _start_clock()
     tokens = _serve(engine, requests, {str(i): row.num_tokens for i, row in enumerate(workload.rows)})
     seconds = time.perf_counter() - began
-    return seconds, [tokens[str(i)] for i in range(len(requests))], engine.switching_s
+    return seconds, [tokens[str(i)] for i in range(len(requests))], engine.switching_s - switching_s
 
 
 def _serve(engine: Engine, requests: list[Request], num_tokens: dict[str, int]) -> dict[str, list[int]]:
@@ -78,12 +82,15 @@ def run_peft_merged(workload: EngineWorkload) -> Measured:
     for i, row in enumerate(workload.rows):
         rows_of[row.adapter].append(i)
     tokens: Tokens = [[] for _ in workload.rows]
+    for name in rows_of:
+        model.set_adapter(name)
+        _generate(model, [BenchRow([*_WARM_PROMPT], name, 2)], {})
     began = _start_clock()
     for name, rows in rows_of.items():
         model.set_adapter(name)
         model.merge_adapter([name])
         for batch in _batches(rows, workload):
-            _generate(model, batch, workload, tokens, {})
+            _answer(model, batch, workload, tokens, {})
         model.unmerge_adapter()
     return time.perf_counter() - began, tokens, 0.0
 
@@ -92,9 +99,11 @@ def run_peft_mixed(workload: EngineWorkload) -> Measured:
     """transformers + PEFT: mixed batches of 32 rows through `adapter_names`."""
     model = _peft_model(workload)
     tokens: Tokens = [[] for _ in workload.rows]
+    warm = [BenchRow([*_WARM_PROMPT], name, 2) for name in workload.adapters]
+    _generate(model, warm, {"adapter_names": list(workload.adapters)})
     began = _start_clock()
     for batch in _batches(list(range(len(workload.rows))), workload):
-        _generate(model, batch, workload, tokens, {"adapter_names": [workload.rows[i].adapter for i in batch]})
+        _answer(model, batch, workload, tokens, {"adapter_names": [workload.rows[i].adapter for i in batch]})
     return time.perf_counter() - began, tokens, 0.0
 
 
@@ -117,6 +126,8 @@ def run_vllm(workload: EngineWorkload) -> Measured:
     )
     prompts = [{"prompt_token_ids": row.prompt_token_ids} for row in workload.rows]
     sampling = [VllmSampling(temperature=0, max_tokens=row.num_tokens, ignore_eos=True) for row in workload.rows]
+    warm = [{"prompt_token_ids": list(_WARM_PROMPT)} for _ in adapters]
+    model.generate(warm, VllmSampling(temperature=0, max_tokens=2), lora_request=list(adapters.values()))
     began = _start_clock()
     outputs = model.generate(prompts, sampling, lora_request=[adapters[row.adapter] for row in workload.rows])
     return time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs], 0.0
@@ -198,9 +209,15 @@ def _batches(rows: list[int], workload: EngineWorkload) -> list[list[int]]:
     return [ordered[i : i + PEFT_BATCH] for i in range(0, len(ordered), PEFT_BATCH)]
 
 
+def _answer(model: Any, batch: list[int], workload: EngineWorkload, tokens: Tokens, extra: dict[str, Any]) -> None:
+    rows = [workload.rows[i] for i in batch]
+    for i, row, generated in zip(batch, rows, _generate(model, rows, extra), strict=True):
+        tokens[i] = generated[: row.num_tokens]
+
+
 @torch.inference_mode()
-def _generate(model: Any, batch: list[int], workload: EngineWorkload, tokens: Tokens, extra: dict[str, Any]) -> None:
-    rows: list[BenchRow] = [workload.rows[i] for i in batch]
+def _generate(model: Any, rows: list[BenchRow], extra: dict[str, Any]) -> Tokens:
+    """As many tokens for every row as the longest answer has."""
     width = max(len(r.prompt_token_ids) for r in rows)
     ids = torch.tensor([[0] * (width - len(r.prompt_token_ids)) + r.prompt_token_ids for r in rows])
     mask = torch.tensor([[0] * (width - len(r.prompt_token_ids)) + [1] * len(r.prompt_token_ids) for r in rows])
@@ -214,8 +231,8 @@ def _generate(model: Any, batch: list[int], workload: EngineWorkload, tokens: To
         pad_token_id=0,
         **extra,
     )
-    for i, row, generated in zip(batch, rows, out[:, width:].tolist(), strict=True):
-        tokens[i] = generated[: row.num_tokens]
+    generated: Tokens = out[:, width:].tolist()
+    return generated
 
 
 def main() -> None:
