@@ -58,8 +58,8 @@ class EchoJob:
         """What the echo engines do from their next start on."""
         (self.model / "echo.json").write_text(json.dumps(options))
 
-    def write_input(self, rows: Sequence[dict[str, Any]]) -> None:
-        pq.write_table(pa.Table.from_pylist(list(rows)), self.folder / "input.parquet", row_group_size=64)
+    def write_input(self, rows: Sequence[dict[str, Any]], rows_per_group: int = 64) -> None:
+        pq.write_table(pa.Table.from_pylist(list(rows)), self.folder / "input.parquet", row_group_size=rows_per_group)
 
     def options(self, **more: Any) -> dict[str, Any]:
         """Options of the job, as a job file has them."""

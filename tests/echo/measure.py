@@ -1,7 +1,7 @@
 """Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
-`slow` (rows) and `rows` (rows) use `echo_engine`, whose steps take as long as they are told: what is measured is
-everything else.
+`slow` (rows) and `rows` (rows in a row group, then rows) use `echo_engine`, whose steps take as long as they are told:
+what is measured is everything else.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def measure_slow_worker(
         print(f"migration {migration}: {told}, batches {result.batch_fill:.1%} full until the tail", flush=True)
 
 
-def measure_many_rows(folder: Path, num_rows: int) -> None:
+def measure_many_rows(folder: Path, rows_per_group: int, num_rows: int) -> None:
     """Tiny rows through engines that take no time: what a row costs beside its engine, and who grows."""
     job = make_job(folder)
-    job.write_input(make_rows(num_rows))
+    job.write_input(make_rows(num_rows), rows_per_group)
     job.set_engine(step_s=0.0)
     options = {"max_tokens": 1, "batch_rows": 1024, "rows_per_shard": 2000, "step_tokens": 4096}
     with existing_cluster(folder, num_workers=2) as (address, workers, scheduler):
@@ -83,7 +83,8 @@ def measure_many_rows(folder: Path, num_rows: int) -> None:
             seconds = time.monotonic() - began_s
     assert result.num_rows == num_rows
     shown = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in peaks.items())
-    print(f"{num_rows} rows: {seconds:.1f} s, {1e3 * seconds / num_rows:.3f} ms a row; peak of the largest: {shown}")
+    told = f"{seconds:.1f} s, {1e3 * seconds / num_rows:.3f} ms a row"
+    print(f"{num_rows} rows in groups of {rows_per_group}: {told}; peak of the largest: {shown}")
 
 
 @contextmanager
@@ -124,8 +125,9 @@ def main() -> None:
             for number in numbers or ["96"]:
                 measure_slow_worker(Path(folder), int(number))
         case "rows":
+            rows_per_group, *numbers = numbers
             for number in numbers:
-                measure_many_rows(Path(folder), int(number))
+                measure_many_rows(Path(folder), int(rows_per_group), int(number))
         case _:
             raise SystemExit(__doc__)
 
