@@ -8,6 +8,7 @@ adapters and has answered a short row of each; merging weights is inside the tim
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from collections import defaultdict
@@ -186,12 +187,15 @@ def _start_clock() -> float:
     as long (measured: 1 s and 0.1 s per 300 MB). Every system finds some that was in use a moment ago.
     """
     torch.ones(_WARM_BYTES // 4)
-    _PEAK_RESET.write_text("5")  # that memory is not the system's
+    if _PEAK_RESET.exists():
+        _PEAK_RESET.write_text("5")  # that memory is not the system's
     return time.perf_counter()
 
 
 def _peak_bytes() -> int:
-    """The most memory the process has held since the clock started (Linux, `proc_pid_status(5)`)."""
+    """The most memory the process has held since the clock started (`proc_pid_status(5)`); not on Linux: ever."""
+    if not _STATUS.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
