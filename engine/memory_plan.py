@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..kernels.launch import is_interpreted
@@ -17,7 +18,6 @@ from .step_limits import StepLimits, cpu_limits, gpu_limits
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,13 @@ def _total_bytes() -> int:
 
 def zeroed_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`[num_elements]`, all zero. On a CPU pages are taken from the system as they are first used: a pool of
-    gigabytes is there at once and counts only for what it holds.
+    gigabytes is there at once and counts only for what it holds (small pages, docs/adr/0013).
     """
     if device.type != "cpu":
         return torch.zeros(num_elements, dtype=dtype, device=device)
-    # torch.zeros writes every byte; numpy asks the system for memory that is zero already. Aligned for vector loads.
-    raw = np.zeros(num_elements * dtype.itemsize + _ALIGNMENT_BYTES, dtype=np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return torch.from_numpy(raw[start : start + num_elements * dtype.itemsize]).view(dtype)
+    # torch.zeros writes every byte; the system hands out memory that is zero already, and aligned to its pages.
+    memory = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=num_elements)
