@@ -3,15 +3,13 @@
 Heavy packages (torch, dask, pyarrow) are imported inside the commands that need them, so that `--help` and
 `status` answer at once.
 
-Exit codes: 0 done; 1 the job failed or its error budget ran out; 2 the request itself was wrong; 130 interrupted.
+`told_errors.py` lists the exit codes.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,11 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import __version__
+from .bench_commands import bench_app
 from .job_command import job_command
 from .jobs.options import JOB_OPTIONS, PLAN_OPTIONS
+from .told_errors import errors_told
 
 if TYPE_CHECKING:
     from .jobs.spec import JobSpec
+    from .jobs.store import JobStore
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,7 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Offline batch inference for many LoRA adapters over one base model, on Dask.",
 )
-bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
 app.add_typer(bench_app, name="bench")
 
 OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]
@@ -55,7 +55,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @job_command
 def run(job_file: Path | None, options: dict[str, Any]) -> None:
     """Run a job in the foreground with live progress. The same command again resumes it."""
-    with _errors_told():
+    with errors_told():
         from .jobs.validation import requested_job
 
         _run(requested_job(options, job_file))
@@ -68,7 +68,7 @@ def demo(
     overwrite: Annotated[bool, typer.Option(help="Start over if the folder holds an earlier run.")] = False,
 ) -> None:
     """The main job on a small real model: trained adapters, a Parquet file of prompts, two workers."""
-    with _errors_told():
+    with errors_told():
         from .pipeline.demo_job import demo_spec, print_answers
 
         spec = demo_spec(output, workers=workers, overwrite=overwrite)
@@ -80,7 +80,7 @@ def demo(
 @partial(job_command, more=PLAN_OPTIONS)
 def plan(job_file: Path | None, options: dict[str, Any]) -> None:
     """Dry run: adapters, rows and tokens, waves, placement, memory, predicted seconds and money. Runs nothing."""
-    with _errors_told():
+    with errors_told():
         from .pipeline.dry_run import dry_run
         from .pipeline.plan_report import plan_json, print_plan
 
@@ -107,7 +107,7 @@ def simulate(
     output: Annotated[Path, typer.Option(help="Folder for table and plots.")] = Path("simulation"),
 ) -> None:
     """The scheduler's own code on simulated workers: policies compared on one job, as a table and as plots."""
-    with _errors_told():
+    with errors_told():
         from .pipeline.simulate_job import SimulationRequest, simulate_job
 
         wanted = tuple(policy or ())
@@ -129,7 +129,7 @@ def profile(
     save: Annotated[Path | None, typer.Option(help="JSON file; by default where jobs find it.")] = None,
 ) -> None:
     """Measure this machine's cost model: prefill, decode, LoRA by rank, merge, adapter load. About two minutes."""
-    with _errors_told():
+    with errors_told():
         from .pipeline.profile_engines import ProfileRequest, print_profile, profile_model
 
         request = ProfileRequest(model, workers, engine_threads, batch_rows, step_tokens, max_seconds=max_seconds)
@@ -148,10 +148,10 @@ def audit(
 
     Exit code 1 when any is refused.
     """
-    with _errors_told():
+    with errors_told():
         from .pipeline.adapter_audits import audit_folders, print_audits
 
-        options = _json_object("storage_options", storage_options)
+        options = _storage_options(storage_options)
         audits = audit_folders(adapters, model, options, check_values=not headers_only)
         if as_json:
             typer.echo(json.dumps([found.to_json() for found in audits], indent=1))
@@ -168,11 +168,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Where a job stands, from its output location alone."""
-    with _errors_told():
+    with errors_told():
         from .jobs.status import read_status, status_lines
-        from .jobs.store import JobStore
 
-        found = read_status(JobStore(output, _json_object("storage_options", storage_options)))
+        found = read_status(_store(output, storage_options))
         typer.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(status_lines(found)))
 
 
@@ -180,7 +179,7 @@ def status(
 @job_command
 def submit(job_file: Path | None, options: dict[str, Any]) -> None:
     """Start a job that goes on without this command: on a cluster, or on one in the background of this machine."""
-    with _errors_told():
+    with errors_told():
         from .jobs.validation import requested_job
         from .pipeline.submit import submit as submit_job
 
@@ -190,23 +189,20 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
 @app.command()
 def resume(output: OutputArgument, storage_options: StorageOption = None) -> None:
     """Go on with a job from its output location alone. Rows of adapters that have changed are computed again."""
-    with _errors_told():
+    with errors_told():
         from .jobs.status import read_status
-        from .jobs.store import JobStore
 
-        options = _json_object("storage_options", storage_options)
-        record = read_status(JobStore(output, options)).record
-        _run(record.job_spec(options, output=output))
+        record = read_status(_store(output, storage_options)).record
+        _run(record.job_spec(_storage_options(storage_options), output=output))
 
 
 @app.command()
 def cancel(output: OutputArgument, storage_options: StorageOption = None) -> None:
     """Ask whoever runs a job to stop. Finished rows are kept; `resume` goes on."""
-    with _errors_told():
+    with errors_told():
         from .jobs.status import read_status
-        from .jobs.store import JobStore
 
-        store = JobStore(output, _json_object("storage_options", storage_options))
+        store = _store(output, storage_options)
         if read_status(store).is_over:
             typer.echo("Nothing runs there. `lorabatch status` says how it ended.")
             return
@@ -221,11 +217,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
 ) -> None:
     """Print what client, workers and engines of a job have logged."""
-    with _errors_told():
+    with errors_told():
         from .jobs.log_tail import log_lines
-        from .jobs.store import JobStore
 
-        for line in log_lines(JobStore(output, _json_object("storage_options", storage_options)), follow=follow):
+        for line in log_lines(_store(output, storage_options), follow=follow):
             typer.echo(line)
 
 
@@ -239,7 +234,7 @@ def list_jobs(
     tls_key: Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_key"][1])] = None,
 ) -> None:
     """Jobs that a cluster runs or keeps."""
-    with _errors_told():
+    with errors_told():
         from .jobs.tls import TlsFiles
         from .pipeline.submit import list_jobs as jobs_of
 
@@ -255,36 +250,12 @@ def report(
     storage_options: StorageOption = None,
 ) -> None:
     """One HTML file about a job: timeline of workers, modes and migrations, throughput, adapters, cost, errors."""
-    with _errors_told():
+    with errors_told():
         from .jobs.report.page import save_report, write_report
-        from .jobs.store import JobStore
 
-        page = write_report(JobStore(output, _json_object("storage_options", storage_options)), gpu_hour_price)
+        page = write_report(_store(output, storage_options), gpu_hour_price)
         save_report(page, save)
         typer.echo(f"Report: {save}")
-
-
-@bench_app.command("engine")
-def bench_engine(
-    model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
-    vs: Annotated[list[str] | None, typer.Option(help="Peers to run beside: peft, vllm. Repeatable.")] = None,
-    rows: Annotated[int, typer.Option(min=1)] = 64,
-    adapters: Annotated[int, typer.Option(min=1)] = 8,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-    runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
-    lengths: Annotated[list[str] | None, typer.Option(help="uniform or long-tailed answers; by default both.")] = None,
-) -> None:
-    """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
-    with _errors_told():
-        from .benchmarks.engine_bench import main as run_benchmark
-        from .benchmarks.engine_workload import ALL_LENGTHS
-
-        try:
-            kinds = tuple(lengths or ALL_LENGTHS)
-            run_benchmark(model, tuple(vs or ()), rows, adapters, repeats, save, runs, kinds)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
 
 
 def _run(spec: JobSpec) -> None:
@@ -296,33 +267,20 @@ def _run(spec: JobSpec) -> None:
     typer.echo(result.to_text())
 
 
-def _json_object(option: str, text: str | None) -> dict[str, Any]:
+def _store(output: str, storage_options: str | None) -> JobStore:
+    from .jobs.store import JobStore
+
+    return JobStore(output, _storage_options(storage_options))
+
+
+def _storage_options(text: str | None) -> dict[str, Any]:
     from .jobs.errors import JobRequestError
 
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError as error:
         # The text may hold keys: it is not shown.
-        raise JobRequestError(f"{option}: expected a JSON object; not JSON at character {error.pos}") from None
+        raise JobRequestError(f"storage_options: expected a JSON object; not JSON at character {error.pos}") from None
     if not isinstance(value, dict):
-        raise JobRequestError(f"{option}: expected a JSON object, found {type(value).__name__}")
+        raise JobRequestError(f"storage_options: expected a JSON object, found {type(value).__name__}")
     return value
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """An error of ours becomes its message and its exit code; anything else is a defect and shows its trace."""
-    from .engine.errors import EngineError
-    from .jobs.errors import JobError
-
-    try:
-        yield
-    except JobError as error:
-        typer.secho(f"lorabatch: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
-    except EngineError as error:
-        typer.secho(f"lorabatch: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.secho("lorabatch: interrupted. Run the same command again to go on.", err=True)
-        raise typer.Exit(130) from None

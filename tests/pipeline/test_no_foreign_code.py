@@ -31,7 +31,7 @@ RUNNING_METHODS = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"),
 
 
 def sources() -> list[Path]:
-    found = [ROOT / "cli.py", *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+    found = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
     # How the demo's adapters were trained is no part of the product.
     return [path for path in found if "demo/train" not in path.as_posix()]
 
