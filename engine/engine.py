@@ -20,13 +20,12 @@ from .adapter_copies import copies_for
 from .adapter_loader import AdapterLoader
 from .adapter_registry import AdapterRegistry
 from .batcher import choose_batcher
+from .choose_runner import choose_runner
 from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
 from .device_decoder import DeviceDecoder
-from .device_runner import DeviceRunner
 from .errors import AdapterRefusedError, AdapterUnusableError
 from .exported_row import ExportedRow
-from .host_runner import HostRunner
 from .host_tier import HostTier
 from .live_weights import LiveWeights
 from .load_decoder import load_decoder
@@ -45,7 +44,7 @@ from .sequence import Sequence
 from .stale_pages import eraser_for
 from .step_batch import StepEntry
 from .step_counts import StepCounts
-from .step_runner import StepRunner, StepsInFlight
+from .step_runner import StepsInFlight
 from .telemetry import EngineTelemetry
 
 
@@ -89,7 +88,9 @@ class Engine:
             config, self._registry.must_merge, cost, self._registry.ranks, self._lengths.mean, self._num_expected
         )
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
-        self._runner = self._make_runner()
+        self._runner = choose_runner(
+            self._decoder, self._live, self._memory, self._layout, self.config, self._completion
+        )
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
@@ -212,13 +213,6 @@ class Engine:
     def _num_expected(self, code: int) -> int:
         return self._expected[self._registry.id_of(code)]
 
-    def _make_runner(self) -> StepRunner:
-        decoder, completion = self._decoder, self._completion
-        if isinstance(decoder, DeviceDecoder):
-            stop_token_ids = completion.stop_token_ids
-            return DeviceRunner(decoder, self._live, self._memory, self._layout, self.config, stop_token_ids)
-        return HostRunner(decoder, self._memory, self._layout, completion.stop_tokens)
-
     def _take_out(self, request_ids: Collection[str]) -> list[Sequence]:
         sequences = self._batch.remove(request_ids)
         for sequence in sequences:
@@ -260,9 +254,7 @@ class Engine:
 
     def _give_up_adapter(self, error: AdapterUnusableError) -> list[Result]:
         """Rows of an adapter that cannot be had are errors; all others go on."""
-        rows = self._batch.remove_adapter(error.adapter_id)
-        for sequence in rows:
-            self._completion.forget(sequence)
+        rows = self._take_out(self._batch.ids_of_adapter(error.adapter_id))
         return [Result.refused(sequence.request, str(error)) for sequence in rows]
 
     def _give_up_row(self, sequence: Sequence) -> Result:
@@ -296,9 +288,9 @@ class Engine:
         if sequence.request.sampling.logprobs:
             sequence.token_logprobs.append(logprob)
         result = self._completion.finish(sequence)
-        if result is None and restarts_at(self.model.layer_ropes, sequence.total_tokens):
-            sequence.num_stored = 0
         if result is not None:
             self._lengths.finished(len(sequence.token_ids))
             self._end(sequence)
+        elif restarts_at(self.model.layer_ropes, sequence.total_tokens):
+            sequence.num_stored = 0
         return result

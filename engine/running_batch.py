@@ -163,10 +163,10 @@ class RunningBatch:
             self.residency.unpin(sequence.request.adapter_id)
             sequence.holds_adapter = False
 
-    def remove_adapter(self, adapter_id: str) -> list[Sequence]:
-        """Take every row of an adapter out."""
+    def ids_of_adapter(self, adapter_id: str) -> list[str]:
+        """Request ids of every row of an adapter."""
         rows = [*self._waiting, *self._running.values()]
-        return self.remove([s.request.request_id for s in rows if s.request.adapter_id == adapter_id])
+        return [s.request.request_id for s in rows if s.request.adapter_id == adapter_id]
 
     def remove(self, request_ids: Collection[str]) -> list[Sequence]:
         """Take rows out wherever they stand; unknown ids are ignored."""

@@ -83,7 +83,7 @@ def test_what_sets_a_family_apart_shows_in_its_logits(
         _, logits = compare.record(engine, prompt)
         engine._decoder = forgetful(engine._decoder, changes)
         engine.model = engine._decoder.model
-        engine._runner = engine._make_runner()
+        engine._runner._decoder = engine._decoder
         _, without = compare.record(engine, prompt)
         assert (without - logits).abs().max() > 2e-3, case
 
