@@ -71,6 +71,7 @@ class PrefixSharing(ABC):
             if page is None or path[number] in self._being_computed or not self._have(reader, number, page, owner):
                 break
             sequence.num_stored += self._page_tokens
+            sequence.num_reused += self._page_tokens
             self.num_reused_tokens += self._page_tokens
             number += 1
         self._pass(sequence)

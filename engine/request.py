@@ -69,7 +69,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one request. `error` is a plain sentence, set exactly when `finish_reason == "error"`."""
+    """The outcome of one request. `error` is a plain sentence, set exactly when `finish_reason == "error"`.
+
+    `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where nobody counted.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -79,6 +82,7 @@ class Result:
     mode: ServedMode
     error: str | None = None
     token_logprobs: tuple[float, ...] | None = None
+    reused_prompt_tokens: int | None = None
 
     @classmethod
     def refused(cls, request: Request, error: str) -> Result:

@@ -15,7 +15,7 @@ class Sequence:
     `prompt_tokens` counts the prompt alone; a sequence moved here from another engine brings `token_ids` along.
     `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
     device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
-    adapter in the pool.
+    adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.
     """
 
     request: Request
@@ -25,6 +25,7 @@ class Sequence:
     num_pending: int = 0
     mode: ServedMode | None = None
     holds_adapter: bool = False
+    num_reused: int = 0
 
     @classmethod
     def of(cls, row: ExportedRow) -> Sequence:
@@ -87,4 +88,5 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             mode=self.mode,
             token_logprobs=tuple(self.token_logprobs) if self.request.sampling.logprobs else None,
+            reused_prompt_tokens=self.num_reused,
         )

@@ -39,6 +39,8 @@ class WorkerState:
 class JobState:
     """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while nobody can tell. `batch_fill`:
     how full the engines' batches were while shards were queued, from 0 to 1; None when there was no such time.
+    `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that nobody had to compute; None before
+    the first.
 
     `message` says in one sentence why a job stopped, and what to do.
     """
@@ -55,6 +57,7 @@ class JobState:
     tokens_per_s: float = 0.0
     eta_s: float | None = None
     batch_fill: float | None = None
+    prefix_hit_rate: float | None = None
     workers: tuple[WorkerState, ...] = ()
     message: str = ""
 

@@ -119,6 +119,8 @@ def status_lines(status: JobStatus) -> list[str]:
         ]
     if state is not None and state.batch_fill is not None:
         lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
+    if state is not None and state.prefix_hit_rate is not None:
+        lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
     if state is not None and state.message:
         lines.append(f"message   {state.message}")
     if status.next_step is not None:

@@ -9,6 +9,7 @@ from ..jobs.state import JobState, Phase, WorkerState
 from ..scheduler.waves import Shard
 from .batch_fill import BatchFill
 from .messages import HostReport, ShardOutcome
+from .prompt_reuse import PromptReuse
 
 # Rates and the time left are judged over this many seconds.
 _WINDOW_S = 30.0
@@ -49,6 +50,11 @@ class JobMonitor:
         """How full batches were while shards were queued; None when there was no such time."""
         return self._fill.share
 
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Share of the prompt tokens of this run's shards that nobody had to compute; None before the first one."""
+        return PromptReuse.total(outcome.reuse for outcome in self._outcomes.values()).share
+
     def reported(self, report: HostReport, is_tail: bool = False) -> None:
         """A worker told how it is. `is_tail`: no shard was queued any more."""
         if not is_tail:
@@ -83,6 +89,7 @@ class JobMonitor:
             completion_tokens=sum(outcome.completion_tokens for outcome in self._outcomes.values()),
             tokens_per_s=sum(report.tokens_per_s for report in self._reports.values()),
             batch_fill=self.batch_fill,
+            prefix_hit_rate=self.prefix_hit_rate,
             eta_s=self._eta_s(rows - done),
             workers=tuple(self._worker_state(report) for report in self._reports.values()),
             message=message,

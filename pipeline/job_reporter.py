@@ -42,7 +42,8 @@ class JobReporter:
 
     def phase(self, phase: Phase, rows: int, rows_done: int = 0) -> None:
         """A stage of the job began, or got on."""
-        self(JobState(phase, time.time(), rows=rows, rows_done=rows_done))
+        known = self._latest.prefix_hit_rate
+        self(JobState(phase, time.time(), rows=rows, rows_done=rows_done, prefix_hit_rate=known))
 
     def check_budget(self, num_errors: int, num_rows: int) -> None:
         """Raise `ErrorBudgetError` when so many errors are too many."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..engine.config import EngineConfig
+from .prompt_reuse import PromptReuse
 
 ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
 
@@ -164,6 +165,7 @@ class ShardOutcome:
     num_reused: int
     prompt_tokens: int
     completion_tokens: int
+    reuse: PromptReuse = field(default_factory=PromptReuse)
 
 
 def report_topic(run_id: str) -> str:

@@ -26,7 +26,8 @@ class RowAnswer:
     """The answer to one row. `fingerprint` and `adapter_sha256` (None: base model) say what it answers.
 
     `mode` is None for rows that no engine served. `token_ids` and `token_logprobs` are kept only where the
-    row asked for log-probabilities. `attempts`: how often an engine started on the row.
+    row asked for log-probabilities. `attempts`: how often an engine started on the row. `reused_prompt_tokens`: see
+    `Result`; no column of the output, so None in what is read from a part.
     """
 
     fingerprint: bytes
@@ -40,6 +41,7 @@ class RowAnswer:
     error: str | None = None
     token_ids: tuple[int, ...] | None = None
     token_logprobs: tuple[float, ...] | None = None
+    reused_prompt_tokens: int | None = None
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
@@ -57,6 +59,7 @@ class RowAnswer:
             error=result.error,
             token_ids=result.token_ids if has_logprobs else None,
             token_logprobs=result.token_logprobs if has_logprobs else None,
+            reused_prompt_tokens=result.reused_prompt_tokens,
         )
 
 

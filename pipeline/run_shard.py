@@ -20,6 +20,7 @@ from .errors import ShardAbandonedError
 from .kept_rows import KeptRows, read_done, read_kept
 from .messages import ShardOutcome
 from .open_shard import OpenShard, ServedRow
+from .prompt_reuse import PromptReuse
 from .reader import RowError, ShardRows, read_shard
 from .row_answer import BegunRow, RowAnswer, encode_answers, encode_begun
 from .writer import part_bytes
@@ -125,4 +126,5 @@ def _outcome(host: EngineHost, rows: ShardRows, answers: Mapping[str, RowAnswer]
         num_reused=num_reused,
         prompt_tokens=sum(answer.prompt_tokens for answer in answers.values()),
         completion_tokens=sum(answer.completion_tokens for answer in answers.values()),
+        reuse=PromptReuse.of_answers(answers.values()),
     )

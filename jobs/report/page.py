@@ -88,6 +88,8 @@ def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[_Card]:
     elif status.state:
         yield _Card(f"{status.state.rows_done:,} of {status.state.rows:,}", "rows answered so far")
         yield _Card(f"{status.state.rows_error:,}", "error rows so far")
+    if status.state and status.state.prefix_hit_rate is not None:
+        yield _Card(f"{status.state.prefix_hit_rate:.1%}", "of prompt tokens reused")
 
 
 def _times(

@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.cost_profile import CostProfile
+from lorabatch.jobs.report.page import write_report
+from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
 
 MAX_TOKENS = 12
@@ -93,3 +95,22 @@ def test_engines_decide_by_the_cost_model_that_the_job_is_planned_with(
     parts = [pq.read_table(part) for part in (tmp_path / "output").glob("part-*.parquet")]
     found = {row["mode"] for row in pa.concat_tables(parts).to_pylist()}
     assert found <= modes
+
+
+def test_prompts_that_begin_alike_are_computed_once_and_the_report_says_how_much_that_saved(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    rows = [{"id": str(i), "prompt": f"{' '.join(PROMPTS)} {i}"} for i in range(24)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet")
+    command = [sys.executable, "-m", "lorabatch", "run", "--model", str(tiny_llama), "--workers", "1"]
+    command += ["--input", str(tmp_path / "input.parquet"), "--output", str(tmp_path / "output")]
+    command += ["--max-tokens", "4", "--rows-per-shard", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    store = JobStore(str(tmp_path / "output"))
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.workers) == ("done", ())
+    assert state.prefix_hit_rate is not None
+    assert 0.5 < state.prefix_hit_rate < 1.0
+    assert f"{state.prefix_hit_rate:.1%}" in write_report(store)

@@ -64,9 +64,12 @@ def test_a_shared_beginning_is_computed_once_for_each_adapter(tiny_llama: Path, 
     requests = rows([None, register(engine, adapter)], 6)
     alone = make_engine(tiny_llama, mode=mode, uses_prefix_cache=False)
     register(alone, adapter)
-    assert_equal(serve(engine, requests), serve(alone, requests))
+    together, apart = serve(engine, requests), serve(alone, requests)
+    assert_equal(together, apart)
     telemetry = engine.telemetry()
     assert telemetry.reused_prompt_tokens == 2 * 5 * 3 * PAGE_TOKENS
+    assert sorted(result.reused_prompt_tokens or 0 for result in together.values()) == [0] * 2 + [48] * 10
+    assert {result.reused_prompt_tokens for result in apart.values()} == {0}
     assert telemetry.prompt_tokens + telemetry.reused_prompt_tokens == alone.telemetry().prompt_tokens
     assert telemetry.prefix_hit_rate == pytest.approx(480 / (12 * 53))
     assert alone.telemetry().prefix_hit_rate == 0

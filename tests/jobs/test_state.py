@@ -15,6 +15,7 @@ STATE = JobState(
     rows=10,
     rows_done=4,
     eta_s=3.5,
+    prefix_hit_rate=0.6,
     workers=(WorkerState("tcp://a", 1.5, 2, 1, "merged", ("x", "y")), WorkerState("tcp://b")),
     message="fine",
 )
@@ -29,6 +30,12 @@ def test_a_newer_versions_keys_are_passed_over() -> None:
     raw["future"] = 1
     raw["workers"][0]["future"] = 1
     assert JobState.from_json(json.dumps(raw).encode()) == STATE
+
+
+def test_what_an_older_version_did_not_write_is_not_known() -> None:
+    raw = json.loads(STATE.to_json())
+    del raw["prefix_hit_rate"]
+    assert JobState.from_json(json.dumps(raw).encode()).prefix_hit_rate is None
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"phase": "running"}', b'{"workers": [1]}'])

@@ -6,6 +6,7 @@ import pytest
 
 from lorabatch.pipeline.job_monitor import JobMonitor
 from lorabatch.pipeline.messages import FinishedRows, HostReport, ShardOutcome
+from lorabatch.pipeline.prompt_reuse import PromptReuse
 from lorabatch.scheduler.waves import Shard
 
 
@@ -53,6 +54,14 @@ def test_batches_count_as_full_or_empty_only_while_shards_are_queued(monitor: Jo
     monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=8.0))
     monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=80.0), is_tail=True)
     assert monitor.batch_fill == monitor.state("running", 1.0).batch_fill == 0.75
+
+
+def test_prompt_tokens_that_nobody_computed_are_a_share_of_the_finished_shards(monitor: JobMonitor) -> None:
+    assert monitor.state("running", 1.0).prefix_hit_rate is None
+    monitor.committed(ShardOutcome(0, "w1", 10, 0, 0, 300, 7, PromptReuse(300, 240)))
+    monitor.committed(ShardOutcome(1, "w1", 10, 0, 0, 100, 7, PromptReuse(100, 0)))
+    monitor.committed(monitor.unknown_outcome(2, "w1"))
+    assert monitor.state("running", 2.0).prefix_hit_rate == 0.6
 
 
 def test_workers_show_adapters_by_name(monitor: JobMonitor) -> None:

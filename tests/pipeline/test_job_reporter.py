@@ -17,7 +17,10 @@ from lorabatch.jobs.errors import (
 from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.job_reporter import JobReporter
+from lorabatch.pipeline.job_result import JobResult
 from lorabatch.pipeline.progress import SilentProgress
+
+RESULT = JobResult("/out", "job-1", 10, 0, 1, 400, 90, errors=(), adapters=(), seconds=2.0, num_reused=0)
 
 
 @pytest.fixture
@@ -33,6 +36,16 @@ def test_every_state_is_written_down(store: JobStore) -> None:
     state = JobState("running", 1.0, rows=10, rows_done=3)
     make_reporter(store)(state)
     assert store.read_state() == state
+
+
+def test_what_is_known_of_prompts_outlives_the_run(store: JobStore) -> None:
+    reporter = make_reporter(store)
+    reporter(JobState("running", 1.0, rows=10, prefix_hit_rate=0.6))
+    reporter.phase("finishing", 10, 10)
+    reporter.done(RESULT)
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.workers, state.prefix_hit_rate) == ("done", (), 0.6)
 
 
 def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:

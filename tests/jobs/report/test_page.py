@@ -13,6 +13,7 @@ import pytest
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.record import JobRecord
 from lorabatch.jobs.report.page import save_report, write_report
+from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.commands import MigrateRows, RunShard
 from lorabatch.scheduler.events import Progress, ReplicaJoined, ShardCommitted
@@ -133,6 +134,14 @@ def test_what_was_predicted_stands_beside_what_it_took(store: JobStore) -> None:
     store.write_plan_facts({"predicted_s": 30.0, "shards": []})
     text = _Page(write_report(store)).text
     assert "36.5 sfirst shard opened to last part\n30.0 spredicted for that\n" in text
+
+
+def test_reused_prompts_are_a_number_of_the_job_where_they_were_counted(store: JobStore) -> None:
+    finish(store)
+    store.write_state(JobState("done", 1.0))
+    assert "of prompt tokens reused" not in _Page(write_report(store)).text
+    store.write_state(JobState("done", 1.0, prefix_hit_rate=0.807))
+    assert "80.7%of prompt tokens reused" in _Page(write_report(store)).text
 
 
 def test_a_place_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path) -> None:
