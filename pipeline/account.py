@@ -12,7 +12,8 @@ from ..jobs.errors import JobFailedError
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from .job_result import AdapterCount
-from .planning import JobPlan, KindOfError
+from .planning import JobPlan
+from .row_errors import KindOfError
 
 ENGINE_ERROR = "engine"
 

@@ -23,10 +23,12 @@ from ..scheduler.forecast import Forecast
 from ..scheduler.workload import Workload
 from .cluster import connected, count_workers, num_embedded_workers
 from .cost_models import ChosenCost
-from .index import ChunkSummary, index_chunk, list_chunks
+from .index import index_chunk, list_chunks
 from .index_job import IndexJob
+from .index_totals import IndexTotals
 from .job_forecast import Forecaster
-from .planning import KindOfError, check_rows
+from .planning import check_rows
+from .row_errors import KindOfError
 
 # Some ten seconds.
 _SIMULATED_ROWS = 20_000
@@ -61,8 +63,9 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
         job = open_job(spec)
         num_workers = _num_workers(spec)
         forecaster = Forecaster.of(job, num_workers)
-        checked = check_rows(job.store, job.record, _index(job))
-        predict = partial(forecaster, checked.workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
+        with check_rows(job.store, job.record, _index(job)) as checked:
+            workload = checked.whole()
+        predict = partial(forecaster, workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
         forecast = predict()
         range_s = None
         if not spec.ignore_eos:
@@ -71,8 +74,8 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
         return DryRun(
             spec,
             job.record.adapters,
-            checked.errors,
-            forecaster.with_reuse(checked.workload),
+            checked.kinds,
+            forecaster.with_reuse(workload),
             num_workers,
             weight_bytes,
             forecaster.cost,
@@ -90,8 +93,8 @@ def _num_workers(spec: JobSpec) -> int:
         return count_workers(client)
 
 
-def _index(job: OpenedJob) -> list[ChunkSummary]:
+def _index(job: OpenedJob) -> IndexTotals:
     """Index every row group in this process; tokenisers leave Python's lock while they work."""
     index = partial(index_chunk, job=IndexJob.from_record(job.record, job.spec), store=job.store)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(index, list_chunks(job.record)))
+        return IndexTotals.of(pool.map(index, list_chunks(job.record)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..engine.batcher import choose_batcher
 from ..engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, EngineConfig, ModelConfig, read_model_config
@@ -16,9 +18,10 @@ from ..jobs.spec import JobSpec
 from ..scheduler.batching import Batcher
 from ..scheduler.cost import CostModel
 from ..scheduler.demand import LengthModel
-from ..scheduler.forecast import Forecast, forecast_job
+from ..scheduler.forecast import CutRows, Forecast, WaveMode, cut_job, forecast_job, place_job
 from ..scheduler.simulated_replica import ReplicaSettings
-from ..scheduler.workload import Workload
+from ..scheduler.waves import Shard, shard_rows
+from ..scheduler.workload import AdapterInfo, Workload
 from .cluster import threads_per_engine
 from .cost_models import ChosenCost, choose_cost
 
@@ -57,18 +60,44 @@ class Forecaster:
 
         `length_share`: of `max_tokens` that answers take; by default what is expected.
         """
-        share = expected_share(self.spec) if length_share is None else length_share
         return forecast_job(
             self.with_reuse(workload),
             self.cost.cost,
             self.settings,
             num_workers,
-            lengths=LengthModel([adapter.name for adapter in workload.adapters], prior_share=share),
+            lengths=self._lengths(workload, length_share),
             rows_per_shard=self.spec.rows_per_shard,
-            mode="unmerged" if self.spec.mode == "exact" else self.spec.mode,
+            mode=self._wave_mode,
             make_batcher=partial(job_batcher, self.spec, workload, self.adapters, self.cost.cost),
             max_simulated_rows=max_simulated_rows,
         )
+
+    def cut(self, block: Workload, num_workers: int, job_rows: int) -> CutRows:
+        """Shards of a block of a job's rows, as large as those of the whole job."""
+        rows_per_shard = self.spec.rows_per_shard or shard_rows(job_rows, self.settings.max_batch_rows, num_workers)
+        return cut_job(
+            self.with_reuse(block),
+            self.cost.cost,
+            self.settings,
+            num_workers,
+            lengths=self._lengths(block),
+            rows_per_shard=rows_per_shard,
+            mode=self._wave_mode,
+        )
+
+    def seconds(
+        self, adapters: Sequence[AdapterInfo], shards: Sequence[Shard], shard_s: NDArray[np.float64], num_workers: int
+    ) -> float:
+        """What shards that were cut block by block take together: their placement's makespan."""
+        return place_job(adapters, shards, shard_s, self.cost.cost, num_workers).makespan_s
+
+    @property
+    def _wave_mode(self) -> WaveMode:
+        return "unmerged" if self.spec.mode == "exact" else self.spec.mode
+
+    def _lengths(self, workload: Workload, length_share: float | None = None) -> LengthModel:
+        share = expected_share(self.spec) if length_share is None else length_share
+        return LengthModel([adapter.name for adapter in workload.adapters], prior_share=share)
 
     def with_reuse(self, workload: Workload) -> Workload:
         """What of the prompts an engine of this job copies instead of computing it: whole pages, never the last token,

@@ -1,135 +1,112 @@
-"""All rows of a job as numbers: the index chunks put together, and what they say about ids.
+"""All rows of a job as numbers: the index chunks read one after the other, and put in order on disk.
 
-Some 60 bytes a row. Prompts and ids stay in the prepared rows and are looked up only to name examples.
+A job may have more rows than memory has room for: some 45 bytes each. So they are sorted by adapter in a file of this
+machine, and looked at a block at a time. Prompts and ids stay in the prepared rows.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ..jobs.errors import JobRequestError
 from ..jobs.store import JobStore
 from . import prepared_rows as prepared
 
 _CHUNK_READS = 8
-# A table has some 20 KB around its rows: those of small row groups are not kept until all are read.
-_CHUNKS_JOINED = 64
-_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "id_hash", "error_kind", "batch", "row")
-_IDS_SHOWN = 5
-_PLACES_SHOWN = 3
+
+# `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index. `chunk`, `batch`, `row`: where
+# the prepared row lies.
+INDEXED_ROW = np.dtype(
+    [
+        ("adapter", np.int32),
+        ("prompt_tokens", np.int32),
+        ("max_tokens", np.int32),
+        ("prefix_hash", np.uint64),
+        ("shared_tokens", np.int32),
+        ("id_hash", np.uint64),
+        ("error_kind", np.int8),
+        ("chunk", np.int32),
+        ("batch", np.int32),
+        ("row", np.int32),
+    ]
+)
+IndexedRows = NDArray[np.void]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JobIndex:
-    """One array per fact, `[num_rows]` each, chunk after chunk.
+def read_chunks(store: JobStore, num_chunks: int, codes: Mapping[str, int]) -> Iterator[IndexedRows]:
+    """The rows of each chunk, in input order. `codes`: of adapters' names. Raises `MissingFileError` for a lost one."""
+    with ThreadPoolExecutor(_CHUNK_READS) as pool:
+        for start in range(0, num_chunks, _CHUNK_READS):
+            chunks = range(start, min(start + _CHUNK_READS, num_chunks))
+            yield from pool.map(lambda chunk_id: _read_chunk(store, chunk_id, codes), chunks)
 
-    `adapter`: int32 index into `adapter_names`, -1 for the base model. `error_kind` 0: no error seen by the index.
-    `chunk`, `batch`, `row`: where the prepared row lies.
+
+def _read_chunk(store: JobStore, chunk_id: int, codes: Mapping[str, int]) -> IndexedRows:
+    with prepared.arrow_file(store.index_source(chunk_id)) as reader:
+        table: pa.Table = reader.read_all().unify_dictionaries().combine_chunks()
+        rows = np.empty(table.num_rows, INDEXED_ROW)
+        for name in set(INDEXED_ROW.names or ()) - {"adapter", "chunk"}:
+            rows[name] = table.column(name).to_numpy()
+        rows["chunk"] = chunk_id
+        rows["adapter"] = -1
+        for part in table.column("adapter").chunks:  # one, or none of an empty table
+            of_name = np.array([codes[name] for name in part.dictionary.to_pylist()] + [-1], np.int32)
+            rows["adapter"] = of_name[part.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+    return rows
+
+
+class SortedRows:
+    """Rows in a file of this machine, adapter after adapter, those of one adapter in the order of their adding.
+
+    `rows_per_code`: how many each adapter will have, the base model last. The file has no name: it goes with the
+    process.
     """
 
-    adapter_names: tuple[str, ...]
-    adapter: NDArray[np.int32]
-    prompt_tokens: NDArray[np.int32]
-    max_tokens: NDArray[np.int32]
-    prefix_hash: NDArray[np.uint64]
-    shared_tokens: NDArray[np.int32]
-    id_hash: NDArray[np.uint64]
-    error_kind: NDArray[np.int8]
-    chunk: NDArray[np.int32]
-    batch: NDArray[np.int32]
-    row: NDArray[np.int32]
+    def __init__(self, rows_per_code: Sequence[int]) -> None:
+        counts = np.array(rows_per_code, np.int64)
+        self._next = np.cumsum(counts) - counts
+        self._num_rows = int(counts.sum())
+        self._file = tempfile.TemporaryFile(prefix="lorabatch-rows-")  # noqa: SIM115, closed by `__exit__`
+
+    def __enter__(self) -> SortedRows:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
     @property
     def num_rows(self) -> int:
         """Rows of the job."""
-        return len(self.chunk)
+        return self._num_rows
+
+    def add(self, rows: IndexedRows) -> None:
+        """Rows of any adapters."""
+        place = rows["adapter"] % len(self._next)
+        by_place = rows[np.argsort(place, kind="stable")]
+        places, firsts = np.unique(by_place["adapter"] % len(self._next), return_index=True)
+        for code, first, end in zip(places, firsts, np.append(firsts, len(rows))[1:], strict=True):
+            os.pwrite(self._file.fileno(), by_place[first:end].tobytes(), self._next[code] * INDEXED_ROW.itemsize)
+            self._next[code] += end - first
+
+    def blocks(self, block_rows: int) -> Iterator[IndexedRows]:
+        """All rows in order, about equally many at a time and `block_rows` at most. No rows are one block too."""
+        num_blocks = max(1, -(-self._num_rows // block_rows))
+        ends = [self._num_rows * i // num_blocks for i in range(num_blocks + 1)]
+        for start, end in pairwise(ends):
+            data = os.pread(self._file.fileno(), (end - start) * INDEXED_ROW.itemsize, start * INDEXED_ROW.itemsize)
+            yield np.frombuffer(data, INDEXED_ROW)
 
 
-def read_index(store: JobStore, num_chunks: int) -> JobIndex:
-    """Put the chunks together. Raises `MissingFileError` when one is not there."""
-
-    def read(chunk_id: int) -> pa.Table:
-        with prepared.arrow_file(store.index_source(chunk_id)) as reader:
-            return reader.read_all().drop_columns(["fingerprint"]).replace_schema_metadata()
-
-    joined, num_rows = [prepared.INDEX_SCHEMA.empty_table().drop_columns(["fingerprint"])], []
-    with ThreadPoolExecutor(_CHUNK_READS) as pool:
-        for start in range(0, num_chunks, _CHUNKS_JOINED):
-            tables = list(pool.map(read, range(start, min(start + _CHUNKS_JOINED, num_chunks))))
-            num_rows += [table.num_rows for table in tables]
-            joined.append(_joined(tables))
-    chunk = np.repeat(np.arange(num_chunks, dtype=np.int32), num_rows)
-    table = _joined(joined)
-    adapter = table.column("adapter").combine_chunks()
-    numbers = {name: table.column(name).to_numpy() for name in _NUMBERS}
-    return JobIndex(
-        adapter_names=tuple(adapter.dictionary.to_pylist()),
-        adapter=adapter.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32),
-        chunk=chunk,
-        **numbers,
-    )
-
-
-def _joined(tables: list[pa.Table]) -> pa.Table:
-    return pa.concat_tables(tables).unify_dictionaries().combine_chunks()
-
-
-def refuse_duplicate_ids(store: JobStore, index: JobIndex, id_column: str) -> None:
-    """Raise `JobRequestError`, naming examples and where they stand, when two rows have one id.
-
-    Ids are compared by 64-bit hashes; where those agree the ids themselves decide, so that no collision is taken
-    for a duplicate.
-    """
-    groups = _equal_hashes(index)
-    examples: list[str] = []
-    num_collisions = 0
-    for group in groups:
-        places: defaultdict[Any, list[str]] = defaultdict(list)
-        for position in group.tolist():
-            row = read_row(store, index, position, (id_column, prepared.LOCATION))
-            places[row[id_column]].append(row[prepared.LOCATION])
-        repeated = [(row_id, found) for row_id, found in places.items() if len(found) > 1]
-        num_collisions += not repeated
-        examples += [f"{row_id!r} at {', '.join(found[:_PLACES_SHOWN])}" for row_id, found in repeated]
-        if len(examples) >= _IDS_SHOWN:
-            break
-    if examples:
-        raise JobRequestError(
-            f"column {id_column!r} (id): {len(groups) - num_collisions} ids stand in more than one row: "
-            f"{'; '.join(examples[:_IDS_SHOWN])}. Every row needs an id of its own: make them unique, or name "
-            "another column with --column id=NAME."
-        )
-
-
-def read_row(store: JobStore, index: JobIndex, position: int, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Some columns of one prepared row."""
-    with prepared.arrow_file(store.rows_source(int(index.chunk[position]))) as reader:
-        batch = reader.get_batch(int(index.batch[position]))
-    return {name: batch.column(name)[int(index.row[position])].as_py() for name in columns}
-
-
-def _equal_hashes(index: JobIndex) -> list[NDArray[np.int64]]:
-    """Groups of rows whose ids hash alike; rows without an id (0) are in none."""
-    has_id = np.flatnonzero(index.id_hash)
-    if not len(has_id):
-        return []
-    order = has_id[np.argsort(index.id_hash[has_id], kind="stable")]
-    hashes = index.id_hash[order]
-    return list(_runs(order, np.concatenate([[False], hashes[1:] == hashes[:-1]])))
-
-
-def _runs(order: NDArray[np.int64], is_same: NDArray[np.bool_]) -> Iterator[NDArray[np.int64]]:
-    """Runs of at least two positions, where `is_same` says that a position goes with the one before."""
-    starts = np.flatnonzero(~is_same)
-    ends = np.append(starts[1:], len(order))
-    is_long = ends - starts > 1
-    for start, end in zip(starts[is_long], ends[is_long], strict=True):
-        yield order[start:end]
+def read_row(store: JobStore, row: Any, columns: tuple[str, ...]) -> dict[str, Any]:
+    """Some columns of one prepared row. `row`: an entry of `IndexedRows`, or what says where one lies."""
+    with prepared.arrow_file(store.rows_source(int(row["chunk"]))) as reader:
+        batch = reader.get_batch(int(row["batch"]))
+    return {name: batch.column(name)[int(row["row"])].as_py() for name in columns}

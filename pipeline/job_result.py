@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .planning import KindOfError
+from .row_errors import KindOfError
 
 _SENTENCE_CHARS = 200
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distributed import Client
@@ -18,8 +17,9 @@ from .adapter_shelf import is_remote
 from .cluster import count_workers
 from .coordinator import Coordinator
 from .errands import Errands
-from .index import ChunkSummary, index_chunk, list_chunks
+from .index import index_chunk, list_chunks
 from .index_job import IndexJob
+from .index_totals import IndexTotals
 from .job_control import JobControl
 from .job_forecast import Forecaster
 from .job_monitor import JobMonitor
@@ -52,7 +52,7 @@ class JobRun:
     forecaster: Forecaster
 
 
-def index_rows(run: JobRun) -> list[ChunkSummary]:
+def index_rows(run: JobRun) -> IndexTotals:
     """Index every row group on the workers; chunks that are indexed already answer at once."""
     record, reporter = run.job.record, run.reporter
     rows = record.input.num_rows
@@ -61,14 +61,14 @@ def index_rows(run: JobRun) -> list[ChunkSummary]:
     name = f"lora_index-{run.run_id}-{run.control.coordinator_id}"
     index_job = IndexJob.from_record(record, run.job.spec)
     errands = Errands(run.client, index_chunk, chunks, name, job=index_job, store=run.job.store)
-    summaries: list[ChunkSummary] = []
+    totals = IndexTotals()
     for summary in errands.results(run.control):
-        summaries.append(summary)
-        reporter.phase("indexing", rows, sum(done.num_rows for done in summaries))
-    return sorted(summaries, key=lambda summary: summary.chunk_id)
+        totals.add(summary)
+        reporter.phase("indexing", rows, totals.num_rows)
+    return totals
 
 
-def plan_shards(run: JobRun, summaries: Sequence[ChunkSummary]) -> JobPlan:
+def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
     """Cut the rows into shards, once: a resumed job keeps its shards. Parts with rows of changed adapters reopen."""
     job = run.job
     run.reporter.phase("planning", job.record.input.num_rows)
@@ -76,7 +76,7 @@ def plan_shards(run: JobRun, summaries: Sequence[ChunkSummary]) -> JobPlan:
         plan = plan_job(
             job.store,
             job.record,
-            summaries,
+            indexed,
             num_replicas=count_workers(run.client),
             forecast=run.forecaster,
         )

@@ -6,7 +6,7 @@ makespan, which lacks the tail. `bound_s` and `gap` belong to the placement of s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,8 +21,8 @@ from .placement_problem import PlacementProblem
 from .policies import run_planned
 from .simulated_replica import ReplicaSettings
 from .wave_modes import with_merged_waves
-from .waves import ShardPlan, plan_shards
-from .workload import Workload
+from .waves import Shard, ShardPlan, plan_shards
+from .workload import AdapterInfo, Workload
 
 WaveMode = Literal["auto", "unmerged", "merged"]
 
@@ -57,6 +57,18 @@ class Forecast:
     shared_prompt_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CutRows:
+    """Shards and what is expected of them: engine seconds of each, `[num_shards]`, and tokens to generate and engine
+    seconds of each row, `[num_rows]`.
+    """
+
+    plan: ShardPlan
+    shard_s: NDArray[np.float64]
+    predicted: NDArray[np.float64]
+    row_s: NDArray[np.float64]
+
+
 def forecast_job(
     workload: Workload,
     cost: CostModel,
@@ -73,27 +85,63 @@ def forecast_job(
 
     `make_batcher`: of each simulated replica; by default the planner's own.
     """
+    cut = cut_job(workload, cost, settings, num_replicas, lengths=lengths, rows_per_shard=rows_per_shard, mode=mode)
+    plan = cut.plan
+    placement = place_job(workload.adapters, plan.shards, cut.shard_s, cost, num_replicas)
+    predicted_s, is_simulated = placement.makespan_s, False
+    if 0 < workload.num_rows <= max_simulated_rows:
+        guessed = replace(workload, output_tokens=np.rint(cut.predicted).astype(np.int32))
+        predicted_s = run_planned(guessed, plan, cost, settings, num_replicas, make_batcher).metrics.makespan_s
+        is_simulated = True
+    adapters = _per_adapter(workload, cut.predicted, cut.row_s)
+    shared = int(workload.prompt_tokens.sum() - workload.computed_prompt_tokens.sum())
+    replica_s = predicted_s * num_replicas
+    return Forecast(plan, placement, adapters, cut.shard_s, predicted_s, is_simulated, replica_s, shared)
+
+
+def cut_job(
+    workload: Workload,
+    cost: CostModel,
+    settings: ReplicaSettings,
+    num_replicas: int,
+    *,
+    lengths: LengthModel | None = None,
+    rows_per_shard: int | None = None,
+    mode: WaveMode = "auto",
+) -> CutRows:
+    """Cut a job, or a block of one, into shards, with what they will take."""
     predicted = predicted_lengths(workload, lengths)
+    batch_rows = settings.max_batch_rows
     plan = plan_waves(
         workload,
         cost,
         predicted,
-        batch_rows=settings.max_batch_rows,
+        batch_rows=batch_rows,
         num_replicas=num_replicas,
         rows_per_shard=rows_per_shard,
         mode=mode,
     )
-    row_s = _row_seconds(workload, predicted, cost, settings.max_batch_rows)
+    row_s = _row_seconds(workload, predicted, cost, batch_rows)
     shard_s = np.array([row_s[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards])
-    placement = place_shards(placement_problem(workload, plan, shard_s, cost, num_replicas))
-    predicted_s, is_simulated = placement.makespan_s, False
-    if 0 < workload.num_rows <= max_simulated_rows:
-        guessed = replace(workload, output_tokens=np.rint(predicted).astype(np.int32))
-        predicted_s = run_planned(guessed, plan, cost, settings, num_replicas, make_batcher).metrics.makespan_s
-        is_simulated = True
-    adapters = _per_adapter(workload, predicted, row_s)
-    shared = int(workload.prompt_tokens.sum() - workload.computed_prompt_tokens.sum())
-    return Forecast(plan, placement, adapters, shard_s, predicted_s, is_simulated, predicted_s * num_replicas, shared)
+    return CutRows(plan, shard_s, predicted, row_s)
+
+
+def place_job(
+    adapters: Sequence[AdapterInfo],
+    shards: Sequence[Shard],
+    shard_s: NDArray[np.float64],
+    cost: CostModel,
+    num_replicas: int,
+) -> Placement:
+    """Where the shards should run: their seconds, and one load from storage per adapter and replica."""
+    number = {adapter.name: i for i, adapter in enumerate(adapters)}
+    problem = PlacementProblem(
+        shard_s,
+        tuple(tuple(number[name] for name in shard.adapters) for shard in shards),
+        np.array([cost.load_seconds(adapter.weight_bytes, "storage") for adapter in adapters]),
+        np.ones(num_replicas),
+    )
+    return place_shards(problem)
 
 
 def predicted_lengths(workload: Workload, lengths: LengthModel | None = None) -> NDArray[np.float64]:
@@ -123,19 +171,6 @@ def plan_waves(
     if mode == "auto":
         return with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
     return replace(plan, shards=tuple(replace(s, mode=mode) if s.mode == "unmerged" else s for s in plan.shards))
-
-
-def placement_problem(
-    workload: Workload, plan: ShardPlan, shard_s: NDArray[np.float64], cost: CostModel, num_replicas: int
-) -> PlacementProblem:
-    """Where the shards should run: their seconds, and one load from storage per adapter and replica."""
-    number = {adapter.name: i for i, adapter in enumerate(workload.adapters)}
-    return PlacementProblem(
-        shard_s,
-        tuple(tuple(number[name] for name in shard.adapters) for shard in plan.shards),
-        np.array([cost.load_seconds(adapter.weight_bytes, "storage") for adapter in workload.adapters]),
-        np.ones(num_replicas),
-    )
 
 
 def _row_seconds(

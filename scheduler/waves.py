@@ -10,7 +10,7 @@ Shapes: rows `[num_rows]` unless said otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -131,13 +131,29 @@ def plan_shards(
     return _in_dispatch_order(workload, order, cuts, wave, output, work)
 
 
-def shard_rows(num_rows: int, batch_rows: int, num_replicas: int, limits: ShardLimits) -> int:
+def shard_rows(num_rows: int, batch_rows: int, num_replicas: int, limits: ShardLimits | None = None) -> int:
     """Rows a shard of average rows should hold."""
+    limits = limits or ShardLimits()
     wanted = -(-num_rows // (num_replicas * limits.shards_per_replica))
     largest = max(limits.max_batches * batch_rows, -(-num_rows // limits.max_shards))
     # A handful of rows is still spread: every replica gets two shards before `min_rows` counts.
     smallest = max(1, min(limits.min_rows, num_rows // (2 * num_replicas)))
     return min(max(wanted, smallest), largest)
+
+
+def dispatch_order(shards: Sequence[Shard], limits: ShardLimits | None = None) -> list[int]:
+    """In which order shards that were planned apart should run: most work first, in steps of a quarter of the largest;
+    those that need no engine last.
+    """
+    weight = (limits or ShardLimits()).prompt_token_weight
+    work = np.array([s.predicted_output_tokens + weight * s.prompt_tokens if s.has_engine_work else 0 for s in shards])
+    order: list[int] = np.argsort(-_coarse(work), kind="stable").tolist()
+    return order
+
+
+def _coarse(work: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Pieces of about the same work are equal: they keep their order, heavy adapters and long rows first."""
+    return np.asarray(np.ceil(4 * work / max(work.max(initial=0.0), 1.0)))
 
 
 def _pool_of_adapter(workload: Workload, target_rows: int) -> NDArray[np.int64]:
@@ -244,9 +260,7 @@ def _in_dispatch_order(
     """Number the pieces: most work first, error rows last, ties in row order."""
     starts = cuts[:-1]
     piece_work = np.add.reduceat(work[order], starts)
-    # Pieces of about the same work stand in row order: heavy adapters and long rows first.
-    coarse_work = np.ceil(4 * piece_work / max(piece_work.max(), 1.0))
-    dispatch = np.lexsort((starts, -coarse_work))
+    dispatch = np.lexsort((starts, -_coarse(piece_work)))
     sizes = np.diff(cuts)[dispatch]
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     # Row positions of each piece, pieces in dispatch order.

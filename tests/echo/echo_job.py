@@ -94,7 +94,8 @@ class EchoJob:
 
 def make_rows(num_rows: int, names: Sequence[str | None] = (None, "rank1", "rank8", "rank20")) -> list[dict[str, Any]]:
     """Rows whose prompts all differ, spread over some adapters of `tiny_adapters`."""
-    prompts = [[3 + i % 300, 3 + i // 300] for i in range(num_rows)]
+    # Two tokens tell 90,000 rows apart; the vocabulary has 320.
+    prompts = [[3 + i % 300, 3 + i // 300 % 300, *([3 + i // 90_000] if i >= 90_000 else [])] for i in range(num_rows)]
     return [
         {"id": i, "adapter": names[i % len(names)], "prompt_token_ids": prompt, "note": f"n{i}"}
         for i, prompt in enumerate(prompts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -24,8 +25,15 @@ from echo_job import ECHO_FOLDER, EchoJob, make_rows
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def make_job(folder: Path) -> EchoJob:
-    """A job on a tiny model folder with its adapters, made anew."""
+def make_job(folder: Path, num_rows: int, rows_per_group: int = 64) -> EchoJob:
+    """A job on a tiny model folder with its adapters and input, made anew in a process of its own: what that takes is
+    not the client's.
+    """
+    subprocess.run([sys.executable, __file__, "make", folder, str(num_rows), str(rows_per_group)], check=True)
+    return EchoJob(folder)
+
+
+def write_job(folder: Path, num_rows: int, rows_per_group: int) -> None:
     sys.path.insert(0, str(REPOSITORY / "tests"))
     from conftest import write_adapter, write_model
 
@@ -33,7 +41,7 @@ def make_job(folder: Path) -> EchoJob:
     model = write_model(folder / "model")
     for rank in (1, 8, 20):
         write_adapter(folder / "adapters" / f"rank{rank}", model, r=rank)
-    return EchoJob(folder)
+    EchoJob(folder).write_input(make_rows(num_rows), rows_per_group)
 
 
 def makespan_s(job: EchoJob) -> float:
@@ -51,9 +59,7 @@ def measure_slow_worker(
     folder: Path, num_rows: int = 96, tokens: int = 60, batch: int = 8, step_s: float = 0.05
 ) -> None:
     """One of two workers takes four times longer: with and without migration, beside the ideal split."""
-    job = make_job(folder)
-    rows = make_rows(num_rows)
-    job.write_input(rows)
+    job, rows = make_job(folder, num_rows), make_rows(num_rows)
     ideal_s = num_rows / batch * tokens * step_s / (1 + 1 / 4)
     print(f"{num_rows} rows of {tokens} tokens, batches of {batch}, steps of {step_s} s; ideal split {ideal_s:.1f} s")
     for migration in (False, True):
@@ -71,8 +77,7 @@ def measure_slow_worker(
 
 def measure_many_rows(folder: Path, rows_per_group: int, num_rows: int) -> None:
     """Tiny rows through engines that take no time: what a row costs beside its engine, and who grows."""
-    job = make_job(folder)
-    job.write_input(make_rows(num_rows), rows_per_group)
+    job = make_job(folder, num_rows, rows_per_group)
     job.set_engine(step_s=0.0)
     options = {"max_tokens": 1, "batch_rows": 1024, "rows_per_shard": 2000, "step_tokens": 4096}
     with existing_cluster(folder, num_workers=2) as (address, workers, scheduler):
@@ -121,6 +126,8 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ECHO_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     what, folder, *numbers = sys.argv[1:]
     match what:
+        case "make":
+            write_job(Path(folder), *map(int, numbers))
         case "slow":
             for number in numbers or ["96"]:
                 measure_slow_worker(Path(folder), int(number))

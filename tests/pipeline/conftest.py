@@ -25,6 +25,7 @@ from lorabatch.jobs.validation import check_job
 from lorabatch.pipeline.cost_models import ChosenCost
 from lorabatch.pipeline.index import ChunkSummary, index_chunk, list_chunks
 from lorabatch.pipeline.index_job import IndexJob
+from lorabatch.pipeline.index_totals import IndexTotals
 from lorabatch.pipeline.job_forecast import Forecaster
 from lorabatch.pipeline.planning import JobPlan, plan_job
 from lorabatch.pipeline.reader import ShardRows, read_shard
@@ -51,8 +52,9 @@ class PreparedJob:
         job = IndexJob.from_record(self.record, self.spec)
         return [index_chunk(chunk, job, self.store) for chunk in list_chunks(self.record)]
 
-    def plan(self, num_replicas: int = 1) -> JobPlan:
-        return plan_job(self.store, self.record, self.index(), num_replicas=num_replicas, forecast=self.forecaster())
+    def plan(self, num_replicas: int = 1, **options: Any) -> JobPlan:
+        totals, forecaster = IndexTotals.of(self.index()), self.forecaster()
+        return plan_job(self.store, self.record, totals, num_replicas=num_replicas, forecast=forecaster, **options)
 
     def forecaster(self) -> Forecaster:
         return Forecaster(

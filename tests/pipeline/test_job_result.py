@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from lorabatch.pipeline.job_result import AdapterCount, JobResult
-from lorabatch.pipeline.planning import KindOfError
+from lorabatch.pipeline.row_errors import KindOfError
 
 RESULT = JobResult(
     output="/out",

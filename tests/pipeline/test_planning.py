@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from lorabatch.jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError, MissingFileError
-from lorabatch.pipeline import job_index
+from lorabatch.pipeline import duplicate_ids
 from lorabatch.pipeline.index import ChunkSummary
+from lorabatch.pipeline.index_totals import IndexTotals
 from lorabatch.pipeline.planning import plan_job, read_plan
 from lorabatch.pipeline.prepared_rows import arrow_file
 
@@ -74,8 +74,8 @@ def test_of_many_duplicates_a_few_are_looked_up(
     prepare_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
-    read = job_index.read_row
-    monkeypatch.setattr(job_index, "read_row", lambda *given: (reads.append(1), read(*given))[1])
+    read = duplicate_ids.read_row
+    monkeypatch.setattr(duplicate_ids, "read_row", lambda *given: (reads.append(1), read(*given))[1])
     job = prepare_job(pa.table({"id": [*range(500), *range(500)], "prompt": ["a"] * 1000}))
     with pytest.raises(JobRequestError, match="500 ids"):
         job.plan()
@@ -123,7 +123,7 @@ def test_damaged_row_groups_stop_the_job_all_named_at_once(prepare_job: Callable
     job = prepare_job(rows(4))
     summaries = [ChunkSummary(0, damage="first is broken"), ChunkSummary(1, 5), ChunkSummary(2, damage="third too")]
     with pytest.raises(JobRequestError) as caught:
-        plan_job(job.store, job.record, summaries, num_replicas=1, forecast=job.forecaster())
+        plan_job(job.store, job.record, IndexTotals.of(summaries), num_replicas=1, forecast=job.forecaster())
     assert caught.value.problems == ("first is broken", "third too")
 
 
@@ -151,7 +151,7 @@ def test_two_runs_that_plan_at_once_cut_the_rows_once(prepare_job: Callable[...,
 def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(rows(4))
     with pytest.raises(MissingFileError, match="chunk-00000"):
-        plan_job(job.store, job.record, [ChunkSummary(0, 4)], num_replicas=1, forecast=job.forecaster())
+        plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, forecast=job.forecaster())
     job.store.write_plan_facts({"shards": []})
     with pytest.raises(DamagedRecordError, match=r"plan\.json"):
         read_plan(job.store)
@@ -159,15 +159,50 @@ def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., An
     path = job.store.location.local_path("_lorabatch/index/chunk-00000.arrow")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DamagedRecordError, match="chunk-00000"):
-        plan_job(job.store, job.record, [ChunkSummary(0, 4)], num_replicas=1, forecast=job.forecaster())
+        plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, forecast=job.forecaster())
 
 
-def test_adapters_of_all_chunks_are_told_apart(prepare_job: Callable[..., Any]) -> None:
-    """Each chunk has its own dictionary of names; together they must mean the same."""
-    names = ["beta", "beta", "alpha", None, None, "alpha", "zeta", "beta"]
-    job = prepare_job(pa.table({"id": range(8), "prompt": ["a"] * 8, "adapter": names}), row_group_rows=2)
-    job.index()
-    index = job_index.read_index(job.store, 4)
-    found = [index.adapter_names[code] if code >= 0 else None for code in index.adapter]
-    assert Counter(found) == Counter(names)
-    assert np.array_equal(index.chunk, [0, 0, 1, 1, 2, 2, 3, 3])
+@pytest.mark.parametrize("block_rows", [1, 7, 64, 699])
+def test_plans_made_block_by_block_hold_every_row_once(prepare_job: Callable[..., Any], block_rows: int) -> None:
+    whole = prepare_job(rows(700, max_tokens=[1 + i % 40 for i in range(700)]), row_group_rows=90)
+    plan = whole.plan(num_replicas=2, block_rows=block_rows)
+    assert sorted(references(whole)) == sorted(set(references(whole)))
+    ids = [i for shard in whole.shards() for i in shard.table.column("id").to_pylist()]
+    assert sorted(ids) == list(range(700))
+    assert [shard.shard_id for shard in plan.shards] == list(range(len(plan.shards)))
+    assert plan == read_plan(whole.store)
+    assert plan.num_rows == 700
+    assert plan.rows_per_adapter == {"": 280, "alpha": 280, "beta": 140}
+    assert plan.predicted_s
+    for shard, read in zip(plan.shards, whole.shards(), strict=True):
+        asked = {request.adapter_id for request in read.requests} - {None}
+        assert len(asked) == len(shard.adapters)
+        assert read.num_rows == shard.num_rows
+
+
+def test_blocks_cost_a_job_next_to_nothing(prepare_job: Callable[..., Any]) -> None:
+    """The same shard sizes, every adapter still in waves of its own, at most one more at each end of a block."""
+    job, other = (prepare_job(rows(4000, max_tokens=[1 + i % 40 for i in range(4000)])) for _ in range(2))
+    whole, apart = job.plan(num_replicas=2), other.plan(num_replicas=2, block_rows=1000)
+    assert abs(len(apart.shards) - len(whole.shards)) <= 4
+    assert apart.prompt_tokens == whole.prompt_tokens
+    waves = {shard.wave_id: shard.adapters for shard in apart.shards}
+    assert len(waves) <= len({shard.wave_id for shard in whole.shards}) + 3
+    assert apart.predicted_s == pytest.approx(whole.predicted_s, rel=0.25)
+
+
+def test_heavy_shards_of_any_block_run_first(prepare_job: Callable[..., Any]) -> None:
+    lengths = [90 if i >= 600 else 1 for i in range(700)]
+    job = prepare_job(pa.table({"id": range(700), "prompt": ["a"] * 700, "max_tokens": lengths}), rows_per_shard=50)
+    plan = job.plan(block_rows=100)
+    work = [shard.predicted_output_tokens for shard in plan.shards]
+    assert max(work[2:]) < min(work[:2])
+
+
+def test_bad_rows_are_told_in_order_of_input_whatever_the_order_of_planning(prepare_job: Callable[..., Any]) -> None:
+    names = ["beta", "zeta", "alpha", "gamma", None, "alpha"]
+    table = pa.table({"id": range(6), "prompt": ["a", "a", "", "a", "", "a"], "adapter": names})
+    plan = prepare_job(table, row_group_rows=2, max_errors="80%").plan(block_rows=2)
+    told = [(kind.kind, kind.num_rows, kind.location) for kind in plan.errors]
+    assert told == [("prompt", 2, "rows.parquet:2"), ("adapter", 2, "rows.parquet:1")]
+    assert "zeta" in plan.errors[1].sentence
