@@ -25,14 +25,22 @@ def provenance(packages: Iterable[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "compiled_kernels": native_build(),
         },
-        "versions": {name: _version(name) for name in packages},
+        "versions": installed_versions(packages),
     }
 
 
+def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Package -> its version, None where it is not installed."""
+    return {name: _version(name) for name in packages}
+
+
 def commit() -> str | None:
-    """The checked-out commit, marked if files differ from it; None outside a checkout."""
+    """The checked-out commit, marked if files differ from it; None outside a checkout or without git."""
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
     return done.stdout.strip() or None
 
 

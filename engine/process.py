@@ -24,7 +24,7 @@ from .config import EngineConfig
 from .errors import EngineError
 from .exported_row import ExportedRow
 from .out_of_memory import is_out_of_memory
-from .request import Request, Result
+from .request import Result
 from .telemetry import EngineTelemetry
 from .wire import (
     pack_exported_row,
@@ -145,24 +145,15 @@ class EngineProcess:
 
     def _add(self, engine: RunsRequests, rows: list[ExportedRow]) -> None:
         refused = [row for row in rows if row.request.adapter_id in self._refused_adapters]
-        self._send_results([self._refusal(row.request) for row in refused])
+        self._send_results(
+            [Result.refused(row.request, self._refused_adapters[row.request.adapter_id or ""]) for row in refused]
+        )
         engine.import_rows([row for row in rows if row.request.adapter_id not in self._refused_adapters])
 
     def _export(self, engine: RunsRequests, request_ids: list[str]) -> None:
         """One answer for each question: what finished before was told in `results` before it."""
         rows = engine.export_rows(request_ids)
         self._send({"op": "exported", "request_ids": request_ids, "rows": [pack_exported_row(row) for row in rows]})
-
-    def _refusal(self, request: Request) -> Result:
-        return Result(
-            request_id=request.request_id,
-            token_ids=(),
-            text="",
-            finish_reason="error",
-            prompt_tokens=len(request.prompt_token_ids),
-            mode="unmerged",
-            error=self._refused_adapters[request.adapter_id or ""],
-        )
 
     def _step(self, engine: RunsRequests) -> None:
         if engine.num_unfinished:

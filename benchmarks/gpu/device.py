@@ -8,11 +8,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..provenance import commit, installed_versions
 
 # Name part -> bytes per second of memory, dense bf16 operations per second, from the makers' data sheets.
 _PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12), "L40S": (0.864e12, 362e12)}
@@ -47,9 +47,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "commit": _first_line(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": installed_versions(_PACKAGES),
     }
     return facts
 
@@ -94,10 +94,3 @@ def _first_line(command: list[str]) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.split("\n")[0].strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
