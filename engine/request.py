@@ -5,7 +5,7 @@ A `Request` is one input row, immutable. The engine works on it as a `Sequence`;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "error"]
@@ -72,6 +72,7 @@ class Result:
     """The outcome of one request. `error` is a plain sentence, set exactly when `finish_reason == "error"`.
 
     `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where nobody counted.
+    It is no part of the answer: results that differ in it alone are equal.
     """
 
     request_id: str
@@ -82,7 +83,7 @@ class Result:
     mode: ServedMode
     error: str | None = None
     token_logprobs: tuple[float, ...] | None = None
-    reused_prompt_tokens: int | None = None
+    reused_prompt_tokens: int | None = field(default=None, compare=False)
 
     @classmethod
     def refused(cls, request: Request, error: str) -> Result:

@@ -160,6 +160,7 @@ def test_rows_share_prefixes_page_by_page(tiny_llama: Path) -> None:
         engine.check_integrity()
         pages.append(engine.telemetry().pages_used)
     assert by_id(found) == by_id(list(make_engine(tiny_llama).run(requests)))
+    assert [by_id(found)[str(i)].reused_prompt_tokens for i in range(3)] == [0, 20, 20]
     assert engine.telemetry().reused_prompt_tokens == 2 * 20
     assert pages[:2] == [3 * 6, 5 + 3], "a row enters with six pages of four tokens, five of them become everybody's"
 
