@@ -17,6 +17,8 @@ from .progress import Progress
 
 logger = logging.getLogger(__name__)
 
+_LEAST_INTERVAL_S = 0.2
+
 INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again to go on."
 
 
@@ -41,7 +43,10 @@ class JobReporter:
         self.check_budget(state.rows_error, state.rows)
 
     def phase(self, phase: Phase, rows: int, rows_done: int = 0) -> None:
-        """A stage of the job began, or got on."""
+        """A stage of the job began, or got on. A state is a write to storage: of many small steps some are told."""
+        is_news = phase != self._latest.phase or rows_done >= rows
+        if not is_news and time.time() - self._latest.updated_at_s < _LEAST_INTERVAL_S:
+            return
         known = self._latest.prefix_hit_rate
         self(JobState(phase, time.time(), rows=rows, rows_done=rows_done, prefix_hit_rate=known))
 

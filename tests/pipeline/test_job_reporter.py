@@ -48,6 +48,23 @@ def test_what_is_known_of_prompts_outlives_the_run(store: JobStore) -> None:
     assert (state.phase, state.workers, state.prefix_hit_rate) == ("done", (), 0.6)
 
 
+def test_a_stage_of_many_small_steps_is_not_told_step_by_step(store: JobStore) -> None:
+    """Every state is a write to storage; the first and the last of a stage are always told."""
+    told: list[int] = []
+
+    class Watching(SilentProgress):
+        def update(self, state: JobState) -> None:
+            told.append(state.rows_done)
+
+    reporter = JobReporter(store, Watching(), ErrorBudget.parse("10%"))
+    for done in range(1001):
+        reporter.phase("indexing", 1000, done)
+    assert (told[0], told[-1]) == (0, 1000)
+    assert len(told) < 500
+    reporter.phase("planning", 1000)
+    assert len(told) == len(set(told)) + 1
+
+
 def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:
     reporter = make_reporter(store, "2")
     reporter(JobState("running", 1.0, rows=10, rows_error=2))
