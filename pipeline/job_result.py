@@ -28,6 +28,7 @@ class JobResult:
     `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
     from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
     `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1 (None: there were none).
+    `prefix_hit_rate`: share of this run's prompt tokens that nobody had to compute (None: nobody counted).
     """
 
     output: str
@@ -44,6 +45,7 @@ class JobResult:
     predicted_s: float | None = None
     working_s: float | None = None
     batch_fill: float | None = None
+    prefix_hit_rate: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As `summary.json` holds it."""
@@ -74,6 +76,8 @@ class JobResult:
             lines.append(f"from the first shard opened to the last part written {took}")
         if self.batch_fill is not None:
             lines.append(f"batches were {self.batch_fill:.1%} full while shards were queued")
+        if self.prefix_hit_rate is not None:
+            lines.append(f"{self.prefix_hit_rate:.1%} of prompt tokens were reused, not computed")
         if self.num_errors:
             rows = "1 error row" if self.num_errors == 1 else f"{self.num_errors:,} error rows"
             lines.append(f"{rows}; select with `error IS NOT NULL`:")

@@ -91,13 +91,14 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Coordinated:
-    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `batch_fill`: see
-    `JobResult`.
+    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `batch_fill`,
+    `prefix_hit_rate`: see `JobResult`.
     """
 
     num_reused: int
     working_s: float
     batch_fill: float | None
+    prefix_hit_rate: float | None
 
 
 def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
@@ -117,7 +118,7 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     )
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
-    return Coordinated(num_reused, coordinator.working_s, monitor.batch_fill)
+    return Coordinated(num_reused, coordinator.working_s, monitor.batch_fill, monitor.prefix_hit_rate)
 
 
 def traffic_settings(record: JobRecord) -> TrafficSettings | None:
@@ -163,6 +164,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         predicted_s=plan.predicted_s,
         working_s=done.working_s,
         batch_fill=done.batch_fill,
+        prefix_hit_rate=done.prefix_hit_rate,
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
     job.store.write_summary(result.to_json())

@@ -114,3 +114,5 @@ def test_prompts_that_begin_alike_are_computed_once_and_the_report_says_how_much
     assert state.prefix_hit_rate is not None
     assert 0.5 < state.prefix_hit_rate < 1.0
     assert f"{state.prefix_hit_rate:.1%}" in write_report(store)
+    assert (store.read_summary() or {})["prefix_hit_rate"] == state.prefix_hit_rate
+    assert f"{state.prefix_hit_rate:.1%} of prompt tokens were reused" in done.stdout

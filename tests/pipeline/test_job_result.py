@@ -47,6 +47,16 @@ def test_how_full_batches_were_is_said_where_it_is_known() -> None:
     assert "batches" not in RESULT.to_text()
 
 
+def test_how_much_of_its_prompts_was_not_computed_is_said_where_it_is_known() -> None:
+    assert "80.7% of prompt tokens were reused, not computed" in replace(RESULT, prefix_hit_rate=0.807).to_text()
+    assert "reused" not in RESULT.to_text()
+
+
+def test_what_an_older_version_did_not_write_is_not_known() -> None:
+    older = {name: value for name, value in RESULT.to_json().items() if name != "prefix_hit_rate"}
+    assert JobResult.from_json(older) == RESULT
+
+
 def test_a_run_that_found_rows_done_claims_no_speed() -> None:
     text = replace(RESULT, num_reused=700).to_text()
     assert "700 of them were done before this run" in text
