@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from ..jobs.errors import JobRequestError
 from ..jobs.store import JobStore
 from . import prepared_rows as prepared
 from .job_index import IndexedRows, read_row
+from .scratch_file import ScratchFile
 
 _IDS_SHOWN = 5
 _PLACES_SHOWN = 3
@@ -27,15 +26,14 @@ class DuplicateIds:
 
     def __init__(self, num_rows: int, file_rows: int) -> None:
         num_files = min(max(1, -(-num_rows // file_rows)), _MAX_FILES)
-        with ExitStack() as files:
-            self._files = [files.enter_context(tempfile.TemporaryFile("w+b", 0)) for _ in range(num_files)]
-            self._open = files.pop_all()
+        self._files = [ScratchFile() for _ in range(num_files)]
 
     def __enter__(self) -> DuplicateIds:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.close()
+        for file in self._files:
+            file.close()
 
     def add(self, rows: IndexedRows) -> None:
         """Rows without an id (hash 0) have no double."""
@@ -71,7 +69,6 @@ class DuplicateIds:
     def _groups(self) -> Iterator[NDArray[np.void]]:
         """Groups of rows whose ids hash alike."""
         for file in self._files:
-            file.seek(0)
             rows = np.frombuffer(file.read(), _HASHED_ID)
             rows = rows[np.argsort(rows["id_hash"], kind="stable")]
             starts = np.flatnonzero(np.append(True, rows["id_hash"][1:] != rows["id_hash"][:-1]))[: len(rows)]

@@ -6,8 +6,6 @@ machine, and looked at a block at a time. Prompts and ids stay in the prepared r
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..jobs.store import JobStore
 from . import prepared_rows as prepared
+from .scratch_file import ScratchFile
 
 _CHUNK_READS = 8
 
@@ -66,15 +65,14 @@ def _read_chunk(store: JobStore, chunk_id: int, codes: Mapping[str, int]) -> Ind
 class SortedRows:
     """Rows in a file of this machine, adapter after adapter, those of one adapter in the order of their adding.
 
-    `rows_per_code`: how many each adapter will have, the base model last. The file has no name: it goes with the
-    process.
+    `rows_per_code`: how many each adapter will have, the base model last.
     """
 
     def __init__(self, rows_per_code: Sequence[int]) -> None:
         counts = np.array(rows_per_code, np.int64)
         self._next = np.cumsum(counts) - counts
         self._num_rows = int(counts.sum())
-        self._file = tempfile.TemporaryFile(prefix="lorabatch-rows-")  # noqa: SIM115, closed by `__exit__`
+        self._file = ScratchFile()
 
     def __enter__(self) -> SortedRows:
         return self
@@ -93,7 +91,7 @@ class SortedRows:
         by_place = rows[np.argsort(place, kind="stable")]
         places, firsts = np.unique(by_place["adapter"] % len(self._next), return_index=True)
         for code, first, end in zip(places, firsts, np.append(firsts, len(rows))[1:], strict=True):
-            os.pwrite(self._file.fileno(), by_place[first:end].tobytes(), self._next[code] * INDEXED_ROW.itemsize)
+            self._file.write(by_place[first:end].tobytes(), int(self._next[code]) * INDEXED_ROW.itemsize)
             self._next[code] += end - first
 
     def blocks(self, block_rows: int) -> Iterator[IndexedRows]:
@@ -101,7 +99,7 @@ class SortedRows:
         num_blocks = max(1, -(-self._num_rows // block_rows))
         ends = [self._num_rows * i // num_blocks for i in range(num_blocks + 1)]
         for start, end in pairwise(ends):
-            data = os.pread(self._file.fileno(), (end - start) * INDEXED_ROW.itemsize, start * INDEXED_ROW.itemsize)
+            data = self._file.read(start * INDEXED_ROW.itemsize, (end - start) * INDEXED_ROW.itemsize)
             yield np.frombuffer(data, INDEXED_ROW)
 
 

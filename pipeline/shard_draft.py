@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..scheduler.waves import Shard, ShardPlan, dispatch_order
 from . import prepared_rows as prepared
 from .job_index import IndexedRows
+from .scratch_file import ScratchFile
 
 _COLUMNS = tuple(prepared.REFERENCE_SCHEMA.names)
 _PLACE = np.dtype([(name, np.int32) for name in _COLUMNS])
@@ -29,7 +30,7 @@ class ShardDraft:
         self.shards: tuple[Shard, ...] = ()
         self.shard_s: NDArray[np.float64] = np.zeros(0)
         self.adapter_names: tuple[tuple[str, ...], ...] = ()
-        self._file = tempfile.TemporaryFile("w+b", prefix="lorabatch-plan-")  # noqa: SIM115, closed by `__exit__`
+        self._file = ScratchFile()
         self._starts: tuple[int, ...] = ()
         self._num_waves = 0
 
@@ -42,12 +43,11 @@ class ShardDraft:
     def add(self, rows: IndexedRows, names: Sequence[str], plan: ShardPlan, shard_s: NDArray[np.float64]) -> None:
         """The shards of one more block. `names`: of adapters, by code."""
         plan.check_integrity()
-        start = self._file.tell()
-        self._starts += tuple((start + plan.shard_offsets[:-1] * _PLACE.itemsize).tolist())
         places = np.empty(len(rows), _PLACE)
         for name in _COLUMNS:
             places[name] = rows[name][plan.row_order]
-        self._file.write(places.tobytes())
+        start = self._file.write(places.tobytes())
+        self._starts += tuple((start + plan.shard_offsets[:-1] * _PLACE.itemsize).tolist())
         codes = (np.unique(rows["adapter"][plan.rows_of(shard.shard_id)]) for shard in plan.shards)
         self.adapter_names += tuple(tuple(names[code] for code in found if code >= 0) for found in codes)
         self.shards += tuple(replace(s, wave_id=s.wave_id + self._num_waves) for s in plan.shards)
@@ -70,8 +70,7 @@ class ShardDraft:
             path = Path(folder, "plan.arrow")
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                 for shard, start in zip(self.shards, self._starts, strict=True):
-                    self._file.seek(start)
-                    places = np.frombuffer(self._file.read(shard.num_rows * _PLACE.itemsize), _PLACE)
+                    places = np.frombuffer(self._file.read(start, shard.num_rows * _PLACE.itemsize), _PLACE)
                     columns = [pa.array(np.ascontiguousarray(places[name])) for name in _COLUMNS]
                     writer.write_batch(pa.record_batch(columns, schema=schema))
             with pa.memory_map(str(path)) as mapped:
