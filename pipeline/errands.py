@@ -34,7 +34,8 @@ class Errands:
         self._ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         # Key of a task -> number of its item; items that a hung worker has are asked for again under another key.
         self._numbers: dict[str, int] = {}
-        self._futures: list[Future[Any]] = []
+        # Of tasks that have not ended: the others are forgotten at once, by Dask too.
+        self._futures: dict[str, Future[Any]] = {}
         self._waiting = set(range(len(items)))
         self._num_asked: Counter[int] = Counter()
 
@@ -47,6 +48,7 @@ class Errands:
                 control.check()
                 with suppress(queue.Empty):
                     future = self._ended.get(timeout=_CHECK_INTERVAL_S)
+                    self._futures.pop(str(future.key), None)
                     number = self._numbers[str(future.key)]
                     if number in self._waiting:
                         result = future.result()
@@ -56,7 +58,7 @@ class Errands:
                     looked_s = time.monotonic()
                     self._ask(self._held_up())
         finally:
-            self._client.cancel(self._futures)
+            self._client.cancel(list(self._futures.values()))
 
     def _ask(self, numbers: Sequence[int]) -> None:
         if not numbers:
@@ -67,7 +69,7 @@ class Errands:
         items = [self._items[number] for number in numbers]
         where = placement_of_tasks(self._client)
         futures = self._client.map(self._function, items, key=keys, retries=_RETRIES, pure=False, **where, **self._same)
-        self._futures += futures
+        self._futures |= dict(zip(keys, futures, strict=True))
         for future in futures:
             future.add_done_callback(self._ended.put)
 
