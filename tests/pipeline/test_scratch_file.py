@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from textwrap import dedent
 
 import pytest
 
-from lorabatch.jobs.errors import StorageError
 from lorabatch.pipeline.scratch_file import ScratchFile
-
-
-@pytest.fixture
-def files_of_4_kb_at_most() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_what_is_written_anywhere_is_read_back() -> None:
@@ -35,7 +24,20 @@ def test_reading_past_the_end_is_an_error() -> None:
             file.read(1, 4)
 
 
-@pytest.mark.usefixtures("files_of_4_kb_at_most")
 def test_a_folder_without_room_is_named_with_what_to_do() -> None:
-    with ScratchFile() as file, pytest.raises(StorageError, match=r"File too large.*TMPDIR"):
-        file.write(bytes(10_000))
+    """In a process of its own: the limit holds for all of its files."""
+    code = """
+        import resource, signal
+        from lorabatch.pipeline.scratch_file import ScratchFile
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        with ScratchFile() as file:
+            file.write(bytes(10_000))
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("lorabatch.jobs.errors.StorageError: temporary folder")
+    assert "File too large" in told
+    assert "TMPDIR" in told
