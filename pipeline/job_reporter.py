@@ -76,6 +76,7 @@ class JobReporter:
                 tokens_per_s=0.0,
                 eta_s=0.0,
                 batch_fill=result.batch_fill,
+                prefix_hit_rate=result.prefix_hit_rate,
                 workers=(),
             )
         )

