@@ -114,8 +114,6 @@ class Coordinator:
             self._found(latest_reports(self._client.get_events(topic)))
             while self._outcome is None:
                 self._next_event()
-            # with what the last shards came to
-            self._observe(self._monitor.state("running", time.time()))
         finally:
             self._client.unsubscribe_topic(topic)
             self._cancel(lambda shard_id, worker: True)

@@ -47,8 +47,7 @@ class JobReporter:
         is_news = phase != self._latest.phase or rows_done >= rows
         if not is_news and time.time() - self._latest.updated_at_s < _LEAST_INTERVAL_S:
             return
-        known = self._latest.prefix_hit_rate
-        self(JobState(phase, time.time(), rows=rows, rows_done=rows_done, prefix_hit_rate=known))
+        self(JobState(phase, time.time(), rows=rows, rows_done=rows_done))
 
     def check_budget(self, num_errors: int, num_rows: int) -> None:
         """Raise `ErrorBudgetError` when so many errors are too many."""

@@ -26,7 +26,7 @@ from . import prepared_rows as prepared
 from .duplicate_ids import DuplicateIds
 from .index_totals import IndexTotals
 from .job_forecast import Forecaster
-from .job_index import IndexedRows, SortedRows, read_chunks
+from .job_index import INDEXED_ROW, IndexedRows, SortedRows, read_chunks
 from .row_errors import KindOfError, RowErrors, check_budget
 from .shard_draft import ShardDraft
 
@@ -85,18 +85,19 @@ class CheckedRows:
         """Rows in order of their adapters, and the planner's view of them: error rows ask for nothing."""
         for rows in self.rows.blocks(block_rows):
             is_error = self.errors.is_error(rows)
-            asked = rows.copy()
-            for name in ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens"):
-                asked[name][is_error] = 0
+            prompt, output, prefix, shared = (
+                np.where(is_error, INDEXED_ROW[name].type(0), rows[name])
+                for name in ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens")
+            )
             yield (
                 rows,
                 Workload(
                     adapters=self.serving,
                     adapter_index=np.where(is_error, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
-                    prompt_tokens=np.ascontiguousarray(asked["prompt_tokens"]),
-                    max_tokens=np.ascontiguousarray(asked["max_tokens"]),
-                    prefix_hash=np.ascontiguousarray(asked["prefix_hash"]),
-                    shared_tokens=np.ascontiguousarray(asked["shared_tokens"]),
+                    prompt_tokens=prompt,
+                    max_tokens=output,
+                    prefix_hash=prefix,
+                    shared_tokens=shared,
                 ),
             )
 

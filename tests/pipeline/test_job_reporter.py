@@ -40,10 +40,7 @@ def test_every_state_is_written_down(store: JobStore) -> None:
 
 
 def test_what_is_known_of_prompts_outlives_the_run(store: JobStore) -> None:
-    reporter = make_reporter(store)
-    reporter(JobState("running", 1.0, rows=10, prefix_hit_rate=0.6))
-    reporter.phase("finishing", 10, 10)
-    reporter.done(replace(RESULT, prefix_hit_rate=0.6))
+    make_reporter(store).done(replace(RESULT, prefix_hit_rate=0.6))
     state = store.read_state()
     assert state is not None
     assert (state.phase, state.workers, state.prefix_hit_rate) == ("done", (), 0.6)
