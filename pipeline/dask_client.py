@@ -24,9 +24,11 @@ def open_client(target: Any, **options: Any) -> Client:
         client = Client.__new__(Client)
         try:
             Client.__init__(client, target, set_as_default=False, **options)
-        except AssertionError:
+        except BaseException as error:
+            # Its finaliser would close it whenever garbage is collected, also while this thread starts another
+            # client's event loop; it would then wait for a lock that this thread holds.
             client.close()
-            if not left:
+            if not (left and isinstance(error, AssertionError)):
                 raise
             logger.info("the scheduler's greeting did not come alone; connecting again")
         else:

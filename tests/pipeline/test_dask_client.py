@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from distributed import LocalCluster, SchedulerPlugin
+from distributed import Client, LocalCluster, SchedulerPlugin
 
 from lorabatch.pipeline.dask_client import _ATTEMPTS, open_client, subscribe
 
@@ -45,6 +46,14 @@ def test_one_that_never_stops_talking_is_given_up(scheduler: LocalCluster) -> No
     _register(scheduler, Talkative(_ATTEMPTS))
     with pytest.raises(AssertionError):
         open_client(scheduler.scheduler_address)
+
+
+@pytest.mark.parametrize("address", ["carrier-pigeon://127.0.0.1:1", "tls://127.0.0.1:1", "tcp://127.0.0.1:1"])
+def test_one_that_could_not_connect_is_closed_and_not_left_to_its_finaliser(address: str) -> None:
+    with pytest.raises((ValueError, TypeError, OSError)) as told:
+        open_client(address, timeout="1s")
+    tried = [found for found in gc.get_objects() if isinstance(found, Client) and found._start_arg == address]
+    assert [client.status for client in tried] == ["closed"], told
 
 
 def test_what_is_said_right_after_somebody_listens_is_heard(scheduler: LocalCluster) -> None:
