@@ -22,8 +22,9 @@ import torch
 from ..engine.adapter import audit_adapter
 from ..engine.config import EngineConfig, Mode, read_model_config
 from ..engine.engine import Engine
-from ..engine.linear import Linear, can_pack
+from ..engine.linear import Linear
 from ..engine.request import Request, SamplingParams
+from ..kernels.packed_weight import can_pack
 from .engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, UNMERGED, Run
 from .engine_workload import RANKS, BenchRow, EngineWorkload
 

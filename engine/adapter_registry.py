@@ -107,12 +107,12 @@ class AdapterRegistry:
         """Read the adapter's tensors from its folder to the device. Raises `AdapterUnusableError`."""
         return self._load(adapter_id, self._device)
 
-    def load_packed(self, adapter_id: str, *, stacks_by_rank: bool) -> PackedAdapter:
+    def load_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
         """Read what the pool holds of an adapter to the host; random ones are made where they are to go. Raises
         `AdapterUnusableError`. Any thread may call."""
         place = self._device if adapter_id in self._dummy_ids else torch.device("cpu")
         weights = self._load(adapter_id, place)
-        return pack_adapter(weights, self._model, self._dtype, stacks_by_rank=stacks_by_rank, device=self._device)
+        return pack_adapter(weights, self._model, self._dtype, in_panels=in_panels, device=self._device)
 
     def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:
         if adapter_id in self._dummy_ids:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.paged_attention.cpu import paged_attention
 from ..kernels.rotary import rotate_and_store_
-from ..kernels.segment_lora import LoraSegment, add_lora_
+from ..kernels.segment_lora import LoraSegment, PreparedLora
 from .activations import activation_of
 from .linear import Linear
 from .model_config import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig
@@ -66,6 +66,8 @@ class Decoder:
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
         self._dtype = embeddings.dtype
+        self._lora_spans: tuple[AdapterSpan, ...] = ()
+        self._prepared_lora: dict[tuple[int, PackedSite], PreparedLora] = {}
         # rounded to the dtype first, as the families that scale define it
         self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=self._dtype))
 
@@ -133,8 +135,20 @@ class Decoder:
         """Packed linear layer with the unmerged LoRA of every adapter of the step."""
         y = layer.linears[site](x)
         if spans:
-            add_lora_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[layer.index].get(site)) for s in spans])
+            self._lora_of(layer.index, site, spans).add_(y, x)
         return y
+
+    def _lora_of(self, layer: int, site: PackedSite, spans: tuple[AdapterSpan, ...]) -> PreparedLora:
+        """Prepared when a step's rows are not those of the step before."""
+        if spans is not self._lora_spans:
+            if spans != self._lora_spans:
+                self._prepared_lora.clear()
+            self._lora_spans = spans
+        prepared = self._prepared_lora.get((layer, site))
+        if prepared is None:
+            segments = [LoraSegment(s.start, s.end, s.adapter.sites[layer].get(site)) for s in spans]
+            prepared = self._prepared_lora[layer, site] = PreparedLora(segments)
+        return prepared
 
     def _mlp(self, h: Tensor, layer: DecoderLayer, batch: StepBatch) -> Tensor:
         active = self._activation(self._with_lora(layer, "gate_up", h, batch.spans))

@@ -29,7 +29,7 @@ from .exported_row import ExportedRow
 from .host_tier import HostTier
 from .live_weights import LiveWeights
 from .load_decoder import load_decoder
-from .memory_plan import choose_device, host_tier_bytes, plan_memory, zeroed_memory
+from .memory_plan import adapters_lie_in_panels, choose_device, host_tier_bytes, plan_memory, zeroed_memory
 from .output_lengths import OutputLengths
 from .pool import PagePool
 from .prefix_cache import shares_prefixes
@@ -71,7 +71,7 @@ class Engine:
             self._memory = zeroed_memory(num_elements, self._dtype, self._device)
         pool = PagePool(memory.num_pages)
         self._registry = AdapterRegistry(self.model, self._dtype, self._device)
-        read = partial(self._registry.load_packed, stacks_by_rank=self._layout.is_page_wise)
+        read = partial(self._registry.load_packed, in_panels=adapters_lie_in_panels(self._memory, self._layout))
         loader = AdapterLoader(read, HostTier(host_tier_bytes(config)))
         copies = copies_for(self._device)
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader, copies)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.packed_weight import can_pack
 from .config import EngineConfig, ModelConfig
 from .decoder import Decoder
 from .device_decoder import DeviceDecoder
 from .exact_decoder import ExactDecoder
-from .linear import can_pack
 from .memory_plan import serves_by_kernels
 from .weights import dummy_weights, read_weights
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.launch import is_interpreted
+from ..kernels.packed_weight.panels import has_panels
 from .config import EngineConfig, ModelConfig
 from .device_budget import gpu_pool_bytes, step_bytes
 from .errors import PoolExhaustedError
@@ -118,3 +119,8 @@ def zeroed_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -
         with contextlib.suppress(OSError):  # a kernel without huge pages refuses
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=num_elements)
+
+
+def adapters_lie_in_panels(memory: torch.Tensor, layout: PageLayout) -> bool:
+    """Whether steps on this pool compute LoRA by compiled CPU kernels."""
+    return not layout.is_page_wise and memory.device.type == "cpu" and memory.dtype == torch.float32 and has_panels()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.launch import empty_pinned
+from ..kernels.packed_weight.panels import pack_rows_
 from ..kernels.segment_lora import LoraMember, LoraSiteWeights
-from ..kernels.transpose import transpose_into_
 from .adapter.weights import AdapterWeights, LoraPair
 from .model_config import PACKED_SITES, ModelConfig
 from .packed_sites import PackedMember, packed_members
@@ -35,13 +35,13 @@ class PackedAdapter:
 
 
 def pack_adapter(
-    weights: AdapterWeights, model: ModelConfig, dtype: torch.dtype, *, stacks_by_rank: bool, device: torch.device
+    weights: AdapterWeights, model: ModelConfig, dtype: torch.dtype, *, in_panels: bool, device: torch.device
 ) -> PackedAdapter:
     """Stack what packed layers multiply together: per layer and site one A for all members, then each member's B.
 
-    `stacks_by_rank`: the numbers of one row of A lie side by side, as GPU kernels read them; otherwise those of one
-    input feature, as CPU kernels do. `dtype` and `device`: of the memory where they are to go. Raises
-    `AdapterRefusedError` for an adapter that is exact by merge only.
+    `in_panels`: as compiled CPU kernels read them, in fp32; otherwise rows of A and of B's transpose lie side by side.
+    `dtype` and `device`: of the memory where they are to go. Raises `AdapterRefusedError` for an adapter that is exact
+    by merge only.
     """
     pairs = weights.lora
     some = next(iter(pairs.values()), None)
@@ -57,7 +57,7 @@ def pack_adapter(
         for site in PACKED_SITES:
             members = [(m, pairs[m.module]) for m in packed_members(model, layer, site) if m.module in pairs]
             if members:
-                of_layer[site] = _pack_site(members, numbers, cursor, stacks_by_rank)
+                of_layer[site] = _pack_site(members, numbers, cursor, in_panels)
                 cursor += sum(pair.a.numel() + pair.b.numel() for _, pair in members)
         layers.append(of_layer)
     assert cursor == num_elements, f"packed {cursor} of {num_elements} numbers"
@@ -70,25 +70,27 @@ def packed_from(numbers: Tensor, start: int, sites: Sites) -> PackedAdapter:
 
 
 def _pack_site(
-    members: list[tuple[PackedMember, LoraPair]], numbers: Tensor, cursor: int, stacks_by_rank: bool
+    members: list[tuple[PackedMember, LoraPair]], numbers: Tensor, cursor: int, in_panels: bool
 ) -> LoraSiteWeights:
     stacked_rank, in_features = sum(pair.rank for _, pair in members), members[0][1].a.shape[1]
     stack = numbers[cursor : cursor + stacked_rank * in_features]
-    a = stack.view(stacked_rank, in_features) if stacks_by_rank else stack.view(in_features, stacked_rank).t()
+    a = stack if in_panels else stack.view(stacked_rank, in_features)
     cursor += a.numel()
     rank_start, packed = 0, []
     for member, pair in members:
         rank_end, out_features = rank_start + pair.rank, pair.b.shape[0]
-        if stacks_by_rank:
-            a[rank_start:rank_end].copy_(pair.a)
+        b = numbers[cursor : cursor + pair.b.numel()]
+        if in_panels:
+            pack_rows_(a, rank_start, stacked_rank, pair.a)
+            pack_rows_(b, 0, out_features, pair.b)
         else:
-            transpose_into_(a.t()[:, rank_start:rank_end], pair.a)
-        b = numbers[cursor : cursor + pair.b.numel()].view(pair.rank, out_features)
-        transpose_into_(b, pair.b)
+            a[rank_start:rank_end].copy_(pair.a)
+            b = b.view(pair.rank, out_features)
+            b.copy_(pair.b.t())
         cursor += b.numel()
         packed.append(LoraMember(rank_start, rank_end, member.start, member.end, b, pair.scaling))
         rank_start = rank_end
-    return LoraSiteWeights(a, tuple(packed))
+    return LoraSiteWeights(a, tuple(packed), in_panels)
 
 
 def _moved(sites: Sites, memory: Tensor, distance: int) -> Sites:
@@ -99,7 +101,7 @@ def _moved(sites: Sites, memory: Tensor, distance: int) -> Sites:
 
     return tuple(
         {
-            site: LoraSiteWeights(moved(w.a), tuple(replace(member, b=moved(member.b)) for member in w.members))
+            site: replace(w, a=moved(w.a), members=tuple(replace(member, b=moved(member.b)) for member in w.members))
             for site, w in layer.items()
         }
         for layer in sites

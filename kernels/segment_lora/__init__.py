@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cpu import MAX_MEMBERS, SiteRecord, add_lora_natively_, native_lora
+from .cpu import SegmentTable, SiteRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LoraMember:
     rank_end: int
     column_start: int
     column_end: int
-    b: Tensor  # [rank, out_features of the member]
+    b: Tensor  # [rank, out_features of the member]; or panels of its transpose, flat
     scaling: float
 
 
@@ -37,21 +37,21 @@ class LoraMember:
 class LoraSiteWeights:
     """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
 
-    Compiled kernels take A whose memory lies by input feature (`a.t()` contiguous), B contiguous, both fp32.
+    `in_panels`: A and the transposed B lie in panels (`kernels.packed_weight`), flat in fp32, as compiled kernels read
+    them.
     """
 
     a: Tensor
     members: tuple[LoraMember, ...]
+    in_panels: bool = False
 
     @cached_property
     def record(self) -> SiteRecord | None:
-        """What compiled kernels read, or None if they cannot serve these tensors."""
-        tensors = [self.a.t(), *(member.b for member in self.members)]
-        fits = all(t.is_contiguous() and t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-        if not fits or len(self.members) > MAX_MEMBERS:
+        """What compiled kernels read, or None where matrices do not lie in panels."""
+        if not self.in_panels:
             return None
         members = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b, m.scaling) for m in self.members]
-        return SiteRecord.of(self.a, members)
+        return SiteRecord.of(self.a, sum(m.rank_end - m.rank_start for m in self.members), members)
 
 
 class LoraSegment(NamedTuple):
@@ -62,36 +62,46 @@ class LoraSegment(NamedTuple):
     site: LoraSiteWeights | None
 
 
-def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
-    """Add every segment's LoRA to `y` in place. Rows outside all segments are not touched.
+class PreparedLora:
+    """Segments at one packed layer, to be added to the outputs of many steps.
 
-    Segments may overlap: a row gets what every one of them adds, in their order. Compiled, a row's result does not
-    depend on the other rows of the step, bit for bit; by torch it may.
+    Segments may overlap: a row gets what every one of them adds, in their order. In panels, a row's result does not
+    depend on the other rows of the step, bit for bit; otherwise it may.
     """
-    native = native_lora() if _is_dense(x) and _is_dense(y) else None
-    records = [(start, end, site.record) for start, end, site in segments if site is not None]
-    served = [(start, end, record) for start, end, record in records if record is not None]
-    if native is None or len(served) < len(records):
-        add_lora_by_torch_(y, x, segments)
-        return
-    first = 0
-    for i in range(1, len(served) + 1):
-        # one call takes segments that lie apart
-        if i == len(served) or served[i][0] < served[i - 1][1]:
-            add_lora_natively_(native, y, x, served[first:i])
-            first = i
+
+    def __init__(self, segments: Sequence[LoraSegment]) -> None:
+        self._segments = [segment for segment in segments if segment.site is not None]
+        records = [(start, end, site.record) for start, end, site in self._segments if site is not None]
+        served = [(start, end, record) for start, end, record in records if record is not None]
+        assert len(served) in (0, len(records)), "some matrices lie in panels and some do not"
+        self._tables: list[SegmentTable] = []
+        first = 0
+        for i in range(1, len(served) + 1):
+            # one call takes segments that lie apart
+            if i == len(served) or served[i][0] < served[i - 1][1]:
+                self._tables.append(SegmentTable(served[first:i]))
+                first = i
+
+    def add_(self, y: Tensor, x: Tensor) -> None:
+        """Add every segment's LoRA to `y` in place. Rows outside all segments are not touched."""
+        for table in self._tables:
+            table.add_(y, x)
+        if not self._tables:
+            add_lora_by_torch_(y, x, self._segments)
 
 
-def _is_dense(rows: Tensor) -> bool:
-    return rows.dtype == torch.float32 and rows.device.type == "cpu" and rows.is_contiguous()
+def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
+    """`PreparedLora`, used once."""
+    PreparedLora(segments).add_(y, x)
 
 
 def add_lora_by_torch_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
-    """`add_lora_` for every device and dtype: one product per segment, and one per member."""
+    """`add_lora_` for every device and dtype, but not for panels: one product per segment, and one per member."""
     for segment in segments:
         site = segment.site
         if site is None:
             continue
+        assert not site.in_panels, "only compiled kernels read panels"
         rows = slice(segment.start, segment.end)
         shrunk = torch.mm(x[rows], site.a.t())  # [segment rows, sum of ranks]
         for member in site.members:

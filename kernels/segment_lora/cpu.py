@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from ..native import ADDRESS, COUNT, native_function
 
 MAX_MEMBERS = 4
-NativeLora = Callable[..., None]
 
 
 class MemberRecord(ctypes.Structure):
@@ -36,26 +35,31 @@ class SiteRecord(ctypes.Structure):
     rank: int
 
     @classmethod
-    def of(cls, a: Tensor, members: Sequence[tuple[int, int, int, int, Tensor, float]]) -> SiteRecord:
-        """`members`: rank start and end, column start and end, B, scaling."""
+    def of(cls, a: Tensor, rank: int, members: Sequence[tuple[int, int, int, int, Tensor, float]]) -> SiteRecord:
+        """`members`, at most `MAX_MEMBERS`: rank start and end, column start and end, B, scaling. A and B in panels."""
+        assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
         records = [MemberRecord(*places, b.data_ptr(), scaling) for *places, b, scaling in members]
-        return cls(a.data_ptr(), a.shape[0], len(records), (MemberRecord * MAX_MEMBERS)(*records))
+        return cls(a.data_ptr(), rank, len(records), (MemberRecord * MAX_MEMBERS)(*records))
 
 
-def native_lora() -> NativeLora | None:
-    """The compiled function, or None."""
-    return native_function("lora_add", ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
+class SegmentTable:
+    """Segments of one compiled call: first row, end row, site; in the order of their rows, none over another."""
 
+    def __init__(self, segments: Sequence[tuple[int, int, SiteRecord]]) -> None:
+        self._records = [record for _, _, record in segments]  # the table holds their addresses
+        self._table = array("q", [n for start, end, site in segments for n in (start, end, ctypes.addressof(site))])
+        self._num_rows = segments[-1][1]
+        self._stride = max(site.rank for site in self._records)
 
-def add_lora_natively_(
-    native: NativeLora, y: Tensor, x: Tensor, segments: Sequence[tuple[int, int, SiteRecord]]
-) -> None:
-    """`segments`: first row, end row, site; in the order of their rows, none over another. x and y fp32, dense."""
-    if not segments:
-        return
-    # numpy would take as long as all of the rest: this is called for every packed layer of every step
-    table = array("q", [field for start, end, site in segments for field in (start, end, ctypes.addressof(site))])
-    stride = max([site.rank for _, _, site in segments])
-    scratch = torch.empty(segments[-1][1], stride)
-    address, _ = table.buffer_info()
-    native(y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], address, len(segments), scratch.data_ptr(), stride)
+    def add_(self, y: Tensor, x: Tensor) -> None:
+        """Add to y [num_tokens, out_features] what the segments make of x [num_tokens, in_features], both fp32."""
+        x = x.contiguous()
+        assert y.is_contiguous(), "compiled kernels add to dense rows"
+        assert y.dtype == x.dtype == torch.float32, "compiled kernels take fp32"
+        lora_add = native_function("lora_add", ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
+        assert lora_add is not None, "compiled kernels are not there"
+        scratch = torch.empty(self._num_rows, self._stride)
+        table, num_segments = self._table.buffer_info()[0], len(self._records)
+        lora_add(
+            y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], table, num_segments, scratch.data_ptr(), self._stride
+        )

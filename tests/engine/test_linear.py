@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorabatch.engine.linear import Linear, can_pack
+from lorabatch.engine.linear import Linear
+from lorabatch.kernels.packed_weight import can_pack
 
 CPU = torch.device("cpu")
 

@@ -12,6 +12,9 @@ from lorabatch.engine.adapter.weights import AdapterWeights, load_adapter
 from lorabatch.engine.config import ModelConfig, read_model_config
 from lorabatch.engine.packed_adapter import PackedAdapter, Sites, pack_adapter, packed_from
 from lorabatch.engine.packed_sites import packed_members
+from lorabatch.kernels.packed_weight.panels import has_panels, unpacked
+
+needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 
 
 @pytest.fixture
@@ -28,13 +31,13 @@ def copied(packed: PackedAdapter, memory: torch.Tensor, start: int) -> Sites:
     return packed.sites_at(memory, start)
 
 
-@pytest.mark.parametrize("stacks_by_rank", [True, False])
+@pytest.mark.parametrize("in_panels", [False, pytest.param(True, marks=needs_library)])
 @pytest.mark.parametrize("name", ["rank1", "rank8", "rank20", "rank64"])
 def test_every_matrix_arrives_where_the_views_say(
-    tiny_adapters: dict[str, Path], model: ModelConfig, name: str, stacks_by_rank: bool
+    tiny_adapters: dict[str, Path], model: ModelConfig, name: str, in_panels: bool
 ) -> None:
     weights = read(tiny_adapters[name], model)
-    packed = pack_adapter(weights, model, torch.float32, stacks_by_rank=stacks_by_rank, device=torch.device("cpu"))
+    packed = pack_adapter(weights, model, torch.float32, in_panels=in_panels, device=torch.device("cpu"))
     assert packed.numbers.numel() == sum(pair.a.numel() + pair.b.numel() for pair in weights.lora.values())
     memory = torch.full((packed.numbers.numel() + 100,), torch.nan)
     in_pool = copied(packed, memory, 60)
@@ -47,8 +50,11 @@ def test_every_matrix_arrives_where_the_views_say(
             module_at = {member.start: member.module for member in packed_members(model, layer, site)}
             for member in found.members:
                 pair = weights.lora[module_at[member.column_start]]
-                assert found.a[member.rank_start : member.rank_end].equal(pair.a)
-                assert member.b.equal(pair.b.t())
+                a = unpacked(found.a, found.members[-1].rank_end) if found.in_panels else found.a
+                b = unpacked(member.b, len(pair.b)) if found.in_panels else member.b.t()
+                assert found.in_panels == in_panels
+                assert a[member.rank_start : member.rank_end].equal(pair.a)
+                assert b.equal(pair.b)
                 assert member.scaling == pair.scaling
                 seen.add(module_at[member.column_start])
     assert seen == set(weights.lora)
@@ -56,7 +62,7 @@ def test_every_matrix_arrives_where_the_views_say(
 
 def test_the_pool_around_an_adapter_is_left_alone(tiny_adapters: dict[str, Path], model: ModelConfig) -> None:
     weights = read(tiny_adapters["rank8"], model)
-    packed = pack_adapter(weights, model, torch.float32, stacks_by_rank=False, device=torch.device("cpu"))
+    packed = pack_adapter(weights, model, torch.float32, in_panels=False, device=torch.device("cpu"))
     size = packed.numbers.numel()
     memory = torch.zeros(size + 20)
     copied(packed, memory, 10)

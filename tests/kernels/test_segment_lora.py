@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 
-from lorabatch.kernels.segment_lora import LoraMember, LoraSegment, LoraSiteWeights, add_lora_, add_lora_by_torch_
-from lorabatch.kernels.segment_lora.cpu import native_lora
+from lorabatch.kernels.packed_weight.panels import has_panels, pack_rows_
+from lorabatch.kernels.segment_lora import LoraMember, LoraSegment, LoraSiteWeights, add_lora_
 from lorabatch.kernels.segment_lora.reference import add_lora_reference
 
 IN, OUTS = 24, (40, 8, 37)
-AddLora = Callable[[torch.Tensor, torch.Tensor, Sequence[LoraSegment]], None]
-needs_library = pytest.mark.skipif(native_lora() is None, reason="compiled kernels were not built on this machine")
+needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 
 
-@pytest.fixture(params=[pytest.param(add_lora_, marks=needs_library, id="compiled"), add_lora_by_torch_])
-def add_lora(request: pytest.FixtureRequest) -> AddLora:
-    chosen: AddLora = request.param
+def in_panels(site: LoraSiteWeights) -> LoraSiteWeights:
+    """The same adapter as compiled kernels read it."""
+    a, members = torch.empty(site.a.numel()), []
+    pack_rows_(a, 0, len(site.a), site.a)
+    for member in site.members:
+        b = torch.empty(member.b.numel())
+        pack_rows_(b, 0, member.b.shape[1], member.b.t())
+        members.append(replace(member, b=b))
+    return LoraSiteWeights(a, tuple(members), in_panels=True)
+
+
+def as_it_is(site: LoraSiteWeights) -> LoraSiteWeights:
+    return site
+
+
+Layout = Callable[[LoraSiteWeights], LoraSiteWeights]
+
+
+@pytest.fixture(params=[pytest.param(in_panels, marks=needs_library, id="compiled"), as_it_is])
+def layout(request: pytest.FixtureRequest) -> Layout:
+    chosen: Layout = request.param
     return chosen
 
 
-def site(ranks: tuple[int | None, ...], seed: int, *, by_input: bool = True) -> LoraSiteWeights:
+def laid_out(segments: Sequence[LoraSegment], layout: Layout) -> list[LoraSegment]:
+    return [segment._replace(site=segment.site and layout(segment.site)) for segment in segments]
+
+
+def site(ranks: tuple[int | None, ...], seed: int) -> LoraSiteWeights:
     """An adapter at a packed layer of three members; None leaves a member alone."""
     generator = torch.Generator().manual_seed(seed)
     members, stacked, row, column = [], [], 0, 0
@@ -34,14 +56,13 @@ def site(ranks: tuple[int | None, ...], seed: int, *, by_input: bool = True) -> 
             members.append(LoraMember(row, row + rank, column, column + out, b, scaling=0.5 * (seed + 1)))
             row += rank
         column += out
-    a = torch.cat(stacked)
-    return LoraSiteWeights(a.t().contiguous().t() if by_input else a, tuple(members))
+    return LoraSiteWeights(torch.cat(stacked), tuple(members))
 
 
 @pytest.mark.parametrize("ranks", [(1, 1, 1), (8, None, 8), (20, 3, 64), (None, None, 5)])
 @pytest.mark.parametrize("sizes", [(1,), (3, 1, 5), (0, 4), (2, 23, 8)])
 def test_each_segment_gets_its_own_adapter(
-    ranks: tuple[int | None, ...], sizes: tuple[int, ...], add_lora: AddLora
+    ranks: tuple[int | None, ...], sizes: tuple[int, ...], layout: Layout
 ) -> None:
     start, segments = 2, []
     for seed, size in enumerate(sizes):
@@ -50,25 +71,25 @@ def test_each_segment_gets_its_own_adapter(
     x, y = torch.randn(start + 1, IN), torch.randn(start + 1, sum(OUTS))
     expected = add_lora_reference(y, x, segments)
     before = y.clone()
-    add_lora(y, x, segments)
+    add_lora_(y, x, laid_out(segments, layout))
     assert (y.double() - expected).abs().max() < 1e-3
     assert torch.equal(y[:2], before[:2]), "rows without an adapter changed"
     assert torch.equal(y[-1], before[-1]), "rows without an adapter changed"
 
 
-def test_a_row_of_several_segments_gets_what_each_adds(add_lora: AddLora) -> None:
+def test_a_row_of_several_segments_gets_what_each_adds(layout: Layout) -> None:
     x, y = torch.randn(12, IN), torch.randn(12, sum(OUTS))
     cuts = [(0, 5), (5, 9), (3, 12), (3, 12)]
     segments = [LoraSegment(*cut, site((8, 20, 3), seed)) for seed, cut in enumerate(cuts)]
     expected = add_lora_reference(y, x, segments)
-    add_lora(y, x, segments)
+    add_lora_(y, x, laid_out(segments, layout))
     assert (y.double() - expected).abs().max() < 1e-3
 
 
-def test_an_adapter_that_leaves_the_layer_alone_changes_nothing(add_lora: AddLora) -> None:
+def test_an_adapter_that_leaves_the_layer_alone_changes_nothing() -> None:
     x, y = torch.randn(4, IN), torch.randn(4, sum(OUTS))
     before = y.clone()
-    add_lora(y, x, [LoraSegment(0, 4, None)])
+    add_lora_(y, x, [LoraSegment(0, 4, None)])
     assert torch.equal(y, before)
 
 
@@ -78,7 +99,7 @@ def test_compiled_a_row_gets_the_same_bits_whatever_stands_beside_it(ranks: tupl
     x, y = torch.randn(60, IN), torch.randn(60, sum(OUTS))
     together = y.clone()
     cuts = [(0, 1), (1, 14), (14, 17), (17, 60)]
-    sites = [site(ranks, seed) for seed in range(len(cuts))]
+    sites = [in_panels(site(ranks, seed)) for seed in range(len(cuts))]
     add_lora_(together, x, [LoraSegment(*cut, s) for cut, s in zip(cuts, sites, strict=True)])
     for (start, end), s in zip(cuts, sites, strict=True):
         for row in range(start, end):
@@ -99,7 +120,7 @@ def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(s
         for num_threads in (1, 2, 3, 7):
             torch.set_num_threads(num_threads)
             results.append(y.clone())
-            add_lora_(results[-1], x, segments)
+            add_lora_(results[-1], x, laid_out(segments, in_panels))
     finally:
         torch.set_num_threads(before)
     assert (results[0].double() - expected).abs().max() < 1e-3
@@ -107,12 +128,19 @@ def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(s
 
 
 @needs_library
-def test_matrices_that_compiled_kernels_cannot_read_are_served_by_torch() -> None:
-    x, y = torch.randn(4, IN), torch.randn(4, sum(OUTS))
-    segments = [LoraSegment(0, 2, site((8, 8, 8), 0)), LoraSegment(2, 4, site((8, 8, 8), 1, by_input=False))]
+def test_rows_that_do_not_lie_dense_are_served_too() -> None:
+    x, y = torch.randn(IN, 4).t(), torch.randn(4, sum(OUTS))
+    segments = [LoraSegment(0, 2, site((8, 8, 8), 0)), LoraSegment(2, 4, site((8, 8, 8), 1))]
     expected = add_lora_reference(y, x, segments)
-    add_lora_(y, x, segments)
+    add_lora_(y, x, laid_out(segments, in_panels))
     assert (y.double() - expected).abs().max() < 1e-3
+
+
+@needs_library
+def test_panels_and_plain_matrices_in_one_step_are_a_mistake_of_ours() -> None:
+    segments = [LoraSegment(0, 1, site((8, 8, 8), 0)), LoraSegment(1, 2, in_panels(site((8, 8, 8), 1)))]
+    with pytest.raises(AssertionError, match="some do not"):
+        add_lora_(torch.randn(2, sum(OUTS)), torch.randn(2, IN), segments)
 
 
 def test_rows_in_bfloat16_are_served_by_torch() -> None:

@@ -1,0 +1,35 @@
+"""Weights of linear layers in the layout that a CPU multiplies with fastest: `pack(weight).multiply(x, bias)`.
+
+Compiled kernels read panels (`panels.py`); where there are none, torch's oneDNN has a layout of its own
+(`onednn.py`). In both a row's result has the same bits whatever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .onednn import OneDnnWeight, has_onednn
+from .panels import PanelWeight, has_panels
+
+
+class PackedWeight(Protocol):
+    """A weight W [out_features, in_features] in fp32."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x W^T + bias`, `x` [num_tokens, in_features] in fp32, bias [out_features]."""
+
+    def dense(self) -> Tensor:
+        """W in the plain layout, the same numbers bit for bit."""
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights of this kind can be packed here."""
+    return device.type == "cpu" and dtype == torch.float32 and (has_panels() or has_onednn())
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """A packed copy of a weight that `can_pack`."""
+    return PanelWeight(weight) if has_panels() else OneDnnWeight(weight)

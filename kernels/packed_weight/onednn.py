@@ -1,0 +1,34 @@
+"""torch's own packed layout, for processors without compiled kernels of ours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_PACKING_HINT_ROWS = 64
+# Fewer rows take other paths in oneDNN: one row rounds otherwise, and no row may depend on its company.
+_FEWEST_ROWS = 4
+
+
+class OneDnnWeight:
+    """See `PackedWeight`. The operators are torch's but not documented."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_HINT_ROWS)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `PackedWeight`."""
+        if 0 < len(x) < _FEWEST_ROWS:
+            return self.multiply(pad(x, (0, 0, 0, _FEWEST_ROWS - len(x))), bias)[: len(x)]
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return product
+
+    def dense(self) -> Tensor:
+        """See `PackedWeight`."""
+        return self._packed.to_dense()
+
+
+def has_onednn() -> bool:
+    """Whether this build of torch has the layout."""
+    return torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,no-any-return]

@@ -1,0 +1,96 @@
+"""Packed weights multiply as plain ones do, each row by itself, and come out of their layout as they went in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorabatch.kernels.packed_weight import PackedWeight
+from lorabatch.kernels.packed_weight.onednn import OneDnnWeight, has_onednn
+from lorabatch.kernels.packed_weight.panels import PanelWeight, has_panels, pack_rows_, unpacked
+
+needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
+Layout = type[PanelWeight] | type[OneDnnWeight]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(PanelWeight, marks=needs_library),
+        pytest.param(OneDnnWeight, marks=pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")),
+    ]
+)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    chosen: Layout = request.param
+    return chosen
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 12, 13, 40])
+# columns: less than a vector, a panel and a bit, several panels; depth: one part and more than one
+@pytest.mark.parametrize("shape", [(1, 7), (24, 16), (37, 33), (96, 64), (45, 2100)], ids=str)
+def test_the_product_is_that_of_the_plain_weight(
+    layout: Layout, shape: tuple[int, int], num_rows: int, has_bias: bool
+) -> None:
+    weight, x = random(*shape), random(num_rows, shape[1])
+    bias = random(shape[0]) if has_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+    packed: PackedWeight = layout(weight)
+    result = packed.multiply(x, bias)
+    assert result.shape == (num_rows, shape[0])
+    assert torch.allclose(result.double(), expected, atol=1e-5 * shape[1])
+
+
+def test_the_plain_weight_comes_back_bit_for_bit(layout: Layout) -> None:
+    for shape in [(1, 7), (37, 33), (96, 64)]:
+        assert layout(random(*shape)).dense().equal(random(*shape))
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(37, 33), (200, 2100)], ids=str)
+def test_a_row_has_the_same_bits_whatever_stands_beside_it_and_however_many_threads_share(
+    shape: tuple[int, int],
+) -> None:
+    packed, x, before = PanelWeight(random(*shape)), random(70, shape[1]), torch.get_num_threads()
+    whole = packed.multiply(x, None)
+    try:
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            for num_rows in (1, 2, 11, 12, 13, 25, 70):
+                assert torch.equal(packed.multiply(x[:num_rows], None), whole[:num_rows]), (num_threads, num_rows)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_library
+def test_rows_that_do_not_lie_dense_are_multiplied_too() -> None:
+    weight, x = random(40, 24), random(24, 5).t()
+    assert torch.allclose(PanelWeight(weight).multiply(x, None), x @ weight.T, atol=1e-4)
+
+
+@needs_library
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(1,), (8, 8, 8), (20, 3, 64), (33, 31)], ids=str)
+def test_parts_of_a_weight_are_packed_one_by_one_whatever_type_they_have(
+    sizes: tuple[int, ...], stored: torch.dtype
+) -> None:
+    parts = [(random(size, 18) * 10.0 ** torch.randint(-7, 4, (size, 18))).to(stored) for size in sizes]
+    around = torch.full((sum(sizes) * 18 + 8,), torch.nan)
+    first = 0
+    for part in parts:
+        pack_rows_(around[4:-4], first, sum(sizes), part)
+        first += len(part)
+    assert unpacked(around[4:-4], sum(sizes)).equal(torch.cat(parts).float())
+    assert around[:4].isnan().all()
+    assert around[-4:].isnan().all()
+
+
+@needs_library
+def test_rows_that_do_not_fit_are_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="35 numbers for 5 rows"):
+        pack_rows_(torch.empty(35), 0, 5, torch.empty(2, 8))
+    with pytest.raises(AssertionError, match="rows 4 to 6 of 5"):
+        pack_rows_(torch.empty(40), 4, 5, torch.empty(2, 8))
