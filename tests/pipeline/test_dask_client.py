@@ -52,7 +52,8 @@ def test_one_that_never_stops_talking_is_given_up(scheduler: LocalCluster) -> No
 def test_one_that_could_not_connect_is_closed_and_not_left_to_its_finaliser(address: str) -> None:
     with pytest.raises((ValueError, TypeError, OSError)) as told:
         open_client(address, timeout="1s")
-    tried = [found for found in gc.get_objects() if isinstance(found, Client) and found._start_arg == address]
+    # not isinstance: torch has an object that warns when asked for its class
+    tried = [found for found in gc.get_objects() if type(found) is Client and found._start_arg == address]
     assert [client.status for client in tried] == ["closed"], told
 
 
