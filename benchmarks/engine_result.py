@@ -16,7 +16,7 @@ from .engine_workload import EngineWorkload
 
 NO_LORA, UNMERGED, MERGED = "lorabatch no LoRA", "lorabatch unmerged", "lorabatch merged"
 MERGED_ONE = "lorabatch merged, all rows of one adapter"
-CEILING = "GEMM ceiling"
+CEILING, TORCH_CEILING = "GEMM ceiling", "GEMM ceiling, torch's linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ def ratios(runs: Runs) -> list[Ratio]:
         Ratio("unmerged, share of no-LoRA speed", 0.85, over(NO_LORA, UNMERGED)),
         Ratio("merged, steps alone, share of no-LoRA speed", 0.98, over(NO_LORA, MERGED_ONE, without_switches=True)),
         Ratio("unmerged, share of the GEMM ceiling", 0.70, over(CEILING, UNMERGED)),
+        Ratio("unmerged, share of the GEMM ceiling of torch's linear", 0.70, over(TORCH_CEILING, UNMERGED)),
     ]
     return [ratio for ratio in all_ratios if ratio.values]
 
@@ -108,7 +109,7 @@ def tables(lengths: str, result: Mapping[str, Any]) -> list[Table]:
         systems.add_column(column, justify="left" if column == "system" else "right")
     for name, of in result["systems"].items():
         switching_s = statistics.median(of["switching_s"])
-        has_same_rows = name not in (CEILING, NO_LORA, MERGED_ONE)
+        has_same_rows = name not in (CEILING, TORCH_CEILING, NO_LORA, MERGED_ONE)
         systems.add_row(
             name,
             f"{of['median_s']:.2f}",

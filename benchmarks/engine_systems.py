@@ -25,7 +25,7 @@ from ..engine.engine import Engine
 from ..engine.linear import Linear
 from ..engine.request import Request, SamplingParams
 from ..kernels.packed_weight import can_pack
-from .engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, UNMERGED, Run
+from .engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, TORCH_CEILING, UNMERGED, Run
 from .engine_workload import RANKS, BenchRow, EngineWorkload
 
 PEFT_BATCH = 32
@@ -135,11 +135,11 @@ def run_vllm(workload: EngineWorkload) -> Measured:
     return time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs], 0.0
 
 
-def run_gemm_ceiling(workload: EngineWorkload) -> Measured:
-    """Nothing but the base model's matrix multiplications for the same tokens, by the fastest product at hand, in steps
-    of the same sizes: prompts in steps of 512 rows, answers as one batch that shrinks as rows end."""
+def run_gemm_ceiling(workload: EngineWorkload, *, is_packed: bool) -> Measured:
+    """Nothing but the base model's matrix multiplications for the same tokens, in steps of the same sizes: prompts in
+    steps of 512 rows, answers as one batch that shrinks as rows end. `is_packed`: by the product that our engine uses,
+    otherwise by `torch.nn.functional.linear`."""
     model = read_model_config(Path(workload.model))
-    is_packed = can_pack(torch.device("cpu"), torch.float32)
     shapes = model.linear_shapes()
     head = Linear(torch.randn(shapes.pop("lm_head")), None, is_packed=is_packed)
     linears = [Linear(torch.randn(shape), None, is_packed=is_packed) for shape in shapes.values()]
@@ -177,7 +177,8 @@ SYSTEMS: dict[str, Callable[[EngineWorkload], Measured]] = {
     "PEFT merged": run_peft_merged,
     "PEFT mixed": run_peft_mixed,
     "vLLM": run_vllm,
-    CEILING: run_gemm_ceiling,
+    CEILING: lambda w: run_gemm_ceiling(w, is_packed=can_pack(torch.device("cpu"), torch.float32)),
+    TORCH_CEILING: lambda w: run_gemm_ceiling(w, is_packed=False),
 }
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from lorabatch.benchmarks.engine_bench import main
-from lorabatch.benchmarks.engine_result import CEILING, MERGED_ONE, NO_LORA, UNMERGED, Run, as_json, ratios, tables
+from lorabatch.benchmarks.engine_result import (
+    CEILING,
+    MERGED_ONE,
+    NO_LORA,
+    TORCH_CEILING,
+    UNMERGED,
+    Run,
+    as_json,
+    ratios,
+    tables,
+)
 from lorabatch.benchmarks.engine_workload import BenchRow, EngineWorkload
 
 WORKLOAD = EngineWorkload("folder", {"a": "a"}, [BenchRow([1, 2], "a", 2), BenchRow([3], "a", 1)])
@@ -31,6 +41,13 @@ def test_steps_of_merged_rows_are_compared_without_the_switch() -> None:
     runs = {NO_LORA: runs_of(9.8), UNMERGED: runs_of(11), MERGED_ONE: runs_of(11, switching_s=1)}
     (found,) = (ratio for ratio in ratios(runs) if "merged, steps alone" in ratio.name)
     assert found.median == pytest.approx(0.98)
+
+
+def test_both_ceilings_are_compared_with_unmerged() -> None:
+    runs = {UNMERGED: runs_of(10), CEILING: [Run(7, 10, [])], TORCH_CEILING: [Run(8, 10, [])]}
+    found = {ratio.name: ratio.median for ratio in ratios(runs)}
+    ceiling = "unmerged, share of the GEMM ceiling"
+    assert found == {ceiling: pytest.approx(0.7), f"{ceiling} of torch's linear": pytest.approx(0.8)}
 
 
 def test_the_result_names_what_did_not_run_and_prints() -> None:
