@@ -5,7 +5,9 @@ This is all that happens to a job before its first row is read.
 
 from __future__ import annotations
 
+import logging
 import platform
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +21,22 @@ from ..engine.adapter.audit import AdapterAudit, audit_adapter
 from ..engine.config import ModelConfig
 from ..engine.errors import ModelFilesError
 from ..engine.tokenizer import Tokenizer
-from .errors import OutputConflictError, StorageError
+from .errors import DamagedRecordError, OutputConflictError, StorageError
 from .local_copy import local_folder
 from .model_content import model_sha256
 from .record import AdapterRecord, JobRecord, ModelRecord, differences, public_spec
 from .secrets import redacted_url
 from .spec import JobSpec
+from .state import JobState
 from .store import JobStore
 from .validation import CheckedJob, check_job
 
+logger = logging.getLogger(__name__)
+
 _PARALLEL_AUDITS = 4
+# A running job rewrites its state about once a second; a coordinator that hangs is replaced after so long.
+_SILENCE_S = 20.0
+_LOOK_INTERVAL_S = 0.5
 _RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "tokenizers", "numpy")
 
 
@@ -53,17 +61,51 @@ def open_job(spec: JobSpec) -> OpenedJob:
 
     Raises `JobRequestError` with all problems at once, and `OutputConflictError` when the output holds another
     job that has got as far as its plan. With `overwrite`, the job that is there is removed first, once everything else
-    has been found right.
+    has been found right and if it does not run.
     """
     checked = check_job(spec)
     record = make_record(checked)
     if checked.output.is_empty or spec.overwrite or _makes_way(checked, record):
         if checked.output.has_records:
+            check_silent(checked.store)
             # Also what a job left that was never frozen: its plan would be taken for this job's.
             checked.store.overwrite()
         if checked.store.freeze(record):
             return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, False, frozenset())
     return _resumed(checked, record)
+
+
+def check_silent(store: JobStore) -> None:
+    """Raise `OutputConflictError` when the job in the output runs: its answers would mix with those of a new one.
+
+    One whose end nobody told, since its runner was killed, gets the time to speak.
+    """
+    first = _unfinished_state(store)
+    if first is None:
+        return
+    quiet_at_s = time.monotonic() + min(_SILENCE_S, _SILENCE_S - (time.time() - first.updated_at_s))
+    if time.monotonic() < quiet_at_s:
+        logger.warning("the job in %s has not ended; looking whether it runs", redacted_url(store.url))
+    while time.monotonic() < quiet_at_s:
+        time.sleep(_LOOK_INTERVAL_S)
+        state = _unfinished_state(store)
+        if state is None:
+            return
+        if state.updated_at_s != first.updated_at_s:
+            shown = redacted_url(store.url)
+            raise OutputConflictError(
+                f"output={shown!r}: the job there is running ({state.phase}, {state.rows_done} of {state.rows} rows). "
+                f"Stop it first with `lorabatch cancel {shown}`, or choose another output."
+            )
+
+
+def _unfinished_state(store: JobStore) -> JobState | None:
+    """What the job in the output said last, unless that was its end. A state that cannot be read says nothing."""
+    try:
+        state = store.read_state()
+    except DamagedRecordError:
+        return None
+    return None if state is None or state.is_final else state
 
 
 def _makes_way(checked: CheckedJob, record: JobRecord) -> bool:

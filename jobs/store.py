@@ -63,6 +63,18 @@ class JobStore:
         """The frozen job. Raises `MissingFileError` when OUTPUT holds none."""
         return JobRecord.from_json(self.location.read(_JOB))
 
+    def check_holder(self, job_id: str) -> None:
+        """Raise `OutputConflictError` when OUTPUT is not this job's any more: somebody has started over in it."""
+        try:
+            holder = self.read_record().job_id
+        except MissingFileError:
+            holder = "none"
+        if holder != job_id:
+            raise OutputConflictError(
+                f"output={redacted_url(self.url)!r}: job {job_id} was started over there (it holds {holder} now), so "
+                "this run of it has stopped."
+            )
+
     def replace_record(self, record: JobRecord) -> None:
         """Freeze again: the same job whose adapters have changed."""
         self.location.write(_JOB, record.to_json())

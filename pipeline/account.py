@@ -14,6 +14,7 @@ from ..jobs.store import JobStore
 from .job_result import AdapterCount
 from .planning import JobPlan
 from .row_errors import KindOfError
+from .writer import check_writer
 
 ENGINE_ERROR = "engine"
 
@@ -72,7 +73,7 @@ class Account:
 
 
 def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord) -> Account:
-    """Count the rows of these parts. Raises `StorageError` when one is gone."""
+    """Count the rows of these parts. Raises `StorageError` when one is gone or another job's."""
     total = Account()
     for shard_id in shard_ids:
         total.add(_account_part(store, record, shard_id))
@@ -86,6 +87,7 @@ def _account_part(store: JobStore, record: JobRecord, shard_id: int) -> Account:
     names += [adapter_column] if adapter_column else []
     with store.open_part(shard_id) as part:
         table = pq.read_table(part, columns=names)
+    check_writer(table.schema, shard_id, record)
     account = Account(num_parts=1, num_rows=table.num_rows)
     adapters = table.column(adapter_column).to_pylist() if adapter_column else [None] * table.num_rows
     columns = (table.column(name).to_pylist() for name in names[:5])

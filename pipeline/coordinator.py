@@ -18,7 +18,7 @@ from typing import Any
 
 from distributed import Client, Future
 
-from ..jobs.errors import JobFailedError
+from ..jobs.errors import JobFailedError, OutputConflictError
 from ..jobs.state import JobState
 from ..jobs.store import JobStore
 from ..scheduler.commands import Command, FailJob, FinishJob, LoadAdapter, MigrateRows, Recall, RunShard
@@ -188,6 +188,8 @@ class Coordinator:
             error = future.exception()
             if isinstance(error, EngineFailedError | ShardAbandonedError):
                 return  # its worker reports that it has failed or left, which frees all its shards
+            if isinstance(error, OutputConflictError):
+                raise error
             reason = str(error) or type(error).__name__
         else:
             reason = f"its task was {future.status}"

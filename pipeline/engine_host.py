@@ -30,6 +30,7 @@ from .errors import EngineFailedError
 from .log_shipper import LogShipper
 from .messages import EngineSettings, HostReport, LocalAdapter, ShardOutcome, report_topic
 from .row_exchange import RowExchange
+from .run_ids import job_of_run
 from .worker_engines import engines_of
 
 _CLOSE_TIMEOUT_S = 4.0
@@ -110,6 +111,10 @@ class EngineHost(WorkerPlugin):
     def address(self) -> str:
         """The worker's Dask address."""
         return str(self._worker.address)
+
+    def check_output(self) -> None:
+        """Raise `OutputConflictError` when the output is another job's by now: what this run answers is not for it."""
+        self._store.check_holder(job_of_run(self._run_id))
 
     def record(self) -> JobRecord:
         """The frozen job, read once."""

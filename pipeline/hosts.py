@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..scheduler.cost import CostModel
 from .cluster import threads_per_engine
 from .engine_host import EngineHost, host_name
 from .messages import EngineSettings
+from .run_ids import new_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: Jo
     """
     for name in client.run_on_scheduler(_hosts_of_job, job_id=job_id):
         _take_down(client, name)
-    run_id = f"{job_id}-{uuid.uuid4().hex[:6]}"
+    run_id = new_run_id(job_id)
     host = EngineHost(run_id, settings, store)
     if not _answered(lambda: client.register_plugin(host)):
         logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)

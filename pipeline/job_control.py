@@ -14,6 +14,7 @@ from ..jobs.store import JobStore
 from .coordinator_lease import CoordinatorLease
 from .dask_client import subscribe
 from .job_reporter import INTERRUPTED
+from .run_ids import job_of_run
 
 # How often CANCEL is looked for in storage.
 _CANCEL_INTERVAL_S = 2.0
@@ -37,6 +38,7 @@ class JobControl:
         self._client = client
         self._worker = worker
         self._store = store
+        self._job_id = job_of_run(run_id)
         self._topic = control_topic(run_id)
         self._task_key = task_key
         self._lease = lease
@@ -68,7 +70,8 @@ class JobControl:
 
     def check(self) -> None:
         """Raise `DisplacedError`, `JobFailedError` when Dask's scheduler is gone, `JobInterruptedError` when the
-        client asked to stop or has died, `JobCancelledError` when CANCEL lies in the output.
+        client asked to stop or has died, `JobCancelledError` when CANCEL lies in the output, `OutputConflictError`
+        when the output is another job's by now.
         """
         if self.is_displaced:
             raise DisplacedError
@@ -85,6 +88,7 @@ class JobControl:
         now_s = time.monotonic()
         if now_s - self._looked_s >= _CANCEL_INTERVAL_S:
             self._looked_s = now_s
+            self._store.check_holder(self._job_id)
             if self._store.is_cancel_requested():
                 raise JobCancelledError("cancelled on request. Finished rows are kept; `lorabatch resume` goes on.")
 

@@ -19,11 +19,17 @@ class JobMonitor:
     """Counts rows, tokens and shards; `state` is what the display and `state.json` show."""
 
     def __init__(
-        self, shards: Iterable[Shard], committed_rows: Mapping[int, int], adapter_names: Mapping[str, str]
+        self,
+        shards: Iterable[Shard],
+        committed_rows: Mapping[int, int],
+        adapter_names: Mapping[str, str],
+        num_errors: int = 0,
     ) -> None:
+        """`committed_rows`: rows of the parts that are there, by shard; `num_errors` of all these rows are errors."""
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
         self._rows_before = sum(committed_rows.values())
+        self._errors_before = num_errors
         self._committed = set(committed_rows)
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, HostReport] = {}
@@ -82,7 +88,7 @@ class JobMonitor:
             updated_at_s=now_s,
             rows=rows,
             rows_done=done,
-            rows_error=sum(outcome.num_errors for outcome in self._outcomes.values()),
+            rows_error=self._errors_before + sum(outcome.num_errors for outcome in self._outcomes.values()),
             shards=len(self._shards),
             shards_done=len(self._committed),
             prompt_tokens=sum(outcome.prompt_tokens for outcome in self._outcomes.values()),

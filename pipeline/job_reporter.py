@@ -9,7 +9,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from ..jobs.error_budget import ErrorBudget
-from ..jobs.errors import ErrorBudgetError, JobCancelledError, JobInterruptedError, StorageError
+from ..jobs.errors import (
+    ErrorBudgetError,
+    JobCancelledError,
+    JobInterruptedError,
+    OutputConflictError,
+    StorageError,
+)
 from ..jobs.state import JobState, Phase
 from ..jobs.store import JobStore
 from .job_result import JobResult
@@ -55,7 +61,8 @@ class JobReporter:
             raise ErrorBudgetError(
                 f"max_errors={self._budget}: {num_errors} of {num_rows} rows ended in errors, "
                 f"{self._budget.limit(num_rows)} are allowed. The column `error` of the parts says why; raise "
-                "--max-errors to go on, or correct the cause and run the same command again."
+                "--max-errors to go on, or correct the cause. The same command then computes rows of corrected "
+                "adapters again; for other rows start over with --overwrite."
             )
 
     def done(self, result: JobResult) -> None:
@@ -98,10 +105,12 @@ class JobReporter:
             raise
 
     def ended(self, error: Exception) -> None:
-        """The run ended by this error, unless its end was told before."""
+        """The run ended by this error, unless its end was told before or the output is another job's."""
         if self._latest.is_final:
             return
         match error:
+            case OutputConflictError():
+                return  # the state there is another job's
             case JobCancelledError():
                 phase: Phase = "cancelled"
             case JobInterruptedError():

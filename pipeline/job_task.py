@@ -12,6 +12,7 @@ from typing import Any
 
 from distributed import Reschedule, get_worker, secede
 
+from ..jobs.errors import OutputConflictError
 from ..jobs.opening import OpenedJob, changed_adapters
 from ..jobs.secrets import redacted_url
 from .cluster import client_security, loss_told
@@ -61,6 +62,8 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
                 raise Reschedule from None
             stop_hosts(client, run_id)
             lease.end()
+            if isinstance(error, OutputConflictError):
+                raise  # what lies there, and its state, is another job's
             if _is_finished(job):
                 return finished_before(job)  # another run of the job was faster, and has removed what this one needed
             reporter.ended(error)
@@ -89,6 +92,8 @@ def finished_before(job: OpenedJob) -> JobResult:
 
 
 def _stages(run: JobRun, began_s: float) -> JobResult:
+    # A coordinator that Dask has started again may find a job that was started over.
+    run.job.store.check_holder(run.job.record.job_id)
     plan = plan_shards(run, index_rows(run))
     done = coordinate(run, plan)
     stop_hosts(run.client, run.run_id)

@@ -7,7 +7,6 @@ from uuid import uuid4
 
 from ..engine.exported_row import ExportedRow
 from ..engine.request import Request
-from ..jobs.input_columns import DEFAULT_ID_COLUMN
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from .reader import ShardRows
@@ -47,7 +46,7 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows) -> KeptRows:
                 kept.answers[request.request_id] = row
     if store.is_committed(rows.shard_id):
         with store.open_part(rows.shard_id) as part:
-            in_part = answers_in_part(part, rows, record.input.roles.get("id", DEFAULT_ID_COLUMN))
+            in_part = answers_in_part(part, rows, record)
         kept.answers.update(in_part)
         store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
         store.remove_part(rows.shard_id)
@@ -61,7 +60,7 @@ def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, 
     if not store.is_committed(rows.shard_id):
         return None
     with store.open_part(rows.shard_id) as part:
-        answers = answers_in_part(part, rows, record.input.roles.get("id", DEFAULT_ID_COLUMN), with_errors=True)
+        answers = answers_in_part(part, rows, record, with_errors=True)
     return answers if len(answers) == sum(isinstance(request, Request) for request in rows.requests) else None
 
 

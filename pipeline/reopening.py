@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..jobs.input_columns import DEFAULT_ID_COLUMN
 from ..jobs.record import JobRecord
 from ..jobs.store import JobStore
 from ..scheduler.waves import Shard
@@ -44,7 +43,7 @@ def reopen_shards(
 def _reopen(store: JobStore, record: JobRecord, shard_id: int) -> None:
     rows = read_shard(store, record, shard_id)
     with store.open_part(shard_id) as part:
-        kept = answers_in_part(part, rows, record.input.roles.get("id", DEFAULT_ID_COLUMN))
+        kept = answers_in_part(part, rows, record)
     store.clear_wip(shard_id)
     if kept:
         store.append_wip(shard_id, _ATTEMPT, encode_answers(kept.values()))

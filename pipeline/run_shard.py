@@ -45,7 +45,8 @@ def run_shard(task: ShardTask) -> ShardOutcome:
     """Run one shard on this worker and commit it; join the attempt that has it open here already, if there is one.
 
     Raises `ShardAbandonedError` when the worker stops first (finished and begun rows stay in `wip`),
-    `EngineFailedError` when the engine cannot be kept alive, `StorageError` when storage fails.
+    `EngineFailedError` when the engine cannot be kept alive, `StorageError` when storage fails, `OutputConflictError`
+    when the output is another job's by now.
     """
     secede()
     host = find_host(get_worker(), task.run_id)
@@ -56,6 +57,7 @@ def run_shard(task: ShardTask) -> ShardOutcome:
 
 
 def _answer_and_commit(host: EngineHost, task: ShardTask) -> ShardOutcome:
+    host.check_output()
     record = host.record()
     rows = read_shard(host.store, record, task.shard_id)
     done = read_done(host.store, record, rows)
@@ -67,7 +69,8 @@ def _answer_and_commit(host: EngineHost, task: ShardTask) -> ShardOutcome:
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if asked:
         _answer(host, rows, asked, kept, task)
-    part = part_bytes(rows, answers, with_logprobs=record.with_logprobs)
+    part = part_bytes(rows, answers, record)
+    host.check_output()
     while not host.store.commit_part(task.shard_id, part) and read_done(host.store, record, rows) is None:
         # Somebody who works for a run before this one, whose adapters were others, was faster.
         host.store.remove_part(task.shard_id)

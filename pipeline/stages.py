@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distributed import Client
@@ -102,11 +103,13 @@ class Coordinated:
 
 
 def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
-    """Run every shard that has no part."""
+    """Run every shard that has no part. Errors in the parts that are there count against the job's budget too."""
     job = run.job
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in job.store.committed_parts()}
+    num_errors = _count(run, sorted(rows_of_part), "errors").num_errors
+    run.reporter.check_budget(num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
-    monitor = JobMonitor(plan.shards, rows_of_part, names)
+    monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors)
     tail = TailSettings(run.forecaster.cost.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
     num_workers = count_workers(run.client)
     settings = SchedulerSettings(expected_replicas=num_workers, tail=tail, traffic=traffic_settings(job.record))
@@ -135,11 +138,15 @@ def traffic_settings(record: JobRecord) -> TrafficSettings | None:
 def count_rows(run: JobRun, plan: JobPlan) -> Account:
     """Count what the parts hold, on the workers."""
     run.reporter.phase("finishing", plan.num_rows, plan.num_rows)
-    shard_ids = [shard.shard_id for shard in plan.shards]
+    return _count(run, [shard.shard_id for shard in plan.shards], "count")
+
+
+def _count(run: JobRun, shard_ids: Sequence[int], name: str) -> Account:
+    """Count what these parts hold, on the workers. `name`: of this count; an errand's results are kept by its name."""
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
-    name = f"lora_count-{run.run_id}-{run.control.coordinator_id}"
-    errands = Errands(run.client, account_parts, groups, name, store=run.job.store, record=run.job.record)
+    key = f"lora_{name}-{run.run_id}-{run.control.coordinator_id}"
+    errands = Errands(run.client, account_parts, groups, key, store=run.job.store, record=run.job.record)
     for account in errands.results(run.control):
         total.add(account)
     return total
@@ -167,8 +174,10 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         prefix_hit_rate=done.prefix_hit_rate,
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
+    job.store.check_holder(job.record.job_id)
     job.store.write_summary(result.to_json())
-    run.reporter.done(result)
     job.store.mark_success()
+    # Only now: whoever waits for "done" may read the output.
+    run.reporter.done(result)
     job.store.clean_up()
     return result

@@ -13,6 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..jobs.errors import DamagedRecordError
+from ..jobs.input_columns import DEFAULT_ID_COLUMN
+from ..jobs.output_contents import part_name
+from ..jobs.record import JobRecord
 from .prepared_rows import passthrough_schema
 from .reader import RowError, ShardRows
 from .row_answer import BegunRow, RowAnswer
@@ -27,13 +30,15 @@ ANSWER_FIELDS = (
     pa.field("mode", pa.string()),
     pa.field("attempts", pa.int32()),
 )
+# In the metadata of every part: which job wrote it.
+_JOB_ID = b"lorabatch.job_id"
 LOGPROB_FIELDS = (
     pa.field("token_ids", pa.list_(pa.int32())),
     pa.field("token_logprobs", pa.list_(pa.float32())),
 )
 
 
-def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], *, with_logprobs: bool) -> memoryview:
+def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], record: JobRecord) -> memoryview:
     """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`.
 
     Raises AssertionError naming the rows when an answer is missing: a part is whole or it is nothing.
@@ -44,7 +49,8 @@ def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], *, with_logpr
         error_answer(request, fingerprint) if isinstance(request, RowError) else finished[request.request_id]
         for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
     ]
-    return _parquet(_with_answers(rows.table, answers, with_logprobs))
+    table = _with_answers(rows.table, answers, record.with_logprobs)
+    return _parquet(table.replace_schema_metadata({_JOB_ID: record.job_id.encode()}))
 
 
 def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
@@ -69,18 +75,21 @@ def part_schema(prepared_schema: pa.Schema, *, with_logprobs: bool) -> pa.Schema
 
 
 def answers_in_part(
-    part: BinaryIO, rows: ShardRows, id_column: str, *, with_errors: bool = False
+    part: BinaryIO, rows: ShardRows, record: JobRecord, *, with_errors: bool = False
 ) -> dict[str, RowAnswer]:
     """Answers of a committed part that still hold: request id -> answer.
 
     A row's answer holds when the row is asked today of the same adapter content. Error rows are left out unless asked
-    for: what caused the error may have been repaired. Raises `DamagedRecordError` when the part does not fit the shard.
+    for: what caused the error may have been repaired. Raises `DamagedRecordError` when the part does not fit the shard,
+    or is another job's.
     """
+    id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
     names = [field.name for field in ANSWER_FIELDS]
     try:
         table = pq.read_table(part)
     except pa.ArrowInvalid as error:
         raise DamagedRecordError(f"part of shard {rows.shard_id}: cannot be read back ({error}).") from None
+    check_writer(table.schema, rows.shard_id, record)
     is_ours = {id_column, *names} <= set(table.column_names)
     if not is_ours or not table.column(id_column).equals(rows.table.column(id_column)):
         raise DamagedRecordError(
@@ -96,6 +105,16 @@ def answers_in_part(
         and (with_errors or answer["error"] is None)
         and answer["adapter_sha256"] == request.adapter_id
     }
+
+
+def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:
+    """Raise `DamagedRecordError` when another job wrote the part: it asked other things of its rows."""
+    writer = (schema.metadata or {}).get(_JOB_ID, b"no job of this version").decode()
+    if writer != record.job_id:
+        raise DamagedRecordError(
+            f"{part_name(shard_id)}: written by {writer}, not by {record.job_id}, whose output this is. Remove this "
+            "file and run the same command again: its rows are computed anew."
+        )
 
 
 def still_valid(kept: RowAnswer | BegunRow, adapter_id: str | None, fingerprint: bytes) -> bool:

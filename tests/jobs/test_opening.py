@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lorabatch.jobs import opening
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.opening import changed_adapters, open_job
 from lorabatch.jobs.spec import JobSpec
@@ -103,6 +106,44 @@ def test_overwriting_starts_over(given: dict[str, Any]) -> None:
     assert fresh.record.job_id != first.record.job_id
     assert fresh.store.committed_parts() == {}
     assert not fresh.store.is_finished()
+
+
+def test_a_job_that_runs_is_not_overwritten(given: dict[str, Any]) -> None:
+    # Its workers would go on answering by the old settings, into the parts of the new job.
+    first = open_job(JobSpec(**given))
+    first.store.commit_part(0, b"part")
+    first.store.write_state(JobState("running", time.time(), rows=7))
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.wait(0.2):
+            first.store.write_state(JobState("running", time.time(), rows=7, rows_done=3))
+
+    runner = threading.Thread(target=run)
+    runner.start()
+    try:
+        with pytest.raises(OutputConflictError, match=r"running, 3 of 7 rows.*lorabatch cancel"):
+            open_job(JobSpec(**given, overwrite=True, seed=9))
+    finally:
+        stopped.set()
+        runner.join()
+    assert first.store.committed_parts() == {0: 4}
+    first.store.write_state(JobState("cancelled", time.time()))
+    assert open_job(JobSpec(**given, overwrite=True, seed=9)).record.job_id != first.record.job_id
+    with pytest.raises(OutputConflictError, match=f"job {first.record.job_id} was started over there"):
+        first.store.check_holder(first.record.job_id)
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 3600.0])
+def test_a_job_whose_runner_was_killed_is_overwritten_once_it_has_been_silent(
+    given: dict[str, Any], silent_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_SILENCE_S", 1.5)
+    first = open_job(JobSpec(**given))
+    first.store.write_state(JobState("running", time.time() - silent_s))
+    began_s = time.monotonic()
+    assert not open_job(JobSpec(**given, overwrite=True)).is_resumed
+    assert silent_s > 0 or time.monotonic() - began_s >= 1.4
 
 
 def test_a_wrong_request_overwrites_nothing(given: dict[str, Any]) -> None:

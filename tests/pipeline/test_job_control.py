@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from distributed import Client, LocalCluster, Reschedule, get_worker, secede
+from distributed import Client, Future, LocalCluster, Reschedule, get_worker, secede
 
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator_lease import CoordinatorLease
 from lorabatch.pipeline.job_control import DisplacedError, JobControl, ask_to_stop
+from lorabatch.pipeline.run_ids import new_run_id
 
 KEY = "lora_job-run"
 
@@ -26,7 +28,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def coordinate(address: str, folder: Path) -> str:
+def coordinate(address: str, folder: Path, output: str, run_id: str) -> str:
     """The first attempt goes on until its control stops it, and leaves why; the second returns where it is."""
     secede()
     worker: Any = get_worker()
@@ -36,8 +38,8 @@ def coordinate(address: str, folder: Path) -> str:
         return str(worker.address)
     with (
         Client(address, set_as_default=False) as own,
-        CoordinatorLease(own, "run", 60.0) as lease,
-        JobControl(own, worker, JobStore(str(folder)), "run", KEY, lease) as control,
+        CoordinatorLease(own, run_id, 60.0) as lease,
+        JobControl(own, worker, JobStore(output), run_id, KEY, lease) as control,
     ):
         (folder / "first").write_text(str(worker.address))
         try:
@@ -47,6 +49,17 @@ def coordinate(address: str, folder: Path) -> str:
         except Exception as error:
             (folder / "why").write_text(f"{type(error).__name__} {control.is_displaced}")
             raise Reschedule from None
+
+
+@pytest.fixture
+def job(prepare_job: Callable[..., Any]) -> Any:
+    """Frozen in its output."""
+    return prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
+
+
+def start(client: Client, folder: Path, job: Any, run_id: str) -> Future[str]:
+    asked = (client.scheduler_info()["address"], folder, job.store.url, run_id)
+    return client.submit(coordinate, *asked, key=KEY, pure=False)
 
 
 def wait_for(path: Path) -> str:
@@ -63,25 +76,37 @@ def move(dask_scheduler: Any, away_from: str) -> None:
     dask_scheduler._reschedule(KEY, away_from, stimulus_id="test")
 
 
-def test_a_coordinator_whose_task_was_moved_leaves_the_job_to_the_next(client: Client, tmp_path: Path) -> None:
-    future = client.submit(coordinate, client.scheduler_info()["address"], tmp_path, key=KEY, pure=False)
+def test_a_coordinator_whose_task_was_moved_leaves_the_job_to_the_next(
+    client: Client, job: Any, tmp_path: Path
+) -> None:
+    future = start(client, tmp_path, job, new_run_id(job.record.job_id))
     first = wait_for(tmp_path / "first")
     client.run_on_scheduler(move, away_from=first)
     assert wait_for(tmp_path / "why") == f"{DisplacedError.__name__} True"
     assert future.result(timeout=30) != first
 
 
-def test_a_coordinator_whose_task_nobody_wants_any_more_ends_the_job(client: Client, tmp_path: Path) -> None:
-    future = client.submit(coordinate, client.scheduler_info()["address"], tmp_path, key=KEY, pure=False)
+def test_a_coordinator_whose_task_nobody_wants_any_more_ends_the_job(client: Client, job: Any, tmp_path: Path) -> None:
+    future = start(client, tmp_path, job, new_run_id(job.record.job_id))
     wait_for(tmp_path / "first")
     future.cancel()
     assert wait_for(tmp_path / "why") == "JobInterruptedError False"
 
 
-def test_a_coordinator_that_is_asked_to_stop_ends_the_job(client: Client, tmp_path: Path) -> None:
-    future = client.submit(coordinate, client.scheduler_info()["address"], tmp_path, key=KEY, pure=False)
+def test_a_coordinator_that_is_asked_to_stop_ends_the_job(client: Client, job: Any, tmp_path: Path) -> None:
+    run_id = new_run_id(job.record.job_id)
+    future = start(client, tmp_path, job, run_id)
     wait_for(tmp_path / "first")
-    ask_to_stop(client, "run")
+    ask_to_stop(client, run_id)
     assert wait_for(tmp_path / "why") == "JobInterruptedError False"
+    with suppress(Exception):
+        future.result(timeout=30)
+
+
+def test_a_coordinator_whose_output_was_started_over_leaves_it_alone(client: Client, job: Any, tmp_path: Path) -> None:
+    future = start(client, tmp_path, job, new_run_id(job.record.job_id))
+    wait_for(tmp_path / "first")
+    job.store.replace_record(job.record.model_copy(update={"job_id": "another"}))
+    assert wait_for(tmp_path / "why") == "OutputConflictError False"
     with suppress(Exception):
         future.result(timeout=30)

@@ -64,6 +64,12 @@ def test_prompt_tokens_that_nobody_computed_are_a_share_of_the_finished_shards(m
     assert monitor.state("running", 2.0).prefix_hit_rate == 0.6
 
 
+def test_errors_in_parts_of_runs_before_are_counted() -> None:
+    monitor = JobMonitor([make_shard(i, 10) for i in range(2)], {0: 10}, {}, num_errors=4)
+    monitor.committed(ShardOutcome(1, "w1", 10, 1, 0, 0, 0))
+    assert monitor.state("running", 1.0).rows_error == 5
+
+
 def test_workers_show_adapters_by_name(monitor: JobMonitor) -> None:
     finished = (FinishedRows("sha-a", 1, 5),)
     monitor.reported(make_report("w1", (), resident_adapter_ids=("sha-a",), finished=finished))

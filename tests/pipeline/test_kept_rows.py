@@ -76,7 +76,7 @@ def test_a_part_with_error_rows_is_done_and_is_not_taken_apart(
     answers = answer_by_echo(rows)
     name = rows.requests[2].request_id
     answers[name] = replace(answers[name], error="an engine died", completion=None, finish_reason="error")
-    job.store.commit_part(0, part_bytes(rows, answers, with_logprobs=False))
+    job.store.commit_part(0, part_bytes(rows, answers, job.record))
     found = read_done(job.store, job.record, rows)
     assert found is not None
     assert found[name].error == "an engine died"
@@ -87,7 +87,7 @@ def test_a_part_of_a_former_run_is_replaced_and_what_holds_of_it_is_kept(
     shard: tuple[Any, ShardRows], answer_by_echo: Callable[..., Any]
 ) -> None:
     job, rows = shard
-    job.store.commit_part(0, part_bytes(rows, answer_by_echo(rows), with_logprobs=False))
+    job.store.commit_part(0, part_bytes(rows, answer_by_echo(rows), job.record))
     alpha = job.record.adapters[0].model_copy(update={"sha256": "d" * 64})
     record = job.record.model_copy(update={"adapters": (alpha, *job.record.adapters[1:])})
     today = read_shard(job.store, record, 0)

@@ -89,7 +89,7 @@ def test_a_job_is_read_back_from_storage_without_unpickling(
 ) -> None:
     job = prepare_job(pa.table({"id": [1, 2, 3], "adapter": ["alpha", None, "beta"], "prompt": ["a", "b", "c"]}))
     for rows in job.shards():
-        job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), with_logprobs=False))
+        job.store.commit_part(rows.shard_id, part_bytes(rows, answer_by_echo(rows), job.record))
         record = job.store.read_record()
         assert len(read_kept(job.store, record, read_shard(job.store, record, rows.shard_id)).answers) > 0
     assert unpickled == []

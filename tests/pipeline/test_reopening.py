@@ -24,7 +24,7 @@ def finished(prepare_job: Callable[..., Any], answer_by_echo: Callable[..., Any]
     table = pa.table({"id": range(25), "prompt": [f"p{i}" for i in range(25)], "adapter": NAMES * 5})
     job = prepare_job(table, rows_per_shard=50)
     for rows in job.shards():
-        part = part_bytes(rows, answer_by_echo(rows), with_logprobs=False)
+        part = part_bytes(rows, answer_by_echo(rows), job.record)
         job.store.commit_part(rows.shard_id, part)
     job.store.mark_success()
     return job

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import DamagedRecordError
+from lorabatch.pipeline.account import account_parts
 from lorabatch.pipeline.reader import RowError
 from lorabatch.pipeline.writer import ANSWER_FIELDS, LOGPROB_FIELDS, answers_in_part, part_bytes, part_schema
 
@@ -37,7 +38,7 @@ def mixed_table(num_rows: int = 24) -> pa.Table:
 
 def write_all(job: Any, answer_by_echo: Echo) -> None:
     for rows in job.shards():
-        part = part_bytes(rows, answer_by_echo(rows), with_logprobs=job.record.with_logprobs)
+        part = part_bytes(rows, answer_by_echo(rows), job.record)
         assert job.store.commit_part(rows.shard_id, part)
     job.store.mark_success()
 
@@ -98,11 +99,12 @@ def test_logprobs_add_their_columns_to_every_part(prepare_job: Prepare, answer_b
 
 
 def test_a_part_without_all_answers_is_not_written(prepare_job: Prepare, answer_by_echo: Echo) -> None:
-    (rows,) = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9).shards()
+    job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9)
+    (rows,) = job.shards()
     answers = answer_by_echo(rows)
     answers.popitem()
     with pytest.raises(AssertionError, match="1 rows have no answer"):
-        part_bytes(rows, answers, with_logprobs=False)
+        part_bytes(rows, answers, job.record)
 
 
 def test_a_made_up_id_is_a_column_of_the_output(prepare_job: Prepare, answer_by_echo: Echo) -> None:
@@ -117,8 +119,8 @@ def test_answers_read_from_a_part_are_those_written(prepare_job: Prepare, answer
         job = prepare_job(mixed_table(), logprobs=logprobs)
         for rows in job.shards():
             answers = answer_by_echo(rows, attempts=3)
-            part = part_bytes(rows, answers, with_logprobs=logprobs)
-            assert answers_in_part(io.BytesIO(part), rows, "id") == answers
+            part = part_bytes(rows, answers, job.record)
+            assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
 
 
 def test_answers_of_an_adapter_that_changed_do_not_hold(prepare_job: Prepare, answer_by_echo: Echo) -> None:
@@ -130,23 +132,38 @@ def test_answers_of_an_adapter_that_changed_do_not_hold(prepare_job: Prepare, an
 
     kept = []
     for rows in job.shards():
-        part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), with_logprobs=False))
-        kept += answers_in_part(part, read_shard(job.store, changed, rows.shard_id), "id").values()
+        part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), job.record))
+        kept += answers_in_part(part, read_shard(job.store, changed, rows.shard_id), changed).values()
     assert [answer.adapter_sha256 for answer in kept] == ["b" * 64] * 2
 
 
 def test_a_part_of_other_rows_is_refused(prepare_job: Prepare, answer_by_echo: Echo) -> None:
-    (ours,) = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9).shards()
+    job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9)
+    (ours,) = job.shards()
     (other,) = prepare_job(pa.table({"id": [1, 3], "prompt": ["a", "b"]}), rows_per_shard=9).shards()
-    part = part_bytes(other, answer_by_echo(other), with_logprobs=False)
+    part = part_bytes(other, answer_by_echo(other), job.record)
     with pytest.raises(DamagedRecordError, match="compared by 'id'"):
-        answers_in_part(io.BytesIO(part), ours, "id")
+        answers_in_part(io.BytesIO(part), ours, job.record)
     with pytest.raises(DamagedRecordError, match="cannot be read back"):
-        answers_in_part(io.BytesIO(bytes(part)[:40]), ours, "id")
+        answers_in_part(io.BytesIO(bytes(part)[:40]), ours, job.record)
+
+
+def test_a_part_that_another_job_wrote_is_refused_by_name(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    # A worker that did not hear of `--overwrite` answers the same rows with the sampling of then.
+    table = pa.table({"id": [1, 2], "prompt": ["a", "b"]})
+    before, now = prepare_job(table, rows_per_shard=9), prepare_job(table, rows_per_shard=9, temperature=0.5)
+    ((ours,), (theirs,)) = (now.shards(), before.shards())
+    part = part_bytes(theirs, answer_by_echo(theirs), before.record)
+    expected = f"part-00000.parquet: written by {before.record.job_id}, not by {now.record.job_id}"
+    with pytest.raises(DamagedRecordError, match=expected):
+        answers_in_part(io.BytesIO(part), ours, now.record)
+    now.store.commit_part(0, part)
+    with pytest.raises(DamagedRecordError, match=expected):
+        account_parts([0], now.store, now.record)
 
 
 def test_the_part_schema_is_known_before_any_row_is_answered(prepare_job: Prepare, answer_by_echo: Echo) -> None:
     job = prepare_job(mixed_table())
     for rows in job.shards():
-        part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), with_logprobs=False))
+        part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), job.record))
         assert pq.read_schema(part).equals(part_schema(rows.table.schema, with_logprobs=False))

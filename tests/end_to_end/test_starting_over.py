@@ -1,0 +1,72 @@
+"""`--overwrite` on an output whose job runs, or whose workers have not heard of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from echo_job import EchoJob, Watcher, make_rows
+
+from lorabatch.jobs.errors import ErrorBudgetError, OutputConflictError
+from lorabatch.jobs.opening import open_job
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.state import JobState
+
+
+def half_done(state: JobState) -> bool:
+    return state.phase == "running" and state.rows // 4 < state.rows_done < state.rows
+
+
+def test_a_running_job_is_not_started_over_by_another_command(shared_client: Any, echo_job: EchoJob) -> None:
+    rows = make_rows(160)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.1)
+    refusals: list[str] = []
+
+    def start_over() -> None:
+        with pytest.raises(OutputConflictError) as caught:
+            echo_job.run(shared_client, overwrite=True, max_tokens=7)
+        refusals.append(str(caught.value))
+
+    watcher = Watcher(half_done, start_over)
+    assert echo_job.run(shared_client, watcher).num_rows == 160
+    assert len(refusals) == 1
+    assert "lorabatch cancel" in refusals[0]
+    echo_job.assert_answered(rows)
+
+
+def test_a_run_whose_output_is_another_jobs_by_now_stops_and_writes_nothing(
+    shared_client: Any, echo_job: EchoJob
+) -> None:
+    # As if it had hung while somebody found it silent and started over.
+    echo_job.write_input(make_rows(160))
+    echo_job.set_engine(step_s=0.1)
+    left: dict[str, Any] = {}
+
+    def replace_job() -> None:
+        echo_job.store.replace_record(echo_job.record.model_copy(update={"job_id": "another-job"}))
+        for shard_id in echo_job.store.committed_parts():
+            echo_job.store.remove_part(shard_id)
+        left["state"] = echo_job.store.read_state()
+
+    with pytest.raises(OutputConflictError, match="started over there"):
+        echo_job.run(shared_client, Watcher(half_done, replace_job))
+    assert not echo_job.store.is_finished()
+    # what shards were at its first look has been written by then, at most
+    assert len(echo_job.parts()) <= 2
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert not state.is_final
+
+
+def test_errors_in_finished_parts_are_known_when_a_job_goes_on(shared_client: Any, echo_job: EchoJob) -> None:
+    echo_job.write_input(make_rows(64))
+    content = open_job(JobSpec(**echo_job.options())).record.adapters[0].sha256
+    echo_job.set_engine(refuse_adapters=[content])
+    with pytest.raises(ErrorBudgetError):
+        echo_job.run(shared_client, max_errors="5")
+    parts = echo_job.parts()
+    with pytest.raises(ErrorBudgetError, match="16 of 64 rows ended in errors, 5 are allowed"):
+        echo_job.run(shared_client, max_errors="5")
+    assert echo_job.parts() == parts, "nothing more is computed for a job that has failed already"
+    assert echo_job.run(shared_client, max_errors="16").num_errors == 16
