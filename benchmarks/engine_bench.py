@@ -46,7 +46,7 @@ def main(
     """
     unknown = sorted(set(vs) - PEERS.keys())
     if unknown:
-        raise ValueError(f"--vs {', '.join(unknown)}: unknown peer. Known: {', '.join(PEERS)}.")
+        raise ValueError(f"--vs {', '.join(unknown)}: unknown peer. Known: {', '.join(PEERS)}, or none.")
     kinds = [kind for kind in ALL_LENGTHS if kind in lengths]
     if len(kinds) < len(set(lengths)):
         raise ValueError(f"--lengths {', '.join(lengths)}: expected {' or '.join(ALL_LENGTHS)}.")
@@ -78,6 +78,13 @@ def main(
         result_path.parent.mkdir(parents=True, exist_ok=True)
         result_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
+
+
+def peers_of(vs: Sequence[str] | None) -> tuple[str, ...]:
+    """The peers that `--vs` names; without it those that are installed, and none for `none`."""
+    if vs is None:
+        return tuple(peer for peer in PEERS if find_spec(peer) is not None)
+    return () if list(vs) == ["none"] else tuple(vs)
 
 
 def _demo_base() -> Path:

@@ -110,7 +110,7 @@ def run_peft_mixed(workload: EngineWorkload) -> Measured:
 
 
 def run_vllm(workload: EngineWorkload) -> Measured:
-    """vLLM with all adapters at once, in fp32 like the others."""
+    """vLLM with all adapters at once, in fp32 like the others. Rows end by `max_tokens`, which it does not plan by."""
     from vllm import LLM
     from vllm import SamplingParams as VllmSampling
     from vllm.lora.request import LoRARequest
@@ -124,7 +124,7 @@ def run_vllm(workload: EngineWorkload) -> Measured:
         enable_lora=True,
         max_loras=len(adapters),
         max_lora_rank=max(RANKS),
-        max_num_seqs=64,
+        max_num_seqs=len(workload.rows),
     )
     prompts = [{"prompt_token_ids": row.prompt_token_ids} for row in workload.rows]
     sampling = [VllmSampling(temperature=0, max_tokens=row.num_tokens, ignore_eos=True) for row in workload.rows]

@@ -8,7 +8,8 @@ an adapter is on its way for a while: its pages are taken, and whoever uses it j
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -55,8 +56,8 @@ def _negated(weights: LoraSiteWeights) -> LoraSiteWeights:
 class AdapterResidency:
     """Loads adapters into runs of pages of `memory` (flat) and evicts them by next use.
 
-    `num_loads`: adapters copied into the pool. `stall_s`: seconds that the host spent on it, waiting for storage
-    included.
+    `num_loads`: adapters copied into the pool. `stall_s`: seconds that the host spent on it, and on keeping those that
+    had to leave, waiting for storage included.
     """
 
     def __init__(
@@ -138,15 +139,15 @@ class AdapterResidency:
         start = self._pool.run_of(adapter_owner(adapter_id)).start * self._page_elements
         pages = self._memory[start : start + resident.num_elements]
         num_bytes = resident.num_elements * self._memory.element_size()
-        self.loader.keep(
-            adapter_id, num_bytes, lambda: packed_from(self._copies.to_host(pages), start, resident.sites), next_use
-        )
+        with self._stalling():
+            self.loader.keep(
+                adapter_id, num_bytes, lambda: packed_from(self._copies.to_host(pages), start, resident.sites), next_use
+            )
         self._pool.release(adapter_owner(adapter_id))
 
     def load(self, adapter_id: str, num_pages: int) -> ResidentAdapter:
         """Have an adapter copied into the pool, which must have room for it. Raises `AdapterUnusableError`."""
-        began_s = time.perf_counter()
-        try:
+        with self._stalling():
             adapter = self.loader.take(adapter_id)
             run = self._pool.allocate(adapter_owner(adapter_id), num_pages)
             assert run is not None, f"adapter {adapter_id}: no room for {num_pages} pages"
@@ -155,11 +156,18 @@ class AdapterResidency:
             start = run.start * self._page_elements
             self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, self._memory[start : start + size])
             sites = adapter.sites_at(self._memory, start)
-        finally:
-            self.stall_s += time.perf_counter() - began_s
         self._residents[adapter_id] = ResidentAdapter(adapter_id, self.num_loads, sites, size)
         self.num_loads += 1
         return self._residents[adapter_id]
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Steps wait for what is done here."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_s += time.perf_counter() - began_s
 
     def check_integrity(self, running_adapter_ids: Iterable[str]) -> None:
         """Pins equal the running sequences' adapters; every resident holds a run of pages and stands nowhere else."""

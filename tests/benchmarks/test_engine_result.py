@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.benchmarks.engine_bench import main
+from lorabatch.benchmarks.engine_bench import main, peers_of
 from lorabatch.benchmarks.engine_result import (
     CEILING,
     MERGED_ONE,
@@ -62,8 +62,15 @@ def test_the_result_names_what_did_not_run_and_prints() -> None:
 
 
 def test_an_unknown_peer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"tgi: unknown peer\. Known: peft, vllm"):
+    with pytest.raises(ValueError, match=r"tgi: unknown peer\. Known: peft, vllm, or none"):
         main(vs=("tgi",))
+
+
+def test_peers_are_those_installed_unless_told() -> None:
+    # transformers and PEFT come with the tests
+    assert "peft" in peers_of(None)
+    assert peers_of(["none"]) == ()
+    assert peers_of(["vllm"]) == ("vllm",)
 
 
 def test_unknown_lengths_are_refused_by_name() -> None:
