@@ -187,8 +187,9 @@ class EngineKeeper:
         is_spared = self._shrink(reason)
         self._fatal = {}
         self._meter.process_died(reason)
-        self._rows.process_gone(reason, is_spared=is_spared)
-        verdict = self._policy.died(reason, is_permanent)
+        is_of_search = self._rows.is_searching and not is_spared
+        num_blamed = self._rows.process_gone(reason, is_spared=is_spared)
+        verdict = self._policy.died(reason, is_permanent, is_of_search=is_of_search, num_blamed=num_blamed)
         if isinstance(verdict, GiveUp):
             self._give_up(verdict.reason)
         else:

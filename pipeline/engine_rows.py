@@ -70,6 +70,11 @@ class EngineRows:
         """Rows sent to the process and not finished."""
         return self._ledger.num_in_engine
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether the process runs suspects alone, to find the row that kills engines."""
+        return self._ledger.is_searching
+
     def in_engine_by_run(self) -> Counter[str]:
         """Rows sent to the process and not finished, by run."""
         return self._ledger.in_engine_by_run()
@@ -245,17 +250,19 @@ class EngineRows:
             rows.shards.remove(shard)
             self.has_news |= not rows.shards
 
-    def process_gone(self, reason: str, *, is_spared: bool) -> None:
-        """The process has died under its rows; `is_spared`: none of them is to blame."""
+    def process_gone(self, reason: str, *, is_spared: bool) -> int:
+        """The process has died under its rows; `is_spared`: none of them is to blame. How many are given up for it."""
         self._is_ready = False
         self._feed.new_process()
         self._desk.close()
         if is_spared:
             self._ledger.interrupted()
-            return
-        for row in self._ledger.crashed():
+            return 0
+        blamed = self._ledger.crashed()
+        for row in blamed:
             error = f"the engine process died each time it worked on this row, last because {reason}"
             self._hand_on(ServedRow.given_up(row.row.request, error, row.crashes))
+        return len(blamed)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each unfinished row has one place and one shard that waits for it."""

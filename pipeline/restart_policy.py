@@ -1,11 +1,24 @@
-"""When an engine process has died: start another, and when, or give the engine up. Pure: no clock, no process."""
+"""When an engine process has died: start another, and when, or give the engine up. Pure: no clock, no process.
+
+Some rows kill engines, and `row_ledger.py` searches for them: suspects run alone, a group that dies is halved, a row
+that dies alone twice is blamed. Deaths of the search are progress, whether or not a row finishes: each halves a group
+or counts against one row, so that at most log2(suspects) + 2 of them lie between two blamed rows. They are not
+counted, and the next process starts at once.
+
+What ends then:
+- Deaths apart from the search without a finished row, `MAX_FRUITLESS_DEATHS` in a row: the engine does not work.
+- Rows blamed without a finished row between them, `MAX_BLAMED_ROWS` in a row: that so many rows in succession kill an
+  engine is less likely than that the engine is broken, and a broken one must not make error rows of a whole job.
+- All else: each row finishes once or is blamed once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Deaths in a row without one finished row between them. Finding a poison row among 4,096 takes about 16.
 MAX_FRUITLESS_DEATHS = 16
+# Neighbours in the input that share what kills engines: a few from one source, say.
+MAX_BLAMED_ROWS = 16
 # More than what preemption or a passing lack of memory may do to one engine while it loads.
 MAX_FAILED_STARTS = 5
 FIRST_DELAY_S = 0.1
@@ -27,11 +40,14 @@ class GiveUp:
 
 
 class RestartPolicy:
-    """Counts deaths that led nowhere; a start that succeeds, and a row that finishes, clear the counts."""
+    """Counts deaths that led nowhere, and rows blamed in succession; a start that succeeds, and a row that finishes,
+    clear the counts.
+    """
 
     def __init__(self) -> None:
         self._num_failed_starts = 0
         self._num_fruitless = 0
+        self._num_blamed = 0
         self._is_started = False
 
     def started(self) -> None:
@@ -42,19 +58,35 @@ class RestartPolicy:
     def row_finished(self) -> None:
         """The process does useful work."""
         self._num_fruitless = 0
+        self._num_blamed = 0
 
-    def died(self, reason: str, is_permanent: bool) -> Restart | GiveUp:
-        """The process is gone. `is_permanent`: it said that trying again is pointless."""
+    def died(
+        self, reason: str, is_permanent: bool, *, is_of_search: bool = False, num_blamed: int = 0
+    ) -> Restart | GiveUp:
+        """The process is gone. `is_permanent`: it said that trying again is pointless. `is_of_search`: suspects ran
+        alone in it, and rows of them, `num_blamed`, are given up now.
+        """
         was_started, self._is_started = self._is_started, False
-        self._num_fruitless += 1
+        self._num_fruitless = 0 if is_of_search else self._num_fruitless + 1
         self._num_failed_starts += not was_started
-        if is_permanent:
-            return GiveUp(reason)
+        self._num_blamed += num_blamed
+        hopeless = reason if is_permanent else self._hopeless(reason)
+        if hopeless is not None:
+            return GiveUp(hopeless)
+        return Restart(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** max(0, self._num_fruitless - 1)))
+
+    def _hopeless(self, reason: str) -> str | None:
+        """Which limit is reached, as a sentence."""
         if self._num_failed_starts >= MAX_FAILED_STARTS:
-            return GiveUp(f"the engine process could not be started {MAX_FAILED_STARTS} times: {reason}")
+            return f"the engine process could not be started {MAX_FAILED_STARTS} times: {reason}"
         if self._num_fruitless >= MAX_FRUITLESS_DEATHS:
-            return GiveUp(
+            return (
                 f"the engine process died {MAX_FRUITLESS_DEATHS} times in a row without finishing a row, "
                 f"last because {reason}"
             )
-        return Restart(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (self._num_fruitless - 1)))
+        if self._num_blamed >= MAX_BLAMED_ROWS:
+            return (
+                f"{MAX_BLAMED_ROWS} rows in succession killed the engine process, each alone, and no row finished "
+                f"between them: the engine or its machine is more likely at fault than the rows; last because {reason}"
+            )
+        return None

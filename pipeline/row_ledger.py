@@ -57,6 +57,11 @@ class RowLedger:
         return len(self._in_engine)
 
     @property
+    def is_searching(self) -> bool:
+        """Whether suspects are in the process, with nothing else: its death would leave fewer of them."""
+        return self._is_isolating and bool(self._in_engine)
+
+    @property
     def lent(self) -> Collection[str]:
         """Request ids of rows that another engine works on."""
         return self._lent.keys()

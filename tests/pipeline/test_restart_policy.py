@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lorabatch.pipeline.restart_policy import (
     FIRST_DELAY_S,
+    MAX_BLAMED_ROWS,
     MAX_DELAY_S,
     MAX_FAILED_STARTS,
     MAX_FRUITLESS_DEATHS,
@@ -57,3 +58,32 @@ def test_crashing_for_ever_without_a_row_ends_one_day() -> None:
         verdict = policy.died("a crash", is_permanent=False)
     assert isinstance(verdict, GiveUp)
     assert "without finishing a row" in verdict.reason
+
+
+def test_deaths_that_bring_the_search_for_a_poison_row_on_are_not_counted_and_cost_no_pause() -> None:
+    policy = RestartPolicy()
+    for _ in range(10 * MAX_FRUITLESS_DEATHS):
+        policy.started()
+        assert policy.died("a crash", is_permanent=False, is_of_search=True) == Restart(FIRST_DELAY_S)
+
+
+def test_rows_blamed_in_succession_end_one_day_and_a_finished_row_clears_them() -> None:
+    policy = RestartPolicy()
+    for num_blamed in [1] * (MAX_BLAMED_ROWS - 1):
+        policy.started()
+        assert isinstance(policy.died("a crash", False, is_of_search=True, num_blamed=num_blamed), Restart)
+    policy.row_finished()
+    for _ in range(MAX_BLAMED_ROWS):
+        policy.started()
+        verdict = policy.died("a crash", False, is_of_search=True, num_blamed=1)
+    assert isinstance(verdict, GiveUp)
+    assert "rows in succession" in verdict.reason
+
+
+def test_a_search_does_not_excuse_processes_that_cannot_be_started() -> None:
+    policy = RestartPolicy()
+    policy.started()
+    policy.died("a crash", is_permanent=False, is_of_search=True)
+    for _ in range(MAX_FAILED_STARTS):
+        verdict = policy.died("no memory", is_permanent=False)
+    assert isinstance(verdict, GiveUp)
