@@ -22,10 +22,15 @@ from .telemetry import EngineTelemetry
 _LENGTH = struct.Struct("<I")
 
 
+def pack_frame(message: Mapping[str, Any]) -> bytes:
+    """One message as it is written."""
+    body: bytes = msgpack.packb(message, use_bin_type=True)
+    return _LENGTH.pack(len(body)) + body
+
+
 def write_frame(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     """Write one message and flush. Raises `OSError` when the other side is gone."""
-    body = msgpack.packb(message, use_bin_type=True)
-    stream.write(_LENGTH.pack(len(body)) + body)
+    stream.write(pack_frame(message))
     stream.flush()
 
 

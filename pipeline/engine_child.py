@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.errors import EngineError
-from ..engine.wire import pack_config, read_frame, write_frame
+from ..engine.wire import pack_config, read_frame
+from .frame_writer import FrameWriter
 from .messages import EngineSettings
 
 Listener = Callable[["EngineChild", dict[str, Any]], None]
@@ -30,8 +31,8 @@ TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
 
 
 class EngineChild:
-    """A child process that may still be starting. `listener` hears every message, in a thread of the child's
-    own, and last of all `{"op": "exited", "reason": …}`, exactly once.
+    """A child process that may still be starting. No call waits for it. `listener` hears every message, in a thread of
+    the child's own, and last of all `{"op": "exited", "reason": …}`, exactly once.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class EngineChild:
         self._log_path = log_path
         self._listener = listener
         self._process: subprocess.Popen[bytes] | None = None
-        self._write_lock = threading.Lock()
+        self._writer: FrameWriter | None = None
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, name="engine child", daemon=True)
         self._thread.start()
@@ -53,23 +54,24 @@ class EngineChild:
         return self._process.pid if self._process else None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message. A process that is gone is no error here: its exit is reported on its own."""
-        process = self._process
-        if process is None or process.stdin is None:
-            return
-        with self._write_lock, contextlib.suppress(OSError, ValueError):
-            write_frame(process.stdin, message)
+        """Send one message, without waiting for the process to read it. A process that is gone is no error here: its
+        exit is reported on its own.
+        """
+        if self._writer is not None:
+            self._writer.send(message)
 
     def stop(self) -> None:
-        """End the process now: its work in progress is lost, its finished rows were sent already."""
+        """End the process now, stopped or not: its work in progress is lost, its finished rows were sent already."""
         self._is_stopped.set()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the process and its thread are gone."""
+        """Wait until the process and its threads are gone."""
         self._thread.join(timeout_s)
+        if self._writer is not None:
+            self._writer.join(timeout_s)
 
     def _live(self) -> None:
         reason = "it was stopped"
@@ -99,14 +101,15 @@ class EngineChild:
             process.kill()
         assert process.stdout is not None
         assert process.stdin is not None
+        writer = FrameWriter(process.stdin)
         config = pack_config(self._settings.config)
-        self.send({"op": "start", "model": str(model), "factory": self._settings.factory, "config": config})
+        writer.send({"op": "start", "model": str(model), "factory": self._settings.factory, "config": config})
+        self._writer = writer
         while (message := read_frame(process.stdout)) is not None:
             self._listener(self, message)
         code = process.wait()
         process.stdout.close()
-        with self._write_lock, contextlib.suppress(OSError):
-            process.stdin.close()
+        writer.close()
         return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
 
 

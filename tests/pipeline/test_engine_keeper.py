@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -195,6 +196,48 @@ def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
     assert "no sign of life" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
     with pytest.raises(ProcessLookupError):
         os.kill(running.engine_pid, 0)
+
+
+def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_takes(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
+    gate = tmp_path / "gate"
+    engine = start(gate=str(gate))
+    requests = make_requests(range(5000))
+    first = open_shard(engine, 0, requests[:10], [])
+    pid = reports.wait_for(lambda report: report.running_rows > 0).engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    gate.touch()
+    try:
+        # Half a megabyte.
+        second = open_shard(engine, 1, requests[10:], [])
+        assert "no sign of life" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
+        assert_right(requests, collect(first) | collect(second))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_keeper_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    engine = start(gate=str(tmp_path / "never"))
+    pid = reports.wait_for(lambda report: report.state == "ready").engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        shard = open_shard(engine, 0, make_requests(range(5000)), [])
+        reports.wait_for(lambda report: report.open_shards == ((0, 5000),))
+        keepers[0].close(10)
+        with pytest.raises(ShardAbandonedError):
+            shard.take(0)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_later(
