@@ -54,7 +54,7 @@ def read_footers(url: str, storage_options: Mapping[str, Any]) -> tuple[Footer, 
     except JobRequestError:
         raise
     except Exception as error:
-        raise JobRequestError(f"input={redacted_url(url)!r}: {storage_reason(error, options)}") from None
+        raise JobRequestError(f"input={redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
     if not paths:
         raise JobRequestError(
             f"input={redacted_url(url)!r}: no Parquet files there. Expected a .parquet file, a folder with such "
@@ -63,7 +63,7 @@ def read_footers(url: str, storage_options: Mapping[str, Any]) -> tuple[Footer, 
     names = _names(paths, path)
 
     def read(path: str) -> Footer | str:
-        return _read_footer(fs, path, names[path], options)
+        return _read_footer(fs, path, names[path], options, url)
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
         outcomes = list(pool.map(read, paths))
@@ -170,8 +170,8 @@ def _names(paths: list[str], root: str) -> dict[str, str]:
     return {path: "/".join(p[common:]) for path, p in zip(paths, parts, strict=True)}
 
 
-def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any]) -> Footer | str:
-    """The footer, or a sentence that says why the file is refused."""
+def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any], given: str) -> Footer | str:
+    """The footer, or a sentence that says why the file is refused. `given`: the URL it was found with."""
     try:
         with fs.open(path, "rb") as file:
             footer, size = _footer_bytes(file)
@@ -179,7 +179,7 @@ def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any]) -> F
     except ValueError as error:
         return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
     except Exception as error:
-        return f"input file {name!r}: {storage_reason(error, options)}"
+        return f"input file {name!r}: {storage_reason(error, options, given)}"
     url = path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
     return Footer(
         InputFile(

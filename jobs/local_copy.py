@@ -74,7 +74,7 @@ def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
         if not folder.exists():
             _fetch(fs, remote.rsplit("/", 1)[0] if is_file else remote, list(listing), folder)
     except Exception as error:
-        raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options)}") from None
+        raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
     return folder / name if is_file else folder
 
 

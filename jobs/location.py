@@ -242,7 +242,7 @@ class Location:
         except Exception as error:
             where = redacted_url(f"{self.url}/{name}" if name else self.url)
             kind = MissingFileError if isinstance(error, FileNotFoundError) else StorageError
-            raise kind(f"cannot {doing} {where}: {storage_reason(error, self.storage_options)}") from None
+            raise kind(f"cannot {doing} {where}: {storage_reason(error, self.storage_options, self.url)}") from None
 
 
 def absolute(url: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .secrets import scrubbed
+
 # Where pydantic's own words would say little.
 _EXPECTED = {
     "name": "expected 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
@@ -48,4 +50,5 @@ def value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[st
             sentences.append(f"{field}: {expectation}")
         else:
             sentences.append(f"{field}={values.get(field)!r}: {expectation}")
-    return list(dict.fromkeys(sentences))
+    # values may be URLs
+    return [scrubbed(sentence, {}) for sentence in dict.fromkeys(sentences)]

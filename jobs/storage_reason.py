@@ -9,9 +9,9 @@ from typing import Any
 from .secrets import scrubbed
 
 
-def storage_reason(error: BaseException, storage_options: Mapping[str, Any]) -> str:
-    """One plain sentence for what storage answered, and what to do. Free of secrets."""
-    detail = scrubbed(str(error), storage_options) or type(error).__name__
+def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url: str = "") -> str:
+    """One plain sentence for what storage answered about `url`, and what to do. Free of secrets."""
+    detail = scrubbed(str(error), storage_options, url) or type(error).__name__
     kind = type(error).__name__
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
         return f"access was refused ({detail}). Check the permissions of the file and of the folders above it."

@@ -58,7 +58,7 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
                     num_rows += batch.num_rows
                     yield _fitted(batch, schema)
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
-        reason = storage_reason(error, options)
+        reason = storage_reason(error, options, chunk.file_url)
         raise DamagedChunkError(_refusal(chunk, f"cannot be read ({reason})")) from None
     if num_rows != chunk.num_rows:
         raise DamagedChunkError(_refusal(chunk, f"holds {num_rows} rows, its footer says {chunk.num_rows}"))
