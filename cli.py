@@ -36,6 +36,9 @@ app.add_typer(bench_app, name="bench")
 
 OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]
 StorageOption = Annotated[str | None, typer.Option("--storage-options", help="JSON object for fsspec.")]
+TlsCaOption = Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_ca"][1])]
+TlsCertOption = Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_cert"][1])]
+TlsKeyOption = Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_key"][1])]
 
 
 def main() -> None:
@@ -187,13 +190,24 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
 
 
 @app.command()
-def resume(output: OutputArgument, storage_options: StorageOption = None) -> None:
-    """Go on with a job from its output location alone. Rows of adapters that have changed are computed again."""
+def resume(
+    output: OutputArgument,
+    cluster: Annotated[str | None, typer.Option(help="local, local-cuda, or the address of a Dask scheduler.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers of a local cluster.")] = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    max_errors: Annotated[str | None, typer.Option(help="Rows, or percentage of rows, that may be errors.")] = None,
+    storage_options: StorageOption = None,
+) -> None:
+    """Go on with a job from its output alone, as it last ran but for what is given. Changed adapters answer anew."""
+    where = {"output": output, "cluster": cluster, "workers": workers}
+    given = where | {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
     with errors_told():
         from .jobs.status import read_status
 
         record = read_status(_store(output, storage_options)).record
-        _run(record.job_spec(_storage_options(storage_options), output=output))
+        _run(record.job_spec(_storage_options(storage_options), **given))
 
 
 @app.command()
@@ -229,9 +243,9 @@ def list_jobs(
     cluster: Annotated[
         str | None, typer.Option(help="Address of a Dask scheduler; by default the background's.")
     ] = None,
-    tls_ca: Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_ca"][1])] = None,
-    tls_cert: Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_cert"][1])] = None,
-    tls_key: Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_key"][1])] = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
 ) -> None:
     """Jobs that a cluster runs or keeps."""
     with errors_told():

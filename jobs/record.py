@@ -19,6 +19,7 @@ from ..engine.request import SamplingParams
 from .errors import DamagedRecordError
 from .secrets import redacted_url
 from .spec import SAMPLING_FIELDS, JobSpec
+from .tls import TLS_FIELDS
 
 RECORD_FORMAT = 1
 _NAMES_SHOWN = 8
@@ -129,8 +130,13 @@ class JobRecord(_Frozen):
             raise DamagedRecordError(f"job.json: cannot be read back ({error}).") from None
 
     def job_spec(self, storage_options: dict[str, Any] | None = None, **overrides: Any) -> JobSpec:
-        """The spec again, with fresh storage options; what `resume` starts from."""
-        return JobSpec.from_values(self.spec | {"storage_options": storage_options or {}} | overrides)
+        """The spec again, with fresh storage options; what `resume` starts from. `overrides`: None is as recorded."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        recorded = dict(self.spec)
+        if not (recorded | given)["cluster"].startswith("tls://"):
+            # Those of the cluster it ran on before.
+            recorded |= dict.fromkeys(TLS_FIELDS)
+        return JobSpec.from_values(recorded | {"storage_options": storage_options or {}} | given)
 
 
 def public_spec(spec: JobSpec) -> dict[str, Any]:

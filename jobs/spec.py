@@ -21,7 +21,7 @@ from .job_file import read_job_file
 from .location import absolute
 from .option_problems import unknown_options, value_problems, with_next_step, with_suggestion
 from .secrets import redacted_url
-from .tls import TlsFiles
+from .tls import TLS_FIELDS, TlsFiles
 
 SAMPLING_FIELDS = (
     "max_tokens",
@@ -192,6 +192,7 @@ class JobSpec(BaseModel):
                 "input": absolute(self.input),
                 "output": absolute(self.output),
                 "cost_model": self.cost_model and absolute(self.cost_model),
+                **{name: path and absolute(path) for name in TLS_FIELDS for path in [getattr(self, name)]},
             }
         )
 

@@ -20,7 +20,7 @@ class TlsFiles:
         """What is wrong with them for this cluster's address, as plain sentences."""
         given = {name: value for name in TLS_FIELDS if (value := getattr(self, name)) is not None}
         problems = [
-            f"{name}={path!r}: no such file. Expected a PEM file on this machine."
+            f"{name}={path!r}: no such file. Name a PEM file on this machine with --{name.replace('_', '-')}."
             for name, path in given.items()
             if not Path(path).is_file()
         ]

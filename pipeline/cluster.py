@@ -255,7 +255,7 @@ def existing(address: str, security: Security | None = None) -> Iterator[Client]
         raise JobRequestError(
             f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected "
             "local or an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached"
-            f"{tls if address.startswith('tls') else ''}."
+            f"{tls if address.startswith('tls') else ''}, or name another one with --cluster."
         ) from None
     with client:
         yield client

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from distributed import Client
 from distributed.security import Security
-from echo_job import ECHO_FACTORY, EchoJob, make_rows
+from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, make_rows
 
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.spec import JobSpec
@@ -71,6 +71,28 @@ def test_a_job_runs_on_a_tls_cluster_and_strangers_are_turned_away(
         echo_job.run(cluster=tls_cluster)
     echo_job.run(cluster=tls_cluster, **certificates)
     echo_job.assert_answered(rows)
+
+
+def test_a_job_of_a_tls_cluster_goes_on_from_another_folder_than_its_certificates(
+    echo_job: EchoJob, tls_cluster: str, certificates: dict[str, str], tmp_path: Path
+) -> None:
+    rows = make_rows(20)
+    rows[3]["adapter"] = "nobody"
+    echo_job.write_input(rows)
+    files = {name: Path(path).name for name, path in certificates.items()}
+    options = echo_job.options(cluster=tls_cluster, max_errors="0", **files)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    over = lorabatch("run", *words, folder=tmp_path)
+    assert "1 of 20 rows cannot be answered" in over.stderr
+    (tmp_path / "elsewhere").mkdir()
+    done = lorabatch("resume", str(echo_job.output), "--max-errors=1", folder=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert len(echo_job.rows()) == 20
+
+
+def lorabatch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ECHO_FOLDER / "echo_cli.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
 
 
 def test_jobs_of_a_tls_cluster_are_listed_to_who_has_its_certificates(

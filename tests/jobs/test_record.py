@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.record import (
     IDENTITY_FIELDS,
     AdapterRecord,
@@ -17,7 +19,7 @@ from lorabatch.jobs.record import (
     public_spec,
 )
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.tls import TLS_FIELDS
+from lorabatch.jobs.tls import TLS_FIELDS, TlsFiles
 
 Record = Callable[..., JobRecord]
 BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}
@@ -111,6 +113,21 @@ def test_the_spec_can_be_taken_up_again_with_fresh_options(record: Record) -> No
     again = frozen.job_spec({"key": "k"}, workers=3)
     assert (again.storage_options, again.workers) == ({"key": "k"}, 3)
     assert frozen.sampling == spec.sampling
+
+
+def test_the_files_that_open_a_cluster_go_along_to_others_of_that_kind_only(record: Record, tmp_path: Path) -> None:
+    files = dict.fromkeys(TLS_FIELDS, str(tmp_path / "own.pem"))
+    (tmp_path / "own.pem").touch()
+    spec = JobSpec(**BASICS, cluster="tls://gone:1", **files)
+    frozen = record(spec=public_spec(spec))
+    assert frozen.job_spec() == spec
+    assert frozen.job_spec(cluster="tls://new:1").tls_files == spec.tls_files
+    assert frozen.job_spec(cluster="tcp://new:1").tls_files == TlsFiles()
+    (tmp_path / "own.pem").rename(tmp_path / "moved.pem")
+    with pytest.raises(JobRequestError, match=r"tls_key='.*own\.pem': no such file\. .*--tls-key"):
+        frozen.job_spec()
+    moved = dict.fromkeys(TLS_FIELDS, str(tmp_path / "moved.pem"))
+    assert frozen.job_spec(**moved).tls_files == TlsFiles(**moved)
 
 
 def test_an_adapter_that_cannot_serve_says_why_and_what_is_near() -> None:

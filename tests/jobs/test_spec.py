@@ -11,6 +11,7 @@ import pytest
 import lorabatch
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.spec import COLUMN_ROLES, JobSpec
+from lorabatch.jobs.tls import TLS_FIELDS, TlsFiles
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
 
@@ -151,6 +152,14 @@ def test_local_paths_become_absolute_and_others_stay(tmp_path: Path, monkeypatch
     assert spec.output == "s3://b/out"
     assert spec.adapters == {"a": str(tmp_path / "base"), "h": "org/adapter"}
     assert JobSpec(**BASICS | {"model": "org/model"}).with_absolute_paths().model == "org/model"
+
+
+def test_the_files_that_open_a_cluster_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.pem").touch()
+    spec = JobSpec(**BASICS, cluster="tls://h:1", **dict.fromkeys(TLS_FIELDS, "own.pem")).with_absolute_paths()
+    assert spec.tls_files == TlsFiles(*[str(tmp_path / "own.pem")] * 3)
+    assert JobSpec(**BASICS).with_absolute_paths().tls_files == TlsFiles()
 
 
 def test_a_spec_is_frozen_and_travels() -> None:
