@@ -12,13 +12,18 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed import Client
+
+from ..engine.file_lock import file_lock
 from ..engine.gguf_model import default_cache_root
 from ..jobs.errors import JobFailedError
-from .cluster import embedded
+from .cluster import embedded, existing
 from .dask_client import open_client
 from .hub import page_address
 
@@ -44,10 +49,24 @@ def state_file() -> Path:
     return default_cache_root() / "clusters" / f"{platform.node() or 'local'}.json"
 
 
+@contextmanager
+def background_client(path: Path, num_workers: int) -> Iterator[tuple[BackgroundCluster, Client]]:
+    """The cluster of a state file and a client of it; one is started when none answers.
+
+    Commands at the same moment find the same one, and it does not end between being found and being connected to.
+    Raises `JobFailedError` when it does not start.
+    """
+    with ExitStack() as connection:
+        with file_lock(_lock_file(path)):
+            found = find_cluster(path) or start_cluster(path, num_workers)
+            client = connection.enter_context(existing(found.address))
+        yield found, client
+
+
 def find_cluster(path: Path) -> BackgroundCluster | None:
     """The cluster of a state file, if it still answers."""
     try:
-        found = BackgroundCluster(**json.loads(path.read_text()))
+        found = _told(path)
         with open_client(found.address, timeout=_CONNECT_TIMEOUT):
             return found
     except (OSError, ValueError, TypeError):
@@ -71,7 +90,7 @@ def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
     give_up_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < give_up_s and process.poll() is None:
         if path.exists():
-            return BackgroundCluster(**json.loads(path.read_text()))
+            return _told(path)
         time.sleep(0.1)
     process.kill()
     raise JobFailedError(f"cluster='local': the background cluster did not start; {log_path} says why.")
@@ -87,12 +106,33 @@ def serve(path: Path, num_workers: int) -> None:
         scratch.write_text(json.dumps(asdict(found)))
         scratch.replace(path)
         busy_s = time.monotonic()
-        while time.monotonic() - busy_s < IDLE_LIMIT_S:
+        while time.monotonic() - busy_s < IDLE_LIMIT_S or not _withdrawn(path, found, client):
             time.sleep(_LOOK_INTERVAL_S)
             if client.run_on_scheduler(_is_busy, own_client=client.id):
                 busy_s = time.monotonic()
-        # First, so that no command finds a cluster that is about to end.
-        path.unlink(missing_ok=True)
+
+
+def _withdrawn(path: Path, own: BackgroundCluster, client: Client) -> bool:
+    """Remove the state file, so that no command finds a cluster that is about to end. False when a command has found
+    it by now.
+    """
+    with file_lock(_lock_file(path)):
+        if client.run_on_scheduler(_is_busy, own_client=client.id):
+            return False
+        # Another cluster may have taken the place of one that did not answer.
+        with suppress(OSError, ValueError, TypeError):
+            if _told(path) == own:
+                path.unlink()
+        return True
+
+
+def _told(path: Path) -> BackgroundCluster:
+    """What a state file says. Raises OSError, ValueError or TypeError."""
+    return BackgroundCluster(**json.loads(path.read_text()))
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_suffix(".lock")
 
 
 def _is_busy(dask_scheduler: Any, own_client: str) -> bool:

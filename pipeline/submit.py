@@ -17,7 +17,7 @@ from ..jobs.secrets import redacted_url
 from ..jobs.spec import JobSpec
 from ..jobs.state import JobState
 from ..jobs.tls import TlsFiles
-from .background_cluster import find_cluster, start_cluster, state_file
+from .background_cluster import background_client, find_cluster, state_file
 from .cluster import check_workers, existing, num_embedded_workers, security_of
 from .launch import launch
 from .messages import ENGINE_FACTORY
@@ -69,17 +69,23 @@ def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Pa
     if job.is_finished and not job.changed_adapters:
         return SubmittedJob(job.record.job_id, shown)
     job.store.clear_cancel()
-    address, dashboard = job.spec.cluster, ""
-    if job.spec.is_embedded:
-        path = cluster_file or state_file()
-        found = find_cluster(path) or start_cluster(path, num_embedded_workers(job.spec))
-        address, dashboard = found.address, found.dashboard
-    with existing(address, security_of(job.spec.tls_files)) as client:
+    with _cluster_of(job.spec, cluster_file or state_file()) as (client, address, dashboard):
         check_workers(client)
         launched = launch(client, job, engine_factory)
         # Kept by the scheduler, also when this client is gone.
         client.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
     return SubmittedJob(job.record.job_id, shown, address, dashboard)
+
+
+@contextmanager
+def _cluster_of(spec: JobSpec, cluster_file: Path) -> Iterator[tuple[Client, str, str]]:
+    """A client, the cluster's address and that of its dashboard, "" when unknown."""
+    if spec.is_embedded:
+        with background_client(cluster_file, num_embedded_workers(spec)) as (found, client):
+            yield client, found.address, found.dashboard
+        return
+    with existing(spec.cluster, security_of(spec.tls_files)) as client:
+        yield client, spec.cluster, ""
 
 
 def list_jobs(

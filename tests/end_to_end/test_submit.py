@@ -16,6 +16,7 @@ import psutil
 import pytest
 from echo_job import ECHO_FOLDER, EchoJob, make_rows
 
+from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.background_cluster import state_file
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
@@ -70,6 +71,31 @@ def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, b
     assert "is done already" in submit(echo_job).stdout
 
 
+def test_jobs_submitted_at_the_same_moment_share_one_background_cluster(
+    echo_job: EchoJob, background: Path, tmp_path: Path
+) -> None:
+    rows = make_rows(40)
+    echo_job.write_input(rows)
+    outputs = [str(tmp_path / f"output-{number}") for number in range(2)]
+    options = [echo_job.options(output=output, workers=1) for output in outputs]
+    words = [[f"--{name.replace('_', '-')}={value}" for name, value in given.items()] for given in options]
+    running = [
+        subprocess.Popen([*CLI, "submit", *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for given in words
+    ]
+    told = [process.communicate(timeout=180) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    address = json.loads(background.read_text())["address"]
+    assert [f" runs on {address}\n" in text for text, _ in told] == [True, True]
+    listed = lorabatch("list").stdout
+    wait_until(lambda: all(JobStore(output).is_finished() for output in outputs))
+    assert [JobStore(output).read_record().job_id in listed for output in outputs] == [True, True]
+    assert sorted(path.name for path in background.parent.iterdir()) == [
+        background.name,
+        background.with_suffix(".log").name,
+    ]
+
+
 def test_a_submitted_job_is_cancelled_from_its_output_and_resumed(echo_job: EchoJob, background: Path) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
@@ -93,3 +119,13 @@ def test_an_idle_background_cluster_ends_itself(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["pid"] == process.pid
     assert process.wait(timeout=60) == 0
     assert not path.exists()
+
+
+def test_a_background_cluster_that_another_has_replaced_leaves_the_others_state_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    process = subprocess.Popen([sys.executable, "-c", SHORT_LIVED.format(str(path))], env=dict(os.environ))
+    wait_until(path.exists)
+    other = json.loads(path.read_text()) | {"address": "tcp://127.0.0.1:1", "pid": 1}
+    path.write_text(json.dumps(other))
+    assert process.wait(timeout=60) == 0
+    assert json.loads(path.read_text()) == other
