@@ -15,12 +15,12 @@ from distributed import Client, LocalCluster, Worker
 from distributed.core import Status
 from distributed.security import Security
 
-from .. import __version__
 from ..jobs.errors import JobError, JobFailedError, JobRequestError
 from ..jobs.spec import JobSpec
 from ..jobs.tls import TlsFiles
 from .dask_client import open_client
 from .gpus import VISIBLE_DEVICES, visible_gpus
+from .versions import check_versions
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ _CLUSTER_STARTS = 3
 _WORKER_START_LIMIT_S = 60.0
 # How Dask names them.
 _WORKER_PROCESS = "Dask Worker process"
-_ANSWER_LIMIT_S = 10.0
 # Workers send heartbeats every few seconds, in big clusters less often.
 _LIVELY_WITHIN_S = 10.0
 # Index tasks use one thread each; shard tasks secede and do not count.
@@ -72,7 +71,7 @@ def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
         with connected(spec) as own:
             yield own
         return
-    check_workers(client)
+    check_versions(client)
     # A client of our own: event handlers and futures of the caller's are not touched.
     address = client.scheduler_info(n_workers=0)["address"]
     with open_client(address, security=client.security) as own:
@@ -122,14 +121,14 @@ def connected(spec: JobSpec) -> Iterator[Client]:
     """A client of the cluster that `spec.cluster` names: `local` starts one and ends it afterwards.
 
     Raises `JobRequestError` when nobody answers or a GPU is asked for and none is there, and `JobFailedError` when the
-    cluster's workers cannot run this version of lorabatch.
+    cluster's scheduler or workers do not have this version of lorabatch.
     """
     if spec.is_embedded:
         with embedded(num_embedded_workers(spec)) as client:
             yield client
         return
     with existing(spec.cluster, security_of(spec.tls_files)) as client:
-        check_workers(client)
+        check_versions(client)
         yield client
 
 
@@ -154,31 +153,6 @@ def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
     if not spec.is_embedded:
         return None
     return max(1, _usable_cores() // num_workers)
-
-
-def check_workers(client: Client) -> None:
-    """Raise `JobFailedError` naming the workers that lack lorabatch or have another version of it."""
-    try:
-        found = client.sync(client._run, _version_on_worker, on_error="ignore", callback_timeout=_ANSWER_LIMIT_S)
-    except TimeoutError:
-        # One that hangs is no reason to keep the others waiting: its shards will go to them.
-        logger.warning("some workers did not tell their version within %.0f s", _ANSWER_LIMIT_S)
-        return
-    wrong = {address: have for address, have in found.items() if have != __version__}
-    if wrong:
-        shown = ", ".join(f"{address} has {have or 'none'}" for address, have in list(wrong.items())[:5])
-        raise JobFailedError(
-            f"cluster: {len(wrong)} of {len(found)} workers do not have lorabatch {__version__} ({shown}). Install "
-            "this version in the workers' environment."
-        )
-
-
-def _version_on_worker() -> str | None:
-    try:
-        from lorabatch import __version__ as version
-    except ImportError:
-        return None
-    return version
 
 
 @contextmanager

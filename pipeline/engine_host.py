@@ -31,6 +31,7 @@ from .log_shipper import LogShipper
 from .messages import EngineSettings, HostReport, LocalAdapter, ShardOutcome, report_topic
 from .row_exchange import RowExchange
 from .run_ids import job_of_run
+from .version_guard import sent_to_workers
 from .worker_engines import engines_of
 
 _CLOSE_TIMEOUT_S = 4.0
@@ -62,6 +63,9 @@ class EngineHost(WorkerPlugin):
         self._topic = report_topic(run_id)
         self._settings = settings
         self._store = store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sent_to_workers(type(self), self.__dict__)
 
     def setup(self, worker: Worker) -> None:
         """Join the engine, starting it if need be; called by Dask on the worker."""

@@ -18,10 +18,11 @@ from ..jobs.spec import JobSpec
 from ..jobs.state import JobState
 from ..jobs.tls import TlsFiles
 from .background_cluster import background_client, find_cluster, state_file
-from .cluster import check_workers, existing, num_embedded_workers, security_of
+from .cluster import existing, num_embedded_workers, security_of
 from .launch import launch
 from .messages import ENGINE_FACTORY
 from .told_progress import STATE_TOPIC, state_of
+from .versions import check_scheduler, check_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Pa
         return SubmittedJob(job.record.job_id, shown)
     job.store.clear_cancel()
     with _cluster_of(job.spec, cluster_file or state_file()) as (client, address, dashboard):
-        check_workers(client)
+        check_versions(client)
         launched = launch(client, job, engine_factory)
         # Kept by the scheduler, also when this client is gone.
         client.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
@@ -93,7 +94,8 @@ def list_jobs(
 ) -> list[ListedJob]:
     """Jobs of a cluster, running and kept; by default of the one in the background.
 
-    Raises `JobRequestError` when nobody answers, or not to these files.
+    Raises `JobRequestError` when nobody answers, or not to these files; `JobFailedError` when the scheduler has another
+    lorabatch or none.
     """
     files = tls_files or TlsFiles()
     problems = files.problems(address or "local")
@@ -102,6 +104,7 @@ def list_jobs(
     with _cluster_to_list(address, cluster_file or state_file(), security_of(files)) as client:
         if client is None:
             return []
+        check_scheduler(client)
         workers: dict[str, str] = client.run_on_scheduler(_coordinators)
         return [_listed(client, run_id, worker) for run_id, worker in sorted(workers.items())]
 

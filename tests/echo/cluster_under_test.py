@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,20 @@ def own_cluster(num_workers: int = 2) -> Iterator[Client]:
 
 
 @contextmanager
-def existing_cluster(folder: Path, num_workers: int) -> Iterator[tuple[str, list[Process], Process]]:
+def existing_cluster(
+    folder: Path, num_workers: int, scheduler_options: Sequence[str] = (), worker_options: Sequence[str] = ()
+) -> Iterator[tuple[str, list[Process], Process]]:
     """A Dask scheduler and nannied workers as their own processes, with Dask's default settings."""
     address_file = folder / "scheduler.json"
     dask = [sys.executable, "-m", "dask"]
     common = ["--scheduler-file", str(address_file), "--host", "127.0.0.1", "--no-dashboard"]
     scheduler = subprocess.Popen(
-        [*dask, "scheduler", *common, "--port", "0"],
+        [*dask, "scheduler", *common, "--port", "0", *scheduler_options],
         stderr=subprocess.DEVNULL,
     )
     workers = [
         subprocess.Popen(
-            [*dask, "worker", *common, "--nthreads", "1", "--local-directory", str(folder)],
+            [*dask, "worker", *common, "--nthreads", "1", "--local-directory", str(folder), *worker_options],
             stderr=subprocess.DEVNULL,
         )
         for _ in range(num_workers)
