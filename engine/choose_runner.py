@@ -25,5 +25,5 @@ def choose_runner(
 ) -> StepRunner:
     """Steps over `memory` (the flat pool): on a device by its kernels, else on the host. `live`: of the decoder."""
     if isinstance(decoder, DeviceDecoder):
-        return DeviceRunner(decoder, live, memory, layout, config, completion.stop_token_ids)
+        return DeviceRunner(decoder, live, memory, layout, config, completion.stop_tokens)
     return HostRunner(decoder, memory, layout, completion.stop_tokens)

@@ -36,22 +36,22 @@ from .planned_step import (
     attention_tile_rows,
     rounded,
 )
-from .sampler import NO_TOKEN
+from .sampler import NO_TOKEN, StopTokens
 from .sequence import Sequence
 from .step_batch import PageLayout, StepEntry
 from .step_runner import LaunchedStep, SampledTokens
 
 _SHRINK_PROGRAMS = 4  # per multiprocessor, as in kernels.lora_shrink.triton
-# What a bucket has room for, per row: rank 64 on the three members of qkv is 12 chunks. Steps that need more (a
-# batch full of distinct adapters of higher ranks) run without a graph.
-_BUCKET_CHUNKS = 12
+# What a bucket has room for, per row: rank 64 on the three members of qkv is 12 chunks, and a few stop tokens are
+# withheld. Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
+_BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
 # What the device holds at first; all of it grows with what steps need. 4096 rows of scratch are 256 KiB, which lets a
 # small step split its contractions 16 times.
 _FIRST_RESIDENTS, _FIRST_CHUNKS, _FIRST_SCRATCH_ROWS = 64, 1 << 14, 1 << 12
 
 
 class DeviceRunner:
-    """Runs `decoder` over `memory` (the flat pool). `stop_token_ids` are withheld until `min_tokens`."""
+    """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DeviceRunner:
         memory: Tensor,
         layout: PageLayout,
         config: EngineConfig,
-        stop_token_ids: Items[int],
+        stop_tokens: StopTokens,
         executor: StepExecutor | None = None,
     ) -> None:
         model, device = decoder.model, memory.device
@@ -88,7 +88,7 @@ class DeviceRunner:
         self._told_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
         self._places: dict[int, int] = {}
-        self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
+        self._stop_tokens = stop_tokens
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
@@ -125,7 +125,7 @@ class DeviceRunner:
             for adapters in (plus, minus)
         )
         addresses = DeviceAddresses(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
-        return PlannedStep(entries, plus_rows, minus_rows, addresses)
+        return PlannedStep(entries, plus_rows, minus_rows, addresses, self._stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Scratch grows to what a step needs (ranks know no limit), and graphs read the addresses of their weights."""
@@ -159,6 +159,7 @@ class DeviceRunner:
         sizes = self._bucket_sizes(bucket)
         fits = (
             len(planned.sampled) <= sizes.sampled
+            and planned.num_withheld <= sizes.withheld
             and planned.num_pages <= sizes.pages
             and planned.num_lora_items <= sizes.segments.max_items
             and planned.num_attention_items <= sizes.attention.max_items
@@ -171,6 +172,7 @@ class DeviceRunner:
         return StepSizes(
             rows=bucket,
             sampled=bucket,
+            withheld=_BUCKET_WITHHELD,
             pages=self._bucket_pages(bucket),
             segments=SegmentLimits(
                 rounded(bucket), rounded(bucket * _BUCKET_CHUNKS), len(self._memory.scratch), DECODE_TILE_ROWS
@@ -205,10 +207,7 @@ class DeviceRunner:
             return
         whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
         raw = logits.clone() if step.wants_logprobs else logits
-        if len(self._stop_token_ids):
-            # without min_tokens the penalty is zero
-            penalised = logits[:, self._stop_token_ids] + step.stop_penalty[:, None]
-            logits.index_copy_(1, self._stop_token_ids, penalised.to(logits.dtype))
+        _withhold_(logits, step.withheld)
         is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
         tokens = sample_tokens(logits, step.sampling)
         self._tokens[:count].copy_(tokens)
@@ -236,6 +235,14 @@ class DeviceRunner:
             return tokens.tolist(), logprobs.tolist()
 
         return LaunchedStep(sampled, read)
+
+
+def _withhold_(logits: Tensor, token_ids: Tensor) -> None:
+    """Make each row's `token_ids` [rows, n] impossible; what is no token of this vocabulary stands for none."""
+    if token_ids.shape[1]:
+        is_token = (token_ids >= 0) & (token_ids < logits.shape[1])
+        penalty = torch.zeros_like(token_ids, dtype=logits.dtype).masked_fill_(is_token, -torch.inf)
+        logits.scatter_add_(1, token_ids.where(is_token, 0).to(torch.int64), penalty)
 
 
 def steps_ahead(model: ModelConfig, config: EngineConfig) -> int:

@@ -33,16 +33,16 @@ _SAMPLED_LISTS: dict[str, torch.dtype] = {
     "seeds": torch.int64,
     "streams": torch.int64,
     "draws": torch.int64,
-    "stop_penalty": torch.float32,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Lengths of a step's lists."""
+    """Lengths of a step's lists. `withheld`: tokens that one sampled row may have withheld."""
 
     rows: int
     sampled: int
+    withheld: int
     pages: int
     segments: SegmentLimits
     attention: WorkLimits
@@ -51,8 +51,9 @@ class StepSizes:
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
-    source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32,
-    `stop_penalty` fp32 [S] (minus infinity where stop tokens are withheld). Attention items name places in `pages`.
+    source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
+    `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. Attention items name places in
+    `pages`.
     """
 
     token_ids: Tensor
@@ -64,7 +65,7 @@ class DeviceStep:
     segments: Segments
     attention: AttentionWork
     sampling: SamplingRows
-    stop_penalty: Tensor
+    withheld: Tensor
     has_lora: bool
     wants_logprobs: bool
     row_lengths: RowLengths | None
@@ -124,7 +125,7 @@ class StepBuffer:
             sampling=SamplingRows(
                 *(self.view(name) for name in ("temperature", "top_k", "top_p", "seeds", "streams", "draws"))
             ),
-            stop_penalty=self.view("stop_penalty"),
+            withheld=self.view("withheld").view(self.sizes.sampled, self.sizes.withheld),
             has_lora=has_lora,
             wants_logprobs=wants_logprobs,
             row_lengths=lengths,
@@ -146,6 +147,7 @@ def _layout(sizes: StepSizes) -> tuple[dict[str, tuple[int, int, torch.dtype]], 
         place(name, sizes.rows)
     for name, dtype in _SAMPLED_LISTS.items():
         place(name, sizes.sampled, dtype)
+    place("withheld", sizes.sampled * sizes.withheld)
     place("segments", sizes.segments.length)
     place("attention", sizes.attention.length)
     place("pages", 2 * sizes.pages)

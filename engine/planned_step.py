@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..kernels.paged_attention.work import Span, WorkLimits, plan_attention
 from ..kernels.segments import SegmentLimits, plan_segments
 from .device_step import StepBuffer, StepSizes
+from .sampler import StopTokens
 from .sequence import Sequence
 from .step_batch import StepEntry
 
@@ -39,10 +40,17 @@ class PlannedStep:
     """One step before its lists are written.
 
     `plus`, `minus` [num_entries]: table rows of the adapter that an entry is served by and of the merged one that it
-    must not see, -1 for none.
+    must not see, -1 for none. A row's `stop_tokens` are withheld until its `min_tokens`.
     """
 
-    def __init__(self, entries: Items[StepEntry], plus: _Int32s, minus: _Int32s, addresses: DeviceAddresses) -> None:
+    def __init__(
+        self,
+        entries: Items[StepEntry],
+        plus: _Int32s,
+        minus: _Int32s,
+        addresses: DeviceAddresses,
+        stop_tokens: StopTokens,
+    ) -> None:
         self.entries = entries
         self._addresses = addresses
         count = len(entries)
@@ -55,6 +63,9 @@ class PlannedStep:
         yields = self._context == self._total
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
+        self._withheld = [
+            tuple(stop_tokens(s)) if s.num_generated < s.request.sampling.min_tokens else () for s in self.sampled
+        ]
         self.wants_logprobs = any(s.request.sampling.logprobs for s in self.sampled)
         self.has_lora = bool((plus >= 0).any() or (minus >= 0).any())
         self.num_rows = int(self._num_tokens.sum())
@@ -66,6 +77,11 @@ class PlannedStep:
     def tile_rows(self) -> int:
         """Rows of a LoRA tile: small segments waste least in small tiles."""
         return DECODE_TILE_ROWS if self.is_decode else PREFILL_TILE_ROWS
+
+    @property
+    def num_withheld(self) -> int:
+        """Most tokens that are withheld from one row."""
+        return max(map(len, self._withheld), default=0)
 
     @property
     def num_attention_items(self) -> int:
@@ -91,6 +107,7 @@ class PlannedStep:
         return StepSizes(
             rows=self.num_rows,
             sampled=len(self.sampled),
+            withheld=self.num_withheld,
             pages=self.num_pages,
             segments=SegmentLimits(rounded(self.num_rows), rounded(self.num_lora_items), scratch_rows, self.tile_rows),
             attention=WorkLimits(
@@ -127,6 +144,7 @@ class PlannedStep:
             "total_tokens": self._total[entry_of_row],
             "sampled_rows": (row_starts + self._num_tokens - 1)[self._yielding],
             **_sampling_columns(self.sampled),
+            "withheld": _filled_up(self._withheld, host.sizes.sampled, host.sizes.withheld),
             "pages": pages,
         }
         for name, values in columns.items():
@@ -176,9 +194,16 @@ def _token_ids(entry: StepEntry) -> list[int]:
     return known + [0] * (entry.num_tokens - len(known))
 
 
+def _filled_up(lists: Items[Items[int]], num_rows: int, width: int) -> _Int32s:
+    """Lists as rows of equal length, one after the other; -1 stands where there is nothing."""
+    filled = np.full((num_rows, width), -1, np.int32)
+    for row, numbers in zip(filled, lists, strict=False):
+        row[: len(numbers)] = numbers
+    return filled.ravel()
+
+
 def _sampling_columns(sampled: tuple[Sequence, ...]) -> dict[str, NDArray[np.generic]]:
     settings = [s.request.sampling for s in sampled]
-    is_short = [s.num_generated < s.request.sampling.min_tokens for s in sampled]
     return {
         "temperature": np.array([p.temperature for p in settings], np.float32),
         "top_k": np.array([p.top_k for p in settings], np.int32),
@@ -186,5 +211,4 @@ def _sampling_columns(sampled: tuple[Sequence, ...]) -> dict[str, NDArray[np.gen
         "seeds": np.array([p.seed for p in settings], np.int64),
         "streams": np.array([s.request.stream_id for s in sampled], np.uint64).view(np.int64),
         "draws": np.array([s.num_generated for s in sampled], np.int64),
-        "stop_penalty": np.where(is_short, -np.inf, 0.0).astype(np.float32),
     }
