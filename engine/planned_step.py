@@ -12,14 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.paged_attention.work import Span, WorkLimits, plan_attention
+from ..kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
 from ..kernels.segments import SegmentLimits, plan_segments
 from .device_step import StepBuffer, StepSizes
+from .request import SamplingParams
 from .sampler import StopTokens
 from .sequence import Sequence
 from .step_batch import StepEntry
 
 SPLIT_KEYS = 512  # see kernels.paged_attention.triton
 DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.segments
+_MOST_INT32 = 2**31 - 1
 
 _Int32s = NDArray[np.int32]
 _Int64s = NDArray[np.int64]
@@ -202,11 +205,17 @@ def _filled_up(lists: Items[Items[int]], num_rows: int, width: int) -> _Int32s:
     return filled.ravel()
 
 
+def _temperature(sampling: SamplingParams) -> float:
+    """Within what the kernel takes: beyond it, nothing changes."""
+    return min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE) if sampling.temperature else 0.0
+
+
 def _sampling_columns(sampled: tuple[Sequence, ...]) -> dict[str, NDArray[np.generic]]:
     settings = [s.request.sampling for s in sampled]
     return {
-        "temperature": np.array([p.temperature for p in settings], np.float32),
-        "top_k": np.array([p.top_k for p in settings], np.int32),
+        "temperature": np.array([_temperature(p) for p in settings], np.float32),
+        # what exceeds the vocabulary cuts nothing
+        "top_k": np.array([min(p.top_k, _MOST_INT32) for p in settings], np.int32),
         "top_p": np.array([p.top_p for p in settings], np.float64),
         "seeds": np.array([p.seed for p in settings], np.int64),
         "streams": np.array([s.request.stream_id for s in sampled], np.uint64).view(np.int64),

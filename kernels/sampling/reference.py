@@ -28,10 +28,10 @@ def sample(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
         if temperature == 0:
             tokens[row] = logits[row].argmax()
             continue
-        scaled = logits[row].float() / temperature
+        values = logits[row].double()
         is_cut = top_k > 0 or top_p < 1
-        order = scaled.argsort(descending=True, stable=True) if is_cut else torch.arange(len(scaled))
-        weights = (scaled.double() - scaled.double().max()).exp()[order.to(scaled.device)]
+        order = values.argsort(descending=True, stable=True) if is_cut else torch.arange(len(values))
+        weights = ((values - values.max()) / temperature).exp()[order.to(values.device)]
         weights = weights[: top_k or len(weights)]
         if top_p < 1:
             before = weights.cumsum(0) - weights

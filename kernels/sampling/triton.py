@@ -44,10 +44,11 @@ def _block(row, start, vocab_size, temperature, largest, BLOCK: tl.constexpr):
     ids = start + tl.arange(0, BLOCK)
     inside = ids < vocab_size
     # adding 0 turns -0 into 0, which is its equal and must have its key
-    value = tl.load(row + ids, mask=inside, other=0.0).to(tl.float32) / temperature + 0.0
+    value = tl.load(row + ids, mask=inside, other=0.0).to(tl.float32) + 0.0
     bits = value.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
-    weights = tl.where(inside, tl.exp(value - largest), 0.0).to(tl.float64)
+    # distances from the largest: quotients of the logits themselves overflow at small temperatures
+    weights = tl.where(inside, tl.exp((value - largest) / temperature), 0.0).to(tl.float64)
     return ids, tl.where(inside, ordered, -1), weights
 
 
@@ -170,9 +171,9 @@ def _sample(
         top_k = tl.load(top_ks + index)
         top_p = tl.load(top_ps + index)
         if (top_k > 0) | (top_p < 1.0):
-            token = _draw_cut(row, vocab_size, temperature, largest / temperature, top_k, top_p, u, BLOCK)
+            token = _draw_cut(row, vocab_size, temperature, largest, top_k, top_p, u, BLOCK)
         else:
-            token = _draw_any(row, vocab_size, temperature, largest / temperature, u, BLOCK)
+            token = _draw_any(row, vocab_size, temperature, largest, u, BLOCK)
     tl.store(tokens + index, token.to(tl.int64))
 
 

@@ -1,4 +1,5 @@
-"""What a GPU's sampling is told about each row: tokens to withhold. The CPU's answers are the measure."""
+"""What a GPU's sampling is told about each row: tokens to withhold, and numbers as large and as small as may be asked
+for. The CPU's answers are the measure."""
 
 from __future__ import annotations
 
@@ -97,3 +98,16 @@ def test_every_token_that_could_end_a_row_is_withheld(
     assert end not in found["device"]["own end"].token_ids[:3]
     assert all(result.error is None for result in found["device"].values())
     assert executor.num_graphs == 1, "steps with more withheld tokens than a bucket has room for run without a graph"
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-50, 1e-38, 1e-12, 1e60])
+def test_no_temperature_and_no_count_is_too_small_or_too_large(tiny_llama: Path, temperature: float) -> None:
+    """Withheld tokens are among the logits: minus infinity stays what it is."""
+    cuts: list[dict[str, Any]] = [{}, {"top_k": 2**31}, {"top_k": 2**31, "top_p": 0.9}, {"top_k": 3}]
+    requests = [
+        Request(str(i), (5, 6, 7, 8), None, SamplingParams(3, min_tokens=3, temperature=temperature, seed=i, **cut), i)
+        for i, cut in enumerate(cuts)
+    ]
+    expected = answers(make_engine(tiny_llama), requests)
+    assert answers(device_engine(tiny_llama), requests) == expected
+    assert all(result.error is None for result in expected.values())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lorabatch.engine.random_stream import uniforms
-from lorabatch.kernels.sampling import SamplingRows, sample_tokens
+from lorabatch.kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE, SamplingRows, sample_tokens
 from lorabatch.kernels.sampling.reference import sample, uniform
 
 VOCAB = 1500  # more than one block of the kernel
@@ -40,7 +40,8 @@ def test_the_twin_s_random_numbers_are_the_engine_s(keys: tuple[int, int, int]) 
 
 @pytest.mark.parametrize(
     "cut",
-    [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 40, 1.0), (1.0, 5, 0.6), (1.0, 1, 0.5), (2.0, 9999, 0.3)],
+    [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 40, 1.0), (1.0, 5, 0.6), (1.0, 1, 0.5), (2.0, 9999, 0.3)]
+    + [(t, *cut) for t in (SMALLEST_TEMPERATURE, 1e-6, LARGEST_TEMPERATURE) for cut in ((0, 1.0), (3, 0.9), (0, 0.5))],
     ids=str,
 )
 def test_rows_are_drawn_as_by_sorting(device: torch.device, cut: tuple[float, int, float]) -> None:
@@ -56,7 +57,12 @@ def test_rows_of_one_step_may_differ_in_everything(device: torch.device, dtype: 
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("cut", [(0.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 4, 1.0), (1.0, 6, 0.7)], ids=str)
+@pytest.mark.parametrize(
+    "cut",
+    [(0.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 4, 1.0), (1.0, 6, 0.7)]
+    + [(SMALLEST_TEMPERATURE, *cut) for cut in ((0, 1.0), (4, 1.0), (0, 0.5))],
+    ids=str,
+)
 def test_equal_logits_stand_in_order_of_token_ids(device: torch.device, cut: tuple[float, int, float]) -> None:
     logits = torch.zeros(12, 40, device=device)
     logits[:, ::2] = -0.0
