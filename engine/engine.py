@@ -51,7 +51,7 @@ from .telemetry import EngineTelemetry
 class Engine:
     """Serves rows of many adapters over one base model.
 
-    Raises `ModelFilesError` or `UnsupportedModelError` when the model folder cannot be served exactly.
+    Raises `EngineError` when the model folder cannot be served exactly, or not in this mode on this device.
     """
 
     def __init__(self, model_folder: Path, config: EngineConfig, batcher: Batcher | None = None) -> None:

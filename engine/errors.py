@@ -6,6 +6,7 @@
     ├── ChatTemplateError       the chat template cannot render these messages
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
     ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
+    ├── ExactModeError          mode `exact` would promise nothing on this device
     └── PoolExhaustedError      one request needs more pages than the whole pool holds
 
 Each message names the field or file, its value, what was expected, and what to do next.
@@ -40,6 +41,10 @@ class AdapterUnusableError(EngineError):
     def __init__(self, adapter_id: str, reason: str) -> None:
         super().__init__(reason)
         self.adapter_id = adapter_id
+
+
+class ExactModeError(EngineError):
+    """Mode `exact` was asked for where arithmetic depends on the rows of a step."""
 
 
 class PoolExhaustedError(EngineError):

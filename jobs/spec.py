@@ -164,9 +164,17 @@ class JobSpec(BaseModel):
 
     def _unserved_problems(self) -> list[str]:
         """What may be asked of a job and is not served yet."""
-        if self.tensor_parallel == 1:
-            return []
-        return [f"tensor_parallel={self.tensor_parallel}: expected 1; engines of several devices are not served yet"]
+        problems = []
+        if self.tensor_parallel != 1:
+            problems.append(
+                f"tensor_parallel={self.tensor_parallel}: expected 1; engines of several devices are not served yet"
+            )
+        if self.mode == "exact" and self.device == "cpu" and self.dtype not in ("auto", "float32"):
+            problems.append(
+                f"mode={self.mode!r}, dtype={self.dtype!r}: on a CPU rows have fixed arithmetic in float32 only. Use "
+                "dtype float32, or another mode."
+            )
+        return problems
 
     @property
     def is_embedded(self) -> bool:

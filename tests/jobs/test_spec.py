@@ -204,3 +204,11 @@ def test_what_is_no_address_is_not_waited_for(cluster: str) -> None:
 def test_what_is_not_served_is_refused_and_not_passed_over() -> None:
     with pytest.raises(JobRequestError, match="tensor_parallel=2: expected 1"):
         JobSpec(model="m", input="i", output="o", tensor_parallel=2)
+
+
+def test_mode_exact_on_a_cpu_is_served_in_float32_only() -> None:
+    assert "mode='exact', dtype='bfloat16': on a CPU" in problems(
+        **BASICS, mode="exact", device="cpu", dtype="bfloat16"
+    )
+    for values in ({"dtype": "float32"}, {"dtype": "auto"}, {"dtype": "bfloat16", "device": "cuda"}):
+        JobSpec(**BASICS | {"mode": "exact", "device": "cpu"} | values)
