@@ -85,8 +85,9 @@ def leaks(folder: Path) -> list[str]:
     return [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
 
 
-def test_a_job_with_secrets_leaves_them_nowhere(echo_job: EchoJob, signed_input: str) -> None:
-    done = lorabatch(echo_job, input=f"{signed_input}?X-Signature={SIGNATURE}")
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
+def test_a_job_with_secrets_leaves_them_nowhere(echo_job: EchoJob, signed_input: str, chain: str) -> None:
+    done = lorabatch(echo_job, input=f"{chain}{signed_input}?X-Signature={SIGNATURE}")
     assert done.returncode == 0, done.stderr
     assert len(echo_job.rows()) == 60
     assert leaks(echo_job.folder) == []
