@@ -81,6 +81,7 @@ def _trial_folder(folder: Path, seed: int) -> Path:
 def _told(outcome: Outcome) -> str:
     scenario = outcome.scenario
     place = f"{scenario.engine:4} {scenario.cluster:8} {scenario.num_workers} workers"
+    place += ", one engine held up" if scenario.is_held_up else ""
     line = f"{scenario.seed:5} {place} {outcome.seconds:6.1f} s {outcome.num_starts} starts {outcome.num_loans} loans"
     verdict = "; ".join(outcome.faults) or "right"
     return f"{line}  {', '.join(outcome.blows) or 'no blow fell'}: {verdict}"

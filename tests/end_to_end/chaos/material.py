@@ -27,7 +27,7 @@ _ADAPTERS: dict[str, dict[str, Any]] = {
 }
 # Long enough that blows land in the middle: some two seconds of work for two engines.
 _NUM_ROWS: dict[EngineKind, int] = {"echo": 256, "uneven": 64, "real": 64}
-_MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "uneven": 40, "real": 40}
+_MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "uneven": 40, "real": 100}
 _BATCH_ROWS: dict[EngineKind, int] = {"echo": 8, "uneven": 8, "real": 4}
 _ECHO: dict[EngineKind, dict[str, Any]] = {
     "echo": {"step_s": 0.04},
@@ -35,6 +35,11 @@ _ECHO: dict[EngineKind, dict[str, Any]] = {
     "real": {},
 }
 _UNDISTURBED_LIMIT_S = 180
+
+
+def _sampling(temperature: float, seed: int) -> dict[str, Any]:
+    """Columns that say how a row's tokens are chosen, to the last one."""
+    return {"temperature": temperature, "seed": seed, "ignore_eos": True}
 
 
 @dataclass
@@ -66,7 +71,9 @@ class Material:
         return self.folder / "adapters"
 
     def rows(self, engine: EngineKind) -> list[dict[str, Any]]:
-        """The input: prompts that all differ, spread over the base model and the adapters."""
+        """The input: prompts that all differ, spread over the base model and the adapters. Real engines choose the
+        tokens of half the rows by chance, each from its own stream: one that goes on at the wrong place shows.
+        """
         names = [None, *_ADAPTERS]
         return [
             {
@@ -74,6 +81,7 @@ class Material:
                 "adapter": names[i % len(names)],
                 "prompt_token_ids": [3 + i % 300, 3 + i // 300, 7],
                 "note": f"n{i}",
+                **(_sampling(i // len(names) % 2, i) if engine == "real" else {}),
             }
             for i in range(_NUM_ROWS[engine])
         ]

@@ -46,7 +46,7 @@ class Blow:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run of the harness."""
+    """One run of the harness. `is_held_up`: an engine is stopped four fifths of the time, so that rows move from it."""
 
     seed: int
     engine: EngineKind
@@ -54,6 +54,7 @@ class Scenario:
     num_workers: int
     rows_per_shard: int
     blows: tuple[Blow, ...]
+    is_held_up: bool = False
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -68,9 +69,12 @@ def make_scenario(seed: int) -> Scenario:
     engine_blows = [blow for blow in blows if blow.victim == "engine"]
     spared = engine_blows[_MAX_ENGINE_BLOWS:]
     blows = [blow for blow in blows if not any(blow is one for one in spared)]
-    return Scenario(
-        seed, engine, cluster, num_workers, rows_per_shard, tuple(sorted(blows, key=lambda blow: blow.share))
-    )
+    # Drawn last: nothing else of what a seed means depends on it.
+    is_held_up = engine == "real" and num_workers > 1 and luck.random() < 0.5
+    if is_held_up:
+        blows.append(_make_blow(luck, ("owner", "helper")))
+    in_order = tuple(sorted(blows, key=lambda blow: blow.share))
+    return Scenario(seed, engine, cluster, num_workers, rows_per_shard, in_order, is_held_up)
 
 
 def _make_blow(luck: random.Random, victims: Sequence[Victim]) -> Blow:

@@ -46,6 +46,8 @@ _NAMED_IN_JOURNAL: dict[Victim, tuple[str, str]] = {
     "owner": ("MigrateRows", "from_replica_id"),
     "helper": ("MigrateRows", "to_replica_id"),
 }
+# An engine that is held up is let run so long, and then stopped so long.
+_RUNS_S, _HELD_UP_S = 0.2, 0.8
 # So long it takes a batch system to start a worker in place of one that has ended.
 _REPLACED_AFTER_S = 2.0
 
@@ -85,6 +87,7 @@ class Trial:
         self._stopped: list[psutil.Process] = []
         self._paused: list[psutil.Process] = []
         self._ending: list[psutil.Process] = []
+        self._held_up: psutil.Process | None = None
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
         self._outcome = Outcome(scenario)
@@ -94,11 +97,14 @@ class Trial:
         began_s = time.monotonic()
         (self._folder / "tmp").mkdir(parents=True)
         self._material.model_of_one_job(self._scenario.engine, self._model)
+        if self._scenario.is_held_up:
+            self._later(0.0, self._hold_up)
         try:
             self._finish_job(began_s + TIME_LIMIT_S)
             end_all(self._stopped)
             for process in self._paused:
                 send(process, "CONT")
+            self._let_go()
             self._check_leftovers("engine", "the job is done")
             self._outcome.faults += faults_of_output(self._output, self._material, self._scenario)
             events = Counter(event["kind"] for event in JobStore(str(self._output)).read_events())
@@ -225,6 +231,24 @@ class Trial:
         if blow.victim in ("client", "scheduler"):
             # Nobody but its owner can help here: they end it and start over.
             self._later(_PATIENCE_S, partial(end_all, [process]))
+
+    def _hold_up(self) -> None:
+        """Stop the oldest engine for a while, once two workers have rows; and then again."""
+        self._later(_HELD_UP_S + _RUNS_S, self._hold_up)
+        state = JobStore(str(self._output)).read_state()
+        if state is None or sum(worker.running_rows > 0 for worker in state.workers) < 2:
+            return
+        struck = self._stopped + self._paused
+        engines = [engine for engine in of_kind(marked(self._mark), "engine") if engine not in struck]
+        if len(engines) > 1 and send(engines[0], "STOP"):
+            self._held_up = engines[0]
+            self._later(_HELD_UP_S, self._let_go)
+
+    def _let_go(self) -> None:
+        # One that was dealt a blow meanwhile goes on when its blow says so.
+        if self._held_up is not None and self._held_up not in self._stopped + self._paused:
+            send(self._held_up, "CONT")
+        self._held_up = None
 
     def _judge_exit(self, client: subprocess.Popen[bytes]) -> None:
         if client.returncode != 0 and not self._may_fail:
