@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from distributed.cli import dask_scheduler, dask_worker
 
 from lorabatch.cli import app
 from lorabatch.jobs.spec import JobSpec
@@ -21,6 +24,7 @@ TEXTS = sorted(
     for name in subprocess.check_output(["git", "ls-files", "*.md", "docs/examples/*"], cwd=ROOT, text=True).split()
 )
 CLI = typer.main.get_command(app)
+DASK: dict[str, Any] = {"scheduler": dask_scheduler.main, "worker": dask_worker.main}
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 
@@ -35,10 +39,48 @@ def code(text: Path) -> list[str]:
     return fenced + indented + _INLINE.findall(_FENCED.sub("", content))
 
 
+def container_args(value: Any) -> Iterator[list[str]]:
+    """The arguments of every container in a part of a Kubernetes manifest."""
+    if isinstance(value, dict):
+        if "args" in value:
+            yield value["args"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from container_args(item)
+
+
+def command_lines(text: Path) -> list[list[str]]:
+    """Every line of code of a document as words; of a manifest what its containers run."""
+    if text.suffix == ".yaml":
+        return [
+            words for part in yaml.safe_load_all(text.read_text(encoding="utf-8")) for words in container_args(part)
+        ]
+    return [line.split("#")[0].replace("…", " ").split() for line in code(text)]
+
+
+def dask_shown(text: Path) -> list[list[str]]:
+    """Every `dask worker …` and `dask scheduler …`, as words; also what an example in Python adds to a worker's."""
+    found = [words[1:] for words in command_lines(text) if words[:1] == ["dask"] and words[1:2] != ["cuda"]]
+    if text.suffix == ".py":
+        keywords = (n for n in ast.walk(ast.parse(text.read_text(encoding="utf-8"))) if isinstance(n, ast.keyword))
+        found += [["worker", *ast.literal_eval(k.value)] for k in keywords if k.arg == "worker_extra_args"]
+    return found
+
+
+def options_of(command: Any) -> set[str]:
+    """All options of a command, and of those below it."""
+    own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
 def shown(text: Path) -> list[list[str]]:
     """Every `lorabatch COMMAND …` of a document, as words."""
-    words = (line.split("#")[0].replace("…", " ").split() for line in code(text))
-    return [line[1:] for line in words if line[:1] == ["lorabatch"] and len(line) > 1 and line[1].isidentifier()]
+    return [
+        line[1:]
+        for line in command_lines(text)
+        if line[:1] == ["lorabatch"] and len(line) > 1 and line[1].isidentifier()
+    ]
 
 
 def test_documents_are_found_and_show_commands() -> None:
@@ -53,9 +95,39 @@ def test_commands_exist_with_the_options_that_are_shown(text: Path) -> None:
         while hasattr(command, "commands"):
             assert words[0] in command.commands, words
             command, words = command.commands[words[0]], words[1:]
-        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         asked = {word.partition("=")[0] for word in words if word.startswith("-")}
-        assert asked <= options | {"--help"}, words
+        assert asked <= options_of(command) | {"--help"}, words
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
+def test_options_shown_for_dask_are_those_of_the_installed_one(text: Path) -> None:
+    for role, *words in dask_shown(text):
+        asked = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert asked <= options_of(DASK[role]), words
+
+
+def test_examples_show_commands_of_dask() -> None:
+    found = {text.name: {words[0] for words in dask_shown(text)} for text in TEXTS}
+    assert found["slurm.py"] == {"worker"}
+    assert found["kubernetes.yaml"] == {"scheduler", "worker"}
+    assert found["dask_cuda.sh"] == {"scheduler"}
+    assert ["run", "/job/job.yaml"] in [words[:2] for words in shown(ROOT / "docs" / "examples" / "kubernetes.yaml")]
+
+
+@pytest.mark.parametrize("name", ["deploy.md", "operations.md"])
+def test_options_named_alone_are_of_a_command_of_ours_or_of_dask(name: str) -> None:
+    known = options_of(CLI).union(*map(options_of, DASK.values()))
+    for line in code(ROOT / "docs" / name):
+        if line.startswith("-"):
+            assert line.split()[0].partition("=")[0] in known, line
+
+
+def test_the_example_in_python_scales_by_our_backlog_and_makes_a_job() -> None:
+    tree = ast.parse((ROOT / "docs" / "examples" / "slurm.py").read_text(encoding="utf-8"))
+    calls = {ast.unparse(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert ast.unparse(calls["cluster.adapt"].args[0]) == "JobAdaptive"
+    given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in calls["lorabatch.JobSpec"].keywords}
+    JobSpec(**given)
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
