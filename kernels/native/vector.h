@@ -53,17 +53,18 @@ INLINE void store_first(float *to, vec v, int count)
 }
 #endif
 
+/* Where either is NaN: b. */
 INLINE vec larger_lanes(vec a, vec b)
 {
     const vec_of_int is_first = a > b;
     return (vec)((is_first & (vec_of_int)a) | (~is_first & (vec_of_int)b));
 }
 
-/* e^x for x <= 0: 2^n times the series of 2^f, |f| <= 1/2. Below -87 the result is no smaller than e^-87. */
+/* e^x for x <= 0: 2^n times the series of 2^f, |f| <= 1/2. Below -87 the result is no smaller than e^-87; NaN stays. */
 INLINE vec exponential(vec x)
 {
     const vec lowest = (vec){0} - 87.0f, shift = (vec){0} + 12582912.0f; /* 1.5 * 2^23 rounds to whole numbers */
-    x = larger_lanes(x, lowest);
+    x = larger_lanes(lowest, x);
     vec n = (x * 1.44269504f + shift) - shift;
     vec f = (x * 1.44269504f - n) * 0.693147181f;
     vec series = f * (1.0f / 5040) + (1.0f / 720);

@@ -56,7 +56,8 @@ INLINE void scores_of(float *scores, const float *q, const float *keys, int64_t 
     }
 }
 
-/* Scores of positions first .. end become their weights, not yet divided by their sum, which is returned. */
+/* Scores of positions first .. end become their weights, not yet divided by their sum, which is returned. A score that
+ * is NaN or infinite makes the sum NaN, as the distance of infinity to itself is. */
 static float weigh(float *scores, int64_t first, int64_t end, float scale, float softcap)
 {
     vec largest = (vec){0} - INFINITY;

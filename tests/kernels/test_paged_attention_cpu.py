@@ -92,3 +92,24 @@ def test_a_row_gets_the_same_bits_alone_and_however_its_prompt_is_cut(window: in
 def test_heads_that_the_vectors_do_not_divide_are_left_to_torch() -> None:
     assert not can_attend_compiled(40, torch.float32)
     assert not can_attend_compiled(64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_score_that_is_no_number_is_told_as_by_torch(wrong: float, softcap: float | None) -> None:
+    """It must not become a weight like any other: the row that it belongs to is an error."""
+    num_kv_heads, head_dim, past = 2, 64, 40
+    for place in (0, 17, past):
+        pool = torch.randn(2 * num_kv_heads * CAPACITY * head_dim)
+        keys, values = pool.view(2, num_kv_heads, CAPACITY, head_dim)[:, :, : past + 1]
+        keys[0, place] = wrong
+        q = torch.rand(1, 4, head_dim) + 0.1
+        found = attend_spans(q, pool, SpanTable.of([(0, 1, past, 0, CAPACITY)]), 0, num_kv_heads, None, 0.3, softcap)
+        scores = 0.3 * (q[0].view(num_kv_heads, 2, head_dim) @ keys.transpose(1, 2))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        expected = (scores.softmax(-1) @ values).view(1, -1)
+        assert torch.equal(found.isnan(), expected.isnan()), place
+        assert bool(found.isnan().any()) == (wrong != torch.inf or softcap is None)
+        assert not found[:, 2 * head_dim :].isnan().any(), "the other key head's queries see no such score"
+        torch.testing.assert_close(found, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
