@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...kernels.packed_weight.panels import PanelWeight, has_panels
 from ..errors import AdapterRefusedError
 from .audit import AdapterAudit
 from .changes import ParameterChange
@@ -107,22 +108,40 @@ class AdapterWeights:
     def _with_pair(self, site: LoraSite, weight: Tensor) -> Tensor:
         """W + scaling·B·A; with DoRA each row then gets the length of its magnitude (Liu 2024, section 4)."""
         a, b = self._exact(site.a_key, weight.device), self._exact(site.b_key, weight.device)
-        if site.magnitude_key is None and not site.is_embedding:
-            return torch.addmm(weight, b, a, alpha=site.scaling)
-        delta = b @ a  # [out_features, in_features]
-        if site.is_embedding:
-            delta = delta.T  # [vocab_size, hidden_size]
-        value = weight + site.scaling * delta
+        left, right = (a.T, b.T) if site.is_embedding else (b, a)  # an embedding is [vocab_size, hidden_size]
+        value = _plus_product(weight, left, right, site.scaling)
         if site.magnitude_key is None:
             return value
         magnitude = self._exact(site.magnitude_key, weight.device)  # [out_features]
-        norms = torch.linalg.vector_norm(value, dim=0 if site.is_embedding else 1)
-        factor: Tensor = magnitude / norms  # [out_features]
+        factor: Tensor = magnitude / _row_norms(value.T if site.is_embedding else value)  # [out_features]
         return value * factor if site.is_embedding else value * factor[:, None]
 
     def _exact(self, key: str | None, device: torch.device) -> Tensor:
         assert key is not None
         return self.stored[key].to(device=device, dtype=torch.float32)
+
+
+def _plus_product(weight: Tensor, left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """`weight + scaling * left @ right` in fp32; on CPUs by compiled kernels, if they are there: their bits do not
+    depend on the number of threads."""
+    if weight.device.type != "cpu" or not has_panels():
+        return torch.addmm(weight, left, right, alpha=scaling)
+    value = weight.clone(memory_format=torch.contiguous_format)
+    PanelWeight(right.T).add_product_(value, left, scaling)
+    return value
+
+
+def _row_norms(values: Tensor) -> Tensor:
+    """Euclidean length of each row. Halves are added up number by number: unlike a reduction's, their rounding does
+    not depend on who computes which part."""
+    squares = values * values
+    while (width := squares.shape[1]) > 1:
+        half = width // 2
+        folded = squares[:, :half] + squares[:, half : 2 * half]
+        if width % 2:
+            folded[:, 0] += squares[:, -1]
+        squares = folded
+    return squares[:, 0].sqrt()
 
 
 def load_adapter(audit: AdapterAudit, device: torch.device | str) -> AdapterWeights:

@@ -77,21 +77,34 @@ void unpack_weight(float *w, const float *panels, int64_t num_columns, int64_t d
     }
 }
 
-/* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias. Tiles are dealt out panel by panel. */
-void linear_panels(float *y, const float *x, int64_t num_rows, const float *panels, const float *bias,
-                   int64_t num_columns, int64_t depth)
+/* Tiles are dealt out panel by panel. */
+static void multiply_by_all(const Product *product, int64_t num_rows)
 {
-    const Product product = {y, x, panels, bias, num_columns, depth, depth, num_columns, 1, 0};
+    const int64_t num_columns = product->num_columns;
     const int64_t blocks = blocks_of(num_rows), tiles = (num_columns + PANEL - 1) / PANEL * blocks;
-#pragma omp parallel if (num_rows * num_columns * depth > WORTH_A_TEAM)
+#pragma omp parallel if (num_rows * num_columns * product->depth > WORTH_A_TEAM)
     {
         const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const int64_t last = tiles * (thread + 1) / threads;
         for (int64_t i = tiles * thread / threads, next; i < last; i = next) {
             const int64_t column = i / blocks * PANEL, block = i % blocks;
             next = smaller(last, i - block + blocks);
-            multiply(&product, (Part){num_rows * block / blocks, num_rows * (block + next - i) / blocks, column,
-                                      smaller(column + PANEL, num_columns)});
+            multiply(product, (Part){num_rows * block / blocks, num_rows * (block + next - i) / blocks, column,
+                                     smaller(column + PANEL, num_columns)});
         }
     }
+}
+
+/* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias. */
+void linear_panels(float *y, const float *x, int64_t num_rows, const float *panels, const float *bias,
+                   int64_t num_columns, int64_t depth)
+{
+    multiply_by_all(&(Product){y, x, panels, bias, num_columns, depth, depth, num_columns, 1, 0}, num_rows);
+}
+
+/* y [num_rows, num_columns] += scaling * x [num_rows, depth] W^T. */
+void add_linear_panels(float *y, const float *x, int64_t num_rows, const float *panels, int64_t num_columns,
+                       int64_t depth, float scaling)
+{
+    multiply_by_all(&(Product){y, x, panels, 0, num_columns, depth, depth, num_columns, scaling, 1}, num_rows);
 }

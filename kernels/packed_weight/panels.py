@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT, native_build, native_function
+from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in cpu.c
 
@@ -40,6 +40,18 @@ class PanelWeight:
             self._out_features, self._in_features,
         )  # fmt: skip
         return y
+
+    def add_product_(self, y: Tensor, x: Tensor, scaling: float) -> None:
+        """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, in fp32."""
+        assert y.is_contiguous(), "rows must lie side by side"
+        assert y.shape == (len(x), self._out_features), f"{y.shape} for {len(x)} rows of {self._out_features}"
+        x = x.contiguous()
+        places = (ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, NUMBER)
+        add_linear_panels = native_function("add_linear_panels", *places)
+        assert add_linear_panels is not None, "compiled kernels are not there"
+        add_linear_panels(
+            y.data_ptr(), x.data_ptr(), len(x), self._panels.data_ptr(), self._out_features, self._in_features, scaling
+        )
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""

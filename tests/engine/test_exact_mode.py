@@ -20,7 +20,7 @@ from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.linear import Linear
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.kernels.native import native_function
+from lorabatch.kernels.native import native_build, native_function
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +41,28 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     native_function.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def folders(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> dict[str, Path]:
+# Exact only when merged: their rows run in waves of their own.
+MERGED_ONLY: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module", params=["plain", "some merged"])
+def folders(
+    request: pytest.FixtureRequest,
+    tiny_llama: Path,
+    tiny_adapters: dict[str, Path],
+    make_adapter: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
     """Adapters by content hash."""
-    model = read_model_config(tiny_llama)
-    found = {audit_adapter(folder, model, name).identity_sha256: folder for name, folder in tiny_adapters.items()}
+    model, chosen = read_model_config(tiny_llama), dict(tiny_adapters)
+    if request.param == "some merged":
+        root = tmp_path_factory.mktemp("merged")
+        made = {n: make_adapter(root / n, tiny_llama, seed=9, **lora) for n, lora in MERGED_ONLY.items()}
+        chosen = {"rank1": tiny_adapters["rank1"], **made, "rank20": tiny_adapters["rank20"]}
+    found = {audit_adapter(folder, model, name).identity_sha256: folder for name, folder in chosen.items()}
     return {identity: folder for identity, folder in found.items() if identity is not None}
 
 
@@ -108,6 +125,29 @@ def test_rows_of_every_family_have_the_same_bits_alone_and_in_company(
     company = make_small_engine(model, "exact", max_batch_rows=12, max_step_tokens=50)
     register_all(company, adapters)
     assert serve(company, requests) == expected
+
+
+@pytest.mark.skipif(native_build() is None, reason="without compiled kernels threads may count")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_are_merged_to_the_same_bits_by_any_number_of_threads(
+    tmp_path: Path, make_model: Any, make_adapter: Any
+) -> None:
+    """Large enough for threads to share the work."""
+    model = make_model(
+        tmp_path / "model", hidden_size=320, intermediate_size=650, head_dim=64, num_hidden_layers=1, vocab_size=1203
+    )
+    adapter = make_adapter(
+        tmp_path / "dora", model, use_dora=True, r=13, target_modules=["q_proj", "down_proj", "lm_head", "embed_tokens"]
+    )
+    torch.set_num_threads(1)
+    hashes = []
+    for num_threads in (1, 2, 3, 5):
+        engine = make_small_engine(model, "exact", num_threads=num_threads)
+        (adapter_id,) = register_all(engine, {"dora": adapter}).values()
+        with torch.inference_mode():
+            engine._switch_weights(adapter_id)
+        hashes.append(engine.weights_sha256())
+    assert set(hashes) == {hashes[0]}
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (49152, 576)])

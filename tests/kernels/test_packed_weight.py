@@ -50,6 +50,25 @@ def test_the_plain_weight_comes_back_bit_for_bit(layout: Layout) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(("shape", "num_rows"), [((1, 7), 5), ((37, 3), 12), ((96, 64), 300), ((45, 2100), 33)])
+def test_a_scaled_product_is_added_with_the_same_bits_for_any_number_of_threads(
+    shape: tuple[int, int], num_rows: int
+) -> None:
+    weight, x, y = random(*shape), random(num_rows, shape[1]), random(num_rows, shape[0])
+    packed, before, results = PanelWeight(weight), torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            results.append(y.clone())
+            packed.add_product_(results[-1], x, 0.7)
+    finally:
+        torch.set_num_threads(before)
+    expected = y.double() + 0.7 * x.double() @ weight.double().T
+    assert torch.allclose(results[0].double(), expected, atol=1e-5 * shape[1])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_library
 @pytest.mark.parametrize("shape", [(37, 33), (200, 2100)], ids=str)
 def test_a_row_has_the_same_bits_whatever_stands_beside_it_and_however_many_threads_share(
     shape: tuple[int, int],
