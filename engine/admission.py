@@ -12,6 +12,7 @@ from itertools import islice
 from math import inf
 
 from ..scheduler.batching import StepPlan
+from ..scheduler.free_memory import FreeMemory
 from .adapter_loader import MAX_AHEAD
 from .adapter_registry import AdapterRegistry
 from .pool import PagePool, PageRun
@@ -83,6 +84,21 @@ class Admission:
             absent = (a for a in self._next_uses() if self._residency.get(a) is None)
             loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), MAX_AHEAD))
 
+    def free_memory(self) -> FreeMemory:
+        """What is left for waiting rows where weights may change while rows run."""
+        pages: dict[int, int] = {}
+        awaited = []
+        for adapter_id in self._waiting.adapter_ids:
+            if self._registry.must_merge_id(adapter_id):
+                continue
+            code = self._registry.code_of[adapter_id]
+            if not self._residency.is_pinned(adapter_id):
+                pages[code] = self._room.adapter_pages(adapter_id)
+            if not self._room.has_at_hand(adapter_id):
+                awaited.append(code)
+        row_pages = -(-self._waiting.capacity_tokens() // self._layout.page_tokens)
+        return FreeMemory(tuple(self._room.gaps()), row_pages, pages, self._rounded_to, frozenset(awaited))
+
     def next_use(self) -> NextUse:
         """How many rows enter before an adapter's next; infinite where none waits."""
         uses = self._next_uses()
@@ -122,8 +138,12 @@ class Admission:
 
     def _rounded_pages(self, sequence: Sequence) -> int:
         exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        return -(-exact // self._rounded_to) * self._rounded_to
+
+    @property
+    def _rounded_to(self) -> int:
         # kernels that follow block tables serve runs of any size
-        return exact if self._layout.is_page_wise else -(-exact // _RUN_PAGES) * _RUN_PAGES
+        return 1 if self._layout.is_page_wise else _RUN_PAGES
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse, *, is_mixture: bool) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""

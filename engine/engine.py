@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..scheduler.batching import Batcher, StepPlan, everybody_unmerged
+from ..scheduler.batching import Batcher, BatchView, StepPlan, everybody_unmerged
 from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from .adapter_copies import copies_for
 from .adapter_loader import AdapterLoader
@@ -228,19 +228,19 @@ class Engine:
         """The rows of the next step as the batcher wants them."""
         view = self._batch.view(self.config.batch_rows, self._live.merged_adapter_id)
         plan = self._batcher.next_step(view)
-        entries = self._enact(plan)
+        entries = self._enact(view, plan)
         if not entries and not self._in_flight:
             # Memory does not allow the plan: paused rows hold it. Unmerged all of them can go on.
-            entries = self._enact(everybody_unmerged(view, plan.admit))
+            entries = self._enact(view, everybody_unmerged(view, plan.admit))
         return entries
 
-    def _enact(self, plan: StepPlan) -> list[StepEntry]:
-        """Switch weights if the plan wants others, and take its rows as far as memory allows."""
-        merged = None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter)
-        if not self._batch.take_out(merged if plan.mode == "mixture" else None):
+    def _enact(self, view: BatchView, plan: StepPlan) -> list[StepEntry]:
+        """Take the plan's rows as far as memory allows and, if there are any, switch weights if it wants others."""
+        plan, served = self._batch.admit(view, plan)
+        if not served:
             return []
-        self._switch_weights(merged)
-        return self._batch.entries(plan, self.config.step_tokens)
+        self._switch_weights(None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter))
+        return self._batch.entries(served, plan, self.config.step_tokens)
 
     def _switch_weights(self, adapter_id: str | None) -> None:
         if adapter_id is None:

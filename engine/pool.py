@@ -44,13 +44,17 @@ class PagePool:
         """Pages of the largest contiguous free run."""
         return max((run.num_pages for run in self._free), default=0)
 
-    def largest_run_without(self, owners: Iterable[Hashable]) -> int:
-        """Pages of the largest contiguous free run there would be if these owners gave theirs back."""
-        largest = position = length = 0
+    def free_runs_without(self, owners: Iterable[Hashable]) -> list[int]:
+        """Pages of each contiguous free run there would be if these owners gave theirs back."""
+        runs: list[int] = []
+        position = -1
         for run in sorted([*self._free, *map(self.run_of, owners)], key=lambda run: run.start):
-            length = (length if run.start == position else 0) + run.num_pages
-            position, largest = run.end, max(largest, length)
-        return largest
+            if run.start == position:
+                runs[-1] += run.num_pages
+            else:
+                runs.append(run.num_pages)
+            position = run.end
+        return runs
 
     def run_of(self, owner: Hashable) -> PageRun:
         """The run an owner holds. Raises KeyError when it holds none."""

@@ -114,6 +114,10 @@ class AdapterResidency:
         if not self._pins[adapter_id]:
             del self._pins[adapter_id]
 
+    def is_pinned(self, adapter_id: str) -> bool:
+        """Whether a running sequence uses the adapter."""
+        return adapter_id in self._pins
+
     def evictable(self, may_go: Callable[[str], bool]) -> list[str]:
         """Adapters that no running sequence uses and that may go."""
         return [a for a in self._residents if a not in self._pins and may_go(a)]

@@ -50,9 +50,7 @@ class Room:
 
         if has_room():
             return True
-        owners: list[Hashable] = [adapter_owner(adapter_id) for adapter_id in self._residency.evictable(may_go)]
-        owners += [] if self._cache is None else self._cache.owners()
-        if self._pool.largest_run_without(owners) < num_pages:
+        if max(self._pool.free_runs_without(self._needless(may_go)), default=0) < num_pages:
             return False
         # a prefix page that nobody waits for, then what costs a copy to bring back, then what has to be computed
         if self._cache is not None and self._cache.make_room(has_room, spare_awaited=True):
@@ -60,6 +58,10 @@ class Room:
         if self._residency.make_room(has_room, next_use, may_go):
             return True
         return self._cache is not None and self._cache.make_room(has_room, spare_awaited=False)
+
+    def gaps(self) -> list[int]:
+        """Pages of each contiguous run that a row could be given if everything that may go went."""
+        return self._pool.free_runs_without(self._needless(lambda adapter_id: True))
 
     def begin_copies(self, adapter_ids: Iterable[str], next_use: NextUse) -> None:
         """Where copies run aside, begin those of adapters that are in host memory, at the cost of none that is needed
@@ -79,6 +81,11 @@ class Room:
             return False
         self._residency.load(adapter_id, pages)
         return True
+
+    def _needless(self, may_go: Callable[[str], bool]) -> list[Hashable]:
+        """Who holds pages that no running row needs."""
+        owners: list[Hashable] = [adapter_owner(adapter_id) for adapter_id in self._residency.evictable(may_go)]
+        return owners + ([] if self._cache is None else list(self._cache.owners()))
 
 
 def _is_later(next_use: NextUse, use: float, other_id: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from ..scheduler.batching import BatchView, StepPlan
+from ..scheduler.batching import BatchView, StepPlan, without_vain_merge
 from .adapter_registry import AdapterRegistry
 from .admission import Admission, row_owner
 from .pool import PagePool, PageRun
@@ -47,6 +47,7 @@ class RunningBatch:
         self._registry = registry
         self._room = Room(pool, layout, residency, registry, prefixes)
         self._taken_out: MergedShare | None = None
+        self._may_switch = may_switch
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
         self._admission = Admission(
@@ -82,13 +83,15 @@ class RunningBatch:
     def view(self, max_batch_rows: int, merged_adapter_id: str | None) -> BatchView:
         """What the batcher sees."""
         code_of = self._registry.code_of
-        running = (code_of[s.request.adapter_id] for s in self._running.values())
+        rows = self._running.values()
         return BatchView(
-            running_adapter=np.fromiter(running, np.int32, len(self._running)),
+            running_adapter=np.fromiter((code_of[s.request.adapter_id] for s in rows), np.int32, len(rows)),
             waiting_adapter=self._waiting.adapter_codes(code_of),
             max_batch_rows=max_batch_rows,
             merged_adapter=None if merged_adapter_id is None else code_of[merged_adapter_id],
             resident_adapter=np.array([code_of[a] for a in self.residency.resident_ids], np.int32),
+            paused_steps=np.fromiter((s.num_paused for s in rows), np.int64, len(rows)),
+            memory=self._admission.free_memory() if self._may_switch else None,
         )
 
     def pages_of_row(self, request: Request) -> int:
@@ -103,7 +106,7 @@ class RunningBatch:
         """Whether rows of the next step may have to take out the merged adapter."""
         return self._taken_out is not None
 
-    def take_out(self, adapter_id: str | None) -> bool:
+    def _take_out(self, adapter_id: str | None) -> bool:
         """Keep the merged adapter in the pool too, for rows that must not see it; None: no longer.
 
         False when memory does not allow it now.
@@ -122,9 +125,12 @@ class RunningBatch:
         self._taken_out = MergedShare.of(resident)
         return True
 
-    def entries(self, plan: StepPlan, max_step_tokens: int) -> list[StepEntry]:
-        """Admit what the plan wants and memory allows, then list the step's rows: every served decoding row,
-        and prompts in order of admission until `max_step_tokens` are reached."""
+    def admit(self, view: BatchView, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
+        """Admit what the plan wants and memory allows. Returns what to do with the rows that take part in the step, and
+        these rows."""
+        merged = None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter)
+        if not self._take_out(merged if plan.mode == "mixture" else None):
+            return plan, []
         before = list(self._running.values())
         self.residency.loader.drop_unwanted(self._waiting.wants)
         self.residency.settle()
@@ -133,6 +139,18 @@ class RunningBatch:
         if plan.mode != "merged":
             self._admission.read_ahead()
         served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
+        present = np.array([self._registry.code_of[s.request.adapter_id] for s in served], np.int32)
+        plan = without_vain_merge(plan, view.merged_adapter, present)
+        if plan.mode != "mixture":
+            self._take_out(None)
+        return plan, served
+
+    def entries(self, served: list[Sequence], plan: StepPlan, max_step_tokens: int) -> list[StepEntry]:
+        """The step's rows: every served decoding row, and prompts in order of admission until `max_step_tokens` are
+        reached. All other rows pause."""
+        taking_part = set(map(id, served))
+        for sequence in self._running.values():
+            sequence.num_paused += id(sequence) not in taking_part
         entries = [self._entry(s, 1, plan) for s in served if s.is_decoding]
         budget = max(max_step_tokens - len(entries), 1)
         for sequence in served:

@@ -16,6 +16,7 @@ class Sequence:
     `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
     device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
     adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.
+    `num_paused`: steps that it sat out, holding memory.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class Sequence:
     mode: ServedMode | None = None
     holds_adapter: bool = False
     num_reused: int = 0
+    num_paused: int = 0
 
     @classmethod
     def of(cls, row: ExportedRow) -> Sequence:

@@ -18,6 +18,7 @@ class WaitingRows:
     def __init__(self) -> None:
         self._rows: dict[str, Sequence] = {}
         self._num_of: Counter[str] = Counter()
+        self._capacity_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -32,12 +33,14 @@ class WaitingRows:
         """Add at the end. Request ids are unique among unfinished rows."""
         assert sequence.request.request_id not in self._rows, f"row {sequence.request.request_id} waits already"
         self._rows[sequence.request.request_id] = sequence
+        self._capacity_tokens[sequence.request.request_id] = sequence.capacity_tokens
         if sequence.request.adapter_id is not None:
             self._num_of[sequence.request.adapter_id] += 1
 
     def remove(self, request_id: str) -> Sequence:
         """Take a row out. Raises KeyError when it does not wait."""
         sequence = self._rows.pop(request_id)
+        del self._capacity_tokens[request_id]
         adapter_id = sequence.request.adapter_id
         if adapter_id is not None:
             self._num_of[adapter_id] -= 1
@@ -52,6 +55,15 @@ class WaitingRows:
     def adapter_codes(self, code_of: dict[str | None, int]) -> NDArray[np.int32]:
         """Adapter of every row as an integer, [num_waiting], in order of arrival."""
         return np.fromiter((code_of[s.request.adapter_id] for s in self), np.int32, len(self))
+
+    @property
+    def adapter_ids(self) -> Collection[str]:
+        """Adapters that rows wait with."""
+        return self._num_of.keys()
+
+    def capacity_tokens(self) -> NDArray[np.int64]:
+        """`Sequence.capacity_tokens` of every row, [num_waiting], in order of arrival."""
+        return np.fromiter(self._capacity_tokens.values(), np.int64, len(self))
 
     def next_uses(
         self, running_ids: Collection[str | None], resident_ids: Collection[str], code_of: Mapping[str | None, int]

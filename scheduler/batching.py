@@ -16,6 +16,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .free_memory import FreeMemory
+
 ReplicaMode = Literal["unmerged", "merged", "mixture"]
 
 
@@ -25,7 +27,8 @@ class BatchView:
 
     `running_adapter`, `waiting_adapter`: int32 `[num_running]`, `[num_waiting]`. `max_batch_rows`: rows one
     step may hold. `merged_adapter`: whose weights are merged now (None: nobody's). `resident_adapter`: int32
-    `[num_resident]`, adapters that need not be loaded.
+    `[num_resident]`, adapters that need not be loaded. `paused_steps`: int64 `[num_running]`, steps that each has sat
+    out so far (None: nobody counts). `memory`: what is left for waiting rows (None: enough for all).
     """
 
     running_adapter: NDArray[np.int32]
@@ -33,6 +36,23 @@ class BatchView:
     max_batch_rows: int
     merged_adapter: int | None = None
     resident_adapter: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    paused_steps: NDArray[np.int64] | None = None
+    memory: FreeMemory | None = None
+
+    def of_waiting(self, rows: NDArray[np.int64]) -> BatchView:
+        """The view in which only these rows wait, in this order."""
+        memory = None if self.memory is None else self.memory.of_rows(rows)
+        return replace(self, waiting_adapter=self.waiting_adapter[rows], memory=memory)
+
+    def taking_part(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of a batch of positions over running then waiting rows, those that memory lets run at once. Rows outside the
+        batch keep what they hold."""
+        if self.memory is None:
+            return batch
+        num_running = len(self.running_adapter)
+        waiting = batch[batch >= num_running]
+        num_fitting = self.memory.num_fitting(waiting - num_running, self.waiting_adapter, self.running_adapter)
+        return np.concatenate([batch[batch < num_running], waiting[:num_fitting]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +118,7 @@ class InClusters:
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
         order = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
-        plan = self.inner.next_step(replace(view, waiting_adapter=view.waiting_adapter[order]))
+        plan = self.inner.next_step(view.of_waiting(order))
         return replace(plan, admit=order[plan.admit])
 
 
@@ -125,6 +145,13 @@ def everybody_unmerged(view: BatchView, admit: NDArray[np.int64]) -> StepPlan:
     """All running rows in order of arrival, as far as a step holds them, then `admit`: possible in any state."""
     serve = np.arange(len(view.running_adapter)) < view.max_batch_rows
     return StepPlan("unmerged", None, serve, admit[: view.max_batch_rows - int(serve.sum())])
+
+
+def without_vain_merge(plan: StepPlan, merged_now: int | None, taking_part: NDArray[np.int32]) -> StepPlan:
+    """The plan once it is known whose rows take part: weights are not switched to an adapter that has none of them."""
+    if plan.merged_adapter is None or plan.merged_adapter == merged_now or plan.merged_adapter in taking_part:
+        return plan
+    return replace(plan, mode="unmerged", merged_adapter=None)
 
 
 def as_step_plan(

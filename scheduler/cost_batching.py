@@ -39,7 +39,7 @@ class CostBatcher:
     `mean_output_tokens`: of a row, as known now; half of it counts, for a batch is rarely as full as at its start. A
     merge is charged with the way back: the weights that are merged
     now were paid for, so that leaving them is decided by the steps alone. `rows_to_come`: of an adapter, rows that a
-    plan will still bring here.
+    plan will still bring here. No row sits out more steps than a row is expected to take.
     """
 
     cost: CostModel
@@ -52,16 +52,20 @@ class CostBatcher:
         """See `Batcher.next_step`."""
         output_tokens = self.mean_output_tokens()
 
-        def steps_to_come(adapter: int | None, num_rows: int) -> float:
+        def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
             queues = (view.running_adapter, view.waiting_adapter)
             rows = sum(int((queue == adapter).sum()) if adapter is not None else len(queue) for queue in queues)
             rows += 0 if adapter is None else self.rows_to_come(adapter)
-            return output_tokens / 2 * max(1.0, rows / view.max_batch_rows)
+            return output_tokens / 2 * max(1.0, rows / batch_rows)
 
         merge_s = self.cost.merge_s * (2.0 if view.merged_adapter is None else 1.0)
         cost = replace(self.cost, merge_s=merge_s)
         ranks = self.ranks()
-        return AdaptiveBatcher(cost, ranks, steps_to_come, hysteresis=_HYSTERESIS, may_mix=self.may_mix).next_step(view)
+        patience = max(1.0, output_tokens)
+        batcher = AdaptiveBatcher(
+            cost, ranks, steps_to_come, hysteresis=_HYSTERESIS, may_mix=self.may_mix, patience=patience
+        )
+        return batcher.next_step(view)
 
 
 class DloraBatcher:

@@ -54,5 +54,5 @@ class MergeWaveBatcher:
         return deserving
 
     def _shared(self, view: BatchView, shared: NDArray[np.int64], merged: int | None) -> StepPlan:
-        plan = self.inner.next_step(replace(view, waiting_adapter=view.waiting_adapter[shared], merged_adapter=merged))
+        plan = self.inner.next_step(replace(view.of_waiting(shared), merged_adapter=merged))
         return replace(plan, admit=shared[plan.admit])

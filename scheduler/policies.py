@@ -92,11 +92,11 @@ def planner_batcher(workload: Workload, cost: CostModel, settings: ReplicaSettin
     rows_of = workload.rows_per_adapter()
     mean_output = float(workload.max_tokens.mean()) / 2 if workload.num_rows else 1.0
 
-    def steps_to_come(adapter: int | None, num_rows: int) -> float:
+    def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
         rows = num_rows if adapter is None else max(num_rows, rows_of[adapter] / num_replicas / 2)
-        return mean_output * max(1.0, rows / settings.max_batch_rows)
+        return mean_output * max(1.0, rows / batch_rows)
 
-    return AdaptiveBatcher(cost, ranks, steps_to_come)
+    return AdaptiveBatcher(cost, ranks, steps_to_come, patience=max(1.0, mean_output))
 
 
 def dlora_batcher(ranks: NDArray[np.float64], cost: CostModel, max_batch_rows: int) -> DynamicBatcher:

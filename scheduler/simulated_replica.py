@@ -10,13 +10,14 @@ meets first does not pay for it again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .batching import Batcher, BatchView, StepPlan
+from .batching import Batcher, BatchView, StepPlan, everybody_unmerged, without_vain_merge
 from .cost import AdapterSource, CostModel, StepLoad
+from .free_memory import FreeMemory
 from .simulated_memory import SimulatedMemory
 from .simulated_passes import Passes
 from .timeline import Timeline
@@ -153,20 +154,27 @@ class SimulatedReplica:
     def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
         """Run one step, or one leap that ends about `until_s` at the latest. There must be rows."""
         seen = self.waiting[: self._settings.look_ahead]
-        adapters = self._workload.adapter_index
-        view = BatchView(adapters[self.running], adapters[seen], self._settings.max_batch_rows, self._merged)
+        view = self._view(seen)
         plan = self._batcher.next_step(view)
         admitted = self._admissible(plan, seen)
-        serve = plan.serve
-        if not serve.any() and len(admitted) == 0:
+        if not plan.serve.any() and len(admitted) == 0:
             # Paused rows hold the memory that the policy wants for others: let them finish.
-            serve = np.ones(len(self.running), bool)
-        overhead_s = self._switch(plan.merged_adapter) + self._load(
-            np.concatenate([self.running[serve], admitted]), now_s
-        )
-        is_served = self._join(serve, plan.admit[: len(admitted)])
+            plan = everybody_unmerged(view, np.zeros(0, np.int64))
+        rows = np.concatenate([self.running[plan.serve], admitted])
+        plan = without_vain_merge(plan, self._merged, self._workload.adapter_index[rows])
+        overhead_s = self._switch(plan.merged_adapter) + self._load(rows, now_s)
+        is_served = self._join(plan.serve, plan.admit[: len(admitted)])
         passes = self._passes(plan, is_served, len(admitted), now_s, until_s)
         return self._advance(now_s, overhead_s, is_served, len(admitted), passes)
+
+    def _view(self, seen: NDArray[np.int64]) -> BatchView:
+        """What the batcher sees."""
+        adapters, kv_tokens, memory = self._workload.adapter_index, self._settings.kv_tokens, None
+        if kv_tokens is not None:
+            free = max(0, kv_tokens - int(self._reserved(self.running).sum()))
+            memory = FreeMemory((free,), self._reserved(seen).astype(np.int64))
+        view = BatchView(adapters[self.running], adapters[seen], self._settings.max_batch_rows, self._merged)
+        return replace(view, paused_steps=self._timeline.paused_steps[self.running], memory=memory)
 
     def _admissible(self, plan: StepPlan, seen: NDArray[np.int64]) -> NDArray[np.int64]:
         """The plan's admissions as far as this step's tokens and the KV memory reach."""
@@ -266,6 +274,7 @@ class SimulatedReplica:
         timeline.busy_s[self.number] += seconds
         timeline.num_steps[self.number] += num_passes
         timeline.row_steps[self.number] += int(tokens.sum())
+        timeline.paused_steps[self.running[~is_served]] += num_passes
         timeline.merged_steps[self.number] += num_passes * (self._merged is not None)
         stays = self._remaining > 0
         self.running, self._remaining, self._context = (

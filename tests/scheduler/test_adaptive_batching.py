@@ -8,17 +8,22 @@ from hypothesis import strategies as st
 
 from lorabatch.scheduler.adaptive_batching import AdaptiveBatcher
 from lorabatch.scheduler.batching import BatchView
+from lorabatch.scheduler.free_memory import FreeMemory
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
 
 RANKS = np.array([16.0, 16.0, 64.0])
 
 
 def make_batcher(cost=DLORA_A800_LLAMA_2_7B, steps=1000.0, **changes):
-    return AdaptiveBatcher(cost, RANKS, steps_to_come=lambda adapter, num_rows: steps, **changes)
+    return AdaptiveBatcher(cost, RANKS, steps_to_come=lambda adapter, num_rows, batch_rows: steps, **changes)
 
 
-def make_view(running, waiting, *, batch=16, merged=None):
-    return BatchView(np.asarray(running, np.int32), np.asarray(waiting, np.int32), batch, merged)
+def make_view(running, waiting, *, batch=16, merged=None, free=None, paused=None, awaited=()):
+    """`free`: how many more rows memory holds."""
+    memory = None if free is None else FreeMemory((free,), np.ones(len(waiting), np.int64), awaited=frozenset(awaited))
+    paused_steps = None if paused is None else np.asarray(paused, np.int64)
+    running_adapter, waiting_adapter = np.asarray(running, np.int32), np.asarray(waiting, np.int32)
+    return BatchView(running_adapter, waiting_adapter, batch, merged, paused_steps=paused_steps, memory=memory)
 
 
 def test_one_adapter_that_fills_the_batch_is_merged():
@@ -64,15 +69,64 @@ def test_only_base_rows_need_no_adapter():
     assert make_batcher().next_step(make_view([], [-1] * 5)).mode == "unmerged"
 
 
+def test_rows_that_find_no_room_are_no_reason_to_merge_their_adapter():
+    assert make_batcher().next_step(make_view([1] * 3, [0] * 100)).merged_adapter == 0
+    for free in (0, 1, 2):
+        plan = make_batcher(may_mix=False).next_step(make_view([1] * 3 + [2], [0] * 100, free=free))
+        assert (plan.mode, plan.serve.all()) == ("unmerged", True)
+
+
+def test_an_adapter_is_merged_once_most_rows_that_memory_holds_are_its_own():
+    plan = make_batcher(may_mix=False).next_step(make_view([1] + [0] * 9, [0] * 100, free=2))
+    assert (plan.mode, plan.merged_adapter) == ("merged", 0)
+    assert plan.serve.tolist() == [False] + [True] * 9
+
+
+def test_rows_that_wait_for_memory_make_a_merge_hold_for_longer():
+    # 48 rows are three batches of sixteen, or twelve of the four that memory holds
+    seen = []
+
+    def steps_to_come(adapter, num_rows, batch_rows):
+        seen.append((adapter, batch_rows))
+        return 48 / batch_rows
+
+    batcher = AdaptiveBatcher(DLORA_A800_LLAMA_2_7B, RANKS, steps_to_come)
+    batcher.next_step(make_view([], [0] * 48))
+    batcher.next_step(make_view([], [0] * 48, free=4))
+    assert seen == [(0, 16), (0, 4)]
+
+
+def test_a_row_that_has_paused_for_long_is_served_to_its_end():
+    for paused, mode in ((255, "merged"), (256, "unmerged")):
+        view = make_view([1] + [0] * 9, [0] * 100, merged=0, paused=[paused] + [0] * 9)
+        plan = make_batcher(may_mix=False).next_step(view)
+        assert plan.mode == mode
+        assert plan.serve[0] == (mode == "unmerged")
+
+
+def test_weights_are_not_switched_to_an_adapter_that_is_still_being_read():
+    for awaited, merged in (((), 0), ((0,), None)):
+        assert (
+            make_batcher().next_step(make_view([1] * 3, [0] * 100, awaited=awaited, free=99)).merged_adapter == merged
+        )
+    # nothing else could run meanwhile
+    assert make_batcher().next_step(make_view([], [0] * 100, awaited=(0,), free=99)).merged_adapter == 0
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     running=st.lists(st.integers(-1, 2), max_size=16),
     waiting=st.lists(st.integers(-1, 2), max_size=30),
     merged=st.sampled_from([None, 0, 1, 2]),
     may_mix=st.booleans(),
+    free=st.sampled_from([None, 0, 1, 5, 40]),
+    paused=st.sampled_from([0, 10**6]),
 )
-def test_every_step_is_sound_and_never_idle(running, waiting, merged, may_mix):
-    view = make_view(running, waiting, merged=merged)
+def test_every_step_is_sound_and_never_idle(running, waiting, merged, may_mix, free, paused):
+    view = make_view(running, waiting, merged=merged, free=free, paused=[paused] * len(running))
     plan = make_batcher(may_mix=may_mix).next_step(view)
     plan.check_integrity(view)
-    assert plan.serve.any() or len(plan.admit) or not (running or waiting)
+    # what is planned can be done: a row that runs, or that finds room, takes part
+    num_admitted = view.taking_part(len(running) + plan.admit).size
+    assert plan.serve.any() or num_admitted or not (running or waiting)
+    assert plan.serve.all() or not paused or len(running) > view.max_batch_rows

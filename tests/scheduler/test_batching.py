@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan, clustered_order
+from lorabatch.scheduler.batching import (
+    BatchView,
+    ClusteredBatcher,
+    InClusters,
+    StepPlan,
+    clustered_order,
+    without_vain_merge,
+)
+from lorabatch.scheduler.free_memory import FreeMemory
 
 
 def make_view(running, waiting, *, batch=8, merged=None):
@@ -45,6 +55,36 @@ def test_the_oldest_row_is_admitted_once_too_many_wait_behind_it():
 def test_an_empty_replica_has_an_empty_step():
     plan = ClusteredBatcher().next_step(make_view([], []))
     assert len(plan.admit) == len(plan.serve) == 0
+
+
+class Seeing:
+    """Keeps what it was shown."""
+
+    def next_step(self, view):
+        self.view = view
+        return ClusteredBatcher().next_step(view)
+
+
+def test_rows_in_clusters_keep_their_sizes():
+    memory = FreeMemory((9,), np.array([1, 2, 3]))
+    inner = Seeing()
+    InClusters(inner).next_step(replace(make_view([5], [7, 5, 7]), memory=memory))
+    assert inner.view.waiting_adapter.tolist() == [5, 7, 7]
+    assert inner.view.memory.row_pages.tolist() == [2, 1, 3]
+
+
+def test_running_rows_and_those_that_find_room_take_part():
+    view = replace(make_view([5, 6], [7, 5, 7]), memory=FreeMemory((3,), np.array([1, 2, 3])))
+    assert view.taking_part(np.arange(5)).tolist() == [0, 1, 2, 3]
+    assert view.taking_part(np.array([0, 4])).tolist() == [0, 4]
+
+
+def test_weights_are_not_switched_to_an_adapter_of_no_row_in_the_step():
+    plan = StepPlan("mixture", 2, np.ones(2, bool), np.array([0]))
+    for merged_now, taking_part, mode in ((None, [1, 2], "mixture"), (2, [1], "mixture"), (None, [1], "unmerged")):
+        found = without_vain_merge(plan, merged_now, np.array(taking_part, np.int32))
+        assert (found.mode, found.merged_adapter) == (mode, None if mode == "unmerged" else 2)
+        assert found.serve.all()
 
 
 def test_a_plan_that_mixes_adapters_in_merged_mode_is_caught():

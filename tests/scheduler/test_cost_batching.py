@@ -11,7 +11,8 @@ from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, I
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.cost_batching import CostBatcher, DloraBatcher
 from lorabatch.scheduler.dispatch import RoundRobinDispatcher
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B
+from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
+from lorabatch.scheduler.merge_waves import MergeWaveBatcher
 from lorabatch.scheduler.serving import ServingSettings, ServingSimulation
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.synthetic import (
@@ -44,14 +45,18 @@ def draw_workload(seed: int, num_rows: int, popularity: np.ndarray) -> Workload:
     )
 
 
-def makespan_s(workload: Workload, cost: CostModel, batcher: Batcher) -> float:
+def simulated(workload: Workload, cost: CostModel, batcher: Batcher, **settings_: int) -> Timeline:
     """One replica that has all rows from the start."""
     arrived = replace(workload, release_s=np.zeros(workload.num_rows))
     timeline = Timeline.empty(workload.num_rows, 1)
-    replica = SimulatedReplica(0, arrived, cost, batcher, ReplicaSettings(max_batch_rows=BATCH), timeline)
+    replica = SimulatedReplica(0, arrived, cost, batcher, ReplicaSettings(BATCH, **settings_), timeline)
     in_turn = RoundRobinDispatcher(np.ones((len(workload.adapters), 1), dtype=bool))
     ServingSimulation(arrived, [replica], in_turn, cost, ServingSettings(BATCH, migrate_every_s=None)).run()
-    return float(timeline.finish_s.max())
+    return timeline
+
+
+def makespan_s(workload: Workload, cost: CostModel, batcher: Batcher, **settings_: int) -> float:
+    return float(simulated(workload, cost, batcher, **settings_).finish_s.max())
 
 
 @pytest.mark.parametrize("merge_s", [0.1, 0.25, 1.0])
@@ -73,6 +78,29 @@ def test_where_lora_is_dear_choosing_by_cost_gains_what_dlora_gains():
     dlora = makespan_s(workload, cost, DloraBatcher(cost, lambda: RANKS, BATCH))
     assert chosen < unmerged * 0.95
     assert chosen < dlora * 1.05
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cost", [CPU_SMOLLM2_135M, H200_LLAMA_3_8B, DLORA_A800_LLAMA_2_7B])
+def test_where_memory_holds_few_rows_choosing_by_cost_comes_near_the_better_of_merged_and_unmerged(cost, seed):
+    generator = np.random.default_rng(seed)
+    workload = draw_workload(seed, 150, power_popularity(4, seed / 2))
+    if seed % 2:
+        in_turn = np.sort(workload.adapter_index)
+        workload = replace(workload, adapter_index=in_turn)
+    # rows reserve 300 tokens on average: from 4 to 16 at once
+    kv_tokens = int(generator.integers(1200, 5000))
+    batchers = (
+        InClusters(ClusteredBatcher()),
+        MergeWaveBatcher(ClusteredBatcher(), lambda adapter: False, min_rows=1),
+        InClusters(CostBatcher(cost, lambda: RANKS, lambda: 60.0)),
+    )
+    *others, chosen = (simulated(workload, cost, batcher, kv_tokens=kv_tokens) for batcher in batchers)
+    assert chosen.num_steps[0] <= min(other.num_steps[0] for other in others) * 1.2
+    assert chosen.finish_s.max() <= min(other.finish_s.max() for other in others) * 1.1
+    assert chosen.switch_s[0] <= chosen.finish_s.max() * 0.1
+    # a row sits out at most as many steps as it is expected to take
+    assert chosen.paused_steps.max() <= 60
 
 
 def test_a_merge_must_pay_for_the_way_back_too():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lorabatch.scheduler.adaptive_batching import AdaptiveBatcher
 from lorabatch.scheduler.baselines import MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
+from lorabatch.scheduler.batching import StepPlan
 from lorabatch.scheduler.cost import StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B as COST
 from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
@@ -97,6 +98,45 @@ def test_memory_limits_admission_until_rows_end():
     assert sorted(run_out(engine)[1]) == [0, 1, 2, 3]
 
 
+class Insisting:
+    """Wants one adapter merged and alone, whatever memory allows; keeps what it was shown."""
+
+    def __init__(self, adapter):
+        self.adapter, self.views = adapter, []
+
+    def next_step(self, view):
+        self.views.append(view)
+        admit = np.flatnonzero(view.waiting_adapter == self.adapter)[: view.max_batch_rows]
+        if not len(admit) and not (view.running_adapter == self.adapter).any():
+            return UnmergedBatcher().next_step(view)
+        return StepPlan("merged", self.adapter, view.running_adapter == self.adapter, admit)
+
+
+def test_a_merge_for_rows_that_find_no_room_is_neither_made_nor_charged():
+    batcher = Insisting(0)
+    engine, timeline = make_replica([1, 0], [50, 50], [20, 5], batcher=batcher, kv_tokens=100)
+    batcher.adapter = 1
+    engine.step(0.0)
+    batcher.adapter = 0
+    for _ in range(10):
+        engine.step(0.0)
+    # adapter 1 was merged and left again, once
+    assert timeline.switch_s[0] == pytest.approx(2 * COST.merge_s)
+    assert [view.memory.gaps for view in batcher.views[:2]] == [(100,), (30,)]
+    assert batcher.views[1].memory.row_pages.tolist() == [70]
+
+
+def test_steps_that_a_row_sits_out_are_counted():
+    batcher = Insisting(1)
+    engine, timeline = make_replica([1, 0], [50, 50], [20, 5], batcher=batcher)
+    engine.step(0.0)
+    batcher.adapter = 0
+    engine.step(0.0)
+    engine.step(0.0)
+    assert timeline.paused_steps.tolist() == [2, 0]
+    assert batcher.views[2].paused_steps.tolist() == [1, 0]
+
+
 def test_what_begins_like_another_row_is_read_but_not_computed_again():
     cost = replace(FREE_LOADS, prefill_pair_s=1e-6)
     engine, _ = make_replica([0], [100], [1], cost=cost, shared_tokens=[64])
@@ -165,7 +205,7 @@ def test_every_row_ends_exactly_once_under_any_policy(rows, policy, kv_tokens, l
         "unmerged": UnmergedBatcher,
         "merged": MergedBatcher,
         "one": OneAtATimeBatcher,
-        "adaptive": lambda: AdaptiveBatcher(COST, np.full(3, 8.0), lambda adapter, num_rows: 50.0),
+        "adaptive": lambda: AdaptiveBatcher(COST, np.full(3, 8.0), lambda adapter, num_rows, batch_rows: 50.0),
     }[policy]()
     engine, timeline = make_replica(
         *zip(*rows, strict=True), batcher=batcher, kv_tokens=kv_tokens, leap_steps=leap[0], is_coarse=leap[1]
