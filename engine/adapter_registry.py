@@ -29,6 +29,7 @@ class AdapterRegistry:
         self._audits: dict[str, AdapterAudit] = {}
         self.code_of: dict[str | None, int] = {None: BASE_CODE}
         self._id_of_code: list[str] = []
+        self._num_elements: dict[str, int] = {}
         self._ranks: NDArray[np.float64] = np.zeros(0)
         members = [shape for site in PACKED_SITES for shape in model.members_of_site(site).values()]
         self._elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
@@ -64,6 +65,8 @@ class AdapterRegistry:
 
     def _enter(self, adapter_id: str, audit: AdapterAudit) -> None:
         self._audits[adapter_id] = audit
+        # asked before every step, for every adapter that rows wait with
+        self._num_elements[adapter_id] = sum(s.rank * (s.in_features + s.out_features) for s in audit.sites)
         self.code_of[adapter_id] = len(self._id_of_code)
         self._id_of_code.append(adapter_id)
 
@@ -92,8 +95,7 @@ class AdapterRegistry:
 
     def num_elements(self, adapter_id: str) -> int:
         """Numbers the adapter's matrices take in the pool."""
-        sites = self._audits[adapter_id].sites
-        return sum(site.rank * (site.in_features + site.out_features) for site in sites)
+        return self._num_elements[adapter_id]
 
     def ranks(self) -> NDArray[np.float64]:
         """Rank of every adapter by its number, float64 [num_adapters]: as if it stood on all linear layers, so that
