@@ -44,7 +44,7 @@ class EngineConfig:
     `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
     per row. `auto_policy`: what mode `auto` decides by: the cost of each step, mixture included; dLoRA's dynamic
     batching; or merged waves for adapters with many rows. `uses_prefix_cache`: rows whose prompts begin alike compute
-    the beginning once (never in `exact`).
+    the beginning once (in `exact` where compiled CPU kernels serve).
     `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
     `launches_ahead`: a GPU's next step may be launched before the last one is read. `cost`: what steps and merges take,
     as mode `auto` decides by (None: the preset of a machine of that kind).

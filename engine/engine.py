@@ -25,6 +25,7 @@ from .completion import Completion
 from .config import EngineConfig, ModelConfig, read_model_config
 from .device_decoder import DeviceDecoder
 from .errors import AdapterRefusedError, AdapterUnusableError
+from .exact_promise import is_arithmetic_fixed
 from .exported_row import ExportedRow
 from .host_tier import HostTier
 from .live_weights import LiveWeights
@@ -75,7 +76,8 @@ class Engine:
         loader = AdapterLoader(read, HostTier(host_tier_bytes(config)))
         copies = copies_for(self._device)
         residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader, copies)
-        shares = shares_prefixes(config, self.model)
+        is_fixed = is_arithmetic_fixed(self.model, self._device, self._dtype) and not self._layout.is_page_wise
+        shares = shares_prefixes(config, self.model, is_arithmetic_fixed=is_fixed)
         prefixes = sharing_for(pool, self._layout, self.model, self._memory) if shares else None
         clean = eraser_for(self._memory, self._layout, self.model)
         self._batch = RunningBatch(

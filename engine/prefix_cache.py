@@ -185,9 +185,10 @@ class PrefixCache:
         return page.parent
 
 
-def shares_prefixes(config: EngineConfig, model: ModelConfig) -> bool:
-    """Not where keys depend on a row's length, nor where bits may not depend on how a prompt was cut."""
-    return config.uses_prefix_cache and config.mode != "exact" and not model.has_length_dependent_rope
+def shares_prefixes(config: EngineConfig, model: ModelConfig, *, is_arithmetic_fixed: bool) -> bool:
+    """Not where keys depend on a row's length; in mode `exact` only where bits do not depend on how a prompt is cut."""
+    may_share = config.mode != "exact" or is_arithmetic_fixed
+    return config.uses_prefix_cache and may_share and not model.has_length_dependent_rope
 
 
 def _owner(key: bytes) -> tuple[str, bytes]:

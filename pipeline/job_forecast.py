@@ -45,7 +45,9 @@ class Forecaster:
         """For a job on so many workers. Raises `JobRequestError` for a cost model that cannot be read."""
         model = read_model_config(job.model_folder)
         cost = choose_cost(job.spec, job.record.model.sha256, model, threads_per_engine(job.spec, num_workers))
-        shares = shares_prefixes(EngineConfig(mode=job.spec.mode), model)
+        # whether workers have compiled kernels is seen when their engines start
+        is_fixed = job.spec.device in ("auto", "cpu") and job.spec.dtype in ("auto", "float32")
+        shares = shares_prefixes(EngineConfig(mode=job.spec.mode), model, is_arithmetic_fixed=is_fixed)
         return cls(job.spec, job.record.adapters, cost, replica_settings(job.spec, model), shares)
 
     def __call__(

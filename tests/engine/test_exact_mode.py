@@ -3,6 +3,7 @@ compiled kernels for any number of threads, without them (torch) for one."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,29 @@ def test_whatever_happens_around_a_row_it_has_the_same_bits(
     for _, request in scenario.arrivals:
         if request.request_id in results:
             assert results[request.request_id] == alone.of(renamed(request, list(folders)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_shared_beginnings_are_computed_once_and_give_the_same_bits(
+    kernels: str, tiny_llama: Path, folders: dict[str, Path], alone: Alone, num_threads: int
+) -> None:
+    """Rows begin alike for up to nine pages, in steps that cut their prompts anywhere."""
+    rng, ids = random.Random(num_threads), [None, *folders]
+    shared = [tuple(rng.randrange(3, 300) for _ in range(150)) for _ in range(2)]
+    requests = []
+    for i in range(24):
+        beginning = rng.choice(shared)[: rng.choice((0, 16, 40, 100, 150))]
+        prompt = beginning + tuple(rng.randrange(3, 300) for _ in range(rng.randrange(1, 30)))
+        sampling = SamplingParams(8, temperature=0.8 * (i % 2), seed=i, logprobs=True, ignore_eos=True)
+        requests.append(Request(f"row-{i}", prompt, rng.choice(ids), sampling, stream_id=i))
+    torch.set_num_threads(num_threads if kernels == "compiled" else 1)
+    for max_step_tokens in (17, 61, 200):
+        config = {"max_batch_rows": 6, "max_step_tokens": max_step_tokens, "pool_bytes": 4 << 20}
+        engine = make_engine(tiny_llama, folders, "exact", **config, num_threads=torch.get_num_threads())
+        results = serve(engine, requests)
+        assert results == {request.request_id: alone.of(request) for request in requests}
+        has_reused = engine.telemetry().reused_prompt_tokens > 300
+        assert has_reused == (kernels == "compiled"), "torch's attention rounds by where a prompt is cut"
 
 
 # Every activation, kind of norm, window, softcap and rope that a family brings.

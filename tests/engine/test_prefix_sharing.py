@@ -125,11 +125,9 @@ def test_aborted_rows_wait_for_no_page(tiny_llama: Path) -> None:
     assert engine.telemetry().pages_used == 0
 
 
-def test_exact_mode_and_angles_that_depend_on_length_share_nothing(
-    tiny_llama: Path, make_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_angles_that_depend_on_length_share_nothing(make_model: Callable[..., Path], tmp_path: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     stretched = make_model(tmp_path / "dynamic", rope_parameters=scaling)
-    for engine in (make_engine(tiny_llama, mode="exact"), make_engine(stretched)):
-        serve(engine, rows([None], 3))
-        assert engine.telemetry().reused_prompt_tokens == 0
+    engine = make_engine(stretched)
+    serve(engine, rows([None], 3))
+    assert engine.telemetry().reused_prompt_tokens == 0

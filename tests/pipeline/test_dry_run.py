@@ -76,8 +76,10 @@ def test_beginnings_that_rows_of_an_adapter_share_are_predicted_once(options: di
     # Two whole pages of 16 tokens, in all rows but one.
     assert found["shared_prompt_tokens"] == 19 * 32
     exact = plan_json(dry_run(options | {"mode": "exact"}), None)
-    assert exact["shared_prompt_tokens"] == 0
-    assert found["predicted_s"] < exact["predicted_s"]
+    assert exact["shared_prompt_tokens"] == 19 * 32
+    on_gpu = plan_json(dry_run(options | {"mode": "exact", "device": "cuda"}), None)
+    assert on_gpu["shared_prompt_tokens"] == 0
+    assert exact["predicted_s"] < on_gpu["predicted_s"]
 
 
 def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_and_totals(
