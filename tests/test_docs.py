@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import distributed
 import pytest
 import typer
 import yaml
@@ -120,6 +121,19 @@ def test_options_named_alone_are_of_a_command_of_ours_or_of_dask(name: str) -> N
     for line in code(ROOT / "docs" / name):
         if line.startswith("-"):
             assert line.split()[0].partition("=")[0] in known, line
+
+
+def test_settings_shown_for_dask_are_those_of_the_installed_one() -> None:
+    (shown_settings,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text("utf-8"), re.DOTALL)
+    known: Any = yaml.safe_load((Path(distributed.__file__).parent / "distributed.yaml").read_text("utf-8"))
+
+    def assert_known(asked: dict[str, Any], known: dict[str, Any]) -> None:
+        assert asked.keys() <= known.keys()
+        for name, value in asked.items():
+            if isinstance(value, dict):
+                assert_known(value, known[name])
+
+    assert_known(yaml.safe_load(shown_settings), known)
 
 
 def test_the_example_in_python_scales_by_our_backlog_and_makes_a_job() -> None:
