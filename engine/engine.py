@@ -81,8 +81,9 @@ class Engine:
         prefixes = sharing_for(pool, self._layout, self.model, self._memory) if shares else None
         clean = eraser_for(self._memory, self._layout, self.model)
         self._batch = RunningBatch(
-            pool, self._layout, residency, self._registry, prefixes, clean, may_switch=config.mode == "auto"
-        )
+            pool, self._layout, residency, self._registry, prefixes, clean,
+            may_switch=config.mode == "auto", merges_all=config.mode == "merged",
+        )  # fmt: skip
         self._live = LiveWeights(self._decoder, by_kernel=isinstance(self._decoder, DeviceDecoder))
         self._lengths = OutputLengths()
         cost = config.cost or (CPU_SMOLLM2_135M if self._device.type == "cpu" else H200_LLAMA_3_8B)

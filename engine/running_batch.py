@@ -26,7 +26,8 @@ from .waiting_rows import WaitingRows
 class RunningBatch:
     """Bookkeeping between requests and steps; no arithmetic on tensors.
 
-    `may_switch`: weights may change while rows run. `clean` erases a run before a row gets it (None: needless).
+    `may_switch`: weights may change while rows run. `merges_all`: no adapter is ever served from the pool. `clean`
+    erases a run before a row gets it (None: needless).
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RunningBatch:
         clean: Callable[[PageRun], None] | None,
         *,
         may_switch: bool,
+        merges_all: bool,
     ) -> None:
         self.pool = pool
         self.residency = residency
@@ -46,6 +48,7 @@ class RunningBatch:
         self._layout = layout
         self._registry = registry
         self._room = Room(pool, layout, residency, registry, prefixes)
+        self._merges_all = merges_all
         self._taken_out: MergedShare | None = None
         self._may_switch = may_switch
         self._waiting = WaitingRows()
@@ -95,11 +98,12 @@ class RunningBatch:
         )
 
     def pages_of_row(self, request: Request) -> int:
-        """Pages of the whole pool that one row occupies by itself, its adapter included."""
+        """Pages of the whole pool that one row occupies by itself, its adapter included unless it is always merged."""
         pages = self._layout.pages_for_tokens(Sequence(request).capacity_tokens)
-        if request.adapter_id is not None and not self._registry.must_merge_id(request.adapter_id):
-            pages += self._room.adapter_pages(request.adapter_id)
-        return pages
+        adapter_id = request.adapter_id
+        if adapter_id is None or self._merges_all or self._registry.must_merge_id(adapter_id):
+            return pages
+        return pages + self._room.adapter_pages(adapter_id)
 
     @property
     def is_mixture(self) -> bool:

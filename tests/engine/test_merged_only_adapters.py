@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft_oracle import register_all
 
 from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig
@@ -73,3 +74,20 @@ def test_rows_of_merged_only_adapters_equal_peft_in_a_batch_with_others(
         engine.step()
     list(engine.run([Request("after", PROMPT, None, SamplingParams(max_tokens=1))]))
     assert engine.weights_sha256() == before
+
+
+def test_mode_merged_needs_no_room_in_the_pool_for_adapters(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
+    """An adapter of rank 64 takes 58 pages of 8 KiB, the row one."""
+    results = {}
+    for mode, pool_bytes in (("merged", 4 * 8192), ("unmerged", 4 * 8192), ("merged", 4 << 20)):
+        engine = Engine(tiny_llama, EngineConfig(mode=mode, pool_bytes=pool_bytes))  # type: ignore[arg-type]
+        (adapter_id,) = register_all(engine, {"rank64": tiny_adapters["rank64"]}).values()
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+        rows = [Request(f"{a}", PROMPT, a, sampling) for a in (adapter_id, None)]
+        results[mode, pool_bytes] = {result.request_id: result for result in engine.run(rows)}
+        engine.check_integrity()
+    small, refused, large = results.values()
+    assert small == large
+    assert small[adapter_id].mode == "merged"
+    assert "raise pool_bytes" in (refused[adapter_id].error or "")
+    assert refused["None"] == small["None"]
