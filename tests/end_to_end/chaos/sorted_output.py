@@ -20,7 +20,8 @@ def sorted_output(output: Path) -> pa.Table:
 
 def digest(output: Path) -> str:
     """SHA-256 over the sorted rows' bytes as an Arrow stream, all columns but `attempts`."""
-    table = sorted_output(output).drop_columns(list(_NOT_AN_ANSWER)).combine_chunks()
+    # each job's parts bear its own name
+    table = sorted_output(output).drop_columns(list(_NOT_AN_ANSWER)).combine_chunks().replace_schema_metadata()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
