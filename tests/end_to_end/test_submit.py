@@ -55,7 +55,8 @@ def background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, background: Path) -> None:
     rows = make_rows(160)
     echo_job.write_input(rows)
-    echo_job.set_engine(step_s=0.1)
+    gate = echo_job.folder / "gate"
+    echo_job.set_engine(step_s=0.1, gate=str(gate))
     done = submit(echo_job)
     assert done.returncode == 0, done.stderr
     job_id = echo_job.record.job_id
@@ -63,6 +64,7 @@ def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, b
     assert not echo_job.store.is_finished()
     assert submit(echo_job).returncode == 2
     assert job_id in lorabatch("list").stdout
+    gate.touch()
     followed = lorabatch("logs", str(echo_job.output), "-f")
     assert "engine process" in followed.stdout
     wait_until(echo_job.store.is_finished)
@@ -99,9 +101,12 @@ def test_jobs_submitted_at_the_same_moment_share_one_background_cluster(
 def test_a_submitted_job_is_cancelled_from_its_output_and_resumed(echo_job: EchoJob, background: Path) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
-    echo_job.set_engine(step_s=0.1)
+    gate = echo_job.folder / "gate"
+    gate.touch()
+    echo_job.set_engine(step_s=0.1, gate=str(gate))
     assert submit(echo_job).returncode == 0
     wait_until(lambda: bool(echo_job.parts()))
+    gate.unlink()  # however long the command takes to start, the job does not end before
     assert lorabatch("cancel", str(echo_job.output)).returncode == 0
     wait_until(lambda: (state := echo_job.store.read_state()) is not None and state.phase == "cancelled")
     kept = echo_job.parts()
