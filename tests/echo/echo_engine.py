@@ -35,7 +35,7 @@ def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, max_tokens: 
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def _slowness(model_folder: Path, slow_factor: float | None) -> float:
+def slowness(model_folder: Path, slow_factor: float | None) -> float:
     """The factor for the first who asks, 1 for all others."""
     if slow_factor is None:
         return 1.0
@@ -55,7 +55,7 @@ class EchoEngine:
         if "fail_start" in options:
             raise ModelFilesError(options["fail_start"])
         self._options = options
-        self._step_s: float = options.get("step_s", 0.0) * _slowness(model_folder, options.get("slow_factor"))
+        self._step_s: float = options.get("step_s", 0.0) * slowness(model_folder, options.get("slow_factor"))
         self.config = config
         self._batch_rows: int = options.get("batch_rows", config.batch_rows)
         self._queue: dict[str, Request] = {}

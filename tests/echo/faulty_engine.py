@@ -1,7 +1,8 @@
 """The real engine with a fault built in: what no real row does on request.
 
 The model folder may hold `faults.json` with `poison_token` (a row whose prompt has it kills the process, as a driver's
-crash would) and `room_for_rows` (an engine set up for more rows than that runs out of memory as soon as it works).
+crash would), `room_for_rows` (an engine set up for more rows than that runs out of memory as soon as it works),
+`step_s` (seconds added to each step) and `slow_factor` (for the engine that starts first, so many times that).
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from echo_engine import slowness
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
@@ -24,6 +28,7 @@ class FaultyEngine(Engine):
     def __init__(self, model_folder: Path, config: EngineConfig) -> None:
         super().__init__(model_folder, config)
         faults = json.loads((model_folder / "faults.json").read_text())
+        self._step_s = faults.get("step_s", 0.0) * slowness(model_folder, faults.get("slow_factor"))
         self._poison_token = faults.get("poison_token")
         self._has_room = config.batch_rows <= faults.get("room_for_rows", config.batch_rows)
         self._is_poisoned = False
@@ -38,4 +43,5 @@ class FaultyEngine(Engine):
             os.kill(os.getpid(), signal.SIGKILL)
         if not self._has_room:
             raise MemoryError("no room for so many rows")
+        time.sleep(self._step_s)
         return super().step()
