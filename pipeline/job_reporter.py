@@ -39,12 +39,7 @@ class JobReporter:
 
     def __call__(self, state: JobState) -> None:
         """A new state. Raises `ErrorBudgetError` when it shows more errors than the job allows."""
-        self._latest = state
-        try:
-            self._store.write_state(state)
-        except StorageError as error:
-            # Storage that fails for a moment costs one update; storage that stays away fails the shards.
-            logger.warning("state not written: %s", error)
+        self._write(state)
         self._progress.update(state)
         self.check_budget(state.rows_error, state.rows)
 
@@ -66,26 +61,28 @@ class JobReporter:
             )
 
     def done(self, result: JobResult) -> None:
-        """The last state of a job that has finished."""
-        self(
-            replace(
-                self._latest,
-                phase="done",
-                updated_at_s=time.time(),
-                rows=result.num_rows,
-                rows_done=result.num_rows,
-                rows_error=result.num_errors,
-                shards=result.num_parts,
-                shards_done=result.num_parts,
-                prompt_tokens=result.prompt_tokens,
-                completion_tokens=result.completion_tokens,
-                tokens_per_s=0.0,
-                eta_s=0.0,
-                batch_fill=result.batch_fill,
-                prefix_hit_rate=result.prefix_hit_rate,
-                workers=(),
-            )
+        """The last state of a job that has finished. What only a running job needs is removed before it is told: a
+        scheduler that hangs lets nobody tell anything, and takes the coordinator along when it is ended."""
+        last = replace(
+            self._latest,
+            phase="done",
+            updated_at_s=time.time(),
+            rows=result.num_rows,
+            rows_done=result.num_rows,
+            rows_error=result.num_errors,
+            shards=result.num_parts,
+            shards_done=result.num_parts,
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+            tokens_per_s=0.0,
+            eta_s=0.0,
+            batch_fill=result.batch_fill,
+            prefix_hit_rate=result.prefix_hit_rate,
+            workers=(),
         )
+        self._write(last)
+        self._store.clean_up()
+        self._progress.update(last)
 
     def heard(self, state: JobState) -> None:
         """A state that another process has told and written down."""
@@ -118,6 +115,14 @@ class JobReporter:
             case _:
                 phase = "failed"
         self._end(phase, str(error) or type(error).__name__)
+
+    def _write(self, state: JobState) -> None:
+        self._latest = state
+        try:
+            self._store.write_state(state)
+        except StorageError as error:
+            # Storage that fails for a moment costs one update; storage that stays away fails the shards.
+            logger.warning("state not written: %s", error)
 
     def _end(self, phase: Phase, message: str) -> None:
         last = replace(self._latest, phase=phase, updated_at_s=time.time(), message=message, workers=(), eta_s=None)

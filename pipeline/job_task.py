@@ -87,7 +87,8 @@ def finished_before(job: OpenedJob) -> JobResult:
     state = job.store.read_state()
     if state is None or state.phase != "done":
         JobReporter(job.store, SilentProgress(), job.spec.error_budget).done(result)
-    job.store.clean_up()
+    else:
+        job.store.clean_up()
     return result
 
 

@@ -179,5 +179,4 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
     job.store.mark_success()
     # Only now: whoever waits for "done" may read the output.
     run.reporter.done(result)
-    job.store.clean_up()
     return result

@@ -46,6 +46,26 @@ def test_what_is_known_of_prompts_outlives_the_run(store: JobStore) -> None:
     assert (state.phase, state.workers, state.prefix_hit_rate) == ("done", (), 0.6)
 
 
+def test_a_finished_job_is_tidy_before_anybody_is_told(store: JobStore) -> None:
+    """Telling goes through the scheduler, which may hang until it is killed, and the coordinator with it."""
+    left: list[list[str]] = []
+
+    class Looking(SilentProgress):
+        def update(self, state: JobState) -> None:
+            left.append(sorted(name for name in ("rows", "wip", "tmp") if store.location.list(f"_lorabatch/{name}")))
+
+    store.location.write("_lorabatch/rows/chunk-00000.arrow", b"rows")
+    store.location.write("_lorabatch/wip/shard-00000.arrow", b"answers")
+    reporter = JobReporter(store, Looking(), ErrorBudget.parse("10%"))
+    reporter(JobState("finishing", 1.0))
+    reporter.done(RESULT)
+    assert left == [["rows", "wip"], []]
+    state = store.read_state()
+    assert state is not None
+    assert state.phase == "done"
+    assert not list(Path(store.url).glob("_lorabatch/*/"))
+
+
 def test_a_stage_of_many_small_steps_is_not_told_step_by_step(store: JobStore) -> None:
     """Every state is a write to storage; the first and the last of a stage are always told."""
     told: list[int] = []
