@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,6 +96,30 @@ def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_
     echo_job.assert_answered(rows)
     assert {name: echo_job.parts()[name] for name in committed} == committed
     assert result.num_reused >= 16 * len(committed)
+
+
+def test_a_client_stopped_at_the_very_end_leaves_no_working_files_behind(echo_job: EchoJob) -> None:
+    """With the scheduler in it, nobody can be told any more that the job is done."""
+    rows = make_rows(64)
+    echo_job.write_input(rows)
+    client = start_client(echo_job)
+    ours, waiting = echo_job.output / "_lorabatch", threading.Event()
+    while not (echo_job.output / "_SUCCESS").exists():
+        assert client.poll() is None, "the client ended by itself"
+        waiting.wait(0.0005)
+    client.send_signal(signal.SIGSTOP)
+    try:
+        give_up_s = time.monotonic() + 10
+        while (left := [n for n in ("rows", "wip", "tmp") if (ours / n).exists()]) and time.monotonic() < give_up_s:
+            waiting.wait(0.05)
+        assert left == []
+    finally:
+        client.kill()
+        client.wait()
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert state.phase == "done"
+    echo_job.assert_answered(rows)
 
 
 def test_a_killed_scheduler_ends_the_run_and_the_next_one_goes_on(echo_job: EchoJob, tmp_path: Path) -> None:
