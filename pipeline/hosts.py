@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distributed import Client
+from distributed.comm.core import CommClosedError
 
 from ..engine.config import EngineConfig
 from ..jobs.opening import OpenedJob
@@ -51,7 +52,15 @@ def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: Jo
         _take_down(client, name)
     run_id = new_run_id(job_id)
     host = EngineHost(run_id, settings, store)
-    if not _answered(lambda: client.register_plugin(host)):
+    try:
+        has_answers = _answered(lambda: client.register_plugin(host))
+    except CommClosedError:
+        # Dask hangs up on whoever asks when a worker is lost while it is asked. All others have been asked too, and
+        # later ones will be; if it is the scheduler that is lost, the next request says so.
+        if client.status != "running":
+            raise
+        has_answers = False
+    if not has_answers:
         logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
     return run_id
 

@@ -18,10 +18,13 @@ import psutil
 import pytest
 from cluster_under_test import existing_cluster
 from distributed import Client
-from echo_job import ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows, processes_of
+from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows, processes_of
 
+from lorabatch.engine.config import EngineConfig
 from lorabatch.jobs.errors import JobFailedError
 from lorabatch.jobs.state import JobState
+from lorabatch.pipeline.hosts import start_hosts, stop_hosts
+from lorabatch.pipeline.messages import EngineSettings
 
 Process = subprocess.Popen[bytes]
 
@@ -160,6 +163,22 @@ def test_a_nanny_killed_on_an_existing_cluster_costs_its_worker_and_no_row(echo_
         with Client(address, set_as_default=False) as client:
             assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
         assert processes_of(nannies[1].pid, "engine") == []
+    echo_job.assert_answered(rows)
+
+
+def test_a_worker_lost_while_it_is_asked_to_start_an_engine_costs_no_job(echo_job: EchoJob, tmp_path: Path) -> None:
+    """It hangs when it is asked, and its nanny is killed before it could answer."""
+    rows = make_rows(48)
+    echo_job.write_input(rows)
+    with existing_cluster(tmp_path, num_workers=2) as (address, nannies, _):
+        victim = processes_of(nannies[0].pid, "worker")[0]
+        with Client(address, set_as_default=False) as client:
+            settings = EngineSettings(str(echo_job.model), EngineConfig(), ECHO_FACTORY)
+            victim.suspend()
+            threading.Timer(2.0, victim.kill).start()
+            run_id = start_hosts(client, "job-1", settings, echo_job.store)
+            stop_hosts(client, run_id)
+        echo_job.run(cluster=address)
     echo_job.assert_answered(rows)
 
 
