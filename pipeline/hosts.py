@@ -53,15 +53,14 @@ def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: Jo
     run_id = new_run_id(job_id)
     host = EngineHost(run_id, settings, store)
     try:
-        has_answers = _answered(lambda: client.register_plugin(host))
+        if not _answered(lambda: client.register_plugin(host)):
+            logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
     except CommClosedError:
         # Dask hangs up on whoever asks when a worker is lost while it is asked. All others have been asked too, and
         # later ones will be; if it is the scheduler that is lost, the next request says so.
         if client.status != "running":
             raise
-        has_answers = False
-    if not has_answers:
-        logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
+        logger.warning("a worker was lost while it was asked to start its engine")
     return run_id
 
 
