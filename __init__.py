@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .jobs.spec import JobSpec
-    from .pipeline.job_result import JobResult
+    from .pipeline.result import JobResult
     from .pipeline.run import run
 
-__version__ = "0.1.0"
 __all__ = ["JobResult", "JobSpec", "__version__", "run"]
 
 # Loaded when first asked for: `import lorabatch` alone costs nothing.
-_HOMES = {"JobSpec": "jobs.spec", "JobResult": "pipeline.job_result", "run": "pipeline.run"}
+_HOMES = {"JobSpec": "jobs.spec", "JobResult": "pipeline.result", "run": "pipeline.run"}
 
 
 def __getattr__(name: str) -> Any:

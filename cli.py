@@ -4,27 +4,62 @@ Heavy packages (torch, dask, pyarrow) are imported inside the commands that need
 `status` answer at once.
 
 `told_errors.py` lists the exit codes.
+
+Commands of `lorabatch bench`.
+
+What a command says when it fails, and its exit code.
+
+0 done; 1 the job failed or its error budget ran out; 2 the request itself was wrong; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import __version__
-from .bench_commands import bench_app
-from .job_command import job_command
-from .jobs.options import JOB_OPTIONS, PLAN_OPTIONS
-from .told_errors import errors_told
+from .console.options import JOB_OPTIONS, PLAN_OPTIONS, job_command
+from .version import __version__
 
 if TYPE_CHECKING:
     from .jobs.spec import JobSpec
     from .jobs.store import JobStore
+
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
+
+
+@bench_app.command("engine")
+def bench_engine(
+    model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
+    vs: Annotated[
+        list[str] | None,
+        typer.Option(help="Peers to run beside: peft, vllm, none; by default those installed. Repeatable."),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1)] = 64,
+    adapters: Annotated[int, typer.Option(min=1)] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+    runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
+    lengths: Annotated[list[str] | None, typer.Option(help="uniform or long-tailed answers; by default both.")] = None,
+) -> None:
+    """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
+    with errors_told():
+        from .benchmarks.engine_bench import main as run_benchmark
+        from .benchmarks.engine_bench import peers_of
+        from .benchmarks.engine_workload import ALL_LENGTHS
+
+        try:
+            kinds = tuple(lengths or ALL_LENGTHS)
+            run_benchmark(model, peers_of(vs), rows, adapters, repeats, save, runs, kinds)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,7 +68,6 @@ app = typer.Typer(
     help="Offline batch inference for many LoRA adapters over one base model, on Dask.",
 )
 app.add_typer(bench_app, name="bench")
-
 OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]
 StorageOption = Annotated[str | None, typer.Option("--storage-options", help="JSON object for fsspec.")]
 TlsCaOption = Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_ca"][1])]
@@ -72,7 +106,8 @@ def demo(
 ) -> None:
     """The main job on a small real model: trained adapters, a Parquet file of prompts, two workers."""
     with errors_told():
-        from .pipeline.demo_job import demo_spec, print_answers
+        from .console.tables import print_answers
+        from .demo.job import demo_spec
 
         spec = demo_spec(output, workers=workers, overwrite=overwrite)
         _run(spec)
@@ -84,8 +119,8 @@ def demo(
 def plan(job_file: Path | None, options: dict[str, Any]) -> None:
     """Dry run: adapters, rows and tokens, waves, placement, memory, predicted seconds and money. Runs nothing."""
     with errors_told():
-        from .pipeline.dry_run import dry_run
-        from .pipeline.plan_report import plan_json, print_plan
+        from .console.plan_tables import plan_json, print_plan
+        from .pipeline.planning.dry_run import dry_run
 
         as_json, price = options.pop("json", False), options.pop("gpu_hour_price", None)
         found = dry_run(options, job_file)
@@ -111,14 +146,14 @@ def simulate(
 ) -> None:
     """The scheduler's own code on simulated workers: policies compared on one job, as a table and as plots."""
     with errors_told():
-        from .pipeline.simulate_job import SimulationRequest, simulate_job
+        from .console.tables import print_simulation
+        from .pipeline.planning.simulate import SimulationRequest, simulate_job
 
         wanted = tuple(policy or ())
-        simulate_job(
-            SimulationRequest(
-                job_file, trace, rows, adapters, skew, workers, wanted, cost_model, batch_rows, seed, output
-            )
+        request = SimulationRequest(
+            job_file, trace, rows, adapters, skew, workers, wanted, cost_model, batch_rows, seed, output
         )
+        print_simulation(simulate_job(request))
 
 
 @app.command()
@@ -133,7 +168,8 @@ def profile(
 ) -> None:
     """Measure this machine's cost model: prefill, decode, LoRA by rank, merge, adapter load. About two minutes."""
     with errors_told():
-        from .pipeline.profile_engines import ProfileRequest, print_profile, profile_model
+        from .console.tables import print_profile
+        from .pipeline.planning.profile import ProfileRequest, profile_model
 
         request = ProfileRequest(model, workers, engine_threads, batch_rows, step_tokens, max_seconds=max_seconds)
         print_profile(*profile_model(request, save))
@@ -152,7 +188,8 @@ def audit(
     Exit code 1 when any is refused.
     """
     with errors_told():
-        from .pipeline.adapter_audits import audit_folders, print_audits
+        from .console.tables import print_audits
+        from .jobs.adapters import audit_folders
 
         options = _storage_options(storage_options)
         audits = audit_folders(adapters, model, options, check_values=not headers_only)
@@ -232,7 +269,7 @@ def logs(
 ) -> None:
     """Print what client, workers and engines of a job have logged."""
     with errors_told():
-        from .jobs.log_tail import log_lines
+        from .jobs.status import log_lines
 
         for line in log_lines(_store(output, storage_options), follow=follow):
             typer.echo(line)
@@ -249,7 +286,7 @@ def list_jobs(
 ) -> None:
     """Jobs that a cluster runs or keeps."""
     with errors_told():
-        from .jobs.tls import TlsFiles
+        from .jobs.spec import TlsFiles
         from .pipeline.submit import list_jobs as jobs_of
 
         found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key))
@@ -273,7 +310,7 @@ def report(
 
 
 def _run(spec: JobSpec) -> None:
-    from .pipeline.progress import ConsoleProgress
+    from .console.progress import ConsoleProgress
     from .pipeline.run import run as run_job
 
     with ConsoleProgress() as progress:
@@ -298,3 +335,22 @@ def _storage_options(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise JobRequestError(f"storage_options: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """An error of ours becomes its message and its exit code; anything else is a defect and shows its trace."""
+    from .engine.errors import EngineError
+    from .jobs.errors import JobError
+
+    try:
+        yield
+    except JobError as error:
+        typer.secho(f"lorabatch: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except EngineError as error:
+        typer.secho(f"lorabatch: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.secho("lorabatch: interrupted. Run the same command again to go on.", err=True)
+        raise typer.Exit(130) from None

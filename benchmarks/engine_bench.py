@@ -20,9 +20,19 @@ from typing import Any
 
 from rich.console import Console
 
-from .engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, TORCH_CEILING, UNMERGED, Run, as_json, tables
-from .engine_workload import ALL_LENGTHS, Lengths, make_workload
-from .provenance import provenance
+from lorabatch.benchmarks.engine_result import (
+    CEILING,
+    MERGED,
+    MERGED_ONE,
+    NO_LORA,
+    TORCH_CEILING,
+    UNMERGED,
+    Run,
+    as_json,
+    tables,
+)
+from lorabatch.benchmarks.engine_workload import ALL_LENGTHS, Lengths, make_workload
+from lorabatch.benchmarks.provenance import provenance
 
 PEERS = {"peft": ("PEFT merged", "PEFT mixed"), "vllm": ("vLLM",)}
 _PACKAGES = ("torch", "transformers", "peft", "vllm", "numpy")
@@ -88,7 +98,7 @@ def peers_of(vs: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _demo_base() -> Path:
-    from ..demo.base_model import base_model_folder
+    from lorabatch.demo.base_model import base_model_folder
 
     return base_model_folder()
 

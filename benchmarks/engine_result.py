@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .engine_workload import EngineWorkload
+from lorabatch.benchmarks.engine_workload import EngineWorkload
 
 NO_LORA, UNMERGED, MERGED = "lorabatch no LoRA", "lorabatch unmerged", "lorabatch merged"
 MERGED_ONE = "lorabatch merged, all rows of one adapter"

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from ..engine.adapter import audit_adapter
-from ..engine.config import EngineConfig, Mode, read_model_config
-from ..engine.engine import Engine
-from ..engine.linear import Linear
-from ..engine.request import Request, SamplingParams
-from ..kernels.packed_weight import can_pack
-from .engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, TORCH_CEILING, UNMERGED, Run
-from .engine_workload import RANKS, BenchRow, EngineWorkload
+from lorabatch.benchmarks.engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, TORCH_CEILING, UNMERGED, Run
+from lorabatch.benchmarks.engine_workload import RANKS, BenchRow, EngineWorkload
+from lorabatch.engine.config import EngineConfig, Mode, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.models.layers import Linear
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.kernels.packed_weight import can_pack
 
 PEFT_BATCH = 32
 _WARM_BYTES = 3 << 30

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ..engine.config import ModelConfig, read_model_config
-from ..engine.random_adapter import write_random_adapter
+from lorabatch.engine.config import read_model_config
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.peft.random import write_random_adapter
 
 Lengths = Literal["uniform", "long-tailed"]
 ALL_LENGTHS: tuple[Lengths, ...] = get_args(Lengths)

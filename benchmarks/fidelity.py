@@ -26,21 +26,21 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ..demo.base_model import base_model_folder
-from ..engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, read_model_config
-from ..engine.random_adapter import write_random_adapter
-from ..jobs.cost_profile import read_profile
-from ..jobs.spec import JobSpec
-from ..jobs.store import JobStore
-from ..pipeline.demo_job import demo_spec
-from ..pipeline.dry_run import dry_run
-from ..pipeline.job_forecast import job_batcher
-from ..pipeline.profile_engines import machine
-from ..pipeline.run import run
-from ..scheduler.forecast import plan_waves, predicted_lengths
-from ..scheduler.policies import run_planned
-from ..scheduler.simulated_replica import ReplicaSettings
-from .fidelity_results import Fidelity
+from lorabatch.benchmarks.fidelity_results import Fidelity
+from lorabatch.demo.base_model import base_model_folder
+from lorabatch.demo.job import demo_spec
+from lorabatch.engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, read_model_config
+from lorabatch.engine.peft.random import write_random_adapter
+from lorabatch.jobs.cost_profile import read_profile
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.planning.dry_run import dry_run
+from lorabatch.pipeline.planning.forecast import job_batcher
+from lorabatch.pipeline.planning.profile import machine
+from lorabatch.pipeline.run import run
+from lorabatch.scheduler.forecast import plan_waves, predicted_lengths
+from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.scheduler.simulation.run import run_planned
 
 NUM_WORKERS = 2
 DEMO = "the demo"

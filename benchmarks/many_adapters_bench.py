@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from ..demo.base_model import base_model_folder
-from ..engine.adapter import audit_adapter
-from ..engine.config import EngineConfig, read_model_config
-from ..engine.engine import Engine
-from ..engine.random_adapter import write_random_adapter
-from ..engine.request import Request, SamplingParams
-from ..engine.step_batch import PageLayout
-from .provenance import commit, cpu_name
+from lorabatch.benchmarks.provenance import commit, cpu_name
+from lorabatch.demo.base_model import base_model_folder
+from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.memory.pool import PageLayout
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.random import write_random_adapter
+from lorabatch.engine.request import Request, SamplingParams
 
 NUM_ADAPTERS, HELD, ROWS_EACH, RANK = 1000, 50, 4, 4
 PROMPT_TOKENS, OUTPUT_TOKENS, BATCH_ROWS = 16, 16, 32

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from ..engine.adapter import audit_adapter
-from ..engine.config import EngineConfig
-from ..engine.engine import Engine
-from ..engine.random_adapter import write_random_adapter
-from ..engine.request import Request, SamplingParams
-from .provenance import commit, cpu_name
+from lorabatch.benchmarks.provenance import commit, cpu_name
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.random import write_random_adapter
+from lorabatch.engine.request import Request, SamplingParams
 
 SYSTEM_TOKENS, USER_TOKENS, OUTPUT_TOKENS = 256, (16, 48), 16
 NUM_ROWS, RANKS = 48, (8, 16, 32, 64)
@@ -81,7 +81,7 @@ def _requests(adapter_ids: list[str], vocab_size: int) -> list[Request]:
 
 def main(repeats: int = 3, result_path: Path | None = None) -> dict[str, Any]:
     """Run the benchmark, print its result, and save it if asked."""
-    from ..demo.base_model import base_model_folder
+    from lorabatch.demo.base_model import base_model_folder
 
     model = base_model_folder()
     runs: dict[bool, list[Run]] = {True: [], False: []}

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..kernels.native import native_build
+from lorabatch.kernels.native import native_build
 
 
 def provenance(packages: Iterable[str]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..engine.config import EngineConfig
-from ..engine.engine import Engine
-from ..engine.request import Request, SamplingParams
-from .engine_systems import run_ours
-from .engine_workload import EngineWorkload, make_workload
-from .provenance import provenance
+from lorabatch.benchmarks.engine_systems import run_ours
+from lorabatch.benchmarks.engine_workload import EngineWorkload, make_workload
+from lorabatch.benchmarks.provenance import provenance
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request, SamplingParams
 
 NUM_ROWS, NUM_ADAPTERS, REPEATS = 32, 8, 3
 STOPS = ("###", "\n\nQuestion:")
@@ -46,7 +46,7 @@ def text_share(workload: EngineWorkload, stop: tuple[str, ...]) -> float:
 
 def main(result_path: Path | None = None) -> None:
     """Run the benchmark, print its result, and save it if asked."""
-    from ..demo.base_model import base_model_folder
+    from lorabatch.demo.base_model import base_model_folder
 
     seconds: dict[str, list[float]] = {"unmerged": [], "exact": []}
     tokens: dict[str, Any] = {}

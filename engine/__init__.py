@@ -1,1 +1,1 @@
-"""One device, one base model, many adapters. Light modules (config, request, adapter audit) load no torch."""
+"""One device, one base model, many adapters. Light modules (config, request, peft audit) load no torch."""

@@ -1,6 +1,14 @@
 """One engine: one device, one base model, many adapters, one running batch.
 
 `add` hands rows over, `step` makes one forward pass and returns what finished.
+
+Why a row cannot be served, found before it is queued.
+
+How long completions turn out, learned from the finished ones: what a batcher's forecast rests on.
+
+What an engine has computed since it started.
+
+What computes the steps of a decoder.
 """
 
 from __future__ import annotations
@@ -8,45 +16,47 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..scheduler.batching import Batcher, BatchView, StepPlan, everybody_unmerged
-from ..scheduler.machines import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
-from .adapter_copies import copies_for
-from .adapter_loader import AdapterLoader
-from .adapter_registry import AdapterRegistry
-from .batcher import choose_batcher
-from .choose_runner import choose_runner
-from .completion import Completion
-from .config import EngineConfig, ModelConfig, read_model_config
-from .device_decoder import DeviceDecoder
+from ..scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from .batching.batch import RunningBatch
+from .batching.policy import choose_batcher
+from .batching.prefix_sharing import sharing_for
+from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError
-from .exact_promise import is_arithmetic_fixed
-from .exported_row import ExportedRow
-from .host_tier import HostTier
-from .live_weights import LiveWeights
-from .load_decoder import load_decoder
-from .memory_plan import adapters_lie_in_panels, choose_device, host_tier_bytes, plan_memory, zeroed_memory
-from .output_lengths import OutputLengths
-from .pool import PagePool
-from .prefix_cache import shares_prefixes
-from .prefix_sharing import sharing_for
-from .request import Request, Result, ServedMode
-from .residency import AdapterResidency
-from .rope import restarts_at
-from .row_problem import problem_with
-from .running_batch import RunningBatch
-from .sampler import NO_TOKEN
-from .sequence import Sequence
-from .stale_pages import eraser_for
-from .step_batch import StepEntry
-from .step_counts import StepCounts
-from .step_runner import StepsInFlight
-from .telemetry import EngineTelemetry
+from .memory.allocation import (
+    adapters_lie_in_panels,
+    choose_device,
+    eraser_for,
+    host_tier_bytes,
+    plan_memory,
+    zeroed_memory,
+)
+from .memory.copies import copies_for
+from .memory.loader import AdapterLoader, HostTier
+from .memory.pool import PageLayout, PagePool
+from .memory.prefix_cache import shares_prefixes
+from .memory.registry import AdapterRegistry
+from .memory.residency import AdapterResidency
+from .model_config.model import ModelConfig
+from .models.decoder import Decoder
+from .models.exact import is_arithmetic_fixed
+from .models.gpu_decoder import DeviceDecoder
+from .models.load import load_decoder
+from .models.merge import LiveWeights
+from .models.rope import restarts_at
+from .models.step_batch import StepEntry
+from .request import EngineTelemetry, ExportedRow, Request, Result, Sequence, ServedMode
+from .runner.gpu_runner import DeviceRunner
+from .runner.runner import HostRunner, StepRunner, StepsInFlight
+from .runner.sampler import NO_TOKEN
+from .text.completion import Completion
 
 
 class Engine:
@@ -297,3 +307,89 @@ class Engine:
         elif restarts_at(self.model.layer_ropes, sequence.total_tokens):
             sequence.num_stored = 0
         return result
+
+
+def problem_with(
+    row: ExportedRow, registry: AdapterRegistry, batch: RunningBatch, max_context_tokens: int
+) -> str | None:
+    """A plain sentence, or None for a row that can be served."""
+    request = row.request
+    problems = request.sampling.problems() or row.problems()
+    if problems:
+        return "; ".join(problems)
+    if request.adapter_id is not None and request.adapter_id not in registry:
+        return f"adapter {request.adapter_id[:12]} is not known to this engine"
+    ids, vocab_size = request.prompt_token_ids, registry.vocab_size(request.adapter_id)
+    if not ids:
+        return "the prompt has no tokens"
+    if min(ids + row.token_ids) < 0 or max(ids + row.token_ids) >= vocab_size:
+        return f"prompt_token_ids must lie in 0..{vocab_size - 1}"
+    max_tokens = request.sampling.max_tokens
+    if len(ids) + max_tokens > max_context_tokens:
+        return (
+            f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of {max_context_tokens} tokens"
+        )
+    pages, num_pages = batch.pages_of_row(request), batch.pool.num_pages
+    if pages > num_pages:
+        return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"
+    return None
+
+
+# Until rows have finished, half of `max_tokens` is expected, as if so many rows had shown it. The first rows to
+# finish are short ones: a few of them must not decide.
+_PRIOR_ROWS = 16
+
+
+class OutputLengths:
+    """Mean completion of an engine's rows, in tokens."""
+
+    def __init__(self) -> None:
+        self._num_asked = self._asked_tokens = 0
+        self._num_finished = self._finished_tokens = 0
+
+    def asked(self, max_tokens: int) -> None:
+        """A row came that may generate so many tokens."""
+        self._num_asked += 1
+        self._asked_tokens += max_tokens
+
+    def finished(self, num_tokens: int) -> None:
+        """A row ended after so many."""
+        self._num_finished += 1
+        self._finished_tokens += num_tokens
+
+    def mean(self) -> float:
+        """Tokens expected of a row; 1 before any row came."""
+        prior = self._asked_tokens / self._num_asked / 2 if self._num_asked else 1.0
+        return (_PRIOR_ROWS * prior + self._finished_tokens) / (_PRIOR_ROWS + self._num_finished)
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Totals as `EngineTelemetry` tells them."""
+
+    steps: int = 0
+    step_rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+    def launching(self, entries: Items[StepEntry]) -> None:
+        """A step of these entries is about to be launched."""
+        self.steps += 1
+        self.step_rows += len(entries)
+        for entry in entries:
+            prompt_left = max(entry.sequence.prompt_tokens - entry.sequence.num_stored, 0)
+            self.prompt_tokens += min(entry.num_tokens, prompt_left)
+
+
+def choose_runner(
+    decoder: Decoder,
+    live: LiveWeights,
+    memory: Tensor,
+    layout: PageLayout,
+    config: EngineConfig,
+    completion: Completion,
+) -> StepRunner:
+    """Steps over `memory` (the flat pool): on a device by its kernels, else on the host. `live`: of the decoder."""
+    if isinstance(decoder, DeviceDecoder):
+        return DeviceRunner(decoder, live, memory, layout, config, completion.stop_tokens)
+    return HostRunner(decoder, memory, layout, completion.stop_tokens)

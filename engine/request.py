@@ -1,6 +1,15 @@
 """A request, what is asked of it, and what comes back. Plain data: no torch, no Dask.
 
 A `Request` is one input row, immutable. The engine works on it as a `Sequence`; its outcome is a `Result`.
+
+An unfinished row taken out of one engine, so that another can go on with it. Plain data: no torch.
+
+Keys and values stay behind: the next engine computes them anew from prompt and tokens. The random stream needs no
+state either: its position is the number of tokens (`random_stream`).
+
+What an engine says about itself about once a second. Plain data: no torch.
+
+A request while the engine works on it.
 """
 
 from __future__ import annotations
@@ -102,3 +111,153 @@ class Result:
     def completion_tokens(self) -> int:
         """Tokens generated, a final stop token included."""
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedRow:
+    """A request and what was generated for it so far; a row that has not begun brings no tokens.
+
+    `token_logprobs` has one number per token when the request asks for log-probabilities, else none.
+    """
+
+    request: Request
+    token_ids: tuple[int, ...] = ()
+    token_logprobs: tuple[float, ...] = ()
+
+    def problems(self) -> list[str]:
+        """What is wrong with the row as a whole, beside its request: empty unless somebody invented it."""
+        sampling = self.request.sampling
+        num_logprobs = len(self.token_ids) if sampling.logprobs else 0
+        checks = [
+            (
+                len(self.token_ids) < sampling.max_tokens,
+                f"the row brings {len(self.token_ids)} tokens, max_tokens={sampling.max_tokens}: it is finished",
+            ),
+            (
+                len(self.token_logprobs) == num_logprobs,
+                f"the row brings {len(self.token_logprobs)} log-probabilities, expected {num_logprobs}",
+            ),
+        ]
+        return [message for holds, message in checks if not holds]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTelemetry:
+    """A snapshot between two steps.
+
+    `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. `running_tokens`: what
+    the sequences in the batch have generated so far. Token and step
+    counts are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
+    are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
+    rows of all steps: per step, they are the occupancy of the batch. `busy_s`: spent in steps, as the process counts.
+    `adapter_loads` count copies
+    into the pool, `adapter_reads` those from storage; `adapter_stall_s` is how long steps waited for both.
+    """
+
+    num_running: int
+    num_waiting: int
+    resident_adapter_ids: tuple[str, ...]
+    mode: ServedMode
+    pages_used: int
+    pages_total: int
+    prompt_tokens: int
+    generated_tokens: int
+    num_steps: int
+    reused_prompt_tokens: int = 0
+    num_step_rows: int = 0
+    busy_s: float = 0.0
+    running_tokens: int = 0
+    adapter_loads: int = 0
+    adapter_reads: int = 0
+    adapter_stall_s: float = 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of all prompt tokens that nobody had to compute."""
+        return self.reused_prompt_tokens / max(self.prompt_tokens + self.reused_prompt_tokens, 1)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`num_stored`: tokens (prompt first, then generated) whose keys and values are in the pool.
+
+    `prompt_tokens` counts the prompt alone; a sequence moved here from another engine brings `token_ids` along.
+    `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
+    device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
+    adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.
+    `num_paused`: steps that it sat out, holding memory.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)  # generated
+    token_logprobs: list[float] = field(default_factory=list)
+    num_stored: int = 0
+    num_pending: int = 0
+    mode: ServedMode | None = None
+    holds_adapter: bool = False
+    num_reused: int = 0
+    num_paused: int = 0
+
+    @classmethod
+    def of(cls, row: ExportedRow) -> Sequence:
+        """The sequence that goes on where `row` stopped; nothing of it is stored yet."""
+        return cls(row.request, list(row.token_ids), list(row.token_logprobs))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens so far, prompt and generated."""
+        return self.prompt_tokens + self.num_generated
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose keys and values the sequence may have to store: the last one is never read back."""
+        return self.prompt_tokens + self.request.sampling.max_tokens - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token is left to compute, and it yields the next one."""
+        return self.num_stored == self.total_tokens - 1 and self.num_generated > 0
+
+    @property
+    def awaits_end(self) -> bool:
+        """Its last token is pending: nothing is left to launch."""
+        return self.num_pending > 0 and self.num_generated >= self.request.sampling.max_tokens
+
+    def served(self, mode: ServedMode) -> None:
+        """Count a step's mode; a row that saw more than one was served by a mixture."""
+        self.mode = mode if self.mode in (None, mode) else "mixture"
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions `start:end` of prompt and completion together."""
+        prompt = self.request.prompt_token_ids
+        if end <= len(prompt):
+            return list(prompt[start:end])
+        generated = self.token_ids[max(start - len(prompt), 0) : end - len(prompt)]
+        return [*prompt[start:], *generated]
+
+    def exported(self) -> ExportedRow:
+        """What another engine needs to go on."""
+        return ExportedRow(self.request, tuple(self.token_ids), tuple(self.token_logprobs))
+
+    def result(self, text: str, finish_reason: FinishReason) -> Result:
+        """The outcome, once nothing more will be generated."""
+        assert self.mode is not None, f"row {self.request.request_id} ended before its first step"
+        return Result(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            text=text,
+            finish_reason=finish_reason,
+            prompt_tokens=self.prompt_tokens,
+            mode=self.mode,
+            token_logprobs=tuple(self.token_logprobs) if self.request.sampling.logprobs else None,
+            reused_prompt_tokens=self.num_reused,
+        )

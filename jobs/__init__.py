@@ -1,1 +1,1 @@
-"""The paper: what a job is, whether it is valid, and where its records lie. No Dask, no torch."""
+"""What a job is on paper: specification, validation, record, store, status. No Dask, no torch."""

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.gguf_model import default_cache_root
-from ..scheduler.cost import CostModel
-from ..scheduler.fitting import FitQuality
+from ..engine.local_cache import default_cache_root
+from ..scheduler.cost import CostModel, FitQuality
 from .errors import JobRequestError
 
 _FORMAT = 1

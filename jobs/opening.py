@@ -9,31 +9,21 @@ import logging
 import platform
 import time
 import uuid
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from ..engine.adapter.audit import AdapterAudit, audit_adapter
-from ..engine.config import ModelConfig
-from ..engine.errors import ModelFilesError
-from ..engine.tokenizer import Tokenizer
-from .errors import DamagedRecordError, OutputConflictError, StorageError
-from .local_copy import local_folder
-from .model_content import model_sha256
-from .record import AdapterRecord, JobRecord, ModelRecord, differences, public_spec
-from .secrets import redacted_url
+from .adapters import audit_all
+from .errors import DamagedRecordError, OutputConflictError
+from .record import JobRecord, JobState, ModelRecord, differences, public_spec
 from .spec import JobSpec
-from .state import JobState
+from .storage.local_copy import model_sha256
+from .storage.redaction import redacted_url
 from .store import JobStore
 from .validation import CheckedJob, check_job
 
 logger = logging.getLogger(__name__)
-
-_PARALLEL_AUDITS = 4
 # A running job rewrites its state about once a second; a coordinator that hangs is replaced after so long.
 _SILENCE_S = 20.0
 _LOOK_INTERVAL_S = 0.5
@@ -157,59 +147,6 @@ def make_record(checked: CheckedJob) -> JobRecord:
         input=checked.input,
         with_logprobs=spec.logprobs or "logprobs" in checked.input.roles,
     )
-
-
-def audit_all(
-    adapters: Mapping[str, str], model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
-) -> tuple[AdapterRecord, ...]:
-    """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged."""
-
-    def audit(item: tuple[str, str]) -> AdapterRecord:
-        return _audit(*item, model_folder, model, storage_options)
-
-    with ThreadPoolExecutor(_PARALLEL_AUDITS) as pool:
-        return tuple(pool.map(audit, adapters.items()))
-
-
-def _audit(
-    name: str, url: str, model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
-) -> AdapterRecord:
-    try:
-        folder = local_folder(url, storage_options)
-        found = audit_adapter(folder, model, name)
-        problems = _tokenizer_problems(folder, model_folder, found)
-    except (StorageError, ModelFilesError) as error:
-        problems = [str(error)]
-    if problems:
-        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=tuple(problems))
-    return AdapterRecord(
-        name=name,
-        url=redacted_url(url),
-        verdict=found.verdict,
-        reasons=found.reasons,
-        sha256=found.identity_sha256 or "",
-        rank=found.max_rank,
-        weight_bytes=found.weight_bytes,
-        tokenizer_sha256=found.tokenizer_sha256,
-        vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
-    )
-
-
-def _tokenizer_problems(folder: Path, model_folder: Path, audit: AdapterAudit) -> list[str]:
-    """Why the adapter's own tokenizer cannot be used with this base. Raises `ModelFilesError` when it is damaged."""
-    if not audit.has_own_tokenizer or audit.verdict == "refused":
-        return []
-    own = Tokenizer.from_folder(folder, base=model_folder)
-    problems = own.conflicts(Tokenizer.from_folder(model_folder))
-    if problems:
-        shown = "; ".join(problems[:5])
-        return [f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with."]
-    if own.vocab_size > audit.vocab_size:
-        return [
-            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
-            "resized embedding, or remove the tokenizer from its folder."
-        ]
-    return []
 
 
 def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:

@@ -2,26 +2,33 @@
 
 Frozen. Built from a job file (`from_yaml`), from options (`from_values`) or in Python. Whatever is wrong with
 the values is raised at once, as one `JobRequestError`. Nothing here touches storage; `validation.py` does.
+
+How many rows of a job may end in errors: a count, or a percentage of its rows.
+
+The PEM files by which a client and a `tls://` cluster know each other.
+
+The job file: a YAML mapping of a job's options, as people write it. `JobSpec` judges what is in it.
+
+What is wrong with a job's options, in sentences: which one, its value, what is expected, where to look.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..engine.config import Mode
 from ..engine.request import SamplingParams
-from .error_budget import ErrorBudget
 from .errors import JobRequestError
-from .job_file import read_job_file
-from .location import absolute
-from .option_problems import unknown_options, value_problems, with_next_step, with_suggestion
-from .secrets import redacted_url
-from .tls import TLS_FIELDS, TlsFiles
+from .storage.location import absolute
+from .storage.redaction import redacted_url, scrubbed
 
 SAMPLING_FIELDS = (
     "max_tokens",
@@ -270,3 +277,131 @@ def _pairs(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict
             raise ValueError(f"{name!r} is given twice: {pairs[name]!r} and {target!r}; keep one")
         pairs[name] = target
     return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBudget:
+    """Exactly one of `count` and `percent` is set."""
+
+    count: int | None = None
+    percent: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ErrorBudget:
+        """From `"25"` (rows) or `"10%"`. Raises ValueError with the expectation."""
+        text = text.strip()
+        expected = f"{text!r}: expected a count of rows such as 25, or a share of them such as 10%"
+        try:
+            budget = cls(percent=float(text[:-1])) if text.endswith("%") else cls(count=int(text))
+        except ValueError:
+            raise ValueError(expected) from None
+        if budget.percent is not None and not 0.0 <= budget.percent <= 100.0:
+            raise ValueError(expected)
+        if budget.count is not None and budget.count < 0:
+            raise ValueError(expected)
+        return budget
+
+    def limit(self, num_rows: int) -> int:
+        """The most error rows allowed among `num_rows`."""
+        if self.count is not None:
+            return self.count
+        assert self.percent is not None
+        return int(num_rows * self.percent / 100.0)
+
+    def allows(self, num_errors: int, num_rows: int) -> bool:
+        """Whether a job of `num_rows` may go on with `num_errors` of them wrong."""
+        return num_errors <= self.limit(num_rows)
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%" if self.percent is not None else f"{self.count} rows"
+
+
+TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths on this machine; all three or none. `tls_ca`: of the authority that signed the cluster's certificates."""
+
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+    def problems(self, cluster: str) -> list[str]:
+        """What is wrong with them for this cluster's address, as plain sentences."""
+        given = {name: value for name in TLS_FIELDS if (value := getattr(self, name)) is not None}
+        problems = [
+            f"{name}={path!r}: no such file. Name a PEM file on this machine with --{name.replace('_', '-')}."
+            for name, path in given.items()
+            if not Path(path).is_file()
+        ]
+        missing = [name for name in TLS_FIELDS if given and name not in given]
+        if missing:
+            problems.append(f"{', '.join(missing)}: required beside {', '.join(given)}. Give all three PEM files.")
+        if given and not cluster.startswith("tls://"):
+            problems.append(f"cluster={cluster!r}: TLS files are for an address such as tls://10.0.0.5:8786.")
+        return problems
+
+
+def read_job_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The values in a job file, with `overrides` taking precedence. Raises `JobRequestError`."""
+    values = {name.replace("-", "_"): value for name, value in _read_yaml(Path(path)).items()}
+    return values | dict(overrides or {})
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobRequestError(f"job file {path}: not found. Check the path.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobRequestError(f"job file {path}: cannot be read ({error}).") from None
+    except yaml.YAMLError as error:
+        raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
+    if not isinstance(value, dict):
+        raise JobRequestError(f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}.")
+    return {str(name): item for name, item in value.items()}
+
+
+# Where pydantic's own words would say little.
+_EXPECTED = {
+    "name": "expected 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
+    "model": "expected a folder, GGUF file, hub id or URL",
+    "input": "expected a Parquet file, folder, glob or URL",
+    "output": "expected a folder or URL",
+    "cluster": "expected local, local-cuda, or an address such as tcp://10.0.0.5:8786",
+}
+
+
+def unknown_options(values: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
+    """One finding for each key that is not an option's name."""
+    return [with_suggestion(f"{name}: not an option", name, names) for name in values if name not in names]
+
+
+def with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
+    """`text`, and which of the choices may have been meant."""
+    close = difflib.get_close_matches(word, choices, n=2, cutoff=0.6)
+    return f"{text}; did you mean {' or '.join(map(repr, close))}?" if close else text
+
+
+def with_next_step(problem: str) -> str:
+    """A finding about an option as a whole sentence that says where to look."""
+    return problem if problem.endswith((".", "?")) else f"{problem}. See `lorabatch run --help`."
+
+
+def value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """pydantic's findings in our form: `field=value: expectation`; storage options without their values."""
+    sentences = []
+    for found in error.errors(include_url=False):
+        field = ".".join(str(part) for part in found["loc"][:1])
+        expectation = _EXPECTED.get(field) or found["msg"].removeprefix("Value error, ")
+        expectation = expectation.replace("Input should be", "expected").replace("greater than or equal to", "at least")
+        if found["type"] == "missing":
+            option = f"--{field.replace('_', '-')}"
+            sentences.append(f"{field}: required and not given. Add {option}, or the key {field} in the job file.")
+        elif field == "storage_options":
+            sentences.append(f"{field}: {expectation}")
+        else:
+            sentences.append(f"{field}={values.get(field)!r}: {expectation}")
+    # values may be URLs
+    return [scrubbed(sentence, {}) for sentence in dict.fromkeys(sentences)]

@@ -1,16 +1,19 @@
-"""What is known of a job from its output alone: no cluster is asked, and the job may run anywhere or nowhere."""
+"""What is known of a job from its output alone: no cluster is asked, and the job may run anywhere or nowhere.
+
+A job's logs as they grow.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .errors import JobRequestError, MissingFileError
-from .record import JobRecord
-from .secrets import redacted_url
-from .state import JobState
+from .record import JobRecord, JobState
+from .storage.redaction import redacted_url
 from .store import JobStore
 
 # A running job rewrites its state about once a second; one that has not for so long has lost its runner.
@@ -134,3 +137,22 @@ def _remaining(eta_s: float | None) -> str:
     minutes, seconds = divmod(round(eta_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f", about {hours}:{minutes:02d}:{seconds:02d} to go"
+
+
+_INTERVAL_S = 1.0
+
+
+def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
+    """Lines as `source | line`; with `follow`, until the job has ended or nobody runs it. Raises `StorageError`."""
+    shown: defaultdict[str, int] = defaultdict(int)
+    while True:
+        # Asked before the logs are read: what is said last is seen.
+        status = read_status(store)
+        is_over = status.is_finished or status.next_step is not None
+        for source, text in store.read_logs().items():
+            end = len(text) if is_over or not follow else text.rfind("\n") + 1
+            yield from (f"{source} | {line}" for line in text[shown[source] : end].splitlines())
+            shown[source] = max(end, shown[source])
+        if is_over or not follow:
+            return
+        time.sleep(_INTERVAL_S)

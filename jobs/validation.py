@@ -12,21 +12,20 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from ..engine.config import ModelConfig, read_model_config
+from ..engine.config import read_model_config
 from ..engine.errors import EngineError
-from ..engine.tokenizer import Tokenizer
-from .adapter_sources import find_adapters
+from ..engine.model_config.model import ModelConfig
+from ..engine.text.tokenizer import Tokenizer
+from .adapters import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
-from .input_columns import find_roles
-from .input_files import pack_schema, read_footers, unified_schema, would_read
-from .job_file import read_job_file
-from .local_copy import is_on_this_machine, local_folder
-from .output_contents import OutputContents, part_name
+from .input.columns import find_roles
+from .input.files import pack_schema, read_footers, unified_schema, would_read
 from .record import InputRecord
-from .secrets import is_redacted, redacted_url
-from .spec import JobSpec
-from .store import JobStore
+from .spec import JobSpec, read_job_file
+from .storage.local_copy import is_on_this_machine, local_folder
+from .storage.redaction import is_redacted, redacted_url
+from .store import JobStore, OutputContents, part_name
 
 _T = TypeVar("_T")
 

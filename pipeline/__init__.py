@@ -1,1 +1,1 @@
-"""The hands: Parquet and Dask carry out what the scheduler decides."""
+"""Runs a job on a Dask cluster."""

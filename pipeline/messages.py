@@ -1,23 +1,82 @@
-"""What travels between client, scheduler and workers: small, frozen, plain values. Prompts never do."""
+"""What travels between client, scheduler and workers: small, frozen, plain values. Prompts never do.
+
+What can go wrong while shards run.
+
+    JobFailedError (of jobs)
+    ├── EngineFailedError       a worker's engine cannot be started, or keeps dying
+    └── ShardAbandonedError     the worker gave the shard up (it stops, or was told to); others go on with it
+
+All of them survive pickling: they travel from workers to the client.
+
+Names of a job's runs: the job's own name, and some letters that no other run has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ..engine.config import EngineConfig
-from .prompt_reuse import PromptReuse
+from ..jobs.errors import JobFailedError
+from .dataset.answers import RowAnswer
+
+
+class EngineFailedError(JobFailedError):
+    """A worker's engine cannot be started, or keeps dying."""
+
+
+class ShardAbandonedError(JobFailedError):
+    """The worker stopped before the shard was done; its finished rows are kept."""
+
+
+def new_run_id(job_id: str) -> str:
+    """A name for one more run of the job."""
+    return f"{job_id}-{uuid.uuid4().hex[:6]}"
+
+
+def job_of_run(run_id: str) -> str:
+    """The id of the job that a run belongs to."""
+    return run_id.rpartition("-")[0]
+
+
+def job_key(run_id: str) -> str:
+    """The key of the Dask task that coordinates a run."""
+    return f"lora_job-{run_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReuse:
+    """Prompt tokens of some rows, and those among them that were not computed, as rows before began alike."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+
+    @classmethod
+    def of_answers(cls, answers: Iterable[RowAnswer]) -> Self:
+        """Counts the rows of which an engine has told it."""
+        told = [(a.prompt_tokens, a.reused_prompt_tokens) for a in answers if a.reused_prompt_tokens is not None]
+        return cls(sum(prompt for prompt, _ in told), sum(reused for _, reused in told))
+
+    @classmethod
+    def total(cls, parts: Iterable[PromptReuse]) -> Self:
+        """All of them together."""
+        counts = [(part.prompt_tokens, part.reused_tokens) for part in parts]
+        return cls(sum(prompt for prompt, _ in counts), sum(reused for _, reused in counts))
+
+    @property
+    def share(self) -> float | None:
+        """Reused tokens of all prompt tokens, from 0 to 1; None without any."""
+        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else None
+
 
 ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
-
 # Fewer tokens in a step save no memory worth having.
 MIN_STEP_TOKENS = 16
-
 # Followed by the run's id.
 REPORT_TOPIC = "lorabatch-report-"
-
 HostState = Literal["starting", "ready", "restarting", "failed", "left"]
 
 
@@ -171,3 +230,16 @@ class ShardOutcome:
 def report_topic(run_id: str) -> str:
     """The Dask event topic on which the hosts of a run report."""
     return f"{REPORT_TOPIC}{run_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTask:
+    """One attempt at one shard, in one run of a job. `rows_behind`: rows of its adapter that will follow it to an
+    engine, where they are planned to run merged. `sources`: by name, adapters that another worker has, and which one.
+    """
+
+    run_id: str
+    shard_id: int
+    attempt: int
+    rows_behind: int = 0
+    sources: Mapping[str, str] = field(default_factory=dict)

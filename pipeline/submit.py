@@ -13,16 +13,15 @@ from distributed.security import Security
 
 from ..jobs.errors import JobRequestError
 from ..jobs.opening import open_job
-from ..jobs.secrets import redacted_url
-from ..jobs.spec import JobSpec
-from ..jobs.state import JobState
-from ..jobs.tls import TlsFiles
-from .background_cluster import background_client, find_cluster, state_file
-from .cluster import existing, num_embedded_workers, security_of
-from .launch import launch
+from ..jobs.record import JobState
+from ..jobs.spec import JobSpec, TlsFiles
+from ..jobs.storage.redaction import redacted_url
+from .cluster.background import background_client, find_cluster, state_file
+from .cluster.connect import existing, num_embedded_workers, security_of
+from .cluster.versions import check_scheduler, check_versions
 from .messages import ENGINE_FACTORY
-from .told_progress import STATE_TOPIC, state_of
-from .versions import check_scheduler, check_versions
+from .monitoring.reporter import STATE_TOPIC, state_of
+from .run import launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The head: pure decisions and the simulator. Standard library, NumPy and PuLP only."""
+"""Pure decisions: standard library, NumPy and PuLP only."""

@@ -6,17 +6,96 @@ simulated replica ask the same objects.
 
 Shapes: `[num_running]` rows that hold memory (decoding, or paused by an earlier step), `[num_waiting]` rows
 not yet admitted, both in order of arrival.
+
+What waiting rows may take of a replica's memory beside every row that holds some, be it running or paused.
+
+Waves on one replica: adapters worth merging get the engine to themselves, all others share it as `inner` says.
+
+A wave ends when no row of its kind is left, running or waiting; only then are weights switched, so that no row of a
+wave ever sees two sets of weights. Merging pays only when one adapter alone can fill the batch for a
+while (dLoRA, section 4.1); adapters that are exact only when merged always get a wave of their own.
+
+Beyond dLoRA: every step in whichever of four forms serves most rows per second, mixture included.
+
+Candidates: everybody unmerged; the most wanted adapter merged and alone; merged with other rows filling the free
+places (mixture: those rows also subtract the merged adapter); and going on as before. The price of a switch is spread
+over the steps the merged adapter's rows are expected to need, which offline is known: the planner's backlog counts
+rows that have not even reached this replica.
+
+Rows are taken in order of arrival, which is the planner's: adapters together, and long rows first, so that no long
+row is left for the end. Facts the costs bring out by themselves: merging pays only if one adapter can fill the batch;
+few distinct adapters make unmerged cheap; a merged wave's draining tail is worth filling with other rows.
+
+Memory limits a step as `max_batch_rows` does: choices are made and compared by the rows that can run at once. A row
+that pauses keeps its memory, so pausing it for a merged adapter costs the rows that would have run in its place; and
+no row pauses for ever.
+
+The batchers that choose by cost, on a replica that learns its adapters one by one and sees its own queue only.
+
+`CostBatcher`: the adaptive one, mixture included. `DloraBatcher`: dLoRA's Algorithms 1 to 3. Both take their
+iteration times from the cost model and the adapters' ranks from the replica, float64 `[num_adapters]` at each call.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .free_memory import FreeMemory
+from .cost import CostModel, lora_load
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreeMemory:
+    """In pages, or in any other unit that all sizes share.
+
+    `gaps`: contiguous runs that may be had; what no running row needs, adapters among it, counts as free. `row_pages`:
+    int64 `[num_waiting]`, each in one run; `rounded_to`: of a multiple of so many pages where a gap is that long.
+    `adapter_pages`: of adapters that lie in memory while rows of theirs run; those not named take nothing. `awaited`:
+    adapters that are not at hand yet, so that none of their rows can enter beside others.
+    """
+
+    gaps: tuple[int, ...]
+    row_pages: NDArray[np.int64]
+    adapter_pages: Mapping[int, int] = field(default_factory=dict)
+    rounded_to: int = 1
+    awaited: frozenset[int] = frozenset()
+
+    def of_rows(self, rows: NDArray[np.int64]) -> FreeMemory:
+        """The same for these waiting rows, in this order."""
+        return replace(self, row_pages=self.row_pages[rows])
+
+    def num_fitting(
+        self, rows: NDArray[np.int64], waiting_adapter: NDArray[np.int32], running_adapter: NDArray[np.int32]
+    ) -> int:
+        """How many of these waiting rows enter, in this order, before one finds no room. A replica on which nothing
+        runs has room for any row.
+        """
+        gaps, held = sorted(self.gaps), set(running_adapter.tolist())
+        for number, row in enumerate(rows.tolist()):
+            adapter = int(waiting_adapter[row])
+            exact = int(self.row_pages[row])
+            has_room = _take(gaps, -(-exact // self.rounded_to) * self.rounded_to) or _take(gaps, exact)
+            if has_room and adapter not in held:
+                has_room = _take(gaps, self.adapter_pages.get(adapter, 0))
+                held.add(adapter)
+            if not has_room:
+                return max(number, int(len(running_adapter) == 0))
+        return len(rows)
+
+
+def _take(gaps: list[int], size: int) -> bool:
+    """Shorten the smallest of the sorted gaps that is long enough, as the pool does. False: none is."""
+    place = bisect_left(gaps, size)
+    if place == len(gaps):
+        return size == 0
+    insort(gaps, gaps.pop(place) - size)
+    return True
+
 
 ReplicaMode = Literal["unmerged", "merged", "mixture"]
 
@@ -166,3 +245,197 @@ def as_step_plan(
     serve[batch[batch < num_running]] = True
     admit = (batch[batch >= num_running] - num_running).astype(np.int64)
     return StepPlan(mode or ("unmerged" if merged_adapter is None else "merged"), merged_adapter, serve, admit)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeWaveBatcher:
+    """Chooses between a merged wave and the rest, which is left to `inner`.
+
+    `must_merge(adapter)`: exact only when merged. `min_rows`: waiting rows from which any adapter gets a
+    merged wave; None: never unless it must, and `inner` may merge and mix the others as it likes.
+    """
+
+    inner: Batcher
+    must_merge: Callable[[int], bool]
+    min_rows: int | None
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        everybody = np.ones(len(view.running_adapter), bool)
+        merged = view.merged_adapter
+        is_wave = merged is not None and (self.min_rows is not None or self.must_merge(merged))
+        if is_wave:
+            own = np.flatnonzero(view.waiting_adapter == merged)
+            if len(everybody) or len(own):
+                free = max(0, view.max_batch_rows - len(everybody))
+                return StepPlan("merged", merged, everybody, own[:free])
+        shared = np.flatnonzero(~np.isin(view.waiting_adapter, self._deserving(view.waiting_adapter)))
+        if len(shared) or len(everybody):
+            return self._shared(view, shared, None if is_wave else merged)
+        first = int(view.waiting_adapter[0])
+        own = np.flatnonzero(view.waiting_adapter == first)
+        return StepPlan("merged", first, everybody, own[: view.max_batch_rows])
+
+    def _deserving(self, waiting: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Adapters whose waiting rows are to be served merged."""
+        adapters, counts = np.unique(waiting[waiting >= 0], return_counts=True)
+        enough = counts >= self.min_rows if self.min_rows is not None else np.zeros(len(adapters), bool)
+        forced = np.array([self.must_merge(int(a)) for a in adapters], bool)
+        deserving: NDArray[np.int32] = adapters[enough | forced]
+        return deserving
+
+    def _shared(self, view: BatchView, shared: NDArray[np.int64], merged: int | None) -> StepPlan:
+        plan = self.inner.next_step(replace(view.of_waiting(shared), merged_adapter=merged))
+        return replace(plan, admit=shared[plan.admit])
+
+
+class StepsToCome(Protocol):
+    """How long a choice will hold."""
+
+    def __call__(self, adapter: int | None, num_rows: int, batch_rows: int) -> float:
+        """Steps until these rows of that adapter, and those still to arrive, are done, `batch_rows` at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run the next steps. `batch`: positions over running then waiting rows; `taking_part`: those of them
+    that memory lets run at once."""
+
+    mode: ReplicaMode
+    merged_adapter: int | None
+    batch: NDArray[np.int64]
+    taking_part: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveBatcher:
+    """Chooses by cost; keeps no state, so a replica that restarts decides as before.
+
+    `ranks` float64 `[num_adapters]`. `mean_context`: KV slots a row reads in a step. `hysteresis`: how much
+    better another state must be before the weights are touched. `patience`: steps that a row may sit out for a merged
+    adapter, in all; from then on it is served in its turn until it ends. `may_mix`, `may_merge`: what the engine and
+    the job allow.
+    """
+
+    cost: CostModel
+    ranks: NDArray[np.float64]
+    steps_to_come: StepsToCome
+    mean_context: float = 512.0
+    hysteresis: float = 1.02
+    least_own_share: float = 0.8
+    patience: float = 256.0
+    may_mix: bool = True
+    may_merge: bool = True
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        types = np.concatenate([view.running_adapter, view.waiting_adapter])
+        best, best_rate = None, -1.0
+        for candidate in self._candidates(view, types):
+            rate = self._rows_per_s(candidate, types, view)
+            if best is None or rate > best_rate:
+                best, best_rate = candidate, rate
+        assert best is not None
+        return as_step_plan(view, best.batch, best.merged_adapter, mode=best.mode)
+
+    def _candidates(self, view: BatchView, types: NDArray[np.int32]) -> list[Candidate]:
+        """The present state's own continuations first: ties keep it."""
+        in_turn = np.arange(min(len(types), view.max_batch_rows))
+        taking_part = view.taking_part(in_turn)
+        unmerged = Candidate("unmerged", None, in_turn, taking_part)
+        if len(types) == 0:
+            return [unmerged]
+        wanted = _most_wanted(types[taking_part]) if self.may_merge else None
+        if _is_awaited(view, wanted):
+            wanted = None
+        merged = [a for a in (view.merged_adapter, wanted) if a is not None]
+        found: list[Candidate] = []
+        for adapter in dict.fromkeys(merged):
+            is_own = types[taking_part] == adapter
+            if self.may_mix and is_own.any() and not is_own.all():
+                found.append(Candidate("mixture", adapter, in_turn, taking_part))
+            alone = np.flatnonzero(types == adapter)[: view.max_batch_rows]
+            if is_own.mean() >= self.least_own_share and self._patience_left(view, alone) > 0:
+                found.append(Candidate("merged", adapter, alone, view.taking_part(alone)))
+        return [unmerged, *found] if view.merged_adapter is None else [*found, unmerged]
+
+    def _patience_left(self, view: BatchView, batch: NDArray[np.int64]) -> float:
+        """Steps that every running row outside the batch may sit out."""
+        is_outside = np.ones(len(view.running_adapter), bool)
+        is_outside[batch[batch < len(is_outside)]] = False
+        if not is_outside.any():
+            return np.inf
+        return self.patience - (0 if view.paused_steps is None else int(view.paused_steps[is_outside].max()))
+
+    def _rows_per_s(self, candidate: Candidate, types: NDArray[np.int32], view: BatchView) -> float:
+        """Rows per second over the steps to come, the switch included."""
+        rows = types[candidate.taking_part]
+        load = lora_load(rows, 1.0, self.ranks, merged_adapter=candidate.merged_adapter, kernel=self.cost.kernel)
+        step = replace(load, decode_rows=len(rows), context_tokens=len(rows) * self.mean_context)
+        seconds = float(self.cost.step_seconds(step))
+        if candidate.merged_adapter == view.merged_adapter:
+            return len(rows) / seconds * self.hysteresis
+        own = rows if candidate.merged_adapter is None else rows[rows == candidate.merged_adapter]
+        batch_rows = view.max_batch_rows if len(rows) == len(candidate.batch) else len(rows)
+        steps = max(1.0, self.steps_to_come(candidate.merged_adapter, len(own), batch_rows))
+        if candidate.mode == "merged":
+            steps = min(steps, self._patience_left(view, candidate.batch))
+        return len(rows) * steps / (seconds * steps + self.cost.merge_s)
+
+
+def _is_awaited(view: BatchView, adapter: int | None) -> bool:
+    """Whether none of the adapter's rows can run yet, while others do: merged, it would serve nobody."""
+    return view.memory is not None and len(view.running_adapter) > 0 and adapter in view.memory.awaited
+
+
+def _most_wanted(types: NDArray[np.int32]) -> int | None:
+    counts = np.bincount(types[types >= 0]) if (types >= 0).any() else np.zeros(0, np.int64)
+    return int(np.argmax(counts)) if len(counts) else None
+
+
+Ranks = Callable[[], NDArray[np.float64]]
+
+
+def no_more_rows(adapter: int) -> int:
+    """All rows are at hand."""
+    return 0
+
+
+# Switches are paid for in full, so a small gain is reason enough.
+_HYSTERESIS = 1.005
+
+
+@dataclass(frozen=True, slots=True)
+class CostBatcher:
+    """`AdaptiveBatcher` whose steps to come are those of the rows at hand and announced. Keeps no state.
+
+    `mean_output_tokens`: of a row, as known now; half of it counts, for a batch is rarely as full as at its start. A
+    merge is charged with the way back: the weights that are merged
+    now were paid for, so that leaving them is decided by the steps alone. `rows_to_come`: of an adapter, rows that a
+    plan will still bring here. No row sits out more steps than a row is expected to take.
+    """
+
+    cost: CostModel
+    ranks: Ranks
+    mean_output_tokens: Callable[[], float]
+    rows_to_come: Callable[[int], int] = no_more_rows
+    may_mix: bool = True
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        output_tokens = self.mean_output_tokens()
+
+        def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
+            queues = (view.running_adapter, view.waiting_adapter)
+            rows = sum(int((queue == adapter).sum()) if adapter is not None else len(queue) for queue in queues)
+            rows += 0 if adapter is None else self.rows_to_come(adapter)
+            return output_tokens / 2 * max(1.0, rows / batch_rows)
+
+        merge_s = self.cost.merge_s * (2.0 if view.merged_adapter is None else 1.0)
+        cost = replace(self.cost, merge_s=merge_s)
+        ranks = self.ranks()
+        patience = max(1.0, output_tokens)
+        batcher = AdaptiveBatcher(
+            cost, ranks, steps_to_come, hysteresis=_HYSTERESIS, may_mix=self.may_mix, patience=patience
+        )
+        return batcher.next_step(view)

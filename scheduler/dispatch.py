@@ -1,109 +1,320 @@
-"""Which replica gets the next request while requests arrive: dLoRA's proactive rule and what others do.
+"""Shards that no replica has opened yet, and which of them a replica should open next.
 
-Dispatchers see arrays over replicas and answer with a replica's number; ties go to the smaller number.
+Rows that will run longest must not start last, so waves are ranked by the predicted length of their next rows, by
+powers of two. Among equals, affinity: a replica goes on with the waves it has open (their adapters are resident)
+before it starts another, and a new wave is the one with the most pending work per replica already on it, so replicas
+spread over the adapters first and help each other later. Within a wave the plan's order holds.
+
+Adapters travel before their rows: what a replica must load for a shard it is given, and what it may drop for it.
+
+A shard is opened while the rows before it still fill the batch, so an adapter that is asked for at that moment
+arrives in time. A peer that has it in memory is asked before storage (LoRAServe's distributed pool). Where memory is
+short, the adapter whose next use lies furthest ahead in the plan goes first (Belady); one that no pending shard needs
+goes before all others.
+
+What of a merged wave is still to come behind each of its shards, so that a replica knows what a merge is for.
+
+The scheduler's mutable state: what it believes of each replica, and where each shard stands.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .loraserve import Routing
+from .messages import Command, EvictAdapter, LoadAdapter
+from .waves import Shard
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ClusterView:
-    """`queue_s`, `queue_tokens` float64 `[num_replicas]`: predicted seconds and tokens of the work each has.
-    `is_resident` bool `[num_adapters, num_replicas]`: whose memory holds what. `load_s` float64 `[num_adapters]`: to
-    fetch one.
+class Backlog:
+    """Pending shards by wave. Shards given at construction are all pending.
+
+    Taking a shard costs one pass over an array of waves, however many shards there are.
     """
 
-    queue_s: NDArray[np.float64]
-    queue_tokens: NDArray[np.float64]
-    is_resident: NDArray[np.bool_]
-    load_s: NDArray[np.float64]
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = {shard.shard_id: shard for shard in shards}
+        self._position = {shard.shard_id: i for i, shard in enumerate(shards)}
+        waves = sorted({shard.wave_id for shard in shards})
+        self._number = {wave: i for i, wave in enumerate(waves)}
+        # By wave number; each list is in reverse order of the plan, so that the next shard is cheap to remove.
+        self._pending: list[list[int]] = [[] for _ in waves]
+        self._pending_work = np.zeros(len(waves))
+        self._num_servers = np.zeros(len(waves))
+        self._length_class = np.full(len(waves), -1.0)
+        # Measured over predicted output tokens per row, of waves of one adapter; 1 until rows have finished.
+        self._correction = np.ones(len(waves))
+        self._waves_of = _waves_of_one_adapter(shards, self._number)
+        self._all_work = 1.0 + sum(_work(shard) for shard in shards)
+        self._num_rows = self._num_shards = 0
+        # replica -> wave number -> shards of that wave open there; empty entries are removed.
+        self._open: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        for shard in reversed(shards):
+            self._insert(shard)
+
+    def __len__(self) -> int:
+        return self._num_shards
+
+    def __contains__(self, shard_id: int) -> bool:
+        return shard_id in self._pending[self._wave(shard_id)]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with engine work in pending shards."""
+        return self._num_rows
+
+    def _wave(self, shard_id: int) -> int:
+        return self._number[self._shards[shard_id].wave_id]
+
+    def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
+        """Remove and return the shard this replica should open next; None when none is allowed."""
+        if not self._num_shards:
+            return None
+        # Below 0.5, so that affinity outweighs it; both stay below one length class.
+        score = self._length_class + 0.5 * self._pending_work / (1 + self._num_servers) / self._all_work
+        own = [wave for wave in self._open.get(replica_id, ()) if self._pending[wave]]
+        score[own] += 0.5
+        found = self._first_allowed([int(np.argmax(score))], is_allowed)
+        if found is None:
+            found = self._first_allowed(np.argsort(-score, kind="stable").tolist(), is_allowed)
+        if found is not None:
+            self.discard(found)
+        return found
+
+    def _first_allowed(self, waves: Sequence[int], is_allowed: Callable[[int], bool]) -> int | None:
+        for wave in waves:
+            for shard_id in reversed(self._pending[wave]):
+                if is_allowed(shard_id):
+                    return shard_id
+        return None
+
+    def put_back(self, shard_id: int) -> None:
+        """A shard that was taken is pending again, at its place in the plan's order."""
+        self._insert(self._shards[shard_id])
+
+    def discard(self, shard_id: int) -> None:
+        """A shard is pending no more."""
+        wave = self._wave(shard_id)
+        pending = self._pending[wave]
+        if pending[-1] == shard_id:
+            pending.pop()
+        else:
+            pending.remove(shard_id)
+        self._num_rows -= _engine_rows(self._shards[shard_id])
+        self._num_shards -= 1
+        self._pending_work[wave] = self._pending_work[wave] - _work(self._shards[shard_id]) if pending else 0.0
+        self._classify(wave)
+
+    def opened(self, shard_id: int, replica_id: str) -> None:
+        """A shard is open on a replica."""
+        wave = self._wave(shard_id)
+        self._num_servers[wave] += self._open[replica_id][wave] == 0
+        self._open[replica_id][wave] += 1
+
+    def closed(self, shard_id: int, replica_id: str) -> None:
+        """A shard is open on a replica no more."""
+        wave, waves = self._wave(shard_id), self._open[replica_id]
+        waves[wave] -= 1
+        if not waves[wave]:
+            del waves[wave]
+            self._num_servers[wave] -= 1
+
+    def _insert(self, shard: Shard) -> None:
+        wave = self._number[shard.wave_id]
+        bisect.insort(self._pending[wave], shard.shard_id, key=lambda s: -self._position[s])
+        self._num_rows += _engine_rows(shard)
+        self._num_shards += 1
+        self._pending_work[wave] += _work(shard)
+        self._classify(wave)
+
+    def _classify(self, wave: int) -> None:
+        """Class of the wave's next shard: the power of two of its rows' mean predicted length; -1 without one."""
+        if not self._pending[wave]:
+            self._length_class[wave] = -1.0
+            return
+        shard = self._shards[self._pending[wave][-1]]
+        length = self._correction[wave] * shard.predicted_output_tokens / shard.num_rows
+        self._length_class[wave] = np.floor(np.log2(max(1.0, length)))
+
+    def correct_length(self, adapter: str, tokens_per_row: float) -> None:
+        """Rows of an adapter have finished with this mean length: its waves are ranked by that from now on."""
+        for wave, predicted in self._waves_of.get(adapter, ()):
+            self._correction[wave] = tokens_per_row / max(1.0, predicted)
+            self._classify(wave)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, with the failing sum, when the totals contradict the lists."""
+        pending = [self._shards[s] for shard_ids in self._pending for s in shard_ids]
+        num_rows = sum(_engine_rows(shard) for shard in pending)
+        assert num_rows == self._num_rows, f"{num_rows} pending rows, counted {self._num_rows}"
+        assert len(pending) == self._num_shards, f"{len(pending)} pending shards, counted {self._num_shards}"
+        for wave, shard_ids in enumerate(self._pending):
+            work = sum(_work(self._shards[s]) for s in shard_ids)
+            assert work == self._pending_work[wave], f"wave {wave}: {work} of work, counted otherwise"
+            servers = sum(wave in waves for waves in self._open.values())
+            assert servers == self._num_servers[wave], f"wave {wave}: {servers} replicas, counted otherwise"
 
 
-class Dispatcher(Protocol):
-    """Chooses replicas for requests, one at a time."""
+def _waves_of_one_adapter(shards: Sequence[Shard], number: dict[int, int]) -> dict[str, list[tuple[int, float]]]:
+    """Adapter -> (wave number, predicted output tokens per row) of the waves it has for itself ("": base model)."""
+    names: defaultdict[int, set[tuple[str, ...]]] = defaultdict(set)
+    rows: Counter[int] = Counter()
+    tokens: Counter[int] = Counter()
+    for shard in shards:
+        names[shard.wave_id].add(shard.adapters)
+        rows[shard.wave_id] += shard.num_rows
+        tokens[shard.wave_id] += shard.predicted_output_tokens
+    found: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+    for wave, sets in names.items():
+        together = next(iter(sets))
+        if len(sets) == 1 and len(together) <= 1:
+            name = together[0] if together else ""
+            found[name].append((number[wave], tokens[wave] / rows[wave]))
+    return dict(found)
 
-    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """The replica for a request of this adapter (-1: base) that takes `row_s` seconds."""
+
+def _engine_rows(shard: Shard) -> int:
+    return shard.num_rows if shard.has_engine_work else 0
 
 
-def pending_seconds(adapter: int, view: ClusterView) -> NDArray[np.float64]:
-    """`[num_replicas]`: queueing time plus loading the adapter where it is absent (dLoRA section 5.1)."""
-    if adapter < 0:
-        return view.queue_s
-    return view.queue_s + np.where(view.is_resident[adapter], 0.0, view.load_s[adapter])
+def _work(shard: Shard) -> int:
+    # At least 1, so that a wave with pending shards is never mistaken for an empty one.
+    return 1 + shard.predicted_output_tokens + shard.prompt_tokens // 10
+
+
+_NEVER = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class ProactiveDispatcher:
-    """dLoRA: the shortest estimated pending time."""
+class TrafficSettings:
+    """`weight_bytes`: of each adapter by name. `capacity_bytes`: of one replica for adapters; None: endless."""
 
-    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
-        return int(np.argmin(pending_seconds(adapter, view)))
-
-
-@dataclass(frozen=True, slots=True)
-class LeastLoadDispatcher:
-    """The replica where predicted seconds are least, ranks known; every adapter is thought to be everywhere."""
-
-    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
-        return int(np.argmin(view.queue_s + row_s))
+    weight_bytes: Mapping[str, int]
+    capacity_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FewestTokensDispatcher:
-    """Toppings as LoRAServe describes it (section V-D, V-F): by what each server is serving and has queued, blind to
-    ranks."""
+class AdapterTraffic:
+    """What each replica holds or has been told to fetch, and which adapters its open shards need."""
 
-    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
-        return int(np.argmin(view.queue_tokens))
+    def __init__(self, shards: Sequence[Shard], settings: TrafficSettings) -> None:
+        self._settings = settings
+        # Replica -> its adapters, oldest first.
+        self._held: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._in_use: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._is_pending = {shard.shard_id: True for shard in shards}
+        # Adapter -> its shards in the plan's order, last first; those at the end that are pending no more are dropped.
+        self._uses: defaultdict[str, list[int]] = defaultdict(list)
+        for shard in reversed(shards):
+            for name in shard.adapters:
+                self._uses[name].append(shard.shard_id)
+
+    def opened(self, replica_id: str, shard: Shard) -> list[Command]:
+        """Before a shard runs on a replica: drop what it can spare, load what it lacks."""
+        self._is_pending[shard.shard_id] = False
+        held, in_use = self._held[replica_id], self._in_use[replica_id]
+        commands: list[Command] = []
+        for name in shard.adapters:
+            in_use[name] += 1
+        for name in shard.adapters:
+            if name not in held:
+                source = self._peer_with(name)
+                commands += [EvictAdapter(replica_id, victim) for victim in self._make_room(replica_id, name)]
+                commands.append(LoadAdapter(replica_id, name, source))
+                held[name] = None
+        return commands
+
+    def closed(self, replica_id: str, shard: Shard, *, is_pending: bool) -> None:
+        """A shard is open on a replica no more; `is_pending`: it will run again."""
+        self._is_pending[shard.shard_id] = is_pending
+        if is_pending:
+            for name in shard.adapters:
+                self._uses[name].append(shard.shard_id)
+        in_use = self._in_use[replica_id]
+        in_use.subtract(shard.adapters)
+        self._in_use[replica_id] = +in_use
+
+    def reported(self, replica_id: str, resident: Collection[str]) -> None:
+        """A replica says what it has; it may have loaded some by itself."""
+        self._held[replica_id] |= dict.fromkeys(name for name in resident if name in self._settings.weight_bytes)
+
+    def lost(self, replica_id: str) -> None:
+        """A replica is gone, and its memory with it."""
+        self._held.pop(replica_id, None)
+        self._in_use.pop(replica_id, None)
+
+    def _peer_with(self, name: str) -> str:
+        return next((replica for replica, held in sorted(self._held.items()) if name in held), "")
+
+    def _make_room(self, replica_id: str, name: str) -> list[str]:
+        """Adapters to evict so that `name` fits; what open shards need stays, even if that is too much."""
+        if self._settings.capacity_bytes is None:
+            return []
+        held, weight = self._held[replica_id], self._settings.weight_bytes
+        used = sum(weight[other] for other in held) + weight[name]
+        evicted = []
+        spare = sorted((o for o in held if not self._in_use[replica_id][o]), key=lambda o: (-self._next_use(o), o))
+        for victim in spare:
+            if used <= self._settings.capacity_bytes:
+                break
+            used -= weight[victim]
+            del held[victim]
+            evicted.append(victim)
+        return evicted
+
+    def _next_use(self, name: str) -> int:
+        uses = self._uses[name]
+        while uses and not self._is_pending[uses[-1]]:
+            uses.pop()
+        return uses[-1] if uses else _NEVER
+
+
+def rows_behind(shards: Sequence[Shard], num_replicas: int) -> dict[int, int]:
+    """By shard, rows of its wave behind it that one of `num_replicas` may expect; only of waves planned to run merged.
+
+    Shards come in order, and to all replicas alike; what is announced last is what holds.
+    """
+    behind: dict[int, int] = {}
+    seen: Counter[int] = Counter()
+    for shard in reversed(shards):
+        if shard.mode == "merged":
+            behind[shard.shard_id] = seen[shard.wave_id] // num_replicas
+            seen[shard.wave_id] += shard.num_rows
+    return behind
 
 
 @dataclass(slots=True)
-class RoundRobinDispatcher:
-    """dLoRA's strawman RR: in turn among the replicas a placement gives the adapter to."""
+class ReplicaState:
+    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there."""
 
-    placed: NDArray[np.bool_]
-    _next: int = 0
+    replica_id: str
+    batch_rows: int
+    rows_left: dict[int, int] = field(default_factory=dict)
+    open_rows: int = 0
+    resident: frozenset[str] = frozenset()
 
-    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
-        allowed = np.arange(len(view.queue_s)) if adapter < 0 else np.flatnonzero(self.placed[adapter])
-        chosen = allowed[self._next % len(allowed)]
-        self._next += 1
-        return int(chosen)
+    def set_rows_left(self, shard_id: int, rows: int) -> None:
+        """A shard is open here with so many unfinished rows."""
+        self.open_rows += rows - self.rows_left.get(shard_id, 0)
+        self.rows_left[shard_id] = rows
+
+    def close(self, shard_id: int) -> None:
+        """A shard is open here no more."""
+        self.open_rows -= self.rows_left.pop(shard_id)
 
 
 @dataclass(slots=True)
-class RoutedDispatcher:
-    """LoRAServe and its static baselines: by the routing table, each replica getting its exact share over time.
+class ShardState:
+    """Where one shard stands."""
 
-    The paper sends a request to a server with the probability that is the server's share of the adapter's load (section
-    IV). Instead of drawing, the replica furthest behind its share is chosen, so runs repeat and short runs are fair;
-    shares are of predicted seconds, not of rows, for the placement has split load.
-    """
-
-    routing: Routing
-    _sent: NDArray[np.float64] | None = None
-
-    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
-        """See `Dispatcher.choose`."""
-        if adapter < 0:
-            return int(np.argmin(view.queue_s))
-        if self._sent is None:
-            self._sent = np.zeros_like(self.routing.fraction)
-        share = self.routing.fraction[adapter]
-        behind = share * (self._sent[adapter].sum() + row_s) - self._sent[adapter]
-        chosen = int(np.argmax(np.where(share > 0, behind, -np.inf)))
-        self._sent[adapter, chosen] += row_s
-        return chosen
+    shard: Shard
+    attempt: int = 0
+    failures: int = 0
+    losses: int = 0
+    owner: str | None = None
+    is_committed: bool = False
+    # Replicas where it failed: others are tried first.
+    failed_on: frozenset[str] = frozenset()

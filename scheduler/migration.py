@@ -1,139 +1,358 @@
-"""Move requests and adapters from overloaded to underloaded replicas (dLoRA section 5.2), and the job's tail.
+"""Who may help whom at a job's end: measured paces and lengths, and replicas that have guests already.
 
-Only the top K overloaded and top K underloaded replicas take part. A transport at the level that no plan can beat is
-tried first; where its adapter copies or memory keep it from that bound, the paper's integer program decides. Either
-answer is a proposal: it is in whole rows and used only if it ends sooner than doing nothing; otherwise the greedy rule
-decides. All functions are pure and deterministic.
+The job's tail: nothing is queued, some replicas are idle, one still works. Is it worth sharing its rows?
+
+Moving a row costs a hop and a second prefill of its prompt and what it has generated. It pays when steps of the
+smaller batch are faster, when the helper is faster, or when the owner has more rows than it decodes together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from .migration_model import CoMigrationModel
-from .migration_problem import MigrationSettings, Move, ReplicaLoad
-from .migration_transport import level_s, transport
-from .solver import solve
+from .cost import CostModel, StepLoad
+from .dispatch import ReplicaState
+from .messages import MigrateRows, Progress
+from .waves import Shard
 
-Method = Literal[
-    "not needed", "transport", "ilp", "greedy", "greedy (ilp infeasible)", "greedy (ilp unsolved)", "nothing pays"
-]
-# An answer within this share of its bound is good enough, from the transport and from the solver.
-_GOOD_GAP = 0.02
+# A helper that reports no guests for so long never got any.
+HELP_PATIENCE_S = 5.0
+# Replicas with the most left to do that are asked for rows when another one has nothing to do.
+_OWNERS_ASKED = 4
+# As many as take part in one decision; a replica that is not idle is a helper with so large a share of its batch free.
+_MAX_HELPERS, _LEAST_FREE = 8, 0.25
+# Finished rows of an adapter from which its mean length counts for more than the plan's guess.
+_LENGTHS_KNOWN = 8
+OpenShards = Callable[[ReplicaState], Sequence[Shard]]
+
+
+@dataclass(slots=True)
+class _Help:
+    """A replica was given guests at `since_s`. `has_begun`: it has reported them."""
+
+    since_s: float
+    has_begun: bool = False
+
+
+class Lender:
+    """Decides on loans, from reports and when replicas run out of work."""
+
+    def __init__(self, shards: Sequence[Shard], settings: TailSettings) -> None:
+        self._settings = settings
+        self._context_tokens = _mean_context(shards)
+        self._paces: dict[str, Pace] = {}
+        # What each replica said last; dropped when rows have left since.
+        self._reports: dict[str, Progress] = {}
+        # Replicas that were given guests and have not said that they are done with them.
+        self._helping: dict[str, _Help] = {}
+        # Adapter -> rows finished so far and their output tokens.
+        self._finished: dict[str, tuple[int, int]] = {}
+
+    def hear(self, replica: ReplicaState, report: Progress) -> None:
+        """Learn how fast a replica is, from reports in which it was busy, how long rows are, and whether its guests
+        are done.
+        """
+        self._reports[replica.replica_id] = report
+        for adapter, num_rows, output_tokens in report.finished:
+            rows, tokens = self._finished.get(adapter, (0, 0))
+            self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
+        if 2 * report.running_rows >= replica.batch_rows:
+            pace = measured_pace(report, replica.batch_rows, self._context_tokens, self._settings.cost)
+            if pace is not None:
+                before = self._paces.get(replica.replica_id, pace)
+                self._paces[replica.replica_id] = replace(pace, slowness=(before.slowness + pace.slowness) / 2)
+        help_given = self._helping.get(replica.replica_id)
+        if help_given is not None:
+            help_given.has_begun |= report.guest_rows > 0
+            is_overdue = report.time_s - help_given.since_s > HELP_PATIENCE_S
+            if not report.guest_rows and (help_given.has_begun or is_overdue):
+                del self._helping[replica.replica_id]
+
+    def lost(self, replica_id: str) -> None:
+        """A replica is gone."""
+        self._reports.pop(replica_id, None)
+        self._helping.pop(replica_id, None)
+
+    def share(
+        self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
+    ) -> tuple[MigrateRows, ...]:
+        """What should move because this replica has told something or has nothing to do: rows of its own, or of those
+        that have most left.
+        """
+        helpers = self._helpers(replicas)
+        if not helpers:
+            return ()
+        owners = [replica_id] if replicas[replica_id].rows_left else self._most_left(replicas)
+        for owner in owners:
+            lent = self._lend(owner, helpers, replicas, open_shards)
+            if lent:
+                self._helping |= {command.to_replica_id: _Help(time_s) for command in lent}
+                del self._reports[owner]
+                return lent
+        return ()
+
+    def _helpers(self, replicas: Mapping[str, ReplicaState]) -> dict[str, Pace]:
+        """Replicas without guests that have room, those with most of it first."""
+        own = {name: self._own_rows(replica) for name, replica in replicas.items() if name not in self._helping}
+        has_room = (n for n, rows in own.items() if rows <= (1 - _LEAST_FREE) * replicas[n].batch_rows)
+        # One more than needed: the owner may be among them.
+        ranked = sorted(has_room, key=lambda name: (own[name], name))[: _MAX_HELPERS + 1]
+        return {name: replace(self._pace(replicas[name]), own_rows=own[name]) for name in ranked}
+
+    def _own_rows(self, replica: ReplicaState) -> int:
+        """Unfinished rows of its own shards that it works on itself."""
+        report = self._reports.get(replica.replica_id)
+        lent = sum(rows for _, rows in report.lent_shards) if report is not None else 0
+        return max(0, replica.open_rows - lent)
+
+    def _most_left(self, replicas: Mapping[str, ReplicaState]) -> list[str]:
+        def left(name: str) -> float:
+            return sum(rows_here(self._reports[name]).values()) * self._pace(replicas[name]).slowness
+
+        return sorted((name for name in replicas if name in self._reports), key=left, reverse=True)[:_OWNERS_ASKED]
+
+    def _lend(
+        self, owner: str, helpers: Mapping[str, Pace], replicas: Mapping[str, ReplicaState], open_shards: OpenShards
+    ) -> tuple[MigrateRows, ...]:
+        report = self._reports.get(owner)
+        shards = [shard for shard in open_shards(replicas[owner]) if shard.has_engine_work]
+        if report is None or not shards:
+            return ()
+        # Shards may have been committed since.
+        ids = {shard.shard_id for shard in shards}
+        report = replace(report, open_shards=tuple(entry for entry in report.open_shards if entry[0] in ids))
+        left = rows_here(report)
+        weight = sum(left.get(shard.shard_id, 0) for shard in shards)
+        output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
+        waits = weight > report.running_rows
+        # Rows that run gain little beside rows of others. More helpers than rows are of no use.
+        chosen = [name for name, pace in helpers.items() if name != owner and (waits or not pace.own_rows)]
+        paces = {name: helpers[name] for name in chosen[: min(weight, _MAX_HELPERS)]}
+        return lend(report, shards, output, self._pace(replicas[owner]), paces, self._settings)
+
+    def _output_tokens(self, shard: Shard) -> float:
+        """Of a row of this shard, when it is done: what rows of its adapters came to, else what was planned."""
+        known = [self._finished[name] for name in shard.adapters or ("",) if name in self._finished]
+        means = [tokens / rows for rows, tokens in known if rows >= _LENGTHS_KNOWN]
+        return sum(means) / len(means) if means else shard.predicted_output_tokens / shard.num_rows
+
+    def _pace(self, replica: ReplicaState) -> Pace:
+        """As measured; where nothing was, as the others on average."""
+        if replica.replica_id in self._paces:
+            return replace(self._paces[replica.replica_id], batch_rows=replica.batch_rows)
+        known = [pace.slowness for pace in self._paces.values()]
+        return Pace(replica.batch_rows, sum(known) / len(known) if known else 1.0)
+
+
+def _mean_context(shards: Sequence[Shard]) -> float:
+    """Tokens of a row that has generated half of what was predicted, on average."""
+    num_rows = sum(shard.num_rows for shard in shards)
+    tokens = sum(shard.prompt_tokens + shard.predicted_output_tokens / 2 for shard in shards)
+    return tokens / num_rows if num_rows else 0.0
+
+
+# Splits that are tried, about.
+_MAX_SPLITS = 64
+# A running row that has come as far as was expected still has this share of a whole one to go.
+_LEAST_LEFT = 0.1
+
+
+class _Alike(NamedTuple):
+    """Rows that have as far to go as each other."""
+
+    num_rows: int
+    tokens_left: float
+    context_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationPlan:
-    """Moves, how they were found, and the longest pending time before and after."""
+class TailRows:
+    """Unfinished rows of one replica: those that run, and those that wait for a place. Tokens are means of a row.
 
-    moves: tuple[Move, ...]
-    method: Method
-    before_s: float
-    after_s: float
+    `generated_tokens`: of running rows, so far. `output_tokens`: what rows are expected to come to.
+    """
 
+    num_running: int
+    num_waiting: int
+    prompt_tokens: float
+    generated_tokens: float
+    output_tokens: float
 
-def plan_migration(
-    replicas: Sequence[ReplicaLoad], adapter_bytes: dict[str, float], settings: MigrationSettings | None = None
-) -> MigrationPlan:
-    """Whether to move, and what. Adapters without an entry in `adapter_bytes` weigh nothing."""
-    settings = settings or MigrationSettings()
-    before = max((replica.pending_s for replica in replicas), default=0.0)
-    over, under = select(replicas, settings)
-    if not over or not under:
-        return MigrationPlan((), "not needed", before, before)
-    if longest_possible_gain(over, under, settings) < settings.least_gain:
-        return MigrationPlan((), "nothing pays", before, before)
-    method: Method = "transport"
-    moves = near_the_bound(over, under, settings)
-    if moves is None:
-        method, moves = _by_model(over, under, adapter_bytes, settings)
-    if not _pays(replicas, moves, settings, before):
-        method = "greedy" if method in ("transport", "ilp") else method
-        moves = move_greedily(over, under, settings)
-        if not _pays(replicas, moves, settings, before):
-            return MigrationPlan((), "nothing pays", before, before)
-    return MigrationPlan(moves, method, before, longest_after(replicas, moves, settings))
+    @property
+    def num_rows(self) -> int:
+        """Both kinds together."""
+        return self.num_running + self.num_waiting
 
+    def kept(self, num_lent: int) -> tuple[_Alike, _Alike]:
+        """What stays when so many rows leave, in the order in which it is worked on."""
+        stay = self.num_rows - num_lent
+        return self._running(min(stay, self.num_running)), self._waiting(max(0, stay - self.num_running))
 
-def longest_possible_gain(
-    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> float:
-    """Share of the longest pending time that even rows without size could win at most."""
-    before = max(replica.pending_s for replica in over)
-    return 1 - level_s(over, under, settings.gamma) / before
+    def lent(self, num_lent: int, share: int) -> tuple[_Alike, _Alike]:
+        """What one helper gets when so many rows leave and `share` of them are its own: waiting rows leave first."""
+        waiting = round(min(num_lent, self.num_waiting) * share / num_lent)
+        return self._waiting(waiting), self._running(share - waiting)
+
+    def _running(self, num_rows: int) -> _Alike:
+        left = max(self.output_tokens - self.generated_tokens, _LEAST_LEFT * self.output_tokens)
+        return _Alike(num_rows, left, self.prompt_tokens + self.generated_tokens)
+
+    def _waiting(self, num_rows: int) -> _Alike:
+        return _Alike(num_rows, self.output_tokens, self.prompt_tokens)
 
 
-def near_the_bound(
-    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> tuple[Move, ...] | None:
-    """The transport's moves if they are proved good: within the gap of the bound, half a row's time allowed because
-    rows are whole. None where memory is limited or copies cost too much."""
-    if any(replica.memory_bytes < float("inf") for replica in (*over, *under)):
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a replica works off rows: so many together, in steps that take `slowness` times what the model says.
+
+    `own_rows`: of its own that run beside guests, in places that guests do not get.
+    """
+
+    batch_rows: int
+    slowness: float = 1.0
+    own_rows: int = 0
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that may join its batch."""
+        return self.batch_rows - self.own_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TailSettings:
+    """`hop_s`: from the decision until a moved row runs again, beside the step that its owner is in and its second
+    prefill. Rows move when the owner's end comes sooner by `least_gain` of what is left, and by `least_gain_s`.
+    """
+
+    cost: CostModel
+    hop_s: float = 0.1
+    least_gain: float = 0.05
+    least_gain_s: float = 0.0
+
+
+def measured_pace(progress: Progress, batch_rows: int, context_tokens: float, cost: CostModel) -> Pace | None:
+    """The pace that a report shows; None when its replica hardly worked."""
+    if progress.running_rows == 0 or progress.tokens_per_s <= 0.0:
         return None
-    moves, num_copies = transport(over, under, settings)
-    objective = longest_after([*over, *under], moves, settings) + settings.eta_s * num_copies
-    row_s = max((group.row_s for replica in over for group in replica.groups), default=0.0)
-    bound = level_s(over, under, settings.gamma) * (1 + _GOOD_GAP) + settings.gamma * row_s / 2
-    return moves if objective <= bound else None
+    step_s = progress.running_rows / progress.tokens_per_s
+    return Pace(batch_rows, step_s / _step_s(progress.running_rows, context_tokens, cost))
 
 
-def _by_model(
-    over: Sequence[ReplicaLoad],
-    under: Sequence[ReplicaLoad],
-    adapter_bytes: dict[str, float],
-    settings: MigrationSettings,
-) -> tuple[Method, tuple[Move, ...]]:
-    model = CoMigrationModel(over, under, adapter_bytes, settings)
-    outcome = solve(model.problem, max_nodes=settings.max_nodes, relative_gap=_GOOD_GAP)
-    if outcome in ("infeasible", "unsolved"):
-        return ("greedy (ilp infeasible)" if outcome == "infeasible" else "greedy (ilp unsolved)"), ()
-    return "ilp", model.decode()
+def lend(
+    progress: Progress,
+    open_shards: Sequence[Shard],
+    output_tokens: float,
+    owner: Pace,
+    helpers: Mapping[str, Pace],
+    settings: TailSettings,
+) -> tuple[MigrateRows, ...]:
+    """Rows of the reporting replica that idle `helpers` should take; empty when it does not pay.
+
+    `open_shards`: in the order in which they were opened; the last ones' rows have most of their way to go and move
+    first. `output_tokens`: what a row of theirs is expected to come to.
+    """
+    rows = tail_rows(progress, open_shards, output_tokens)
+    if not helpers or not rows.num_rows:
+        return ()
+    shares = rows_to_lend(rows, owner, list(helpers.values()), settings)
+    here = rows_here(progress)
+    commands = []
+    for helper, share in zip(helpers, shares, strict=True):
+        for shard in reversed(open_shards):
+            num_rows = min(share, here.get(shard.shard_id, 0))
+            if num_rows:
+                adapter = shard.adapters[0] if len(shard.adapters) == 1 else ""
+                commands.append(MigrateRows(shard.shard_id, progress.replica_id, helper, adapter, num_rows))
+                share -= num_rows
+                here[shard.shard_id] -= num_rows
+    return tuple(commands)
 
 
-def select(replicas: Sequence[ReplicaLoad], settings: MigrationSettings) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
-    """The top K overloaded and underloaded replicas; both empty below the trigger."""
-    by_load = sorted(replicas, key=lambda replica: (-replica.pending_s, replica.replica_id))
-    mean = sum(replica.pending_s for replica in replicas) / max(1, len(replicas))
-    if not by_load or by_load[0].pending_s <= settings.trigger * mean:
-        return [], []
-    over = [replica for replica in by_load if replica.pending_s > mean][: settings.top_k]
-    under = [replica for replica in reversed(by_load) if replica.pending_s <= mean][: settings.top_k]
-    return over, under
+def rows_here(progress: Progress) -> dict[int, int]:
+    """By shard, the unfinished rows that are not on loan."""
+    lent = dict(progress.lent_shards)
+    return {shard_id: rows - lent.get(shard_id, 0) for shard_id, rows in progress.open_shards}
 
 
-def longest_after(replicas: Sequence[ReplicaLoad], moves: Sequence[Move], settings: MigrationSettings) -> float:
-    """Longest pending time once the moves are made, moved rows costing gamma times theirs."""
-    row_s = {(r.replica_id, g.adapter): g.row_s for r in replicas for g in r.groups}
-    pending = {replica.replica_id: replica.pending_s for replica in replicas}
-    for move in moves:
-        seconds = move.num_rows * row_s[move.from_replica_id, move.adapter]
-        pending[move.from_replica_id] -= seconds
-        pending[move.to_replica_id] += settings.gamma * seconds
-    return max(pending.values())
+def tail_rows(progress: Progress, open_shards: Sequence[Shard], output_tokens: float) -> TailRows:
+    """What the reporting replica's engine still has to do for its own shards."""
+    total = sum(shard.num_rows for shard in open_shards)
+    left = sum(rows_here(progress).values())
+    if not total or left <= 0:
+        return TailRows(0, 0, 0.0, 0.0, 0.0)
+    prompt = sum(shard.prompt_tokens for shard in open_shards) / total
+    running = min(progress.running_rows, left)
+    generated = progress.running_tokens / max(1, progress.running_rows)
+    return TailRows(running, left - running, prompt, generated, output_tokens)
 
 
-def _pays(replicas: Sequence[ReplicaLoad], moves: Sequence[Move], settings: MigrationSettings, before: float) -> bool:
-    return bool(moves) and longest_after(replicas, moves, settings) <= before * (1 - settings.least_gain)
+def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings: TailSettings) -> list[int]:
+    """Rows each helper should take, in proportion to its pace; zeros when it does not pay.
+
+    The split with the soonest end wins, fewer rows on ties.
+    """
+    cost = settings.cost
+    stay_s = _work_s(rows.kept(0), owner, cost)
+    best_s = min(stay_s * (1 - settings.least_gain), stay_s - settings.least_gain_s)
+    best = [0] * len(helpers)
+    hop_s = settings.hop_s + _step_s(min(rows.num_rows, owner.batch_rows), rows.prompt_tokens, cost) * owner.slowness
+    # The last row goes too: a slow owner is better rid of it. Rows that only wait may be what should move.
+    splits = {*range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)), rows.num_waiting}
+    splits |= {min(rows.num_rows, sum(helper.free_rows for helper in helpers))}
+    for num_lent in sorted(splits - {0}, reverse=True):
+        shares = _shares(num_lent, helpers)
+        if sum(shares) < num_lent:
+            continue
+        end_s = _work_s(rows.kept(num_lent), owner, cost)
+        for share, helper in zip(shares, helpers, strict=True):
+            guests = rows.lent(num_lent, share)
+            end_s = max(end_s, hop_s + _prefill_s(guests, helper, cost) + _work_s(guests, helper, cost))
+        if end_s <= best_s and end_s < stay_s:
+            best_s, best = end_s, shares
+    return best
 
 
-def move_greedily(
-    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> tuple[Move, ...]:
-    """From the fullest to the emptiest until they are even, adapters already resident there first."""
-    pending = {replica.replica_id: replica.pending_s for replica in [*over, *under]}
-    moves: list[Move] = []
-    for source in over:
-        for target in under:
-            for group in sorted(source.groups, key=lambda g: (g.adapter not in target.resident, g.adapter)):
-                left = group.num_rows - sum(
-                    m.num_rows for m in moves if (m.from_replica_id, m.adapter) == (source.replica_id, group.adapter)
-                )
-                surplus = pending[source.replica_id] - pending[target.replica_id]
-                rows = min(left, int(surplus / (group.row_s * (1 + settings.gamma)))) if group.row_s > 0 else 0
-                if rows > 0:
-                    moves.append(Move(group.adapter, source.replica_id, target.replica_id, rows))
-                    pending[source.replica_id] -= rows * group.row_s
-                    pending[target.replica_id] += settings.gamma * rows * group.row_s
-    return tuple(moves)
+def _shares(num_rows: int, helpers: Sequence[Pace]) -> list[int]:
+    """In proportion to paces; helpers with rows of their own get no more than places they have. May be too few."""
+    speed = sum(1 / helper.slowness for helper in helpers)
+    most = [helper.free_rows if helper.own_rows else num_rows for helper in helpers]
+    shares = [min(int(num_rows / helper.slowness / speed), m) for helper, m in zip(helpers, most, strict=True)]
+    for i, limit in enumerate(most):
+        shares[i] += min(num_rows - sum(shares), limit - shares[i])
+    return shares
+
+
+def _work_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
+    """Seconds to decode what is left of these rows: batch after batch, each as long as its longest row."""
+
+    def batch_s(num_rows: int, tokens_left: float, context_tokens: float) -> float:
+        return tokens_left * _step_s(num_rows + pace.own_rows, context_tokens + tokens_left / 2, cost)
+
+    places = pace.free_rows
+    seconds, begun, tokens_left = 0.0, 0, 0.0
+    for group in groups:
+        num_rows = group.num_rows
+        if begun and num_rows:
+            joining = min(num_rows, places - begun)
+            begun, num_rows, tokens_left = begun + joining, num_rows - joining, max(tokens_left, group.tokens_left)
+            if begun == places:
+                seconds += batch_s(begun, tokens_left, group.context_tokens)
+                begun = 0
+        full, rest = divmod(num_rows, places)
+        seconds += full * batch_s(places, group.tokens_left, group.context_tokens)
+        if rest:
+            begun, tokens_left = rest, group.tokens_left
+    if begun:
+        seconds += batch_s(begun, tokens_left, groups[-1].context_tokens)
+    return seconds * pace.slowness
+
+
+def _prefill_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
+    tokens = sum(group.num_rows * group.context_tokens for group in groups)
+    return (cost.step_s + cost.prefill_token_s * tokens) * pace.slowness
+
+
+def _step_s(num_rows: int, context_tokens: float, cost: CostModel) -> float:
+    return float(cost.step_seconds(StepLoad(decode_rows=num_rows, context_tokens=num_rows * context_tokens)))

@@ -2,21 +2,32 @@
 
 The same object drives real workers and simulated ones. It owns one mutable state, asks nobody for the time
 and draws no random numbers: the same events give the same commands (`events.jsonl` replays a run).
+
+How the scheduler decides: limits and, where they are wanted, lending and adapter traffic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from .adapter_traffic import AdapterTraffic
-from .backlog import Backlog
-from .commands import Command, FailJob, FinishJob, Recall, RunShard
-from .events import Event, Progress, ReplicaJoined, ReplicaLost, ReplicasFound, ShardCommitted, ShardFailed
-from .job_state import ReplicaState, ShardState
-from .lender import Lender
-from .scheduler_settings import SchedulerSettings
+from .dispatch import AdapterTraffic, Backlog, ReplicaState, ShardState, TrafficSettings
+from .messages import (
+    Command,
+    Event,
+    FailJob,
+    FinishJob,
+    Progress,
+    Recall,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicasFound,
+    RunShard,
+    ShardCommitted,
+    ShardFailed,
+)
+from .migration import Lender, TailSettings
 from .waves import Shard
 
 # Kind of the line with which a scheduler's journal begins.
@@ -296,3 +307,22 @@ class Scheduler:
         assert sum(open_rows) == self._open_rows, f"{sum(open_rows)} open rows, counted {self._open_rows}"
         self._backlog.check_integrity()
         self._idle_backlog.check_integrity()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """`open_batches`: full batches of unfinished rows kept open per replica, so that no batch drains at a
+    shard's end. `max_failures`, `max_losses`: attempts of one shard that may fail, or die with their
+    replica, before the job fails. `learn_rows`: finished rows of an adapter from which its predicted length is
+    corrected. `expected_replicas`: replicas still to join count as present when a short job is shared out. `tail`:
+    when to lend running rows to idle replicas (None: never). `traffic`: adapters' bytes, to load them before their
+    rows need them (None: replicas look after their adapters themselves).
+    """
+
+    open_batches: float = 2.0
+    max_failures: int = 4
+    max_losses: int = 8
+    learn_rows: int = 8
+    expected_replicas: int = 1
+    tail: TailSettings | None = None
+    traffic: TrafficSettings | None = None

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lorabatch import __version__
 from lorabatch.cli import app
-from lorabatch.jobs.options import JOB_OPTIONS
+from lorabatch.console.options import JOB_OPTIONS
 from lorabatch.jobs.spec import JobSpec
 
 HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "scipy"}

@@ -18,8 +18,8 @@ FORBIDDEN = {
     "lorabatch.engine": HEAVY,
     "lorabatch.engine.config": HEAVY,
     "lorabatch.engine.request": HEAVY,
-    "lorabatch.engine.adapter": HEAVY,
-    "lorabatch.engine.tokenizer": HEAVY,
+    "lorabatch.engine.peft": HEAVY,
+    "lorabatch.engine.text.tokenizer": HEAVY,
     "lorabatch.engine.engine": ("dask", "distributed", "pyarrow", "transformers", "typer"),
     "lorabatch.jobs.spec": ("torch", "triton", "dask", "distributed", "transformers", "typer"),
     "lorabatch.jobs.store": ("torch", "triton", "dask", "distributed", "transformers", "typer"),
@@ -40,7 +40,7 @@ def test_every_package_folder_is_listed_for_installation() -> None:
     root = Path(__file__).parent.parent
     settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     listed = set(settings["tool"]["setuptools"]["packages"])
-    rooms = ("benchmarks", "demo", "engine", "jobs", "kernels", "pipeline", "scheduler")
+    rooms = ("benchmarks", "console", "demo", "engine", "jobs", "kernels", "pipeline", "scheduler")
     folders = [path.parent for room in rooms for path in (root / room).rglob("__init__.py")]
     found = {"lorabatch"} | {".".join(("lorabatch", *folder.relative_to(root).parts)) for folder in folders}
     assert listed == found

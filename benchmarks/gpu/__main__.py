@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from .device import describe, peaks_of
-from .report import as_table, problems_of
-from .run import run_all, run_one
-from .sections import SECTIONS, full_scale, tiny_scale
-from .shapes import LLAMA_3_8B, MODELS, TINY
+from lorabatch.benchmarks.gpu.device import describe, peaks_of
+from lorabatch.benchmarks.gpu.report import as_table, problems_of
+from lorabatch.benchmarks.gpu.run import run_all, run_one
+from lorabatch.benchmarks.gpu.sections import SECTIONS, full_scale, tiny_scale
+from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, MODELS, TINY
 
 _ROOT = Path(__file__).resolve().parents[2]
 

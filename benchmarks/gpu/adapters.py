@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
-from .shapes import ModelShape
+from lorabatch.benchmarks.gpu.shapes import ModelShape
+from lorabatch.kernels.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
 
 _ALIGNMENT = 8
 

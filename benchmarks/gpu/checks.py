@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from .budget import Deadline
-from .correctness import check_all
-from .engine_checks import check_engine, check_launches
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.correctness import check_all
+from lorabatch.benchmarks.gpu.engine_checks import check_engine, check_launches
 
 
 def run_checks(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.merge import merge_weights
-from .kernel_cases import kernel_cases
-from .layer import DecodeLayer
-from .shapes import TINY
+from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
+from lorabatch.benchmarks.gpu.layer import DecodeLayer
+from lorabatch.benchmarks.gpu.shapes import TINY
+from lorabatch.kernels.merge import merge_weights
 
 # Error relative to the largest number: a few roundings. A layer passes through seven products and roundings.
 _KERNEL_LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..provenance import commit, installed_versions
+from lorabatch.benchmarks.provenance import commit, installed_versions
 
 # Name part -> bytes per second of memory, dense bf16 operations per second, from the makers' data sheets.
 _PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12), "L40S": (0.864e12, 362e12)}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from ...engine.adapter import audit_adapter
-from ...engine.config import EngineConfig
-from ...engine.engine import Engine
-from ...engine.random_adapter import write_random_adapter
-from ...engine.request import Request, Result, SamplingParams
-from .model_folder import write_model_folder, write_weights
-from .shapes import TINY, ModelShape
+from lorabatch.benchmarks.gpu.model_folder import write_model_folder, write_weights
+from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.random import write_random_adapter
+from lorabatch.engine.request import Request, Result, SamplingParams
 
 _RANKS = (1, 20, 64)
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...engine.config import EngineConfig
-from ...engine.engine import Engine
-from ...engine.request import Request, SamplingParams
-from ...scheduler.batching import BatchView, ReplicaMode, StepPlan
-from .budget import Deadline
-from .measure import ranks_for
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.measure import ranks_for
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.scheduler.batching import BatchView, ReplicaMode, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

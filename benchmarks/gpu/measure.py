@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ...kernels.launch import empty_pinned, num_persistent_programs
-from ...kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
-from ...kernels.merge import merge_weights
-from .budget import Deadline
-from .device import Peaks, eager_median_s, median_s
-from .kernel_cases import kernel_cases
-from .layer import DecodeLayer
-from .shapes import ModelShape
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.device import Peaks, eager_median_s, median_s
+from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
+from lorabatch.benchmarks.gpu.layer import DecodeLayer
+from lorabatch.benchmarks.gpu.shapes import ModelShape
+from lorabatch.kernels.launch import empty_pinned, num_persistent_programs
+from lorabatch.kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
+from lorabatch.kernels.merge import merge_weights
 
 MIXED = "mixed"
 _MIXED_RANKS = (8, 16, 64)

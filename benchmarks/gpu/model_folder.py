@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from ...engine.config import read_model_config
-from ...engine.weights import dummy_weights
-from .shapes import ModelShape
+from lorabatch.benchmarks.gpu.shapes import ModelShape
+from lorabatch.engine.config import read_model_config
+from lorabatch.engine.models.load import dummy_weights
 
 
 def write_model_folder(folder: Path, shape: ModelShape) -> Path:

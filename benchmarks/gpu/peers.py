@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .budget import Deadline
+from lorabatch.benchmarks.gpu.budget import Deadline
 
 
 def measure_peft(

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .budget import Deadline
-from .device import describe
-from .sections import SECTIONS, Place, Scale
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.device import describe
+from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Scale
 
 # A section looks at its time between measurements: the one it is at may end, and the process may start and stop.
 _GRACE_S = 40.0

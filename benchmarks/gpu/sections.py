@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from .budget import Deadline
-from .checks import run_checks
-from .device import Peaks, describe, peaks_of
-from .engine_matrix import EngineMatrix, full_matrix, measure_engine, tiny_matrix
-from .measure import Matrix, measure_kernels, measure_layer, measure_switches
-from .model_folder import write_model_folder
-from .peers import measure_peft
-from .shapes import TINY, ModelShape
-from .vllm_peer import measure_vllm
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.checks import run_checks
+from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of
+from lorabatch.benchmarks.gpu.engine_matrix import EngineMatrix, full_matrix, measure_engine, tiny_matrix
+from lorabatch.benchmarks.gpu.measure import Matrix, measure_kernels, measure_layer, measure_switches
+from lorabatch.benchmarks.gpu.model_folder import write_model_folder
+from lorabatch.benchmarks.gpu.peers import measure_peft
+from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
+from lorabatch.benchmarks.gpu.vllm_peer import measure_vllm
 
 # Of a free H200 (149 GB) the pool gets 101 GB: 256 adapters of rank 64 for an 8B model (86 GB) and their rows fit, and
 # so do the weights (16 GB), their merged copies (14 GB) and the largest step beside it.

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ...engine.config import read_model_config
-from ...engine.random_adapter import write_random_adapter
-from .budget import Deadline
-from .shapes import ModelShape
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.shapes import ModelShape
+from lorabatch.engine.config import read_model_config
+from lorabatch.engine.peft.random import write_random_adapter
 
 _BATCH, _PROMPT_TOKENS, _NUM_TOKENS = 256, 128, 64
 _RANK = 16

@@ -10,17 +10,21 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from lorabatch.benchmarks.fidelity_results import FidelityResults
+from lorabatch.benchmarks.simulation import dlora_figures, loraserve_figures
+from lorabatch.benchmarks.simulation.decisions import (
+    migration_decision_ms,
+    placement_quality,
+    planning_scale,
+    scale_row,
+)
+from lorabatch.benchmarks.simulation.figure import Figure
+from lorabatch.benchmarks.simulation.kept import Kept
+from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
+from lorabatch.benchmarks.simulation.offline import compare, compare_loads
+from lorabatch.benchmarks.simulation.replay import replay_job
+from lorabatch.benchmarks.simulation.report import Results, write_report
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.replay_job import replay_job
-
-from ..fidelity_results import FidelityResults
-from . import dlora_figures, loraserve_figures
-from .decisions import migration_decision_ms, placement_quality, planning_scale, scale_row
-from .figure import Figure
-from .kept import Kept
-from .lengths import Lengths, read_trace, synthetic_lengths
-from .offline import compare, compare_loads
-from .report import Results, write_report
 
 SIZES = ((100_000, 100, 10), (1_000_000, 1_000, 100), (10_000_000, 10_000, 1_000))
 

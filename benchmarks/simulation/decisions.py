@@ -9,21 +9,23 @@ from itertools import product
 
 import numpy as np
 
+from lorabatch.scheduler.baselines.dlora_migration import ReplicaLoad, RowGroup, plan_migration
 from lorabatch.scheduler.batching import ClusteredBatcher
-from lorabatch.scheduler.commands import Command
-from lorabatch.scheduler.events import Event
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B
 from lorabatch.scheduler.forecast import forecast_job
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B
-from lorabatch.scheduler.makespan import place_shards
-from lorabatch.scheduler.migration import plan_migration
-from lorabatch.scheduler.migration_problem import ReplicaLoad, RowGroup
-from lorabatch.scheduler.placement_problem import PlacementProblem
-from lorabatch.scheduler.scheduler import Scheduler
-from lorabatch.scheduler.scheduler_settings import SchedulerSettings
-from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.simulator import Cluster, JobSimulation
-from lorabatch.scheduler.synthetic import draw_adapters, draw_lengths, make_adapters, make_workload, power_popularity
-from lorabatch.scheduler.timeline import Timeline
+from lorabatch.scheduler.messages import Command, Event
+from lorabatch.scheduler.placement import PlacementProblem, place_shards
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
+from lorabatch.scheduler.simulation.synthetic import (
+    draw_adapters,
+    draw_lengths,
+    make_adapters,
+    make_workload,
+    power_popularity,
+)
+from lorabatch.scheduler.simulation.timeline import Timeline
 from lorabatch.scheduler.waves import ShardPlan, plan_shards
 from lorabatch.scheduler.workload import Workload
 

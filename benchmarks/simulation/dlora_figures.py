@@ -8,16 +8,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lorabatch.scheduler.baselines import MergedBatcher, UnmergedBatcher
+from lorabatch.benchmarks.simulation.figure import Claim, Figure
+from lorabatch.benchmarks.simulation.lengths import Lengths
+from lorabatch.benchmarks.simulation.serving_run import Policy, at_rate, serve, sustained_factor
+from lorabatch.scheduler.baselines.batchers import MergedBatcher, UnmergedBatcher
+from lorabatch.scheduler.baselines.dlora_batching import dlora_batcher
+from lorabatch.scheduler.baselines.loraserve import place_round_robin, replicate_for_bursts
+from lorabatch.scheduler.baselines.serving import ProactiveDispatcher, RoundRobinDispatcher
 from lorabatch.scheduler.batching import Batcher
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.dispatch import ProactiveDispatcher, RoundRobinDispatcher
-from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
-from lorabatch.scheduler.metrics import ServingMetrics
-from lorabatch.scheduler.placement import place_round_robin, replicate_for_bursts
-from lorabatch.scheduler.policies import dlora_batcher
-from lorabatch.scheduler.simulated_replica import ReplicaSettings
-from lorabatch.scheduler.synthetic import (
+from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B, CostModel
+from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.scheduler.simulation.synthetic import (
     bursty_arrivals,
     bursty_arrivals_per_adapter,
     draw_adapters,
@@ -25,11 +26,8 @@ from lorabatch.scheduler.synthetic import (
     make_workload,
     power_popularity,
 )
+from lorabatch.scheduler.simulation.timeline import ServingMetrics
 from lorabatch.scheduler.workload import Workload
-
-from .figure import Claim, Figure
-from .lengths import Lengths
-from .serving_run import Policy, at_rate, serve, sustained_factor
 
 BATCH = 32
 SLO_S = 0.5  # per output token (section 7.1)

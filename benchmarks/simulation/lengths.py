@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lorabatch.pipeline.trace_file import read_trace_lengths
-from lorabatch.scheduler.synthetic import draw_lengths
+from lorabatch.pipeline.planning.simulate import read_trace_lengths
+from lorabatch.scheduler.simulation.synthetic import draw_lengths
 
 
 @dataclass(frozen=True, slots=True, eq=False)

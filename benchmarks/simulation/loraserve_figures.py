@@ -7,14 +7,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lorabatch.scheduler.baselines import UnmergedBatcher
-from lorabatch.scheduler.demand import extrapolate
-from lorabatch.scheduler.dispatch import Dispatcher, FewestTokensDispatcher, LeastLoadDispatcher, RoutedDispatcher
-from lorabatch.scheduler.loraserve import Routing, assign_loraserve
-from lorabatch.scheduler.machines import LORASERVE_A100_LLAMA_7B
-from lorabatch.scheduler.placement import place_contiguous, place_random
-from lorabatch.scheduler.simulated_replica import ReplicaSettings
-from lorabatch.scheduler.synthetic import (
+from lorabatch.benchmarks.simulation.figure import Claim, Figure
+from lorabatch.benchmarks.simulation.lengths import Lengths
+from lorabatch.benchmarks.simulation.serving_run import Policy, at_rate, serve, sustained_factor
+from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.baselines.loraserve import Routing, assign_loraserve, place_contiguous, place_random
+from lorabatch.scheduler.baselines.serving import (
+    Dispatcher,
+    FewestTokensDispatcher,
+    LeastLoadDispatcher,
+    RoutedDispatcher,
+)
+from lorabatch.scheduler.cost import LORASERVE_A100_LLAMA_7B
+from lorabatch.scheduler.forecast import extrapolate
+from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     draw_shifting,
     make_adapters,
@@ -24,10 +31,6 @@ from lorabatch.scheduler.synthetic import (
     uniform_popularity,
 )
 from lorabatch.scheduler.workload import Workload
-
-from .figure import Claim, Figure
-from .lengths import Lengths
-from .serving_run import Policy, at_rate, serve, sustained_factor
 
 RANKS = (8, 16, 32, 64, 128)
 SLO_S = 10.0

@@ -1,7 +1,7 @@
 """Offline jobs: the planner against what others would do with the same rows on the same replicas.
 
 The planner: ordered shards, the real Scheduler, and steps chosen by cost. The others get their rows at once in input
-order, dealt to replicas in turn, and batch by their own policy (`scheduler/policies.py`).
+order, dealt to replicas in turn, and batch by their own policy (`scheduler/baselines/policies.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lorabatch.scheduler.adapter_traffic import TrafficSettings
-from lorabatch.scheduler.machines import H200_LLAMA_3_8B
-from lorabatch.scheduler.policies import run_planned, simulate_policy
-from lorabatch.scheduler.scheduler_settings import SchedulerSettings
-from lorabatch.scheduler.simulated_replica import ReplicaSettings
-from lorabatch.scheduler.synthetic import (
+from lorabatch.benchmarks.simulation.lengths import Lengths
+from lorabatch.scheduler.baselines.policies import simulate_policy
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B
+from lorabatch.scheduler.dispatch import TrafficSettings
+from lorabatch.scheduler.scheduler import SchedulerSettings
+from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.scheduler.simulation.run import run_planned
+from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     make_adapters,
     make_workload,
@@ -25,8 +27,6 @@ from lorabatch.scheduler.synthetic import (
 )
 from lorabatch.scheduler.waves import plan_shards
 from lorabatch.scheduler.workload import Workload
-
-from .lengths import Lengths
 
 NUM_REPLICAS = 4
 SETTINGS = ReplicaSettings(max_batch_rows=64, max_step_tokens=8192, leap_steps=8, look_ahead=512)

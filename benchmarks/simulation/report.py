@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lorabatch.scheduler.replay import ReplayOutcome
-
-from ..fidelity_results import FidelityResults
-from ..provenance import cpu_name
-from .decisions import PlacementQuality, PlanningScale, ScaleRow
-from .figure import Figure
-from .offline import Comparison, LoadsAhead
+from lorabatch.benchmarks.fidelity_results import FidelityResults
+from lorabatch.benchmarks.provenance import cpu_name
+from lorabatch.benchmarks.simulation.decisions import PlacementQuality, PlanningScale, ScaleRow
+from lorabatch.benchmarks.simulation.figure import Figure
+from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead
+from lorabatch.scheduler.simulation.replay import ReplayOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lorabatch.scheduler.baselines.dlora_migration import MigrationSettings
+from lorabatch.scheduler.baselines.serving import Dispatcher, Replan, ServingSettings, ServingSimulation
 from lorabatch.scheduler.batching import Batcher
 from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.dispatch import Dispatcher
-from lorabatch.scheduler.metrics import ServingMetrics, serving_metrics
-from lorabatch.scheduler.migration_problem import MigrationSettings
-from lorabatch.scheduler.serving import Replan, ServingSettings, ServingSimulation
-from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.timeline import Timeline
+from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.timeline import ServingMetrics, Timeline, serving_metrics
 from lorabatch.scheduler.workload import Workload
 
 

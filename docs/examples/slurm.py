@@ -3,7 +3,7 @@
 from dask_jobqueue import SLURMCluster
 
 import lorabatch
-from lorabatch.pipeline.adaptive import JobAdaptive
+from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive
 
 if __name__ == "__main__":
     cluster = SLURMCluster(

@@ -1,1 +1,1 @@
-"""The story of a job as one HTML file: `timeline` reads events, `drawing` places shapes, `page` writes."""
+"""The HTML report of a job."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 SpanEnd = Literal["committed", "failed", "recalled", "lost", "open"]
-
 # Clocks of one run never step back; a step of more than this (seconds) is a new run.
 _NEW_RUN_STEP_S = 1.0
 

@@ -10,7 +10,7 @@ from lorabatch.benchmarks.simulation.lengths import read_trace, synthetic_length
 from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead, jobs
 from lorabatch.benchmarks.simulation.report import Results, write_report
 from lorabatch.benchmarks.simulation.serving_run import sustained_factor
-from lorabatch.scheduler.replay import ReplayOutcome
+from lorabatch.scheduler.simulation.replay import ReplayOutcome
 
 LATENCY, RATE = Claim("ours", "theirs", 3.0, "s"), Claim("ours", "theirs", None, "per s", higher_is_better=True)
 

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.demo.base_model import (
-    CARRIER,
-    GGUF_NAME,
-    SOURCE_VARIABLE,
-    BaseModelUnavailableError,
-    base_model_folder,
-)
+from lorabatch.demo.base_model import CARRIER, GGUF_NAME, SOURCE_VARIABLE, BaseModelUnavailableError, base_model_folder
 from lorabatch.engine.config import read_model_config
 
 

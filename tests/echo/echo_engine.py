@@ -24,9 +24,7 @@ from typing import Any
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
-from lorabatch.engine.exported_row import ExportedRow
-from lorabatch.engine.request import Request, Result
-from lorabatch.engine.telemetry import EngineTelemetry
+from lorabatch.engine.request import EngineTelemetry, ExportedRow, Request, Result
 
 
 def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, max_tokens: int) -> str:

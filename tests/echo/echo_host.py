@@ -11,12 +11,10 @@ from typing import Any
 import echo_engine
 
 from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.exported_row import ExportedRow
-from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.pipeline.engine_keeper import EngineKeeper
-from lorabatch.pipeline.engine_share import EngineShare
+from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.pipeline.messages import EngineSettings, HostReport, LocalAdapter
-from lorabatch.pipeline.open_shard import OpenShard
+from lorabatch.pipeline.supervisor.open_shard import OpenShard
+from lorabatch.pipeline.supervisor.supervisor import EngineKeeper, EngineShare
 
 TOKENS = 20
 

@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from distributed import Client
 
-from lorabatch.jobs.record import JobRecord
+from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.job_result import JobResult
+from lorabatch.pipeline.result import JobResult
 from lorabatch.pipeline.run import run
 
 ECHO_FACTORY = "echo_engine:EchoEngine"
@@ -133,7 +132,7 @@ def processes_of(root: int, kind: str) -> list[psutil.Process]:
             line = " ".join(process.cmdline())
         except psutil.Error:
             continue
-        is_engine = "lorabatch.engine.process" in line
+        is_engine = "lorabatch.engine.server.process" in line
         is_worker = "multiprocessing.spawn" in line or "Nanny" in line
         if is_engine if kind == "engine" else is_worker and not is_engine:
             found.append(process)

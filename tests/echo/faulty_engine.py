@@ -18,8 +18,7 @@ from echo_engine import slowness
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.exported_row import ExportedRow
-from lorabatch.engine.request import Result
+from lorabatch.engine.request import ExportedRow, Result
 
 
 class FaultyEngine(Engine):

@@ -103,7 +103,7 @@ def peak_bytes(groups: dict[str, list[int]]) -> Iterator[dict[str, int]]:
             for name, pids in groups.items():
                 for process in (p for pid in pids for p in family(pid, name == "workers")):
                     with suppress(psutil.Error):
-                        is_engine = "lorabatch.engine.process" in " ".join(process.cmdline())
+                        is_engine = "lorabatch.engine.server.process" in " ".join(process.cmdline())
                         key = "engines" if is_engine else name
                         peaks[key] = max(peaks[key], process.memory_info().rss)
 

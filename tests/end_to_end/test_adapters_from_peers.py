@@ -10,7 +10,7 @@ import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 from echo_job import EchoJob, make_rows
 
-from lorabatch.pipeline.replay_job import replay_job
+from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.tests.end_to_end.bucket import Bucket
 
 

@@ -9,8 +9,7 @@ from cluster_under_test import QUIETLY
 from distributed import Client, LocalCluster
 from echo_job import EchoJob, make_rows
 
-from lorabatch.pipeline.adaptive import JobAdaptive
-from lorabatch.scheduler.scaling import ScalingSettings
+from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive, ScalingSettings
 
 
 def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) -> None:

@@ -15,8 +15,8 @@ from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
-from lorabatch.jobs.state import JobState
-from lorabatch.pipeline.launch import LEASE_SETTING
+from lorabatch.jobs.record import JobState
+from lorabatch.pipeline.run import LEASE_SETTING
 
 
 def half_done(state: JobState) -> bool:

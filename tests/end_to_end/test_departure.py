@@ -12,7 +12,7 @@ from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
-from lorabatch.jobs.state import JobState
+from lorabatch.jobs.record import JobState
 
 # Rows take seconds: whoever begins them anew shows in the number of tokens that were generated.
 TOKENS = 120

@@ -22,9 +22,9 @@ from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, Watcher, kill_one, make
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.jobs.errors import JobFailedError
-from lorabatch.jobs.state import JobState
-from lorabatch.pipeline.hosts import start_hosts, stop_hosts
+from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import EngineSettings
+from lorabatch.pipeline.worker.registration import start_hosts, stop_hosts
 
 Process = subprocess.Popen[bytes]
 

@@ -13,7 +13,7 @@ from cluster_under_test import own_cluster
 from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
-from lorabatch.jobs.state import JobState
+from lorabatch.jobs.record import JobState
 from lorabatch.jobs.store import JobStore
 
 # One engine takes five times longer: at the end it has two batches of rows, and the other one nothing to do. Even there

@@ -6,8 +6,8 @@ import pytest
 from distributed import Client
 from echo_job import EchoJob, make_rows
 
-from lorabatch.pipeline import replay_job as command
-from lorabatch.pipeline.replay_job import replay_job
+from lorabatch.benchmarks.simulation import replay as command
+from lorabatch.benchmarks.simulation.replay import replay_job
 
 
 def test_a_real_runs_events_give_its_commands(

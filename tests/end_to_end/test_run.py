@@ -18,10 +18,8 @@ from echo_job import EchoJob, make_rows
 from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, OutputConflictError
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.status import read_status, status_lines
-from lorabatch.scheduler.commands import Command, RunShard
-from lorabatch.scheduler.events import Event
-from lorabatch.scheduler.scheduler import Scheduler
-from lorabatch.scheduler.scheduler_settings import SchedulerSettings
+from lorabatch.scheduler.messages import Command, Event, RunShard
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 
 POISON = 77
 

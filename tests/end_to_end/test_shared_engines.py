@@ -14,8 +14,8 @@ from cluster_under_test import own_cluster
 from echo_job import EchoJob, Watcher, make_rows, processes_of
 
 from lorabatch.jobs.errors import JobInterruptedError
-from lorabatch.jobs.state import JobState
-from lorabatch.pipeline.job_result import JobResult
+from lorabatch.jobs.record import JobState
+from lorabatch.pipeline.result import JobResult
 
 JOB = {"max_tokens": 4, "batch_rows": 8, "rows_per_shard": 8}
 

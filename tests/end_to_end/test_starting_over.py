@@ -9,8 +9,8 @@ from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.jobs.errors import ErrorBudgetError, OutputConflictError
 from lorabatch.jobs.opening import open_job
+from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.state import JobState
 
 
 def half_done(state: JobState) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from echo_job import ECHO_FOLDER, EchoJob, make_rows
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.background_cluster import state_file
+from lorabatch.pipeline.cluster.background import state_file
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 SHORT_LIVED = "from lorabatch.pipeline import background_cluster as b; b.IDLE_LIMIT_S = 1.0; b.serve(b.Path({!r}), 1)"

@@ -14,8 +14,7 @@ from distributed.security import Security
 from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, make_rows
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.tls import TlsFiles
+from lorabatch.jobs.spec import JobSpec, TlsFiles
 from lorabatch.pipeline.submit import list_jobs, submit
 
 FILES = ("tls_ca", "tls_cert", "tls_key")

@@ -16,10 +16,10 @@ from peft_oracle import make_engine as make_small_engine
 from peft_oracle import prompts, register_all, serve
 from scenarios import ANYTHING, Alone, Scenario, make_engine, play, renamed, scenarios
 
-from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.linear import Linear
+from lorabatch.engine.models.layers import Linear
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_build, native_function
 

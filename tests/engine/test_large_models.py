@@ -10,14 +10,13 @@ import torch
 
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, ModelShape
-from lorabatch.engine.config import EngineConfig, ModelConfig
-from lorabatch.engine.device_budget import gpu_pool_bytes, live_weight_bytes, step_bytes
-from lorabatch.engine.device_decoder import DeviceDecoder
-from lorabatch.engine.dummy_adapter import dummy_audit
-from lorabatch.engine.families import parse_model_config
-from lorabatch.engine.memory_plan import gpu_plan, plan_memory
-from lorabatch.engine.step_limits import StepLimits, cpu_limits
-from lorabatch.engine.weights import dummy_weights, stored_shapes
+from lorabatch.engine.config import EngineConfig, StepLimits, cpu_limits
+from lorabatch.engine.memory.allocation import gpu_plan, gpu_pool_bytes, live_weight_bytes, plan_memory, step_bytes
+from lorabatch.engine.model_config import parse_model_config
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.models.gpu_decoder import DeviceDecoder
+from lorabatch.engine.models.load import dummy_weights, stored_shapes
+from lorabatch.engine.peft.random import dummy_audit
 
 H200_BYTES = 139 << 30
 BF16 = torch.bfloat16.itemsize
@@ -105,7 +104,7 @@ def test_what_is_asked_for_stays() -> None:
 
 def test_a_folder_of_shapes_can_be_read_like_any_other(tmp_path: Path) -> None:
     from lorabatch.engine.config import read_model_config
-    from lorabatch.engine.tokenizer import Tokenizer
+    from lorabatch.engine.text.tokenizer import Tokenizer
 
     folder = write_model_folder(tmp_path / "model", LLAMA_3_2_1B)
     assert read_model_config(folder) == model_of(LLAMA_3_2_1B)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.engine.adapter import audit_adapter
-from lorabatch.engine.config import EngineConfig, ModelConfig, read_model_config
+from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.random_adapter import write_random_adapter
+from lorabatch.engine.memory.pool import PageLayout
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.step_batch import PageLayout
 
 NUM_ADAPTERS = 60
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from peft_oracle import register_all
 
-from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 
 MERGED_ONLY: dict[str, dict[str, Any]] = {

@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 from peft_oracle import Oracle, make_engine, prompts, register_all, serve
 
-from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, InClusters, StepPlan
-from lorabatch.scheduler.cost_batching import CostBatcher
-from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B
-from lorabatch.scheduler.merge_waves import MergeWaveBatcher
+from lorabatch.scheduler.batching import (
+    Batcher,
+    BatchView,
+    ClusteredBatcher,
+    CostBatcher,
+    InClusters,
+    MergeWaveBatcher,
+    StepPlan,
+)
+from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B
 
 
 class Chosen:

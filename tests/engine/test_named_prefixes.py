@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.engine.admission import row_owner
+from lorabatch.engine.batching.admission import row_owner
+from lorabatch.engine.batching.prefix_sharing import NamedPrefixes
 from lorabatch.engine.config import read_model_config
-from lorabatch.engine.model_config import ModelConfig
-from lorabatch.engine.pool import PagePool
-from lorabatch.engine.prefix_sharing import NamedPrefixes
-from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.sequence import Sequence
-from lorabatch.engine.step_batch import PageLayout, StepEntry
+from lorabatch.engine.memory.pool import PageLayout, PagePool
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.models.step_batch import StepEntry
+from lorabatch.engine.request import Request, SamplingParams, Sequence
 
 PAGE = 4
 

@@ -24,9 +24,9 @@ from scenarios import (
     scenarios,
 )
 
-from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import Mode, read_model_config
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 
 

@@ -16,8 +16,8 @@ import pytest
 from lorabatch.jobs import opening
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.opening import changed_adapters, open_job
+from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
 
 

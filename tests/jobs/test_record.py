@@ -1,25 +1,30 @@
-"""The frozen job: what makes it the same job, and what it must not hold."""
+"""The frozen job: what makes it the same job, and what it must not hold.
+
+The state that storage tells.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
 from lorabatch.jobs.record import (
     IDENTITY_FIELDS,
     AdapterRecord,
     JobRecord,
+    JobState,
+    WorkerState,
     adapter_problem,
     differences,
     index_key,
     public_spec,
 )
-from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.tls import TLS_FIELDS, TlsFiles
+from lorabatch.jobs.spec import TLS_FIELDS, JobSpec, TlsFiles
 
 Record = Callable[..., JobRecord]
 BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}
@@ -148,3 +153,45 @@ def test_an_adapter_that_cannot_serve_says_why_and_what_is_near() -> None:
     nobody = adapter_problem("x", {})
     assert nobody is not None
     assert nobody.endswith("known: none.")
+
+
+STATE = JobState(
+    phase="running",
+    updated_at_s=12.5,
+    rows=10,
+    rows_done=4,
+    eta_s=3.5,
+    prefix_hit_rate=0.6,
+    workers=(WorkerState("tcp://a", 1.5, 2, 1, "merged", ("x", "y")), WorkerState("tcp://b")),
+    message="fine",
+)
+
+
+def test_a_state_read_back_is_the_state() -> None:
+    assert JobState.from_json(STATE.to_json()) == STATE
+
+
+def test_a_newer_versions_keys_are_passed_over() -> None:
+    raw = json.loads(STATE.to_json())
+    raw["future"] = 1
+    raw["workers"][0]["future"] = 1
+    assert JobState.from_json(json.dumps(raw).encode()) == STATE
+
+
+def test_what_an_older_version_did_not_write_is_not_known() -> None:
+    raw = json.loads(STATE.to_json())
+    del raw["prefix_hit_rate"]
+    assert JobState.from_json(json.dumps(raw).encode()).prefix_hit_rate is None
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"phase": "running"}', b'{"workers": [1]}'])
+def test_a_damaged_state_is_said(data: bytes) -> None:
+    with pytest.raises(DamagedRecordError, match=r"state\.json"):
+        JobState.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_final"), [("running", False), ("indexing", False), ("done", True), ("cancelled", True)]
+)
+def test_some_phases_are_the_last(phase: str, is_final: bool) -> None:
+    assert JobState(phase, 0.0).is_final == is_final  # type: ignore[arg-type]

@@ -1,4 +1,9 @@
-"""A job as people write it: every option a key, everything wrong said at once."""
+"""A job as people write it: every option a key, everything wrong said at once.
+
+What people read when an option is wrong.
+
+Counts and shares of rows.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, ValidationError
 
 import lorabatch
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.spec import COLUMN_ROLES, JobSpec
-from lorabatch.jobs.tls import TLS_FIELDS, TlsFiles
+from lorabatch.jobs.spec import (
+    COLUMN_ROLES,
+    TLS_FIELDS,
+    ErrorBudget,
+    JobSpec,
+    TlsFiles,
+    unknown_options,
+    value_problems,
+    with_next_step,
+    with_suggestion,
+)
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
 
@@ -212,3 +229,66 @@ def test_mode_exact_on_a_cpu_is_served_in_float32_only() -> None:
     )
     for values in ({"dtype": "float32"}, {"dtype": "auto"}, {"dtype": "bfloat16", "device": "cuda"}):
         JobSpec(**BASICS | {"mode": "exact", "device": "cpu"} | values)
+
+
+class Options(BaseModel):
+    model: str
+    workers: int = Field(default=1, ge=1)
+    storage_options: dict[str, str] = {}
+
+
+def problems_of(**values):
+    with pytest.raises(ValidationError) as found:
+        Options(**values)
+    return value_problems(found.value, values)
+
+
+def test_a_key_that_is_no_option_is_named_with_what_may_have_been_meant():
+    (found,) = unknown_options({"worker": 2, "model": "m"}, ("model", "workers"))
+    assert found == "worker: not an option; did you mean 'workers'?"
+    assert unknown_options({"model": "m"}, ("model", "workers")) == []
+
+
+def test_a_word_like_no_choice_gets_no_suggestion():
+    assert with_suggestion("'x' is not a role", "x", ("prompt", "adapter")) == "'x' is not a role"
+
+
+def test_a_value_stands_beside_what_is_expected():
+    assert problems_of(model="m", workers=0) == ["workers=0: expected at least 1"]
+
+
+def test_a_missing_option_says_how_to_give_it():
+    assert problems_of() == ["model: required and not given. Add --model, or the key model in the job file."]
+
+
+def test_storage_options_keep_their_values_to_themselves():
+    (found,) = problems_of(model="m", storage_options={"key": ["secret"]})
+    assert found.startswith("storage_options: ")
+    assert "secret" not in found
+
+
+def test_findings_end_by_saying_where_to_look():
+    assert with_next_step("workers=0: too few") == "workers=0: too few. See `lorabatch run --help`."
+    assert with_next_step("model: missing?") == "model: missing?"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_rows", "limit"),
+    [("10%", 100, 10), ("10%", 9, 0), ("10%", 10, 1), ("0", 50, 0), ("7", 3, 7), ("100%", 3, 3), ("0.1%", 2000, 2)],
+)
+def test_the_limit_is_a_count_or_a_share_rounded_down(text: str, num_rows: int, limit: int) -> None:
+    budget = ErrorBudget.parse(text)
+    assert budget.limit(num_rows) == limit
+    assert budget.allows(limit, num_rows)
+    assert not budget.allows(limit + 1, num_rows)
+
+
+@pytest.mark.parametrize("text", ["", "%", "ten", "-1", "101%", "-5%", "1.5", "nan%"])
+def test_anything_else_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a count of rows such as 25, or a share of them such as 10%"):
+        ErrorBudget.parse(text)
+
+
+@given(percent=st.integers(0, 100), hundreds=st.integers(0, 10**6))
+def test_whole_percentages_of_round_numbers_are_exact(percent: int, hundreds: int) -> None:
+    assert ErrorBudget.parse(f"{percent}%").limit(hundreds * 100) == percent * hundreds

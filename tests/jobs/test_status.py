@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.record import JobRecord
-from lorabatch.jobs.state import JobState, Phase, WorkerState
+from lorabatch.jobs.record import JobRecord, JobState, Phase, WorkerState
 from lorabatch.jobs.status import STALE_AFTER_S, read_status, status_lines
 from lorabatch.jobs.store import JobStore
 

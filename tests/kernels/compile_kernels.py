@@ -20,8 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from lorabatch.engine.planned_step import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
-from lorabatch.kernels.kv_write import triton as kv_write
+from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout
 from lorabatch.kernels.lora_qkv import triton as qkv
@@ -118,8 +117,6 @@ def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int) -> None:
 
 
 def _reach_other_kernels(layer: int, num_rows: int) -> None:
-    keys, slots = _bf16(num_rows, 8, 128), torch.zeros(num_rows, dtype=torch.int32)
-    kv_write.write(keys, keys, slots, _bf16(4 * LAYOUT.page_elements), LAYOUT, layer)
     x = _bf16(num_rows, HIDDEN)
     rms_norm.norm(x, x, _bf16(HIDDEN), 1e-5, 0.0)
     _reach_merge(min(num_rows, 7), torch.bfloat16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorabatch.engine.random_stream import uniforms
+from lorabatch.engine.runner.sampler import uniforms
 from lorabatch.kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE, SamplingRows, sample_tokens
 from lorabatch.kernels.sampling.reference import sample, uniform
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from lorabatch.engine.adapter import audit_adapter
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result
 
 POOL_BYTES = 4 << 20

@@ -22,16 +22,14 @@ from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
 from lorabatch.jobs.validation import check_job
-from lorabatch.pipeline.cost_models import ChosenCost
-from lorabatch.pipeline.index import ChunkSummary, index_chunk, list_chunks
-from lorabatch.pipeline.index_job import IndexJob
-from lorabatch.pipeline.index_totals import IndexTotals
-from lorabatch.pipeline.job_forecast import Forecaster
-from lorabatch.pipeline.planning import JobPlan, plan_job
-from lorabatch.pipeline.reader import ShardRows, read_shard
-from lorabatch.pipeline.row_answer import RowAnswer
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M
-from lorabatch.scheduler.simulated_replica import ReplicaSettings
+from lorabatch.pipeline.dataset.answers import RowAnswer
+from lorabatch.pipeline.dataset.chunk import IndexJob
+from lorabatch.pipeline.dataset.index import ChunkSummary, IndexTotals, index_chunk, list_chunks
+from lorabatch.pipeline.dataset.reader import ShardRows, read_shard
+from lorabatch.pipeline.planning.forecast import ChosenCost, Forecaster
+from lorabatch.pipeline.planning.plan import JobPlan, plan_job
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.simulation.replica import ReplicaSettings
 
 ADAPTERS = (
     AdapterRecord(name="alpha", url="/alpha", verdict="exact", sha256="a" * 64, rank=8, weight_bytes=1000),

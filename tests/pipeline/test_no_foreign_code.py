@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 
 import lorabatch
-from lorabatch.engine.adapter import audit_adapters
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.peft import audit_adapters
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.engine.tokenizer import Tokenizer
-from lorabatch.pipeline.kept_rows import read_kept
-from lorabatch.pipeline.reader import read_shard
-from lorabatch.pipeline.writer import part_bytes
+from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.pipeline.dataset.reader import read_shard
+from lorabatch.pipeline.dataset.writer import part_bytes
+from lorabatch.pipeline.worker.run_shard import read_kept
 
 ROOT = Path(lorabatch.__file__).parent
 ROOMS = ("jobs", "pipeline", "engine", "scheduler", "kernels", "demo")

@@ -6,10 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.adaptive_batching import AdaptiveBatcher
-from lorabatch.scheduler.batching import BatchView
-from lorabatch.scheduler.free_memory import FreeMemory
-from lorabatch.scheduler.machines import DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
+from lorabatch.scheduler.batching import AdaptiveBatcher, BatchView, FreeMemory
+from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
 
 RANKS = np.array([16.0, 16.0, 64.0])
 

@@ -7,15 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, InClusters
-from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.cost_batching import CostBatcher, DloraBatcher
-from lorabatch.scheduler.dispatch import RoundRobinDispatcher
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B
-from lorabatch.scheduler.merge_waves import MergeWaveBatcher
-from lorabatch.scheduler.serving import ServingSettings, ServingSimulation
-from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.synthetic import (
+from lorabatch.scheduler.baselines.dlora_batching import DloraBatcher
+from lorabatch.scheduler.baselines.serving import RoundRobinDispatcher, ServingSettings, ServingSimulation
+from lorabatch.scheduler.batching import Batcher, BatchView, ClusteredBatcher, CostBatcher, InClusters, MergeWaveBatcher
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, DLORA_A800_LLAMA_2_7B, H200_LLAMA_3_8B, CostModel
+from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     draw_lengths,
     make_adapters,
@@ -23,7 +20,7 @@ from lorabatch.scheduler.synthetic import (
     power_popularity,
     uniform_popularity,
 )
-from lorabatch.scheduler.timeline import Timeline
+from lorabatch.scheduler.simulation.timeline import Timeline
 from lorabatch.scheduler.workload import Workload
 
 RANKS = np.array([8.0, 16.0, 64.0, 32.0])

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan
-from lorabatch.scheduler.merge_waves import MergeWaveBatcher
+from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, MergeWaveBatcher, StepPlan
 
 
 def make_view(running, waiting, *, merged=None):

@@ -1,169 +1,135 @@
+"""When running rows are worth lending: batch sizes, second prefills, slow owners and slow helpers."""
+
 from __future__ import annotations
 
-import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from dataclasses import replace
 
-from lorabatch.scheduler.migration import longest_after, move_greedily, near_the_bound, plan_migration, select
-from lorabatch.scheduler.migration_model import CoMigrationModel
-from lorabatch.scheduler.migration_problem import MigrationSettings, Move, ReplicaLoad, RowGroup
-from lorabatch.scheduler.migration_transport import level_s, transport
-from lorabatch.scheduler.solver import solve
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, StepLoad
+from lorabatch.scheduler.messages import MigrateRows, Progress
+from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, measured_pace, rows_to_lend, tail_rows
+from lorabatch.scheduler.waves import Shard
 
-
-def make_replica(name, *groups, resident=(), **more):
-    return ReplicaLoad(
-        name, tuple(RowGroup(adapter, rows, seconds) for adapter, rows, seconds in groups), frozenset(resident), **more
-    )
+CPU = TailSettings(CPU_SMOLLM2_135M, hop_s=0.1)
+PACE = Pace(64)
 
 
-def random_cluster(seed, num_replicas=16, num_adapters=8):
-    rng = np.random.default_rng(seed)
-    replicas = []
-    for i in range(num_replicas):
-        held = sorted(rng.choice(num_adapters, 3, replace=False).tolist())
-        groups = [(f"a{k}", int(rng.integers(1, 40) * (1 + 3 * (i % 2))), 0.1) for k in held]
-        replicas.append(make_replica(f"r{i:02}", *groups, resident=[f"a{k}" for k in held]))
-    return replicas
+def running(num_rows, context_tokens, tokens_left):
+    return TailRows(num_rows, 0, context_tokens, 0, tokens_left)
 
 
-def test_an_even_cluster_is_left_alone():
-    plan = plan_migration([make_replica("a", ("x", 10, 1.0)), make_replica("b", ("x", 10, 1.0))], {})
-    assert (plan.moves, plan.method) == ((), "not needed")
+def test_a_batch_is_shared_and_the_helper_gets_less_for_its_second_prefill():
+    (lent,) = rows_to_lend(running(16, 200, 300), PACE, [PACE], CPU)
+    assert 4 <= lent < 8
 
 
-def test_no_replicas_and_one_replica_have_nothing_to_move():
-    assert plan_migration([], {}).method == "not needed"
-    assert plan_migration([make_replica("a", ("x", 10, 1.0))], {}).method == "not needed"
+def test_rows_that_are_nearly_done_stay():
+    assert rows_to_lend(running(16, 2000, 2), PACE, [PACE], CPU) == [0]
 
 
-def test_figure_8_rows_of_the_full_replica_go_to_the_empty_one():
-    replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle")]
-    plan = plan_migration(replicas, {"x": 1.0}, MigrationSettings(gamma=1.0))
-    assert plan.method == "transport"
-    assert plan.moves == (Move("x", "full", "idle", 10),)
-    assert plan.after_s == 10.0
+def test_where_steps_cost_the_same_for_any_batch_nothing_moves():
+    flat = replace(H200_LLAMA_3_8B, decode_row_s=0.0, context_token_s=0.0)
+    settings = TailSettings(flat, hop_s=0.01)
+    assert rows_to_lend(running(64, 500, 500), PACE, [PACE] * 3, settings) == [0, 0, 0]
 
 
-def test_moved_rows_cost_gamma_so_fewer_move():
-    replicas = [make_replica("full", ("x", 30, 1.0), resident="x"), make_replica("idle", resident="x")]
-    (move,) = plan_migration(replicas, {}, MigrationSettings(gamma=2.0)).moves
-    assert move.num_rows == 10
+def test_rows_beyond_one_batch_move_even_there():
+    flat = replace(H200_LLAMA_3_8B, decode_row_s=0.0, context_token_s=0.0)
+    assert rows_to_lend(running(64, 500, 500), Pace(32), [Pace(32)], TailSettings(flat, hop_s=0.01)) == [32]
 
 
-def test_copies_of_adapters_are_avoided_when_eta_is_high():
-    replicas = [
-        make_replica("full", ("x", 10, 1.0), ("y", 10, 1.0), resident="xy"),
-        make_replica("idle", resident="y"),
-    ]
-    plan = plan_migration(replicas, {}, MigrationSettings(gamma=1.0, eta_s=5.0))
-    assert {move.adapter for move in plan.moves} == {"y"}
+def test_a_slow_owner_gives_most_of_its_rows_away():
+    (lent,) = rows_to_lend(running(40, 20, 300), Pace(64, slowness=2.0), [PACE], CPU)
+    assert 30 <= lent <= 38
 
 
-def test_memory_that_would_be_swapped_keeps_rows_away():
-    groups = (RowGroup("x", 20, 1.0, row_bytes=10.0),)
-    full = ReplicaLoad("full", groups, frozenset("x"))
-    idle = ReplicaLoad("idle", (), frozenset("x"), memory_bytes=40.0)
-    swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
-    plan = plan_migration([full, idle], {}, swapping)
-    (move,) = plan.moves
-    assert (plan.method, move.num_rows < 7) == ("ilp", True)
+def test_the_last_row_stays_with_an_owner_as_fast_as_others_and_leaves_a_slow_one():
+    assert rows_to_lend(running(1, 20, 300), PACE, [PACE], CPU) == [0]
+    assert rows_to_lend(running(1, 20, 300), Pace(64, slowness=4.0), [PACE], CPU) == [1]
+    assert rows_to_lend(running(8, 20, 300), Pace(64, slowness=40.0), [PACE], CPU) == [8]
 
 
-def test_a_gain_too_small_is_not_worth_moving():
-    replicas = [make_replica("full", ("x", 2, 1.0), fixed_s=100.0), make_replica("idle")]
-    plan = plan_migration(replicas, {}, MigrationSettings(least_gain=0.5))
-    assert (plan.moves, plan.method) == ((), "nothing pays")
+def test_a_slow_helper_gets_less_than_a_fast_one():
+    fast, slow = rows_to_lend(running(60, 20, 1000), PACE, [PACE, Pace(64, slowness=4.0)], CPU)
+    assert fast > 2 * slow
+    assert rows_to_lend(running(8, 200, 30), PACE, [Pace(64, slowness=40.0)], CPU) == [0]
 
 
-def test_only_the_top_k_on_each_side_take_part():
-    over, under = select(random_cluster(0), MigrationSettings(top_k=3))
-    assert (len(over), len(under)) == (3, 3)
-    assert min(r.pending_s for r in over) >= max(r.pending_s for r in under)
+def test_more_helpers_take_fewer_rows_each():
+    settings = TailSettings(CPU_SMOLLM2_135M, hop_s=0.05)
+    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE], settings) == [12]
+    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE] * 3, settings) == [6, 6, 6]
 
 
-def test_an_infeasible_model_falls_back_by_name(monkeypatch):
-    original = CoMigrationModel.__init__
-
-    def contradictory(self, *given):
-        original(self, *given)
-        self.problem += self.longest <= -1.0
-
-    monkeypatch.setattr(CoMigrationModel, "__init__", contradictory)
-    # Limited memory is what the model is asked for.
-    replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle", memory_bytes=1e9)]
-    plan = plan_migration(replicas, {})
-    assert plan.method == "greedy (ilp infeasible)"
-    assert plan.after_s < plan.before_s
+def test_a_helper_with_rows_of_its_own_gets_no_more_than_its_free_places():
+    waiting, slow = TailRows(8, 18, 20, 30, 60), Pace(8, slowness=4.0)
+    (lent,) = rows_to_lend(waiting, slow, [Pace(8, own_rows=5)], CPU)
+    assert 0 < lent <= 3
+    idle, busy = rows_to_lend(waiting, slow, [Pace(8), Pace(8, own_rows=5)], CPU)
+    assert idle > 8
+    assert busy <= 3
 
 
-def test_the_greedy_rule_prefers_adapters_that_are_there():
-    full = make_replica("full", ("x", 10, 1.0), ("y", 10, 1.0))
-    moves = move_greedily([full], [make_replica("idle", resident="y")], MigrationSettings(gamma=1.0))
-    assert moves[0].adapter == "y"
+def test_a_gain_of_too_few_seconds_is_none():
+    rows = running(16, 200, 300)
+    assert rows_to_lend(rows, PACE, [PACE], replace(CPU, least_gain_s=1000.0)) == [0]
 
 
-@settings(deadline=None, max_examples=15)
-@given(st.integers(0, 10**6))
-def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
-    replicas = random_cluster(seed, num_replicas=8)
-    plan = plan_migration(replicas, {f"a{k}": 1.0 for k in range(8)})
-    held = {(r.replica_id, g.adapter): g.num_rows for r in replicas for g in r.groups}
-    for move in plan.moves:
-        assert move.num_rows > 0
-        held[move.from_replica_id, move.adapter] -= move.num_rows
-    assert min(held.values()) >= 0
-    if plan.moves:
-        assert plan.after_s == pytest.approx(longest_after(replicas, plan.moves, MigrationSettings()))
-        assert plan.after_s < plan.before_s
+def test_rows_that_wait_behind_a_batch_leave_and_the_batch_stays():
+    rows = TailRows(8, 8, 20, 30, 60)
+    assert rows_to_lend(rows, Pace(8), [Pace(8)], CPU)[0] in (7, 8)
+    assert rows_to_lend(rows, Pace(8, slowness=2.0), [Pace(8)], CPU) == [8]
 
 
-def test_the_same_cluster_always_gets_the_same_plan():
-    assert plan_migration(random_cluster(3), {}) == plan_migration(random_cluster(3), {})
+def test_how_far_running_rows_have_come_decides_whether_they_leave_a_slow_owner():
+    slow, helper = Pace(8, slowness=4.0), [Pace(8)]
+    assert rows_to_lend(TailRows(8, 0, 20, 5, 60), slow, helper, CPU)[0] >= 6
+    assert rows_to_lend(TailRows(8, 0, 20, 59, 60), slow, helper, replace(CPU, hop_s=1.0)) == [0]
 
 
-def priced(over, under, moves, chosen):
-    """The paper's objective: the longest pending time, and eta for every adapter copy."""
-    resident = {replica.replica_id: replica.resident for replica in under}
-    copies = {(m.adapter, m.to_replica_id) for m in moves if m.adapter not in resident[m.to_replica_id]}
-    return longest_after([*over, *under], moves, chosen) + chosen.eta_s * len(copies)
+def test_rows_that_have_come_further_than_expected_are_not_taken_for_done():
+    rows = TailRows(8, 0, 20, 90, 60)
+    assert rows_to_lend(rows, Pace(8, slowness=50.0), [Pace(8)], CPU) == [8]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_at_k_8_the_transport_is_as_good_as_the_papers_program(seed):
-    chosen = MigrationSettings()
-    over, under = select(random_cluster(seed, num_replicas=32, num_adapters=32), chosen)
-    assert (len(over), len(under)) == (8, 8)
-    model = CoMigrationModel(over, under, {}, chosen)
-    assert solve(model.problem, max_nodes=chosen.max_nodes, relative_gap=0.02) in ("optimal", "feasible")
-    moves, _ = transport(over, under, chosen)
-    assert priced(over, under, moves, chosen) <= 1.02 * priced(over, under, model.decode(), chosen)
-    assert near_the_bound(over, under, chosen) == moves
+def make_progress(open_shards, running=16, lent=(), tokens_per_s=10.0, tokens=0):
+    left = sum(rows for _, rows in open_shards)
+    return Progress(9.0, "slow", left, running, tokens_per_s, (), open_shards, running_tokens=tokens, lent_shards=lent)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_answer_of_the_papers_program_lies_below_the_level(seed):
-    chosen = MigrationSettings()
-    over, under = select(random_cluster(seed), chosen)
-    model = CoMigrationModel(over, under, {}, chosen)
-    solve(model.problem, max_nodes=1000)
-    assert model.longest.value() >= level_s(over, under, chosen.gamma) * (1 - 1e-6)
+def test_rows_on_loan_are_not_here_and_those_that_do_not_run_wait():
+    shards = [Shard(i, 0, "unmerged", ("x",), 20, 400, 1200) for i in range(2)]
+    report = make_progress(((0, 10), (1, 18)), running=8, lent=((1, 5),), tokens=80)
+    assert tail_rows(report, shards, 60) == TailRows(8, 15, 20, 10, 60)
 
 
-def test_copies_that_cost_more_than_they_win_leave_the_decision_to_the_program():
-    replicas = [
-        make_replica("full", *((f"a{k}", 1, 1.0) for k in range(20)), resident=[f"a{k}" for k in range(20)]),
-        make_replica("idle"),
-    ]
-    plan = plan_migration(replicas, {}, MigrationSettings(gamma=1.0, eta_s=0.4))
-    assert plan.method == "ilp"
-    assert 0 < len(plan.moves) <= 10
+def test_the_pace_is_what_steps_took_over_what_they_should_take():
+    expected_s = float(CPU_SMOLLM2_135M.step_seconds(StepLoad(decode_rows=16, context_tokens=16 * 100)))
+    progress = make_progress(((0, 20),), tokens_per_s=16 / expected_s / 4)
+    pace = measured_pace(progress, 64, 100, CPU_SMOLLM2_135M)
+    assert pace is not None
+    assert round(pace.slowness, 6) == 4.0
+    assert measured_pace(make_progress(((0, 20),), running=0), 64, 100, CPU_SMOLLM2_135M) is None
 
 
-def test_the_model_is_never_worse_than_the_greedy_rule_at_k_8():
-    for seed in range(3):
-        replicas = random_cluster(seed)
-        over, under = select(replicas, MigrationSettings())
-        greedy_s = longest_after(replicas, move_greedily(over, under, MigrationSettings()), MigrationSettings())
-        assert plan_migration(replicas, {}).after_s <= greedy_s * 1.02
+def test_the_shard_opened_last_is_shared_first_and_rows_lent_before_stay_lent():
+    shards = [Shard(i, 0, "unmerged", ("x",), 20, 4000, 12_000) for i in range(2)]
+    lent = lend(make_progress(((0, 10), (1, 18))), shards, 600, PACE, {"a": PACE, "b": PACE}, CPU)
+    assert [(m.shard_id, m.to_replica_id, m.adapter) for m in lent] == [(1, "a", "x"), (1, "b", "x")]
+    assert all(isinstance(m, MigrateRows) and 0 < m.num_rows <= 9 for m in lent)
+    assert lend(make_progress(((0, 10), (1, 18)), lent=((0, 9), (1, 18))), shards, 600, PACE, {"a": PACE}, CPU) == ()
+    again = lend(make_progress(((0, 10), (1, 18)), running=10, lent=((1, 18),)), shards, 600, PACE, {"b": PACE}, CPU)
+    assert [(m.shard_id, m.to_replica_id) for m in again] == [(0, "b")]
+
+
+def test_a_share_larger_than_a_shard_comes_from_several():
+    shards = [Shard(i, 0, "unmerged", ("x",), 20, 4000, 12_000) for i in range(2)]
+    lent = lend(make_progress(((0, 18), (1, 6))), shards, 600, Pace(64, slowness=8.0), {"a": PACE}, CPU)
+    assert [m.shard_id for m in lent] == [1, 0]
+    assert lent[0].num_rows == 6
+
+
+def test_without_helpers_or_work_nothing_is_lent():
+    idle = Shard(0, 0, "none", (), 20, 0, 0)
+    assert lend(make_progress(((0, 0),)), [idle], 0, PACE, {"a": PACE}, CPU) == ()
+    busy = Shard(0, 0, "unmerged", ("x",), 20, 4000, 12_000)
+    assert lend(make_progress(((0, 9),)), [busy], 600, PACE, {}, CPU) == ()

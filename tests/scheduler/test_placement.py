@@ -1,91 +1,155 @@
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
+import pulp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lorabatch.scheduler.placement import (
-    burst_tolerance,
-    place_contiguous,
-    place_everywhere,
-    place_random,
-    place_round_robin,
-    replicate_for_bursts,
-)
-
-RANKS = np.array([128, 8, 64, 8, 16, 32])
+from lorabatch.scheduler.placement import PlacementProblem, improve, place_greedily, place_shards, solve
 
 
-@pytest.mark.parametrize(
-    "routing",
-    [
-        place_random(6, 4, np.random.default_rng(0)),
-        place_contiguous(RANKS, 4),
-        place_round_robin(6, 4),
-        place_everywhere(6, 4),
-    ],
-)
-def test_every_baseline_routes_every_request(routing):
-    routing.check_integrity()
-
-
-def test_contiguous_keeps_neighbouring_ranks_together_in_equal_numbers():
-    fraction = place_contiguous(RANKS, 3).fraction
-    assert [sorted(RANKS[fraction[:, s] > 0].tolist()) for s in range(3)] == [[8, 8], [16, 32], [64, 128]]
-
-
-def test_random_placement_depends_on_its_generator_only():
-    a, b = (place_random(50, 7, np.random.default_rng(3)).fraction for _ in range(2))
-    assert (a == b).all()
-
-
-def test_burst_tolerance_is_free_memory_in_requests_over_load():
-    is_resident = np.array([[True, False], [True, True]])
-    tolerance = burst_tolerance(is_resident, np.array([2.0, 10.0]), np.array([10.0, 20.0]), np.full(2, 100.0), 10.0)
-    # Server 0 has 70 free, server 1 has 80: 7 requests over load 2; 15 over load 10.
-    assert tolerance.tolist() == [3.5, 1.5]
-
-
-def test_an_adapter_without_load_tolerates_any_burst():
-    assert burst_tolerance(np.ones((1, 1), bool), np.zeros(1), np.ones(1), np.ones(1), 1.0)[0] == np.inf
-
-
-def test_the_least_tolerant_adapter_is_replicated_first():
-    placed = replicate_for_bursts(
-        np.array([[True, False, False], [False, True, False]]),
-        np.array([10.0, 1.0]),
-        np.array([10.0, 10.0]),
-        np.full(3, 100.0),
-        1.0,
+def make_problem(shard_s, adapters_of=None, load_s=(), speed=(1.0, 1.0)):
+    adapters_of = adapters_of if adapters_of is not None else [()] * len(shard_s)
+    return PlacementProblem(
+        np.asarray(shard_s, float),
+        tuple(tuple(a) for a in adapters_of),
+        np.asarray(load_s, float),
+        np.asarray(speed, float),
     )
-    assert placed[0].all()
 
 
-def test_replication_ends_before_memory_is_what_limits():
-    heavy = replicate_for_bursts(np.eye(2, dtype=bool), np.ones(2), np.full(2, 60.0), np.full(2, 100.0), 1.0)
-    assert heavy.tolist() == np.eye(2, dtype=bool).tolist()
+def random_problem(seed, *, max_shards=7, replicas=(2, 3)):
+    rng = np.random.default_rng(seed)
+    num_shards, num_adapters = int(rng.integers(1, max_shards + 1)), int(rng.integers(1, 4))
+    return make_problem(
+        rng.integers(1, 20, num_shards),
+        [(int(a),) for a in rng.integers(0, num_adapters, num_shards)],
+        rng.integers(0, 6, num_adapters),
+        rng.choice([1.0, 1.0, 0.5], int(rng.choice(replicas))),
+    )
 
 
-def test_replication_never_lowers_the_least_tolerance():
-    rng = np.random.default_rng(5)
-    for _ in range(20):
-        resident = np.zeros((6, 4), dtype=bool)
-        resident[np.arange(6), rng.integers(0, 4, 6)] = True
-        given = (rng.random(6) + 0.1, rng.random(6) * 20, np.full(4, 100.0), 1.0)
-        after = replicate_for_bursts(resident, *given)
-        assert (after >= resident).all()
-        assert burst_tolerance(after, *given).min() >= burst_tolerance(resident, *given).min()
+def brute_force_s(problem):
+    return min(
+        problem.finish_s(np.array(choice)).max()
+        for choice in product(range(problem.num_replicas), repeat=problem.num_shards)
+    )
 
 
-def test_an_adapter_too_big_for_the_other_replicas_stays_where_it_is():
-    resident = np.array([[True, False, False], [False, True, False]])
-    memory = np.array([200.0, 90.0, 90.0])
-    # However much it is wanted, and although its copy would leave others as they are.
-    too_big = replicate_for_bursts(resident, np.array([50.0, 1.0]), np.array([100.0, 1.0]), memory, 1.0)
-    assert too_big.tolist() == resident.tolist()
-    small = replicate_for_bursts(resident, np.array([50.0, 1.0]), np.array([10.0, 1.0]), memory, 1.0)
-    assert small[0].all()
+def zipf_problem(num_rows=10_000, num_adapters=100, num_replicas=16, seed=0):
+    """Shards of about 40 rows; log-normal seconds per row, adapters by Zipf's law."""
+    rng = np.random.default_rng(seed)
+    share = 1.0 / np.arange(1, num_adapters + 1)
+    adapter = np.sort(rng.choice(num_adapters, num_rows, p=share / share.sum()))
+    seconds = rng.lognormal(0, 0.8, num_rows) * 0.05
+    pieces = np.array_split(np.arange(num_rows), num_rows // 40)
+    return make_problem(
+        [seconds[p].sum() for p in pieces],
+        [tuple(np.unique(adapter[p]).tolist()) for p in pieces],
+        np.full(num_adapters, 0.02),
+        np.ones(num_replicas),
+    )
 
 
-def test_no_adapters_need_no_replicas():
-    empty = np.zeros((0, 3), dtype=bool)
-    assert replicate_for_bursts(empty, np.zeros(0), np.zeros(0), np.ones(3), 1.0).shape == (0, 3)
+def test_nothing_to_place_takes_no_time():
+    placement = place_shards(make_problem([]))
+    assert (placement.makespan_s, placement.gap) == (0.0, 0.0)
+
+
+def test_one_replica_takes_everything_and_is_proved_best():
+    placement = place_shards(make_problem([3, 4], [(0,), (0,)], [2.0], [1.0]))
+    assert placement.makespan_s == 9.0
+    assert placement.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_adapter_expensive_to_load_stays_on_one_replica():
+    placement = place_shards(make_problem([2, 2, 5], [(0,), (0,), (1,)], [3.0, 0.0]))
+    assert placement.replica_of[0] == placement.replica_of[1] != placement.replica_of[2]
+
+
+def test_a_fast_replica_gets_more():
+    placement = place_shards(make_problem([1.0] * 9, speed=(2.0, 1.0)))
+    assert (placement.replica_of == 0).sum() == 6
+
+
+def test_the_classic_trap_of_longest_first_is_solved_exactly():
+    # Longest-first gives 7; the best is 6 (3+3 and 2+2+2).
+    problem = make_problem([3, 3, 2, 2, 2])
+    assert problem.finish_s(place_greedily(problem)).max() == 7
+    placement = place_shards(problem)
+    assert placement.makespan_s == 6
+    assert placement.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_model_too_large_for_the_solver_falls_back_by_name():
+    problem = make_problem([3, 3, 2, 2, 2], [(0,), (1,), (0,), (1,), (0,)], [1.0, 1.0])
+    assert place_shards(problem, max_variables=1).method == "greedy"
+
+
+def test_a_solver_without_nodes_never_makes_it_worse():
+    problem = random_problem(12, max_shards=7)
+    greedy_s = problem.finish_s(improve(problem, place_greedily(problem))).max()
+    assert place_shards(problem, max_nodes=0, good_gap=0.0).makespan_s <= greedy_s
+
+
+def test_the_same_problem_is_always_placed_the_same():
+    placements = [place_shards(random_problem(5)).replica_of.tolist() for _ in range(2)]
+    assert placements[0] == placements[1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10**6))
+def test_regret_against_brute_force_is_at_most_5_percent(seed):
+    problem = random_problem(seed)
+    best_s = brute_force_s(problem)
+    placement = place_shards(problem)
+    assert placement.makespan_s <= best_s * 1.05 + 1e-9
+    assert placement.bound_s <= best_s + 1e-6
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6))
+def test_the_bound_without_a_solver_is_below_the_best(seed):
+    problem = random_problem(seed, max_shards=6)
+    assert problem.lower_bound_s() <= brute_force_s(problem) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gap_on_zipf_work_over_16_replicas_is_at_most_2_percent(seed):
+    placement = place_shards(zipf_problem(seed=seed))
+    assert placement.gap <= 0.02
+
+
+def test_local_search_never_ends_later():
+    for seed in range(30):
+        problem = random_problem(seed, max_shards=12)
+        start = place_greedily(problem)
+        assert problem.finish_s(improve(problem, start)).max() <= problem.finish_s(start).max()
+
+
+def test_a_solved_model_is_optimal():
+    problem = pulp.LpProblem("best", pulp.LpMaximize)
+    x = problem.add_variable("x", 0, 7, cat=pulp.LpInteger)
+    problem += x
+    problem += 2 * x <= 9
+    assert solve(problem) == "optimal"
+    assert x.value() == 4
+
+
+def test_a_contradiction_is_infeasible():
+    problem = pulp.LpProblem("never", pulp.LpMinimize)
+    x = problem.add_variable("x", 0, 1)
+    problem += x
+    problem += x >= 2
+    assert solve(problem) == "infeasible"
+
+
+def test_an_unbounded_model_is_unsolved():
+    problem = pulp.LpProblem("endless", pulp.LpMaximize)
+    x = problem.add_variable("x", 0)
+    problem += x
+    problem += x >= 1
+    assert solve(problem) == "unsolved"

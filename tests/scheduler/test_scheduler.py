@@ -3,18 +3,20 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.commands import FailJob, FinishJob, Recall, RunShard
-from lorabatch.scheduler.events import (
+from lorabatch.scheduler.messages import (
+    FailJob,
+    FinishJob,
     Progress,
+    Recall,
     ReplicaJoined,
     ReplicaLost,
     ReplicasFound,
+    RunShard,
     ShardCommitted,
     ShardFailed,
     Tick,
 )
-from lorabatch.scheduler.scheduler import Scheduler
-from lorabatch.scheduler.scheduler_settings import SchedulerSettings
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.waves import Shard
 
 

@@ -11,16 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.baselines import UnmergedBatcher
+from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import StepLoad
-from lorabatch.scheduler.machines import CPU_SMOLLM2_135M as CPU
-from lorabatch.scheduler.scheduler import Scheduler
-from lorabatch.scheduler.scheduler_settings import SchedulerSettings
-from lorabatch.scheduler.simulated_replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.simulator import Cluster, JobSimulation
-from lorabatch.scheduler.synthetic import make_adapters, make_workload
-from lorabatch.scheduler.tail import TailSettings
-from lorabatch.scheduler.timeline import Timeline
+from lorabatch.scheduler.migration import TailSettings
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
+from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
+from lorabatch.scheduler.simulation.timeline import Timeline
 from lorabatch.scheduler.waves import ShardLimits, plan_shards
 
 SIZES = range(40, 161, 8)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.waves import Shard, ShardLimits, plan_shards
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
+from lorabatch.scheduler.waves import Shard, ShardLimits, pays_to_merge, plan_shards
 from lorabatch.scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 
 
@@ -133,3 +135,30 @@ def test_every_row_is_in_exactly_one_shard(adapters, batch_rows, num_replicas, s
         named = {f"adapter-{index}" for index in served if index >= 0}
         assert named == set(shard.adapters)
         assert shard.has_engine_work == (len(served) > 0)
+
+
+def make_wave(num_shards, *, rows=256, length=100):
+    return [Shard(i, 0, "unmerged", ("a",), rows, rows * 300, rows * length) for i in range(num_shards)]
+
+
+def pays(shards, cost=COST, num_replicas=2):
+    return pays_to_merge(shards, 16, cost, batch_rows=64, num_replicas=num_replicas)
+
+
+def test_a_large_wave_is_worth_its_switches():
+    assert pays(make_wave(20))
+
+
+def test_a_wave_that_does_not_fill_two_batches_is_not():
+    assert not pays(make_wave(1, rows=100, length=10_000))
+
+
+def test_switches_that_cost_too_much_are_not_made():
+    assert not pays(make_wave(20), replace(COST, merge_s=10.0))
+
+
+def test_more_replicas_switch_more_often():
+    costly = replace(COST, merge_s=0.1)
+    shards = make_wave(8)
+    assert pays(shards, costly, num_replicas=1)
+    assert not pays(shards, costly, num_replicas=8)

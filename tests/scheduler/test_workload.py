@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.synthetic import make_adapters, make_workload
+from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 
 
 def make_rows(adapter_index=(0, 1, -1)):

@@ -54,7 +54,7 @@ def listening_at(processes: Iterable[psutil.Process], address: str) -> list[psut
 
 
 def _kind(command: str) -> Victim | None:
-    if "lorabatch.engine.process" in command:
+    if "lorabatch.engine.server.process" in command:
         return "engine"
     if "multiprocessing.spawn" in command or "forkserver" in command:
         return "worker"

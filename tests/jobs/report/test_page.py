@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.record import JobRecord
+from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.report.page import save_report, write_report
-from lorabatch.jobs.state import JobState
 from lorabatch.jobs.store import JobStore
-from lorabatch.scheduler.commands import MigrateRows, RunShard
-from lorabatch.scheduler.events import Progress, ReplicaJoined, ShardCommitted
+from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, ShardCommitted
 
 ATTACK = "<script>alert(1)</script>"
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from lorabatch.jobs.report.timeline import read_timelines
-from lorabatch.scheduler.commands import MigrateRows, Recall, RunShard
-from lorabatch.scheduler.events import Progress, ReplicaJoined, ReplicaLost, ShardCommitted, ShardFailed, Tick
+from lorabatch.scheduler.messages import (
+    MigrateRows,
+    Progress,
+    Recall,
+    ReplicaJoined,
+    ReplicaLost,
+    RunShard,
+    ShardCommitted,
+    ShardFailed,
+    Tick,
+)
 
 
 def lines(*records: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,217 @@
+"""What `lorabatch plan` says: adapters, waves, workers, and the totals; for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ..jobs.adapters import adapter_notes
+from ..pipeline.planning.dry_run import DryRun
+from ..scheduler.forecast import AdapterForecast
+from ..scheduler.waves import Shard
+
+_LINES_SHOWN = 30
+
+
+@dataclass(frozen=True, slots=True)
+class WaveFacts:
+    """Shards that have their mode and their adapters in common. `engine_s`: of one worker."""
+
+    wave_id: int
+    mode: str
+    adapters: tuple[str, ...]
+    num_shards: int
+    num_rows: int
+    predicted_output_tokens: int
+    engine_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One worker's share under the placement. `adapter_bytes`: of all adapters that it will need."""
+
+    worker: int
+    num_shards: int
+    num_rows: int
+    num_adapters: int
+    adapter_bytes: int
+    weight_bytes: int
+    predicted_s: float
+
+
+def waves(found: DryRun) -> list[WaveFacts]:
+    """By wave, the most work first."""
+    forecast = found.forecast
+    members: dict[int, list[Shard]] = {}
+    for shard in forecast.plan.shards:
+        members.setdefault(shard.wave_id, []).append(shard)
+    facts = [
+        WaveFacts(
+            wave_id,
+            shards[0].mode,
+            tuple(sorted({name for shard in shards for name in shard.adapters})),
+            len(shards),
+            sum(shard.num_rows for shard in shards),
+            sum(shard.predicted_output_tokens for shard in shards),
+            float(sum(forecast.shard_s[shard.shard_id] for shard in shards)),
+        )
+        for wave_id, shards in members.items()
+    ]
+    return sorted(facts, key=lambda wave: (-wave.engine_s, wave.wave_id))
+
+
+def workers(found: DryRun) -> list[WorkerFacts]:
+    """By worker, as the placement would have them; while the job runs, idle workers help the others."""
+    forecast, adapters = found.forecast, found.workload.adapters
+    weight_of = {adapter.name: adapter.weight_bytes for adapter in adapters}
+    facts = []
+    for worker in range(found.num_workers):
+        mine = [forecast.plan.shards[i] for i in np.flatnonzero(forecast.placement.replica_of == worker)]
+        names = {name for shard in mine for name in shard.adapters}
+        facts.append(
+            WorkerFacts(
+                worker,
+                len(mine),
+                sum(shard.num_rows for shard in mine),
+                len(names),
+                sum(weight_of[name] for name in names),
+                found.weight_bytes,
+                float(forecast.placement.finish_s[worker]),
+            )
+        )
+    return facts
+
+
+def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
+    """A JSON-ready object with everything that is printed."""
+    forecast = found.forecast
+    return {
+        "rows": found.workload.num_rows,
+        "error_rows": sum(kind.num_rows for kind in found.errors),
+        "errors": [asdict(kind) for kind in found.errors],
+        "prompt_tokens": int(found.workload.prompt_tokens.sum()),
+        "shared_prompt_tokens": forecast.shared_prompt_tokens,
+        "predicted_output_tokens": sum(adapter.predicted_output_tokens for adapter in forecast.adapters),
+        "workers": found.num_workers,
+        "predicted_s": forecast.predicted_s,
+        "predicted_range_s": found.range_s,
+        "is_simulated": forecast.is_simulated,
+        "placement_s": forecast.placement.makespan_s,
+        "lower_bound_s": forecast.placement.bound_s,
+        "gap": forecast.placement.gap,
+        "placement_method": forecast.placement.method,
+        "replica_s": forecast.replica_s,
+        "price": price(found, gpu_hour_price),
+        "cost_model": {"origin": found.cost.origin} | found.cost.cost.to_json(),
+        "audit": [adapter.model_dump(mode="json") for adapter in found.adapters],
+        "adapters": [asdict(adapter) for adapter in forecast.adapters],
+        "waves": [asdict(wave) for wave in waves(found)],
+        "placement": [asdict(worker) for worker in workers(found)],
+    }
+
+
+def price(found: DryRun, gpu_hour_price: float | None) -> float | None:
+    """What all workers cost for as long as the job takes; None when no price was given."""
+    return None if gpu_hour_price is None else found.forecast.replica_s / 3600 * gpu_hour_price
+
+
+def print_plan(found: DryRun, gpu_hour_price: float | None, console: Console | None = None) -> None:
+    """Tables of adapters, waves and workers, and the totals last."""
+    console = console or Console()
+    for line in adapter_notes(found.adapters):
+        console.print(line, highlight=False, soft_wrap=True)
+    for kind in found.errors:
+        text = f"{kind.num_rows} rows cannot be answered ({kind.kind}), first at {kind.location}: {kind.sentence}"
+        console.print(text, highlight=False, soft_wrap=True)
+    _print_table(console, _adapter_table(), [_adapter_cells(a) for a in _by_seconds(found)])
+    _print_table(console, _wave_table(), [_wave_cells(wave) for wave in waves(found)])
+    _print_table(console, _worker_table(), [_worker_cells(worker) for worker in workers(found)])
+    for line in totals(found, gpu_hour_price):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
+    """Rows, seconds, bound and gap, money, and where the cost model comes from."""
+    forecast, placement = found.forecast, found.forecast.placement
+    output = sum(adapter.predicted_output_tokens for adapter in forecast.adapters)
+    lines = [
+        f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
+        f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
+        f"Predicted: {forecast.predicted_s:.1f} s "
+        + ("(simulated on predicted lengths)" if forecast.is_simulated else "(by placement; too large to simulate)"),
+        *_range(found),
+        f"Placement: {placement.makespan_s:.1f} s, no placement ends before {placement.bound_s:.1f} s "
+        f"(gap {placement.gap:.2%}, {placement.method})",
+        f"Cost model: {found.cost.origin}",
+    ]
+    if forecast.shared_prompt_tokens:
+        told = f"{forecast.shared_prompt_tokens} prompt tokens need not be computed: rows of one adapter begin alike"
+        lines.insert(1, told)
+    cost = price(found, gpu_hour_price)
+    if cost is not None:
+        lines.append(f"Price: {cost:.2f} for {forecast.replica_s / 3600:.3f} worker hours")
+    return lines
+
+
+def _range(found: DryRun) -> list[str]:
+    """What the prediction rests on, where nobody knows how long answers will be."""
+    if found.range_s is None:
+        return []
+    shortest_s, longest_s = found.range_s
+    return [
+        "Answers are taken to be half of max_tokens long; nobody knows before they are there. "
+        f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
+    ]
+
+
+def _by_seconds(found: DryRun) -> list[AdapterForecast]:
+    return sorted(found.forecast.adapters, key=lambda adapter: (-adapter.engine_s, adapter.name))
+
+
+def _print_table(console: Console, table: Table, cells: Sequence[tuple[str, ...]]) -> None:
+    for line in cells[:_LINES_SHOWN]:
+        table.add_row(*line)
+    console.print(table)
+    if len(cells) > _LINES_SHOWN:
+        console.print(f"… and {len(cells) - _LINES_SHOWN} more; --json has all", highlight=False)
+
+
+def _table(names: Sequence[str], *left: str) -> Table:
+    table = Table()
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    return table
+
+
+def _adapter_table() -> Table:
+    return _table(("adapter", "rank", "rows", "prompt tokens", "output tokens", "engine s"), "adapter")
+
+
+def _adapter_cells(adapter: AdapterForecast) -> tuple[str, ...]:
+    counts = (adapter.rank, adapter.num_rows, adapter.prompt_tokens, adapter.predicted_output_tokens)
+    return (adapter.name or "(base model)", *map(str, counts), f"{adapter.engine_s:.1f}")
+
+
+def _wave_table() -> Table:
+    return _table(("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s"), "mode", "adapters")
+
+
+def _wave_cells(wave: WaveFacts) -> tuple[str, ...]:
+    names = ", ".join(wave.adapters[:3]) + (f" and {len(wave.adapters) - 3} more" if len(wave.adapters) > 3 else "")
+    counts = (wave.num_shards, wave.num_rows, wave.predicted_output_tokens)
+    return (str(wave.wave_id), wave.mode, names or "-", *map(str, counts), f"{wave.engine_s:.1f}")
+
+
+def _worker_table() -> Table:
+    return _table(("worker", "shards", "rows", "adapters", "their MB", "weights MB", "predicted s"))
+
+
+def _worker_cells(worker: WorkerFacts) -> tuple[str, ...]:
+    counts = (worker.worker, worker.num_shards, worker.num_rows, worker.num_adapters)
+    sizes = (worker.adapter_bytes / 1e6, worker.weight_bytes / 1e6)
+    return (*map(str, counts), *(f"{size:.0f}" for size in sizes), f"{worker.predicted_s:.1f}")

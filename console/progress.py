@@ -1,0 +1,116 @@
+"""Progress of a job for people: a live display in a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..jobs.record import JobState
+
+_LINE_INTERVAL_S = 5.0
+_ADAPTERS_SHOWN = 4
+
+
+class ConsoleProgress:
+    """A live display on standard error, or plain lines when that is no terminal. A context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr)
+        self._live: Live | None = None
+        self._told_at_s = 0.0
+        self._told_phase = ""
+        self._started_s = time.monotonic()
+        # When rows began to be answered, and how many were done then: those of a resumed job are no speed.
+        self._running_since: tuple[float, int] | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=False)
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+
+    def update(self, state: JobState) -> None:
+        """See `Progress`."""
+        now_s = time.monotonic()
+        rows_per_s = self._rows_per_s(state, now_s)
+        if self._live is not None:
+            self._live.update(job_display(state, now_s - self._started_s, rows_per_s))
+            return
+        if state.phase != self._told_phase or now_s - self._told_at_s >= _LINE_INTERVAL_S:
+            self._told_phase, self._told_at_s = state.phase, now_s
+            self._console.print(job_line(state, now_s - self._started_s, rows_per_s), highlight=False, soft_wrap=True)
+
+    def _rows_per_s(self, state: JobState, now_s: float) -> float:
+        if state.phase != "running":
+            return 0.0
+        since_s, rows_before = self._running_since = self._running_since or (now_s, state.rows_done)
+        return (state.rows_done - rows_before) / max(now_s - since_s, 1e-3)
+
+    def note(self, text: str) -> None:
+        """See `Progress`."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:
+    """One line: phase, rows, rates, time left."""
+    line = f"[{_clock(elapsed_s)}] {state.phase}"
+    if state.rows:
+        line += f"  {state.rows_done}/{state.rows} rows"
+    if state.shards:
+        line += f"  {state.shards_done}/{state.shards} shards"
+    if state.rows_error:
+        line += f"  {state.rows_error} errors"
+    if state.phase == "running" and not state.workers:
+        return f"{line}  waiting for engines"
+    if state.phase == "running":
+        line += f"  {rows_per_s:.1f} rows/s  {state.tokens_per_s:.0f} tokens/s"
+        line += f"  {sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"
+        if state.eta_s is not None:
+            line += f"  {_clock(state.eta_s)} left"
+    return line
+
+
+def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> RenderableType:
+    """A bar for the job and a line per worker."""
+    head = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=max(state.rows, 1), completed=state.rows_done, width=40)
+    head.add_row(Text(job_line(state, elapsed_s, rows_per_s)))
+    head.add_row(bar)
+    if not state.workers or state.is_final:
+        return head
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("worker", "rows open", "running", "tokens/s", "prompt reused", "mode", "adapters in memory"):
+        table.add_column(name, justify="left" if name in ("worker", "mode", "adapters in memory") else "right")
+    for worker in state.workers:
+        adapters = worker.resident_adapters[-_ADAPTERS_SHOWN:]
+        more = len(worker.resident_adapters) - len(adapters)
+        table.add_row(
+            worker.name,
+            str(worker.open_rows),
+            str(worker.running_rows),
+            f"{worker.tokens_per_s:.0f}",
+            f"{worker.prefix_hit_rate:.0%}",
+            worker.mode,
+            ", ".join(adapters) + (f" and {more} more" if more else ""),
+        )
+    return Group(head, table)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

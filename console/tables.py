@@ -1,0 +1,118 @@
+"""Tables that commands print: audits, answers, profiles, policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+from rich.console import Console
+from rich.table import Table
+
+from ..demo.job import DEMO_FOLDER
+from ..engine.peft import AdapterAudit
+from ..engine.peft.audit import AUDIT_COLUMNS, audit_rows
+from ..jobs.cost_profile import CostProfile
+from ..pipeline.planning.simulate import SimulationResult
+from ..scheduler.cost import CostModel
+from ..scheduler.simulation.run import PolicyRun
+from ..scheduler.workload import Workload
+
+_SHOWN_PER_ADAPTER = 3
+_CELL_CHARACTERS = 160
+_VERDICT_STYLES = {"exact": "green", "exact-by-merge": "yellow", "refused": "red"}
+
+
+def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None) -> None:
+    """One line per adapter, verdicts in colour, and how many there are of each."""
+    table = Table()
+    for column in AUDIT_COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in audit_rows(audits):
+        verdict = row[1]
+        table.add_row(row[0], f"[{_VERDICT_STYLES[verdict]}]{verdict}[/]", *row[2:])
+    counts = {verdict: sum(audit.verdict == verdict for audit in audits) for verdict in _VERDICT_STYLES}
+    console = console or Console()
+    console.print(table)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), highlight=False)
+
+
+def print_answers(output: Path, console: Console | None = None) -> None:
+    """A few rows per adapter, rows in against rows out, and how to look at the rest."""
+    console = console or Console()
+    answers = ds.dataset(output, format="parquet").to_table()
+    names = sorted(set(answers.column("adapter").to_pylist()), key=lambda name: name or "")
+    for name in names:
+        console.print(_sample(answers, name))
+    num_prompts = ds.dataset(DEMO_FOLDER / "prompts.parquet").count_rows()
+    num_distinct = len(set(answers.column("id").to_pylist()))
+    console.print(f"{num_prompts} rows in, {answers.num_rows} rows out, {num_distinct} distinct ids.")
+    console.print(f"Answers: {output}/part-*.parquet. With DuckDB, for example:", highlight=False, soft_wrap=True)
+    query = f"SELECT adapter, count(*), avg(completion_tokens) FROM '{output}/*.parquet' GROUP BY adapter"
+    console.print(
+        f'  .venv/bin/python -c "import duckdb; print(duckdb.sql(\\"{query}\\"))"', highlight=False, soft_wrap=True
+    )
+
+
+def print_profile(profile: CostProfile, path: Path, console: Console | None = None) -> None:
+    """What was found and how well it fits."""
+    console = console or Console()
+    fit_table = Table("steps", "measured", "R²", "median error")
+    for kind, quality in profile.quality.items():
+        fit_table.add_row(kind, str(quality.num_steps), f"{quality.r_squared:.3f}", f"{quality.median_error:.1%}")
+    console.print(fit_table)
+    table = Table("coefficient", "value")
+    for field in fields(CostModel):
+        value = getattr(profile.cost, field.name)
+        table.add_row(field.name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+    what = f"{profile.num_engines} engines at once on {profile.device} ({profile.dtype})"
+    console.print(f"{what}: {path}", soft_wrap=True, highlight=False)
+
+
+def print_simulation(result: SimulationResult, console: Console | None = None) -> None:
+    """One line per policy, the fastest first, and the files that were written."""
+    console = console or Console()
+    console.print(policy_table(result.workload, result.runs, result.request.workers))
+    hint = "" if len(result.files) > 1 else " (plots need matplotlib: pip install 'lorabatch[bench]')"
+    console.print(f"{result.request.output}: {', '.join(result.files)}{hint}", soft_wrap=True)
+
+
+def policy_table(workload: Workload, runs: Sequence[PolicyRun], workers: int) -> Table:
+    """One line per policy, the fastest first."""
+    title = f"{workload.num_rows} rows, {len(workload.adapters)} adapters, {workers} workers"
+    table = Table(title=title)
+    names = ("policy", "seconds", "x best", "tokens/s", "busy", "rows/step", "merged", "switch", "load")
+    for name in names:
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    best = min(run.metrics.makespan_s for run in runs)
+    for run in sorted(runs, key=lambda run: run.metrics.makespan_s):
+        found = run.metrics
+        shares = (found.merged_share, found.switch_share, found.load_share)
+        table.add_row(
+            run.policy,
+            f"{found.makespan_s:.1f}",
+            f"{found.makespan_s / best:.2f}" if best else "-",
+            f"{found.output_tokens_per_s:.0f}",
+            f"{found.utilisation:.0%}",
+            f"{found.batch_rows:.1f}",
+            *(f"{share:.1%}" for share in shares),
+        )
+    return table
+
+
+def _sample(answers: pa.Table, name: str | None) -> Table:
+    rows = [row for row in answers.to_pylist() if row["adapter"] == name]
+    table = Table(title=f"{name or 'base model'}: {len(rows)} rows", title_justify="left", expand=True, show_lines=True)
+    table.add_column("prompt", ratio=3)
+    table.add_column("completion", ratio=2)
+    for row in sorted(rows, key=lambda row: str(row["id"]))[:_SHOWN_PER_ADAPTER]:
+        table.add_row(_shortened(row["messages"][-1]["content"]), _shortened(row["completion"] or row["error"]))
+    return table
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _CELL_CHARACTERS else line[: _CELL_CHARACTERS - 1] + "…"

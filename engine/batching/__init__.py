@@ -1,0 +1,1 @@
+"""Chooses which rows run in the next step: queue, admission, prefix sharing."""

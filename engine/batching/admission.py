@@ -1,0 +1,341 @@
+"""Lets waiting rows in while memory lasts.
+
+Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter
+is resident, so a running row is never pushed out again. Adapters that no running row uses make room, the one
+needed furthest in the future first.
+
+Room in the pool for rows and adapters, made by giving up what is cheapest to have again.
+
+Rows handed to the engine that hold no pages yet, in order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import accumulate, islice
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...scheduler.batching import FreeMemory, StepPlan
+from ..memory.loader import MAX_AHEAD
+from ..memory.pool import PageLayout, PagePool, PageRun
+from ..memory.registry import AdapterRegistry
+from ..memory.residency import AdapterResidency, adapter_owner
+from ..request import Sequence
+from .prefix_sharing import PrefixSharing
+
+# Where memory allows, runs are rounded up to this many pages: sequences of equal runs share attention calls.
+# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
+_RUN_PAGES = 4
+# Adapters on their way for rows that may enter: of rank 64 for an 8B model, 16 are 5.4 GB.
+_MAX_AWAITED = 16
+
+
+class Admission:
+    """Moves rows from `waiting` to `running`, with pages of the pool and a pin on their adapters.
+
+    `may_switch`: weights may change while rows run. `clean` erases a run before a row gets it (None: needless).
+    """
+
+    def __init__(
+        self,
+        waiting: WaitingRows,
+        running: dict[str, Sequence],
+        pool: PagePool,
+        layout: PageLayout,
+        residency: AdapterResidency,
+        registry: AdapterRegistry,
+        room: Room,
+        clean: Callable[[PageRun], None] | None,
+        *,
+        may_switch: bool,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._pool = pool
+        self._layout = layout
+        self._residency = residency
+        self._registry = registry
+        self._room = room
+        self._clean = clean
+        self._may_switch = may_switch
+
+    def admit(self, plan: StepPlan, *, is_mixture: bool) -> None:
+        """Let in what the plan wants, in its order, until memory ends. `is_mixture`: a merged adapter is pinned too."""
+        if len(plan.admit) == 0:
+            return
+        rows, next_use = list(self._waiting), self.next_use()
+        wanted = [rows[position] for position in plan.admit.tolist()]
+        admitted = self._ready(wanted, plan)
+        absent = self._absent_adapters(admitted, plan)
+        pages = sum(map(self._rounded_pages, admitted)) + sum(map(self._room.adapter_pages, absent))
+        if pages <= self._pool.largest_free_run // 2:
+            # Nothing has to make room for another: adapters first, then runs of equal size side by side.
+            for adapter_id in absent:
+                self._room.make_resident(adapter_id, next_use)
+            admitted.sort(key=self._rounded_pages)
+        for sequence in admitted:
+            if not self._admit_row(sequence, plan, next_use, is_mixture=is_mixture):
+                return
+        self._room.begin_copies(self._absent_adapters(wanted, plan), next_use)
+
+    def read_ahead(self) -> None:
+        """Have the adapters read that are needed next, while steps run."""
+        loader = self._residency.loader
+        if loader.has_time and self._waiting:
+            absent = (a for a in self._next_uses() if self._residency.get(a) is None)
+            loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), MAX_AHEAD))
+
+    def free_memory(self) -> FreeMemory:
+        """What is left for waiting rows where weights may change while rows run."""
+        pages: dict[int, int] = {}
+        awaited = []
+        for adapter_id in self._waiting.adapter_ids:
+            if self._registry.must_merge_id(adapter_id):
+                continue
+            code = self._registry.code_of[adapter_id]
+            if not self._residency.is_pinned(adapter_id):
+                pages[code] = self._room.adapter_pages(adapter_id)
+            if not self._room.has_at_hand(adapter_id):
+                awaited.append(code)
+        row_pages = -(-self._waiting.capacity_tokens() // self._layout.page_tokens)
+        return FreeMemory(tuple(self._room.gaps()), row_pages, pages, self._rounded_to, frozenset(awaited))
+
+    def next_use(self) -> NextUse:
+        """How many rows enter before an adapter's next; infinite where none waits."""
+        uses = self._next_uses()
+        return lambda adapter_id: uses.get(adapter_id, inf)
+
+    def _next_uses(self) -> dict[str, float]:
+        running_ids = {s.request.adapter_id for s in self._running.values()}
+        return self._waiting.next_uses(running_ids, set(self._residency.resident_ids), self._registry.code_of)
+
+    def _absent_adapters(self, rows: list[Sequence], plan: StepPlan) -> list[str]:
+        """Adapters that rows need and the pool lacks, in the rows' order."""
+        ids = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
+        return [a for a in ids if a is not None and self._residency.get(a) is None]
+
+    def _adapter_to_hold(self, sequence: Sequence, plan: StepPlan) -> str | None:
+        """The adapter that the row needs in the pool: in this step, or in one after a switch."""
+        adapter_id = sequence.request.adapter_id
+        if adapter_id is None or self._registry.must_merge_id(adapter_id):
+            return None
+        return adapter_id if self._may_switch or plan.mode == "unmerged" else None
+
+    def _ready(self, rows: list[Sequence], plan: StepPlan) -> list[Sequence]:
+        """Rows whose adapter need not be waited for. If there is none and nothing runs, those of the first adapter."""
+        wanted = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
+        missing = [a for a in wanted if a is not None and not self._room.has_at_hand(a)]
+        self._read([a for a in missing if self._residency.get(a) is None])
+        if len(missing) == len(wanted) and not self._running:
+            del missing[0]
+        return [s for s in rows if self._adapter_to_hold(s, plan) not in missing]
+
+    def _read(self, absent: list[str]) -> None:
+        """Begin to read adapters that rows wait for, not all at once: each waits in memory beside the pool."""
+        loader = self._residency.loader
+        unread = [a for a in absent if not loader.has_begun(a)]
+        num_begun = len(absent) - len(unread)
+        loader.prefetch(unread[: max(_MAX_AWAITED - num_begun, 0)])
+
+    def _rounded_pages(self, sequence: Sequence) -> int:
+        exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        return -(-exact // self._rounded_to) * self._rounded_to
+
+    @property
+    def _rounded_to(self) -> int:
+        # kernels that follow block tables serve runs of any size
+        return 1 if self._layout.is_page_wise else _RUN_PAGES
+
+    def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse, *, is_mixture: bool) -> bool:
+        """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
+        adapter_id = self._adapter_to_hold(sequence, plan)
+        exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        if not self._take_memory(sequence, (self._rounded_pages(sequence), exact), adapter_id, next_use):
+            if self._running or is_mixture:
+                return False
+            # an empty pool holds the row and its adapter side by side: checked when the row came
+            self._room.make(self._pool.num_pages, next_use)
+            has_memory = self._take_memory(sequence, (exact,), adapter_id, next_use)
+            assert has_memory, f"row {sequence.request.request_id} does not fit into an empty pool"
+        if self._clean is not None:
+            self._clean(self._pool.run_of(row_owner(sequence)))
+        if adapter_id is not None:
+            self._residency.pin(adapter_id)
+            sequence.holds_adapter = True
+        self._running[sequence.request.request_id] = self._waiting.remove(sequence.request.request_id)
+        return True
+
+    def _take_memory(
+        self, sequence: Sequence, sizes: tuple[int, ...], adapter_id: str | None, next_use: NextUse
+    ) -> bool:
+        """The largest possible of `sizes` for the row, and its adapter in the pool; or neither, and False."""
+        owner = row_owner(sequence)
+        if not self._room.make(min(sizes), next_use, lambda other: other != adapter_id):
+            return False
+        next(size for size in sizes if self._pool.allocate(owner, size) is not None)
+        is_resident = False
+        try:
+            is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use)
+        finally:
+            if not is_resident:
+                self._pool.release(owner)
+        return is_resident
+
+
+def row_owner(sequence: Sequence) -> tuple[str, str]:
+    """Under which a row holds its pages."""
+    return ("sequence", sequence.request.request_id)
+
+
+NextUse = Callable[[str], float]
+
+
+class Room:
+    """Knows everything in the pool that no running row needs. `next_use(adapter)`: rows that enter before its next."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        layout: PageLayout,
+        residency: AdapterResidency,
+        registry: AdapterRegistry,
+        prefixes: PrefixSharing | None,
+    ) -> None:
+        self._pool = pool
+        self._layout = layout
+        self._residency = residency
+        self._registry = registry
+        self._cache = None if prefixes is None else prefixes.cache
+
+    def adapter_pages(self, adapter_id: str) -> int:
+        """Pages an adapter takes, for its exact ranks."""
+        return max(1, self._layout.pages_for_elements(self._registry.num_elements(adapter_id)))
+
+    def has_at_hand(self, adapter_id: str) -> bool:
+        """Whether nobody would have to wait for the adapter: it has come to the pool, or a copy at once will do."""
+        if self._residency.get(adapter_id) is not None:
+            return self._residency.has_arrived(adapter_id)
+        return self._residency.loader.is_ready(adapter_id) and not self._residency.copies_aside
+
+    def make(self, num_pages: int, next_use: NextUse, may_go: Callable[[str], bool] = lambda adapter_id: True) -> bool:
+        """Have a contiguous run of free pages, giving up prefix pages and adapters that may go. False: it cannot be
+        had, and nothing was given up."""
+
+        def has_room() -> bool:
+            return self._pool.largest_free_run >= num_pages
+
+        if has_room():
+            return True
+        if max(self._pool.free_runs_without(self._needless(may_go)), default=0) < num_pages:
+            return False
+        # a prefix page that nobody waits for, then what costs a copy to bring back, then what has to be computed
+        if self._cache is not None and self._cache.make_room(has_room, spare_awaited=True):
+            return True
+        if self._residency.make_room(has_room, next_use, may_go):
+            return True
+        return self._cache is not None and self._cache.make_room(has_room, spare_awaited=False)
+
+    def gaps(self) -> list[int]:
+        """Pages of each contiguous run that a row could be given if everything that may go went."""
+        return self._pool.free_runs_without(self._needless(lambda adapter_id: True))
+
+    def begin_copies(self, adapter_ids: Iterable[str], next_use: NextUse) -> None:
+        """Where copies run aside, begin those of adapters that are in host memory, at the cost of none that is needed
+        sooner. Raises `AdapterUnusableError`."""
+        for adapter_id in adapter_ids:
+            if self._residency.copies_aside and self._residency.loader.is_ready(adapter_id):
+                pages, later = self.adapter_pages(adapter_id), partial(_is_later, next_use, next_use(adapter_id))
+                if self.make(pages, next_use, later):
+                    self._residency.load(adapter_id, pages)
+
+    def make_resident(self, adapter_id: str, next_use: NextUse) -> bool:
+        """Have an adapter in the pool; False when there is no room for it now. Raises `AdapterUnusableError`."""
+        if self._residency.get(adapter_id) is not None:
+            return True
+        pages = self.adapter_pages(adapter_id)
+        if not self.make(pages, next_use):
+            return False
+        self._residency.load(adapter_id, pages)
+        return True
+
+    def _needless(self, may_go: Callable[[str], bool]) -> list[Hashable]:
+        """Who holds pages that no running row needs."""
+        owners: list[Hashable] = [adapter_owner(adapter_id) for adapter_id in self._residency.evictable(may_go)]
+        return owners + ([] if self._cache is None else list(self._cache.owners()))
+
+
+def _is_later(next_use: NextUse, use: float, other_id: str) -> bool:
+    return next_use(other_id) > use
+
+
+class WaitingRows:
+    """An ordered set of sequences: cheap to append to, to take from anywhere, and to see as arrays."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Sequence] = {}
+        self._num_of: Counter[str] = Counter()
+        self._capacity_tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._rows.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    def append(self, sequence: Sequence) -> None:
+        """Add at the end. Request ids are unique among unfinished rows."""
+        assert sequence.request.request_id not in self._rows, f"row {sequence.request.request_id} waits already"
+        self._rows[sequence.request.request_id] = sequence
+        self._capacity_tokens[sequence.request.request_id] = sequence.capacity_tokens
+        if sequence.request.adapter_id is not None:
+            self._num_of[sequence.request.adapter_id] += 1
+
+    def remove(self, request_id: str) -> Sequence:
+        """Take a row out. Raises KeyError when it does not wait."""
+        sequence = self._rows.pop(request_id)
+        del self._capacity_tokens[request_id]
+        adapter_id = sequence.request.adapter_id
+        if adapter_id is not None:
+            self._num_of[adapter_id] -= 1
+            if not self._num_of[adapter_id]:
+                del self._num_of[adapter_id]
+        return sequence
+
+    def wants(self, adapter_id: str) -> bool:
+        """Whether a row of the adapter waits."""
+        return adapter_id in self._num_of
+
+    def adapter_codes(self, code_of: dict[str | None, int]) -> NDArray[np.int32]:
+        """Adapter of every row as an integer, [num_waiting], in order of arrival."""
+        return np.fromiter((code_of[s.request.adapter_id] for s in self), np.int32, len(self))
+
+    @property
+    def adapter_ids(self) -> Collection[str]:
+        """Adapters that rows wait with."""
+        return self._num_of.keys()
+
+    def capacity_tokens(self) -> NDArray[np.int64]:
+        """`Sequence.capacity_tokens` of every row, [num_waiting], in order of arrival."""
+        return np.fromiter(self._capacity_tokens.values(), np.int64, len(self))
+
+    def next_uses(
+        self, running_ids: Collection[str | None], resident_ids: Collection[str], code_of: Mapping[str | None, int]
+    ) -> dict[str, float]:
+        """For each adapter, how many rows enter before its first, soonest first: the order of
+        `scheduler.batching.clustered_order`."""
+
+        def place(adapter_id: str) -> tuple[int, int, int]:
+            distance = 0 if adapter_id in running_ids else 1 if adapter_id in resident_ids else 2
+            return distance, -self._num_of[adapter_id], code_of[adapter_id]
+
+        order = sorted(self._num_of, key=place)
+        starts = accumulate((self._num_of[a] for a in order), initial=0)
+        return {a: float(start) for a, start in zip(order, starts, strict=False)}

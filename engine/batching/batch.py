@@ -1,0 +1,241 @@
+"""Rows waiting and running in one engine, and the pages they hold.
+
+Where weights may change while rows run, a row keeps its adapter in the pool even while it is served merged: any mode
+can then follow any other between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from ...scheduler.batching import BatchView, StepPlan, without_vain_merge
+from ..memory.pool import PageLayout, PagePool, PageRun
+from ..memory.registry import AdapterRegistry
+from ..memory.residency import AdapterResidency, MergedShare
+from ..models.step_batch import StepEntry
+from ..request import Request, Sequence
+from .admission import Admission, Room, WaitingRows, row_owner
+from .prefix_sharing import PrefixSharing
+
+
+class RunningBatch:
+    """Bookkeeping between requests and steps; no arithmetic on tensors.
+
+    `may_switch`: weights may change while rows run. `merges_all`: no adapter is ever served from the pool. `clean`
+    erases a run before a row gets it (None: needless).
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        layout: PageLayout,
+        residency: AdapterResidency,
+        registry: AdapterRegistry,
+        prefixes: PrefixSharing | None,
+        clean: Callable[[PageRun], None] | None,
+        *,
+        may_switch: bool,
+        merges_all: bool,
+    ) -> None:
+        self.pool = pool
+        self.residency = residency
+        self.prefixes = prefixes
+        self._layout = layout
+        self._registry = registry
+        self._room = Room(pool, layout, residency, registry, prefixes)
+        self._merges_all = merges_all
+        self._taken_out: MergedShare | None = None
+        self._may_switch = may_switch
+        self._waiting = WaitingRows()
+        self._running: dict[str, Sequence] = {}
+        self._admission = Admission(
+            self._waiting, self._running, pool, layout, residency, registry, self._room, clean, may_switch=may_switch
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running_tokens(self) -> int:
+        """Tokens that running rows have generated so far."""
+        return sum(sequence.num_generated for sequence in self._running.values())
+
+    def append(self, sequence: Sequence) -> None:
+        """Queue a row behind all others. Raises ValueError when a row of that id is unfinished."""
+        request_id = sequence.request.request_id
+        if request_id in self._running or request_id in self._waiting:
+            raise ValueError(f"request_id={request_id!r}: a row of this id is not finished yet")
+        self._waiting.append(sequence)
+        if self.prefixes is not None:
+            self.prefixes.expect(sequence)
+
+    def is_running(self, sequence: Sequence) -> bool:
+        """Whether this very sequence holds memory here; another may have come under the same id."""
+        return self._running.get(sequence.request.request_id) is sequence
+
+    def view(self, max_batch_rows: int, merged_adapter_id: str | None) -> BatchView:
+        """What the batcher sees."""
+        code_of = self._registry.code_of
+        rows = self._running.values()
+        return BatchView(
+            running_adapter=np.fromiter((code_of[s.request.adapter_id] for s in rows), np.int32, len(rows)),
+            waiting_adapter=self._waiting.adapter_codes(code_of),
+            max_batch_rows=max_batch_rows,
+            merged_adapter=None if merged_adapter_id is None else code_of[merged_adapter_id],
+            resident_adapter=np.array([code_of[a] for a in self.residency.resident_ids], np.int32),
+            paused_steps=np.fromiter((s.num_paused for s in rows), np.int64, len(rows)),
+            memory=self._admission.free_memory() if self._may_switch else None,
+        )
+
+    def pages_of_row(self, request: Request) -> int:
+        """Pages of the whole pool that one row occupies by itself, its adapter included unless it is always merged."""
+        pages = self._layout.pages_for_tokens(Sequence(request).capacity_tokens)
+        adapter_id = request.adapter_id
+        if adapter_id is None or self._merges_all or self._registry.must_merge_id(adapter_id):
+            return pages
+        return pages + self._room.adapter_pages(adapter_id)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether rows of the next step may have to take out the merged adapter."""
+        return self._taken_out is not None
+
+    def _take_out(self, adapter_id: str | None) -> bool:
+        """Keep the merged adapter in the pool too, for rows that must not see it; None: no longer.
+
+        False when memory does not allow it now.
+        """
+        if self._taken_out is not None and self._taken_out.resident.adapter_id != adapter_id:
+            self.residency.unpin(self._taken_out.resident.adapter_id)
+            self._taken_out = None
+        if adapter_id is None or self._taken_out is not None:
+            return True
+        if not self._room.make_resident(adapter_id, self._admission.next_use()):
+            return False
+        resident = self.residency.get(adapter_id)
+        assert resident is not None
+        self.residency.pin(adapter_id)
+        self.residency.join(adapter_id)
+        self._taken_out = MergedShare.of(resident)
+        return True
+
+    def admit(self, view: BatchView, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
+        """Admit what the plan wants and memory allows. Returns what to do with the rows that take part in the step, and
+        these rows."""
+        merged = None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter)
+        if not self._take_out(merged if plan.mode == "mixture" else None):
+            return plan, []
+        before = list(self._running.values())
+        self.residency.loader.drop_unwanted(self._waiting.wants)
+        self.residency.settle()
+        paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
+        self._admission.admit(plan, is_mixture=self.is_mixture)
+        if plan.mode != "merged":
+            self._admission.read_ahead()
+        served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
+        present = np.array([self._registry.code_of[s.request.adapter_id] for s in served], np.int32)
+        plan = without_vain_merge(plan, view.merged_adapter, present)
+        if plan.mode != "mixture":
+            self._take_out(None)
+        return plan, served
+
+    def entries(self, served: list[Sequence], plan: StepPlan, max_step_tokens: int) -> list[StepEntry]:
+        """The step's rows: every served decoding row, and prompts in order of admission until `max_step_tokens` are
+        reached. All other rows pause."""
+        taking_part = set(map(id, served))
+        for sequence in self._running.values():
+            sequence.num_paused += id(sequence) not in taking_part
+        entries = [self._entry(s, 1, plan) for s in served if s.is_decoding]
+        budget = max(max_step_tokens - len(entries), 1)
+        for sequence in served:
+            if sequence.is_decoding or not self._can_advance(sequence):
+                continue
+            num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
+            if self.prefixes is not None:
+                self.prefixes.compute(sequence, num_tokens, row_owner(sequence))
+            entries.append(self._entry(sequence, num_tokens, plan))
+            budget -= num_tokens
+            if budget == 0:
+                break
+        return entries
+
+    def after_step(self, entries: Collection[StepEntry]) -> None:
+        """The step's tokens are stored."""
+        if self.prefixes is not None:
+            self.prefixes.after_step(entries)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a running row out and give its pages back."""
+        del self._running[sequence.request.request_id]
+        self.pool.release(row_owner(sequence))
+        if self.prefixes is not None:
+            self.prefixes.forget(sequence)
+        if sequence.holds_adapter:
+            assert sequence.request.adapter_id is not None
+            self.residency.unpin(sequence.request.adapter_id)
+            sequence.holds_adapter = False
+
+    def ids_of_adapter(self, adapter_id: str) -> list[str]:
+        """Request ids of every row of an adapter."""
+        rows = [*self._waiting, *self._running.values()]
+        return [s.request.request_id for s in rows if s.request.adapter_id == adapter_id]
+
+    def remove(self, request_ids: Collection[str]) -> list[Sequence]:
+        """Take rows out wherever they stand; unknown ids are ignored."""
+        removed = []
+        for request_id in request_ids:
+            if request_id in self._waiting:
+                removed.append(self._waiting.remove(request_id))
+                if self.prefixes is not None:
+                    self.prefixes.forget(removed[-1])
+            elif request_id in self._running:
+                removed.append(self._running[request_id])
+                self.release(self._running[request_id])
+        return removed
+
+    def check_integrity(self) -> None:
+        """Pool, pins and running rows agree with each other."""
+        self.pool.check_integrity()
+        held_adapters = [s.request.adapter_id for s in self._running.values() if s.holds_adapter]
+        held_adapters += [self._taken_out.resident.adapter_id] if self._taken_out else []
+        self.residency.check_integrity([a for a in held_adapters if a is not None])
+        if self.prefixes is not None:
+            unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]
+            self.prefixes.check_integrity(unfinished)
+        for sequence in self._running.values():
+            pages = self.pool.run_of(row_owner(sequence)).num_pages + len(self._shared_pages(sequence))
+            held = pages * self._layout.page_tokens
+            needed = sequence.capacity_tokens
+            assert held >= needed, f"row {sequence.request.request_id} holds {held} token places, needs {needed}"
+
+    def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
+        adapter_id, run = sequence.request.adapter_id, self.pool.run_of(row_owner(sequence))
+        shared = self._shared_pages(sequence)
+        if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
+            sequence.served("merged")
+            return StepEntry(sequence, num_tokens, run, None, None, shared)
+        adapter = None if adapter_id is None else self.residency.get(adapter_id)
+        assert adapter_id is None or adapter is not None, (
+            f"row {sequence.request.request_id}: its adapter left the pool"
+        )
+        assert plan.mode != "merged", f"row {sequence.request.request_id} would see adapter {plan.merged_adapter}"
+        if adapter_id is not None:
+            self.residency.join(adapter_id)
+        if plan.mode == "mixture":
+            sequence.served("mixture")
+            return StepEntry(sequence, num_tokens, run, adapter, self._taken_out, shared)
+        sequence.served("base" if adapter is None else "unmerged")
+        return StepEntry(sequence, num_tokens, run, adapter, None, shared)
+
+    def _shared_pages(self, sequence: Sequence) -> tuple[int, ...]:
+        return () if self.prefixes is None else self.prefixes.pages_of(sequence)
+
+    def _can_advance(self, sequence: Sequence) -> bool:
+        return self.prefixes is None or self.prefixes.advance(sequence, row_owner(sequence))

@@ -1,0 +1,192 @@
+"""Rows of one adapter whose prompts begin alike compute the beginning once (docs/adr/0030-prefix-pages.md).
+
+On a CPU a row's keys and values lie in one contiguous run, so shared pages are copied into it: a copy costs less than a
+hundredth of computing the page. On a GPU a row's block table names them, and a row that computes a page that others
+wait for hands its own over. While a row computes such a page, the others hold back for that one step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..memory.pool import PageLayout, PagePool, PageRun
+from ..memory.prefix_cache import PrefixCache
+from ..model_config.model import ModelConfig
+from ..models.step_batch import StepEntry
+from ..request import Sequence
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A row on its way through its prompt: pages of `path` before `num_passed` are behind it. `pages`: the cached pages
+    that it names instead of pages of its own, the beginning of its block table."""
+
+    path: tuple[bytes, ...]
+    num_passed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class PrefixSharing(ABC):
+    """Follows every unfinished row through the pages of its prompt. `owner`: under which a row holds its run."""
+
+    def __init__(self, pool: PagePool, layout: PageLayout, model: ModelConfig) -> None:
+        self.cache = PrefixCache(pool, layout.page_tokens, lambda number: page_flops(model, layout.page_tokens, number))
+        self._pool = pool
+        self._page_tokens = layout.page_tokens
+        self._readers: dict[str, _Reader] = {}
+        self._being_computed: set[bytes] = set()  # pages that have their place and no content yet
+        self.num_reused_tokens = 0
+
+    def expect(self, sequence: Sequence) -> None:
+        """A row was queued."""
+        reader = _Reader(self.cache.path(sequence.request.adapter_id, sequence.request.prompt_token_ids))
+        self._readers[sequence.request.request_id] = reader
+        self.cache.expect(reader.path)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A row is finished or gone."""
+        reader = self._readers.pop(sequence.request.request_id)
+        self.cache.release(reader.path[reader.num_passed :])
+        self.cache.leave(reader.path[: len(reader.pages)])
+
+    def pages_of(self, sequence: Sequence) -> tuple[int, ...]:
+        """The cached pages that begin the row's block table; its own run goes on behind them."""
+        return tuple(self._readers[sequence.request.request_id].pages)
+
+    def advance(self, sequence: Sequence, owner: Hashable) -> bool:
+        """Let the row have the cached pages that come next. False: another row of this step computes the page that
+        comes next, so the row had better wait for it."""
+        reader = self._readers[sequence.request.request_id]
+        path = reader.path
+        number, rest = divmod(sequence.num_stored, self._page_tokens)
+        # the last token known is always computed: its logits choose the next one
+        last = min(len(path), (sequence.total_tokens - 1) // self._page_tokens)
+        while rest == 0 and number < last:
+            page = self.cache.find(path[number])
+            if page is None or path[number] in self._being_computed or not self._have(reader, number, page, owner):
+                break
+            sequence.num_stored += self._page_tokens
+            sequence.num_reused += self._page_tokens
+            self.num_reused_tokens += self._page_tokens
+            number += 1
+        self._pass(sequence)
+        return not (rest == 0 and number < last and path[number] in self._being_computed)
+
+    def compute(self, sequence: Sequence, num_tokens: int, owner: Hashable) -> None:
+        """The row computes its next `num_tokens` tokens in this step: find places for the pages it completes."""
+        reader = self._readers[sequence.request.request_id]
+        first = sequence.num_stored // self._page_tokens
+        end = min((sequence.num_stored + num_tokens) // self._page_tokens, len(reader.path))
+        self._being_computed.update(reader.path[n] for n in range(first, end) if self._keep(reader, n, owner))
+
+    def after_step(self, entries: Collection[StepEntry]) -> None:
+        """The pages that the step completed are there."""
+        for entry in entries:
+            path = self._readers[entry.sequence.request.request_id].path
+            for number in self._pass(entry.sequence):
+                page = self.cache.find(path[number]) if path[number] in self._being_computed else None
+                if page is not None:
+                    self._fill(page, entry.run, number)
+        self._being_computed.clear()
+
+    def check_integrity(self, unfinished_ids: Collection[str]) -> None:
+        """The cache agrees with itself, readers are the unfinished rows, and pages in use are those they name."""
+        self.cache.check_integrity()
+        assert self._readers.keys() == set(unfinished_ids), f"{len(self._readers)} readers, {len(unfinished_ids)} rows"
+        named = Counter(key for reader in self._readers.values() for key in reader.path[: len(reader.pages)])
+        assert named == self.cache.users, f"rows name {named}, counted are {self.cache.users}"
+        for reader in self._readers.values():
+            for key, page in zip(reader.path, reader.pages, strict=False):
+                assert self.cache.find(key) == PageRun(page, 1), f"prefix page {key.hex()} is not page {page}"
+
+    def _pass(self, sequence: Sequence) -> range:
+        """Numbers of the pages that the row has put behind it since the last call."""
+        reader = self._readers[sequence.request.request_id]
+        before = reader.num_passed
+        reader.num_passed = max(before, min(len(reader.path), sequence.num_stored // self._page_tokens))
+        self.cache.release(reader.path[before : reader.num_passed])
+        return range(before, reader.num_passed)
+
+    @abstractmethod
+    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
+        """Make a cached page the row's page `number`, if that is possible."""
+
+    @abstractmethod
+    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+        """Enter a page that the row computes in this step, if others wait for it."""
+
+    @abstractmethod
+    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+        """The row of `run` has computed its page `number`, whose place in the cache is `page`."""
+
+
+class CopiedPrefixes(PrefixSharing):
+    """Pages of the cache and of rows are copies of each other, in the memory of a CPU."""
+
+    def __init__(self, pool: PagePool, layout: PageLayout, model: ModelConfig, memory: Tensor) -> None:
+        super().__init__(pool, layout, model)
+        self._memory = memory
+        self._page_elements = layout.page_elements
+        self._model = model
+
+    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
+        self._slot(self._pool.run_of(owner), number).copy_(self._slot(page, 0))
+        return True
+
+    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+        return self.cache.keep(reader.path, number) is not None
+
+    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+        self._slot(page, 0).copy_(self._slot(run, number))
+
+    def _slot(self, run: PageRun, number: int) -> Tensor:
+        """Keys and values of a run's page `number`, [num_layers * 2 * num_kv_heads, page_tokens, head_dim]."""
+        model, size, page_tokens = self._model, self._page_elements, self._page_tokens
+        shape = (model.num_layers * 2 * model.num_kv_heads, run.num_pages * page_tokens, model.head_dim)
+        whole = self._memory[run.start * size : run.end * size].view(shape)
+        return whole[:, number * page_tokens : (number + 1) * page_tokens]
+
+
+class NamedPrefixes(PrefixSharing):
+    """Block tables name cached pages, which stay while any row does: nothing is copied, and a row gives back the pages
+    that it was let in with and does not need. Steps run in order on the device, so a page may be named as soon as the
+    step that computes it is launched."""
+
+    def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
+        # behind a page of its own the row has only its own
+        if number != len(reader.pages):
+            return False
+        self._pool.release_first(owner)
+        self.cache.use(reader.path[number])
+        reader.pages.append(page.start)
+        return True
+
+    def _keep(self, reader: _Reader, number: int, owner: Hashable) -> bool:
+        if number != len(reader.pages):
+            return False
+        page = self.cache.adopt(reader.path, number, owner)
+        if page is not None:
+            reader.pages.append(page.start)
+        return page is not None
+
+    def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
+        """The page is the row's own."""
+
+
+def sharing_for(pool: PagePool, layout: PageLayout, model: ModelConfig, memory: Tensor) -> PrefixSharing:
+    """By reference where attention follows block tables, else by copies."""
+    return NamedPrefixes(pool, layout, model) if layout.is_page_wise else CopiedPrefixes(pool, layout, model, memory)
+
+
+def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:
+    """Multiplications and additions to compute page `number` of a prompt: linear layers, and attention to all
+    tokens before."""
+    members = (shape for site in model.names.sites for shape in model.members_of_site(site).values())
+    linear = model.num_layers * sum(out_features * in_features for out_features, in_features in members)
+    mean_context = (number + 0.5) * page_tokens
+    return 2.0 * page_tokens * (linear + 2 * model.num_layers * model.q_size * mean_context)

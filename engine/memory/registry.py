@@ -1,0 +1,124 @@
+"""Adapters an engine may be asked for: content hash -> audited folder. Their tensors are read when needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import AdapterRefusedError, AdapterUnusableError
+from ..model_config.model import PACKED_SITES, ModelConfig
+from ..peft import AdapterAudit, audit_adapter
+from ..peft.random import dummy_adapter_weights, dummy_audit
+from ..peft.weights import AdapterWeights, load_adapter
+from .packed import PackedAdapter, pack_adapter
+
+BASE_CODE = -1
+
+
+class AdapterRegistry:
+    """Audits what it is given and numbers it, so that batchers see small integers."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+        self._audits: dict[str, AdapterAudit] = {}
+        self.code_of: dict[str | None, int] = {None: BASE_CODE}
+        self._id_of_code: list[str] = []
+        self._num_elements: dict[str, int] = {}
+        self._ranks: NDArray[np.float64] = np.zeros(0)
+        members = [shape for site in PACKED_SITES for shape in model.members_of_site(site).values()]
+        self._elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
+        self._dummy_ids: set[str] = set()
+
+    def __contains__(self, adapter_id: str) -> bool:
+        return adapter_id in self._audits
+
+    def register(self, adapter_id: str, folder: Path, name: str) -> None:
+        """Make an adapter known. Raises `AdapterRefusedError` when it cannot be applied exactly, or when the
+        folder's content is not `adapter_id` (it changed since the job was planned)."""
+        if adapter_id in self._audits:
+            return
+        audit = audit_adapter(folder, self._model, name)
+        if audit.verdict == "refused":
+            raise AdapterRefusedError("; ".join(audit.reasons))
+        found = audit.identity_sha256 or ""
+        if found != adapter_id:
+            raise AdapterRefusedError(
+                f"adapter {name!r}: {folder} holds content {found[:12]}, planned was {adapter_id[:12]}. It "
+                "changed meanwhile; run the job again, and its rows are planned anew."
+            )
+        self._enter(adapter_id, audit)
+
+    def register_dummy(self, name: str, rank: int) -> str:
+        """Make an adapter of random weights known; returns its id."""
+        audit = dummy_audit(self._model, rank, name)
+        assert audit.content_sha256 is not None
+        if audit.content_sha256 not in self._audits:
+            self._enter(audit.content_sha256, audit)
+            self._dummy_ids.add(audit.content_sha256)
+        return audit.content_sha256
+
+    def _enter(self, adapter_id: str, audit: AdapterAudit) -> None:
+        self._audits[adapter_id] = audit
+        # asked before every step, for every adapter that rows wait with
+        self._num_elements[adapter_id] = sum(s.rank * (s.in_features + s.out_features) for s in audit.sites)
+        self.code_of[adapter_id] = len(self._id_of_code)
+        self._id_of_code.append(adapter_id)
+
+    def id_of(self, code: int) -> str:
+        """The adapter behind a number."""
+        return self._id_of_code[code]
+
+    def must_merge(self, code: int) -> bool:
+        """Whether the adapter is exact only when merged."""
+        return self.must_merge_id(self._id_of_code[code])
+
+    def must_merge_id(self, adapter_id: str) -> bool:
+        """`must_merge` by content hash."""
+        return self._audits[adapter_id].verdict == "exact-by-merge"
+
+    def vocab_size(self, adapter_id: str | None) -> int:
+        """Token ids that a row may hold: an adapter with a resized vocabulary brings its own."""
+        return self._model.vocab_size if adapter_id is None else self._audits[adapter_id].vocab_size
+
+    def tokenizer_folder(self, adapter_id: str | None) -> Path | None:
+        """The adapter's folder if it ships a tokenizer of its own (a chat template alone is none)."""
+        if adapter_id is None:
+            return None
+        folder = self._audits[adapter_id].folder
+        return folder if (folder / "tokenizer.json").is_file() else None
+
+    def num_elements(self, adapter_id: str) -> int:
+        """Numbers the adapter's matrices take in the pool."""
+        return self._num_elements[adapter_id]
+
+    def ranks(self) -> NDArray[np.float64]:
+        """Rank of every adapter by its number, float64 [num_adapters]: as if it stood on all linear layers, so that
+        an adapter of few layers counts for what it computes."""
+        if len(self._ranks) < len(self._id_of_code):
+            new = [self.num_elements(adapter_id) for adapter_id in self._id_of_code[len(self._ranks) :]]
+            self._ranks = np.concatenate([self._ranks, np.array(new, np.float64) / self._elements_per_rank])
+        return self._ranks
+
+    def load(self, adapter_id: str) -> AdapterWeights:
+        """Read the adapter's tensors from its folder to the device. Raises `AdapterUnusableError`."""
+        return self._load(adapter_id, self._device)
+
+    def load_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
+        """Read what the pool holds of an adapter to the host; random ones are made where they are to go. Raises
+        `AdapterUnusableError`. Any thread may call."""
+        place = self._device if adapter_id in self._dummy_ids else torch.device("cpu")
+        weights = self._load(adapter_id, place)
+        return pack_adapter(weights, self._model, self._dtype, in_panels=in_panels, device=self._device)
+
+    def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:
+        if adapter_id in self._dummy_ids:
+            return dummy_adapter_weights(self._audits[adapter_id], self._dtype, device)
+        try:
+            return load_adapter(self._audits[adapter_id], device)
+        except (AdapterRefusedError, OSError) as error:
+            raise AdapterUnusableError(adapter_id, f"{error}") from error

@@ -1,0 +1,192 @@
+"""Which adapters lie in the page pool, and who must leave to make room.
+
+The engine knows its waiting rows, hence each adapter's next use: the one needed furthest in the future leaves
+first (Belady 1966), to host memory while that lasts. Adapters of running sequences are pinned. Where copies run aside,
+an adapter is on its way for a while: its pages are taken, and whoever uses it joins its arrival first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ...kernels.segment_lora import LoraSiteWeights
+from .copies import AdapterCopies, Arrival
+from .loader import AdapterLoader
+from .packed import Sites, packed_from
+from .pool import PagePool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentAdapter:
+    """An adapter's matrices as views into the pool, `num_elements` numbers in all.
+
+    `order` numbers residents by arrival; steps sort their tokens by it.
+    """
+
+    adapter_id: str
+    order: int
+    sites: Sites
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedShare:
+    """A merged adapter for rows that must not see it: `negative` has the same matrices and negative scaling, and
+    added to merged weights leaves those of the base model."""
+
+    resident: ResidentAdapter
+    negative: ResidentAdapter
+
+    @classmethod
+    def of(cls, resident: ResidentAdapter) -> MergedShare:
+        """The share of an adapter that lies in the pool."""
+        layers = ({site: _negated(weights) for site, weights in layer.items()} for layer in resident.sites)
+        return cls(resident, replace(resident, sites=tuple(layers)))
+
+
+def _negated(weights: LoraSiteWeights) -> LoraSiteWeights:
+    return replace(weights, members=tuple(replace(member, scaling=-member.scaling) for member in weights.members))
+
+
+class AdapterResidency:
+    """Loads adapters into runs of pages of `memory` (flat) and evicts them by next use.
+
+    `num_loads`: adapters copied into the pool. `stall_s`: seconds that the host spent on it, and on keeping those that
+    had to leave, waiting for storage included.
+    """
+
+    def __init__(
+        self, pool: PagePool, memory: Tensor, page_elements: int, loader: AdapterLoader, copies: AdapterCopies
+    ) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._page_elements = page_elements
+        self.loader = loader
+        self._copies = copies
+        self._arriving: dict[str, Arrival] = {}
+        self._residents: dict[str, ResidentAdapter] = {}
+        self._pins: dict[str, int] = {}
+        self.num_loads = 0
+        self.stall_s = 0.0
+
+    @property
+    def resident_ids(self) -> tuple[str, ...]:
+        """Adapters in the pool, oldest first."""
+        return tuple(self._residents)
+
+    def get(self, adapter_id: str) -> ResidentAdapter | None:
+        """The adapter if it is resident."""
+        return self._residents.get(adapter_id)
+
+    @property
+    def copies_aside(self) -> bool:
+        """Whether adapters arrive while steps run."""
+        return self._copies.are_aside
+
+    def has_arrived(self, adapter_id: str) -> bool:
+        """Whether a resident adapter's copy is done."""
+        if adapter_id in self._arriving and self._arriving[adapter_id].has_come():
+            del self._arriving[adapter_id]
+        return adapter_id not in self._arriving
+
+    def settle(self) -> None:
+        """Let go of what was copied from, where copies are done."""
+        for adapter_id in list(self._arriving):
+            self.has_arrived(adapter_id)
+
+    def join(self, adapter_id: str) -> None:
+        """Have steps launched from now on see the whole adapter."""
+        if adapter_id in self._arriving:
+            self._arriving[adapter_id].join()
+
+    def pin(self, adapter_id: str) -> None:
+        """One more running sequence uses the adapter."""
+        self._pins[adapter_id] = self._pins.get(adapter_id, 0) + 1
+
+    def unpin(self, adapter_id: str) -> None:
+        """One running sequence less uses the adapter."""
+        self._pins[adapter_id] -= 1
+        if not self._pins[adapter_id]:
+            del self._pins[adapter_id]
+
+    def is_pinned(self, adapter_id: str) -> bool:
+        """Whether a running sequence uses the adapter."""
+        return adapter_id in self._pins
+
+    def evictable(self, may_go: Callable[[str], bool]) -> list[str]:
+        """Adapters that no running sequence uses and that may go."""
+        return [a for a in self._residents if a not in self._pins and may_go(a)]
+
+    def make_room(
+        self, has_room: Callable[[], bool], next_use: Callable[[str], float], may_go: Callable[[str], bool]
+    ) -> bool:
+        """Evict unpinned adapters that may go, the one used furthest in the future first, until `has_room()`."""
+        while not has_room():
+            evictable = self.evictable(may_go)
+            if not evictable:
+                return False
+            self.evict(max(evictable, key=next_use), next_use)
+        return True
+
+    def evict(self, adapter_id: str, next_use: Callable[[str], float]) -> None:
+        """Give the adapter's pages back and its numbers to the host. It must not be pinned."""
+        assert adapter_id not in self._pins, f"adapter {adapter_id} is used by {self._pins[adapter_id]} sequences"
+        # pages that a copy still fills may not be another's before it is done
+        self.join(adapter_id)
+        self._arriving.pop(adapter_id, None)
+        resident = self._residents.pop(adapter_id)
+        start = self._pool.run_of(adapter_owner(adapter_id)).start * self._page_elements
+        pages = self._memory[start : start + resident.num_elements]
+        num_bytes = resident.num_elements * self._memory.element_size()
+        with self._stalling():
+            self.loader.keep(
+                adapter_id, num_bytes, lambda: packed_from(self._copies.to_host(pages), start, resident.sites), next_use
+            )
+        self._pool.release(adapter_owner(adapter_id))
+
+    def load(self, adapter_id: str, num_pages: int) -> ResidentAdapter:
+        """Have an adapter copied into the pool, which must have room for it. Raises `AdapterUnusableError`."""
+        with self._stalling():
+            adapter = self.loader.take(adapter_id)
+            run = self._pool.allocate(adapter_owner(adapter_id), num_pages)
+            assert run is not None, f"adapter {adapter_id}: no room for {num_pages} pages"
+            size, limit = adapter.numbers.numel(), num_pages * self._page_elements
+            assert size <= limit, f"adapter {adapter_id} has {size} numbers, its pages hold {limit}"
+            start = run.start * self._page_elements
+            self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, self._memory[start : start + size])
+            sites = adapter.sites_at(self._memory, start)
+        self._residents[adapter_id] = ResidentAdapter(adapter_id, self.num_loads, sites, size)
+        self.num_loads += 1
+        return self._residents[adapter_id]
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Steps wait for what is done here."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_s += time.perf_counter() - began_s
+
+    def check_integrity(self, running_adapter_ids: Iterable[str]) -> None:
+        """Pins equal the running sequences' adapters; every resident holds a run of pages and stands nowhere else."""
+        counts: dict[str, int] = {}
+        for adapter_id in running_adapter_ids:
+            counts[adapter_id] = counts.get(adapter_id, 0) + 1
+        assert counts == self._pins, f"pins {self._pins}, running sequences use {counts}"
+        for adapter_id in self._residents:
+            self._pool.run_of(adapter_owner(adapter_id))
+        self.loader.check_integrity(self._residents)
+        assert self._arriving.keys() <= self._residents.keys(), f"arriving and not resident: {self._arriving.keys()}"
+        missing = self._pins.keys() - self._residents.keys()
+        assert not missing, f"pinned but not resident: {missing}"
+
+
+def adapter_owner(adapter_id: str) -> tuple[str, str]:
+    """Under which an adapter holds its pages."""
+    return ("adapter", adapter_id)

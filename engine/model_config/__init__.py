@@ -1,0 +1,52 @@
+"""Model families: from a Hugging Face `config.json` to `ModelConfig`, or a refusal by name. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UnsupportedModelError
+from .families import LLAMA_SHAPED
+from .llama import read_llama_shaped
+from .model import ModelConfig
+from .opt import DEFAULTS as OPT_DEFAULTS
+from .opt import read_opt
+from .raw import RawConfig
+
+SUPPORTED_MODEL_TYPES = (*sorted(LLAMA_SHAPED), "opt")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+# Other spellings of what a supported family already says, for the message.
+_HINTS = {"gemma3": " Its text model alone has model_type='gemma3_text'."}
+__all__ = ["SUPPORTED_MODEL_TYPES", "parse_model_config"]
+
+
+def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` from `config.json` and `generation_config.json`, as transformers 4 or 5 write them.
+
+    Raises `UnsupportedModelError` for what is not computed exactly and `ModelFilesError` for what is missing or
+    makes no sense, with all problems in one message.
+    """
+    model_type = str(raw.get("model_type"))
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"config.json model_type={model_type!r}: not supported.{_HINTS.get(model_type, '')} "
+            f"Supported: {', '.join(SUPPORTED_MODEL_TYPES)}."
+        )
+    family = LLAMA_SHAPED.get(model_type)
+    values = RawConfig(model_type, raw, family.defaults if family else OPT_DEFAULTS)
+    _refuse_variants(values)
+    return read_llama_shaped(family, values, generation) if family else read_opt(values, generation)
+
+
+def _refuse_variants(raw: RawConfig) -> None:
+    """What can be said of any family: only plain, dense causal language models."""
+    quantization = raw.mapping("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raw.refuse("quantization_config.quant_method", "expected the unquantized checkpoint", method)
+    for key in _EXPERT_KEYS:
+        if raw.get(key):
+            raw.refuse(key, "expected none: mixtures of experts are not computed")
+    architectures = raw.get("architectures") or []
+    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+        raw.refuse("architectures", "expected a model that generates text, named …ForCausalLM")

@@ -1,0 +1,236 @@
+"""What a decoder-only transformer is, in the terms the engine needs. No torch here: audit and planner read it too.
+
+A family is data: the names of its parts (`ModuleNames`) and the settings of `ModelConfig`. One decoder serves all.
+
+    h = norm(x, before_attention)                          LayerNorms says which of the six norms a family has;
+    x = x + norm(attention(h), attention_output)           a missing one leaves its input as it is
+    x = norm(x, after_attention)
+    h = norm(x, before_mlp)
+    x = x + norm(mlp(h), mlp_output)
+    x = norm(x, after_mlp)
+
+Shapes: a linear layer's weight is `[out_features, in_features]`, as in the checkpoint.
+
+Where the outputs of each linear layer lie in the packed layer that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+# rms: x / rms(x) * w; rms_from_zero: x / rms(x) * (1 + w); layer: (x - mean) / deviation * w + b
+NormKind = Literal["rms", "rms_from_zero", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# A decoder layer's multiplications, in order. Linear layers that read the same input are computed as one.
+PackedSite = Literal["qkv", "o", "gate_up", "down"]
+PACKED_SITES: tuple[PackedSite, ...] = ("qkv", "o", "gate_up", "down")
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding of one kind of layer: the first `rotary_size` features of each head are rotated.
+
+    `attention_factor` multiplies cosine and sine. `scaling` holds the numbers of the kinds other than `default`,
+    all of them filled in.
+    """
+
+    rotary_size: int
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    attention_factor: float = 1.0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a position's angle depends on how long its row is."""
+        return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Norms of a decoder layer by their place, named below the layer; None where a family has none."""
+
+    before_attention: str | None = "input_layernorm"
+    attention_output: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+    after_mlp: str | None = None
+    query: str | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """Checkpoint names of a model's parts; None where a family has no such part.
+
+    `sites`: packed site -> its linear layers below `<layers>.N.`, in the order of their outputs.
+    """
+
+    sites: Mapping[PackedSite, tuple[str, ...]]
+    norms: LayerNorms = LayerNorms()
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str | None = "model.norm"
+    positions: str | None = None
+    project_in: str | None = None
+    project_out: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One base model. Per-layer tuples have `num_layers` entries.
+
+    `embedding_size` differs from `hidden_size` only with projections between them. `biased_sites`: packed sites
+    whose linear layers have a bias. `has_gate`: the MLP is `down(act(gate) * up)`, else `down(act(up))`.
+    """
+
+    family: str
+    names: ModuleNames
+    hidden_size: int
+    embedding_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_context_tokens: int
+    norm_kind: NormKind
+    norm_eps: float
+    has_norm_weights: bool
+    activation: Activation
+    has_gate: bool
+    is_tied: bool
+    biased_sites: frozenset[PackedSite]
+    # None where a layer's queries and keys are not rotated.
+    layer_ropes: tuple[RopeConfig | None, ...]
+    # Attend to this many latest tokens; None attends to all.
+    sliding_windows: tuple[int | None, ...]
+    embedding_scale: float
+    # Row of the position table for position 0.
+    position_offset: int
+    attention_scale: float
+    # cap * tanh(score / cap), on attention scores and on logits.
+    attention_softcap: float | None
+    logit_softcap: float | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    checkpoint_dtype: str
+
+    @property
+    def q_size(self) -> int:
+        """Features of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Features of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def has_length_dependent_rope(self) -> bool:
+        """Whether some layer's angles depend on how long a row is."""
+        return any(rope is not None and rope.depends_on_length for rope in self.layer_ropes)
+
+    def members_of_site(self, site: PackedSite) -> dict[str, tuple[int, int]]:
+        """`(out_features, in_features)` of a packed site's linear layers, by name below the decoder layer."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        in_features = {"qkv": hidden, "o": self.q_size, "gate_up": hidden, "down": inner}[site]
+        parts = {
+            "qkv": (self.q_size, self.kv_size, self.kv_size),
+            "o": (hidden,),
+            "gate_up": (inner, inner) if self.has_gate else (inner,),
+            "down": (hidden,),
+        }[site]
+        members = self.names.sites[site]
+        if len(members) == 1:
+            parts = (sum(parts),)
+        assert len(members) == len(parts), f"{site}: {members} for {len(parts)} outputs"
+        return {name: (part, in_features) for name, part in zip(members, parts, strict=True)}
+
+    def batched_modules(self) -> tuple[str, ...]:
+        """Linear layers that can serve many adapters in one batch: those of the decoder layers."""
+        return tuple(
+            f"{self.names.layers}.{layer}.{member}"
+            for layer in range(self.num_layers)
+            for site in PACKED_SITES
+            for member in self.names.sites[site]
+        )
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """`(out_features, in_features)` of every linear layer, by its name in the checkpoint (no `.weight`)."""
+        of_layer = {name: shape for site in PACKED_SITES for name, shape in self.members_of_site(site).items()}
+        shapes = {
+            f"{self.names.layers}.{layer}.{member}": shape
+            for layer in range(self.num_layers)
+            for member, shape in of_layer.items()
+        }
+        if self.names.project_in is not None:
+            shapes[self.names.project_in] = (self.hidden_size, self.embedding_size)
+        if self.names.project_out is not None:
+            shapes[self.names.project_out] = (self.embedding_size, self.hidden_size)
+        shapes[HEAD] = (self.vocab_size, self.embedding_size)
+        return shapes
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by checkpoint name. A tied head is listed like any other."""
+        names = self.names
+        shapes: dict[str, tuple[int, ...]] = {f"{names.embedding}.weight": (self.vocab_size, self.embedding_size)}
+        if names.positions is not None:
+            shapes[f"{names.positions}.weight"] = (self.max_context_tokens + self.position_offset, self.hidden_size)
+        biased = {member for site in self.biased_sites for member in names.sites[site]}
+        for module, shape in self.linear_shapes().items():
+            shapes[f"{module}.weight"] = shape
+            if module.removeprefix(f"{names.layers}.").partition(".")[2] in biased:
+                shapes[f"{module}.bias"] = shape[:1]
+        for module, size in self._norm_sizes().items():
+            if self.has_norm_weights:
+                shapes[f"{module}.weight"] = (size,)
+                if self.norm_kind == "layer":
+                    shapes[f"{module}.bias"] = (size,)
+        return shapes
+
+    def _norm_sizes(self) -> dict[str, int]:
+        norms = self.names.norms
+        places = (
+            (norms.before_attention, self.hidden_size),
+            (norms.query, self.head_dim),
+            (norms.key, self.head_dim),
+            (norms.attention_output, self.hidden_size),
+            (norms.after_attention, self.hidden_size),
+            (norms.before_mlp, self.hidden_size),
+            (norms.mlp_output, self.hidden_size),
+            (norms.after_mlp, self.hidden_size),
+        )
+        sizes = {
+            f"{self.names.layers}.{layer}.{name}": size
+            for layer in range(self.num_layers)
+            for name, size in places
+            if name is not None
+        }
+        if self.names.final_norm is not None:
+            sizes[self.names.final_norm] = self.hidden_size
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMember:
+    """Linear layer `module` gives features `start:end` of its packed layer's output."""
+
+    module: str
+    start: int
+    end: int
+
+
+def packed_members(model: ModelConfig, layer: int, site: PackedSite) -> tuple[PackedMember, ...]:
+    """Members of one packed site of one layer, in output order."""
+    members, start = [], 0
+    for name, (out_features, _) in model.members_of_site(site).items():
+        members.append(PackedMember(f"{model.names.layers}.{layer}.{name}", start, start + out_features))
+        start += out_features
+    return tuple(members)

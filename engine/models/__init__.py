@@ -1,0 +1,1 @@
+"""The decoder, its layers, loading and merging of weights."""

@@ -1,0 +1,179 @@
+"""The one decoder of all families: one forward pass over a step. `model_config` describes a layer in formulas.
+
+Legend: T tokens of the step, H query heads, K key/value heads, D head_dim. `pool` is the flat page memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.paged_attention.cpu import paged_attention
+from ...kernels.rotary import rotate_and_store_
+from ...kernels.segment_lora import LoraSegment, PreparedLora
+from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
+from .layers import Linear, activation_of, norm_of
+from .rope import Rope
+from .step_batch import AdapterSpan, StepBatch
+
+Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: packed linear layers by site, full names of its norms, and which of the ropes turns its heads."""
+
+    index: int
+    linears: dict[PackedSite, Linear]
+    norms: LayerNorms
+    rope: int | None
+
+
+class Decoder:
+    """Base model with live weights.
+
+    `linears` holds the head and projections by checkpoint name, `tensors` what is no linear layer. Both, and the
+    layers' linears, may be replaced between two steps.
+    """
+
+    def __init__(self, model: ModelConfig, weights: dict[str, Tensor], *, is_packed: bool) -> None:
+        self.model = model
+        embeddings = weights[f"{model.names.embedding}.weight"]
+        ropes: list[RopeConfig] = []
+        self.layers = [
+            DecoderLayer(
+                index,
+                {site: _packed_linear(model, weights, index, site, is_packed) for site in PACKED_SITES},
+                _full_names(model, index),
+                _number_of(rope, ropes),
+            )
+            for index, rope in enumerate(model.layer_ropes)
+        ]
+        self._ropes = [Rope(rope, embeddings.device) for rope in ropes]
+        self.linears = {
+            module: Linear(weights.pop(f"{module}.weight"), None, is_packed=is_packed)
+            for module in (model.names.project_in, model.names.project_out, None if model.is_tied else HEAD)
+            if module is not None
+        }
+        if model.is_tied:
+            self.linears[HEAD] = Linear(embeddings, None, is_packed=is_packed)
+        self.tensors = dict(weights)
+        self._norm_of_kind = norm_of(model, self.tensors)
+        self._activation = activation_of(model)
+        self._dtype = embeddings.dtype
+        self._lora_spans: tuple[AdapterSpan, ...] = ()
+        self._prepared_lora: dict[tuple[int, PackedSite], PreparedLora] = {}
+        # rounded to the dtype first, as the families that scale define it
+        self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=self._dtype))
+
+    def forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
+        """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in `pool`."""
+        x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
+        rotaries = [rope.tables(batch.positions, batch.row_lengths, self._dtype) for rope in self._ropes]
+        kv_rows = batch.kv_rows.clone()
+        for layer in self.layers:
+            norms = layer.norms
+            h = self._norm(x, norms.before_attention)
+            rotary = None if layer.rope is None else rotaries[layer.rope]
+            x += self._norm(self._attend(h, layer, batch, pool, rotary, kv_rows), norms.attention_output)
+            x = self._norm(x, norms.after_attention)
+            h = self._norm(x, norms.before_mlp)
+            x += self._norm(self._mlp(h, layer, batch), norms.mlp_output)
+            x = self._norm(x, norms.after_mlp)
+            kv_rows += batch.kv_layer_stride
+        return self._logits(x.index_select(0, batch.sampled_rows))
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        model, names = self.model, self.model.names
+        x = self.tensors[f"{names.embedding}.weight"][token_ids]
+        if model.embedding_scale != 1.0:
+            x *= self._embedding_scale
+        if names.project_in is not None:
+            x = self.linears[names.project_in](x)
+        if names.positions is not None:
+            x += self.tensors[f"{names.positions}.weight"][positions + model.position_offset]
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self._norm(x, self.model.names.final_norm)
+        if self.model.names.project_out is not None:
+            x = self.linears[self.model.names.project_out](x)
+        logits = self.linears[HEAD](x)
+        cap = self.model.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _norm(self, x: Tensor, module: str | None) -> Tensor:
+        return x if module is None else self._norm_of_kind(x, module)
+
+    def _attend(
+        self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotary: Rotary | None, kv_rows: Tensor
+    ) -> Tensor:
+        model, num_heads, num_kv_heads = self.model, self.model.num_heads, self.model.num_kv_heads
+        qkv = self._with_lora(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
+        if layer.norms.query is not None:
+            q, k = qkv[:, :num_heads], qkv[:, num_heads:-num_kv_heads]
+            q.copy_(self._norm(q, layer.norms.query))
+            k.copy_(self._norm(k, layer.norms.key))
+        rotate_and_store_(qkv, rotary, pool, kv_rows, num_heads)
+        attended = paged_attention(
+            qkv[:, :num_heads],
+            pool,
+            batch.attention[model.sliding_windows[layer.index]],
+            layer.index,
+            num_kv_heads,
+            model.attention_scale,
+            model.attention_softcap,
+        )
+        return self._with_lora(layer, "o", attended, batch.spans)
+
+    def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
+        """Packed linear layer with the unmerged LoRA of every adapter of the step."""
+        y = layer.linears[site](x)
+        if spans:
+            self._lora_of(layer.index, site, spans).add_(y, x)
+        return y
+
+    def _lora_of(self, layer: int, site: PackedSite, spans: tuple[AdapterSpan, ...]) -> PreparedLora:
+        """Prepared when a step's rows are not those of the step before."""
+        if spans is not self._lora_spans:
+            if spans != self._lora_spans:
+                self._prepared_lora.clear()
+            self._lora_spans = spans
+        prepared = self._prepared_lora.get((layer, site))
+        if prepared is None:
+            segments = [LoraSegment(s.start, s.end, s.adapter.sites[layer].get(site)) for s in spans]
+            prepared = self._prepared_lora[layer, site] = PreparedLora(segments)
+        return prepared
+
+    def _mlp(self, h: Tensor, layer: DecoderLayer, batch: StepBatch) -> Tensor:
+        active = self._activation(self._with_lora(layer, "gate_up", h, batch.spans))
+        return self._with_lora(layer, "down", active, batch.spans)
+
+
+def _packed_linear(
+    model: ModelConfig, weights: dict[str, Tensor], layer: int, site: PackedSite, is_packed: bool
+) -> Linear:
+    """Join the members' weights (taken out of `weights`) into one layer."""
+    modules = [member.module for member in packed_members(model, layer, site)]
+    weight = torch.cat([weights.pop(f"{module}.weight") for module in modules])
+    biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
+    assert len(biases) in (0, len(modules)), f"{site}: {len(biases)} of {len(modules)} members have a bias"
+    return Linear(weight, torch.cat(biases) if biases else None, is_packed=is_packed)
+
+
+def _full_names(model: ModelConfig, layer: int) -> LayerNorms:
+    """The layer's norms by their checkpoint names."""
+    below = model.names.norms
+    places = {place: getattr(below, place) for place in LayerNorms.__dataclass_fields__}
+    return LayerNorms(**{place: name and f"{model.names.layers}.{layer}.{name}" for place, name in places.items()})
+
+
+def _number_of(rope: RopeConfig | None, ropes: list[RopeConfig]) -> int | None:
+    """The rope's place in `ropes`, where it is put if it is new."""
+    if rope is None:
+        return None
+    if rope not in ropes:
+        ropes.append(rope)
+    return ropes.index(rope)

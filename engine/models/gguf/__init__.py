@@ -1,0 +1,1 @@
+"""Converts GGUF files into Hugging Face model folders."""

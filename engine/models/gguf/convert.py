@@ -1,0 +1,196 @@
+"""GGUF files as base models: dequantised once into a Hugging Face style safetensors folder.
+
+Shapes: a linear weight is `[out_features, in_features]`, as in the checkpoint (GGUF lists its axes reversed).
+Sources: the GGUF specification (ggml `docs/gguf.md`) and llama.cpp's converter, which reorders the query and
+key rows of the Llama family for its own rotary layout; that reordering is undone here.
+
+Storage: float32 files stay float32 and bfloat16 files stay bfloat16, both exact. Anything quantised is stored as
+float16: half of float32's disk and load time, and its rounding (at most 2**-11 relative) lies far below what 4- to
+8-bit quantisation lost already; bfloat16's (2**-8) would not always.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...errors import ModelFilesError, UnsupportedModelError
+from ...local_cache import default_cache_root, file_lock
+from .config import ROPE_FACTORS, model_config, token_id_config
+from .file import GgufFile, open_binary, open_gguf
+from .tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+StorageDtype = Literal["float32", "float16", "bfloat16"]
+# Part of every cached folder's name: raise it when the same GGUF file would convert to different files.
+CONVERSION_VERSION = 1
+_SHARD_BYTES = 4 * 2**30
+_TOP_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BLOCK_TENSORS = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_QWEN2_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")}
+
+
+def converted_folder(name: str, sha256: str, cache_root: Path) -> Path:
+    """The folder a GGUF file with this content hash (hex) converts into."""
+    return cache_root / "models" / f"{name}-{sha256[:16]}-v{CONVERSION_VERSION}"
+
+
+def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
+    """The safetensors folder of a GGUF file; converted now unless the cache holds it.
+
+    The cache is keyed by the sha256 of the whole file, never by its name or header alone, which fine-tuned
+    siblings share. Raises as `convert_gguf` does.
+    """
+    with open_binary(gguf_path) as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    folder = converted_folder(gguf_path.stem, sha256, cache_root or default_cache_root())
+    if not folder.exists():
+        # Processes that need it at the same moment wait for the first: a conversion takes minutes and gigabytes.
+        with file_lock(folder.with_name(f".{folder.name}.lock")):
+            if not folder.exists():
+                convert_gguf(gguf_path, folder)
+    return folder
+
+
+def convert_gguf(gguf_path: Path, folder: Path) -> None:
+    """Write `folder` (config, generation config, tokenizer, safetensors) from a GGUF file.
+
+    The folder appears whole or not at all. Several processes may convert into the same folder at once: the
+    first to finish wins and the others' work is dropped; an existing folder is left as it is.
+
+    Raises `ModelFilesError` for an unreadable or incomplete file, `UnsupportedModelError` for an
+    architecture, tensor, rotary setting or tokenizer that would not be converted exactly.
+    """
+    gguf = open_gguf(gguf_path)
+    names = _checkpoint_names(gguf)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        dtype = _storage_dtype(gguf)
+        _write_json(scratch / "config.json", model_config(gguf, dtype))
+        _write_json(scratch / "generation_config.json", token_id_config(gguf))
+        write_tokenizer(gguf.metadata, scratch)
+        _write_weights(gguf, names, dtype, scratch)
+        _make_readable(scratch)
+        try:
+            os.replace(scratch, folder)
+        except OSError:
+            if not (folder / "config.json").exists():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make_readable(folder: Path) -> None:
+    """Scratch folders and safetensors files are born private; a cache may be shared between users."""
+    folder.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+def _checkpoint_names(gguf: GgufFile) -> dict[str, str]:
+    """GGUF tensor name -> checkpoint tensor name, for every tensor; missing and unknown ones are refused."""
+    of_block = {**_BLOCK_TENSORS, **(_QWEN2_BIASES if gguf.architecture == "qwen2" else {})}
+    names = dict(_TOP_TENSORS)
+    for block in range(int(gguf.require("block_count"))):
+        names |= {f"blk.{block}.{ours}": f"model.layers.{block}.{theirs}" for ours, theirs in of_block.items()}
+    unknown = sorted(gguf.tensors.keys() - names.keys() - {ROPE_FACTORS})
+    if unknown:
+        raise UnsupportedModelError(
+            f"{gguf.path}: tensors with no place in a {gguf.architecture} model: {', '.join(unknown[:5])}"
+            f"{' …' if len(unknown) > 5 else ''}. Dense models only; give a Hugging Face folder instead."
+        )
+    missing = sorted(names.keys() - gguf.tensors.keys() - {"output.weight"})
+    if missing:
+        raise ModelFilesError(
+            f"{gguf.path}: missing tensors: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}. "
+            "The file is incomplete (or one of a split set); fetch or join it again."
+        )
+    return {ours: theirs for ours, theirs in names.items() if ours in gguf.tensors}
+
+
+def _storage_dtype(gguf: GgufFile) -> StorageDtype:
+    matrix_types = {tensor.tensor_type.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
+    if matrix_types <= {"F32"}:
+        return "float32"
+    return "bfloat16" if matrix_types <= {"BF16"} else "float16"
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(gguf: GgufFile, names: Mapping[str, str], dtype: StorageDtype, folder: Path) -> None:
+    """One `model.safetensors`, or numbered shards with an index when the model is larger than a shard."""
+    import torch
+    from safetensors.torch import save_file
+
+    shards = _shards(gguf, names, getattr(torch, dtype).itemsize)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = "model.safetensors"
+        if len(shards) > 1:
+            file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {names[name]: _weight(gguf, name, getattr(torch, dtype)) for name in shard}
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file_name)
+    if len(shards) > 1:
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def _shards(gguf: GgufFile, names: Mapping[str, str], bytes_per_value: int) -> list[list[str]]:
+    """Tensor names in file order, cut into runs of at most `_SHARD_BYTES` each."""
+    shards: list[list[str]] = [[]]
+    room = _SHARD_BYTES
+    for name in names:
+        size = int(gguf.tensors[name].n_elements) * bytes_per_value
+        if size > room and shards[-1]:
+            shards.append([])
+            room = _SHARD_BYTES
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _weight(gguf: GgufFile, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor as the checkpoint holds it. Raises `ModelFilesError` for a value that does not fit."""
+    import torch
+
+    array = gguf.array(name)
+    if gguf.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+        heads = "attention.head_count" if name.endswith("attn_q.weight") else "attention.head_count_kv"
+        array = _restore_rotary_rows(array, int(gguf.optional(heads, gguf.require("attention.head_count"))))
+    # A copy: the reader's arrays are read-only views of the mapped file.
+    tensor = torch.from_numpy(array.copy()).to(dtype)
+    if not bool(torch.isfinite(tensor).all()):
+        raise ModelFilesError(f"{gguf.path}: {name} holds values that are not finite numbers in {dtype}.")
+    return tensor
+
+
+def _restore_rotary_rows(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Undo llama.cpp's reordering of `[out, in]`: each head's rows from (pair, half) to (half, pair)."""
+    half = weight.shape[0] // num_heads // 2
+    return weight.reshape(num_heads, half, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)

@@ -1,0 +1,189 @@
+"""The tokenizer inside a GGUF file, as Hugging Face `tokenizer.json` and `tokenizer_config.json`.
+
+A GGUF file names its splitting rules (`tokenizer.ggml.pre`) and does not spell them out. Only rules known
+exactly are translated; any other name is refused, because a nearly right tokenizer gives silently wrong answers.
+Source of the rules: llama.cpp `src/llama-vocab.cpp` (split patterns per `pre` name, defaults for added tokens)
+and the `tokenizer.json` published with each model family.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# `tokenizer.ggml.token_type` values (GGUF specification).
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_AND_SPACES
+_QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_AND_SPACES
+
+
+@dataclass(frozen=True, slots=True)
+class _ByteLevelRules:
+    """How one `pre` name splits text before byte-pair merging. `split=None` is GPT-2's own pattern."""
+
+    split: str | None = None
+    has_single_digits: bool = False
+    is_nfc: bool = False
+    has_whole_words: bool = False
+    adds_bos: bool = False
+
+
+_RULES: Mapping[str, _ByteLevelRules] = {
+    "gpt-2": _ByteLevelRules(),
+    "smollm": _ByteLevelRules(has_single_digits=True),
+    "llama-bpe": _ByteLevelRules(split=_LLAMA3_SPLIT, has_whole_words=True, adds_bos=True),
+    "qwen2": _ByteLevelRules(split=_QWEN2_SPLIT, is_nfc=True),
+}
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` from GGUF metadata (key -> value).
+
+    Raises `UnsupportedModelError` for a tokenizer model or a splitting rule that is not known exactly.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, adds_bos = _byte_level(metadata)
+    elif kind == "llama":
+        tokenizer, adds_bos = _sentencepiece(metadata)
+    else:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.model={kind!r}: not supported. Supported: 'gpt2', 'llama'. "
+            "Give the model's Hugging Face folder instead."
+        )
+    _mark_special_tokens(tokenizer, metadata)
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
+    if adds_bos:
+        _prepend_bos(tokenizer, metadata)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = _tokenizer_config(metadata)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    """Byte-level BPE (GPT-2 and its descendants), and whether the family starts texts with its bos token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = str(metadata.get("tokenizer.ggml.pre", "<absent>"))
+    rules = _RULES.get(name)
+    if rules is None:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.pre={name!r}: its splitting rules are not known here. Supported: "
+            f"{', '.join(sorted(_RULES))}. Give the model's Hugging Face folder instead."
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    model = models.BPE(vocab=_vocabulary(metadata), merges=merges, ignore_merges=rules.has_whole_words)
+    tokenizer = Tokenizer(model)
+    if rules.is_nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if rules.has_single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if rules.split is not None:
+        steps.append(pre_tokenizers.Split(Regex(rules.split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules.split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, rules.adds_bos
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    """SentencePiece BPE (Llama 2, TinyLlama, Mistral): merges follow from the scores."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = _vocabulary(metadata)
+    unknown = metadata["tokenizer.ggml.tokens"][int(metadata.get("tokenizer.ggml.unknown_token_id", 0))]
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=_merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"]),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    has_prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = [normalizers.Prepend("▁")] if has_prefix_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix_space else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer, True
+
+
+def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every split of a piece into two pieces is a merge; the better the piece's score, the earlier."""
+    ranked: list[tuple[float, int, int, tuple[str, str]]] = []
+    for piece, token_id in vocabulary.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-scores[token_id], vocabulary[left], vocabulary[right], (left, right)))
+    ranked.sort()
+    return [pair for *_, pair in ranked]
+
+
+def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
+    return {token: token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+
+
+def _mark_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    from tokenizers import AddedToken
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    special_types = (_CONTROL, _UNKNOWN)
+    added = [
+        AddedToken(token, special=kind in special_types, normalized=False)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind in (*special_types, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+
+
+def _prepend_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    from tokenizers import processors
+
+    token = special_token(metadata, "bos")
+    if token is None:
+        raise UnsupportedModelError(
+            "tokenizer.ggml.bos_token_id: missing, but the tokenizer starts every text with it. "
+            "The GGUF file is damaged; fetch it again."
+        )
+    token_id = int(metadata["tokenizer.ggml.bos_token_id"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, token_id)]
+    )
+
+
+def special_token(metadata: Mapping[str, Any], role: str) -> str | None:
+    """The text of the token with this role (`bos`, `eos`, `unknown`, `padding`), when the file names one."""
+    token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return None if token_id is None else str(metadata["tokenizer.ggml.tokens"][int(token_id)])
+
+
+def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for key, role in roles.items():
+        if (token := special_token(metadata, role)) is not None:
+            config[key] = token
+    architecture = metadata.get("general.architecture")
+    if (context_tokens := metadata.get(f"{architecture}.context_length")) is not None:
+        config["model_max_length"] = int(context_tokens)
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    return config

@@ -1,0 +1,138 @@
+"""The decoder on GPU kernels: the same layers and families, with LoRA, heads, residuals and activations fused.
+
+Legend: T tokens of the step, H query heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.lora_gate_up import Activation, lora_gate_up
+from ...kernels.lora_qkv import HeadFinish, HeadLayout, lora_qkv_
+from ...kernels.lora_residual import lora_residual_
+from ...kernels.lora_shrink import lora_shrink
+from ...kernels.lora_table import CHUNK_RANK, LoraTable
+from ...kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
+from ...kernels.rms_norm.fused import add_rms_norm
+from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
+from .decoder import Decoder, DecoderLayer
+from .gpu_step import DeviceStep
+
+_SITE_NUMBERS = {site: number for number, site in enumerate(PACKED_SITES)}
+_FUSED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a forward pass uses besides weights: the adapters' table (and through it the pool) and scratch memory.
+    One step runs at a time."""
+
+    table: LoraTable
+    heads: HeadLayout
+    scratch: Tensor
+    partials: Partials
+
+    @classmethod
+    def allocate(
+        cls, model: ModelConfig, table: LoraTable, scratch_rows: int, max_partials: int, page_tokens: int
+    ) -> DeviceMemory:
+        """Scratch of `scratch_rows` rows of 16 numbers, and room for `max_partials` pieces of contexts."""
+        device = table.pool.device
+        heads = HeadLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, page_tokens)
+        scratch = torch.empty(scratch_rows, CHUNK_RANK, dtype=torch.float32, device=device)
+        partials = Partials.allocate(max_partials, model.num_heads, model.head_dim, device)
+        return cls(table, heads, scratch, partials)
+
+
+class DeviceDecoder(Decoder):
+    """A decoder that serves prepared steps (`device_step`)."""
+
+    def weight_addresses(self) -> tuple[int, ...]:
+        """Where the live weights lie: a captured graph reads them there."""
+        packed = [linear for layer in self.layers for linear in layer.linears.values()]
+        linears = [*packed, *self.linears.values()]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        weights = [*(linear.live for linear in linears), *biases, *self.tensors.values()]
+        return tuple(weight.data_ptr() for weight in weights)
+
+    def forward_step(self, step: DeviceStep, memory: DeviceMemory) -> Tensor:
+        """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in the pool."""
+        x = self._embed(step.token_ids, step.positions)  # [T, hidden]
+        rotaries = [rope.tables(step.positions, step.row_lengths, torch.float32) for rope in self._ropes]
+        no_angles = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
+        for layer in self.layers:
+            norms = layer.norms
+            angles = (no_angles, no_angles)
+            if layer.rope is not None:
+                cos, sin = rotaries[layer.rope]
+                angles = (cos.flatten(1).contiguous(), sin.flatten(1).contiguous())
+            attended = self._attend_pages(self._norm(x, norms.before_attention), layer, step, memory, angles)
+            x = self._join(x, attended, "o", norms.attention_output, layer, step, memory)
+            x = self._norm(x, norms.after_attention)
+            active = self._activate(self._norm(x, norms.before_mlp), layer, step, memory)
+            x = self._join(x, active, "down", norms.mlp_output, layer, step, memory)
+            x = self._norm(x, norms.after_mlp)
+        return self._logits(x.index_select(0, step.sampled_rows))
+
+    def _norm(self, x: Tensor, module: str | None) -> Tensor:
+        """RMS norms in one kernel."""
+        if module is None or self.model.norm_kind == "layer":
+            return super()._norm(x, module)
+        offset = 1.0 if self.model.norm_kind == "rms_from_zero" else 0.0
+        return add_rms_norm(x, None, self.tensors[f"{module}.weight"], self.model.norm_eps, offset)
+
+    def _attend_pages(
+        self, h: Tensor, layer: DecoderLayer, step: DeviceStep, memory: DeviceMemory, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        model, table, norms = self.model, memory.table, layer.norms
+        y = self._product(h, "qkv", layer, step, memory)
+        finish = HeadFinish(
+            *angles,
+            step.slots,
+            q_norm=None if norms.query is None else self.tensors[f"{norms.query}.weight"],
+            k_norm=None if norms.key is None else self.tensors[f"{norms.key}.weight"],
+            norm_eps=model.norm_eps,
+            norm_offset=1.0 if model.norm_kind == "rms_from_zero" else 0.0,
+        )
+        q = lora_qkv_(y, finish, memory.heads, table, step.segments, memory.scratch, layer.index)
+        rule = AttentionRule(model.attention_scale, model.sliding_windows[layer.index], model.attention_softcap)
+        return attend_pages(
+            q, table.pool, step.block_tables, step.attention, memory.partials, memory.heads, layer.index, rule
+        )
+
+    def _activate(self, h: Tensor, layer: DecoderLayer, step: DeviceStep, memory: DeviceMemory) -> Tensor:
+        y = self._product(h, "gate_up", layer, step, memory)
+        fused = _FUSED_ACTIVATIONS.get(self.model.activation) if self.model.has_gate else None
+        place = (memory.table, step.segments, memory.scratch, layer.index)
+        if fused is not None:
+            return lora_gate_up(y, None, fused, *place)
+        return self._activation(lora_residual_(y, None, None, *place, _SITE_NUMBERS["gate_up"])).contiguous()
+
+    def _join(
+        self,
+        x: Tensor,
+        h: Tensor,
+        site: PackedSite,
+        norm: str | None,
+        layer: DecoderLayer,
+        step: DeviceStep,
+        memory: DeviceMemory,
+    ) -> Tensor:
+        """The residual stream after a layer's output: in one kernel unless a norm stands between them."""
+        y = self._product(h, site, layer, step, memory)
+        place = (memory.table, step.segments, memory.scratch, layer.index, _SITE_NUMBERS[site])
+        if norm is None:
+            return lora_residual_(y, x, None, *place)
+        x += self._norm(lora_residual_(y, None, None, *place), norm)
+        return x
+
+    def _product(
+        self, h: Tensor, site: PackedSite, layer: DecoderLayer, step: DeviceStep, memory: DeviceMemory
+    ) -> Tensor:
+        """The base product; LoRA's first half goes to scratch, where the kernel that reads the product finds it."""
+        if step.has_lora:
+            lora_shrink(h, memory.table, step.segments, memory.scratch, layer.index, _SITE_NUMBERS[site])
+        return layer.linears[site](h)

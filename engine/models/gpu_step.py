@@ -1,0 +1,154 @@
+"""One forward pass on a GPU, prepared: everything the kernels read, in one int32 buffer and one copy.
+
+Lists have the lengths of `StepSizes`: exactly those of the step, or, where a captured graph reads them, those of a
+bucket of steps. A bucket's rest is padding: rows that no tile, no attention item and no slot names. Their numbers
+are computed and read by nobody.
+
+Legend: T rows (tokens), S sampled rows. Block tables are ragged: one flat list of pages, each sequence's own from a
+place that its attention items name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels.paged_attention.work import AttentionWork, WorkLimits
+from ...kernels.sampling import SamplingRows
+from ...kernels.segments import SegmentLimits, Segments
+from ..model_config.model import ModelConfig
+from .rope import RowLengths
+
+_ALIGNED_INTS = 4  # every list starts at a multiple of 16 bytes, so that kernels are compiled once
+_ROW_LISTS = ("token_ids", "sources", "positions", "slots", "prompt_tokens", "total_tokens")
+_SAMPLED_LISTS: dict[str, torch.dtype] = {
+    "sampled_rows": torch.int32,
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float64,
+    "seeds": torch.int64,
+    "streams": torch.int64,
+    "draws": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Lengths of a step's lists. `withheld`: tokens that one sampled row may have withheld."""
+
+    rows: int
+    sampled: int
+    withheld: int
+    pages: int
+    segments: SegmentLimits
+    attention: WorkLimits
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
+    source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
+    `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. Attention items name places in
+    `pages`.
+    """
+
+    token_ids: Tensor
+    sources: Tensor
+    positions: Tensor
+    slots: Tensor
+    sampled_rows: Tensor
+    pages: Tensor
+    segments: Segments
+    attention: AttentionWork
+    sampling: SamplingRows
+    withheld: Tensor
+    has_lora: bool
+    wants_logprobs: bool
+    row_lengths: RowLengths | None
+
+    @property
+    def block_tables(self) -> Tensor:
+        """Row i starts at place i of `pages`: overlapping rows over the flat list."""
+        width = len(self.pages) // 2
+        return self.pages.as_strided((width, width), (1, 1))
+
+
+class StepBuffer:
+    """The step's lists in one int32 tensor, on the host or on the device, at places that `sizes` alone decide.
+
+    Pages stand last, since only those in use are copied, in twice the room, which `block_tables` may touch.
+    """
+
+    def __init__(self, sizes: StepSizes, buffer: Tensor) -> None:
+        self.sizes = sizes
+        self.buffer = buffer
+        self._places, _ = _layout(sizes)
+
+    @staticmethod
+    def length(sizes: StepSizes) -> int:
+        """int32 elements of a buffer."""
+        return _layout(sizes)[1]
+
+    def view(self, name: str) -> Tensor:
+        """One list in its own type."""
+        start, length, dtype = self._places[name]
+        return self.buffer[start : start + length].view(dtype)
+
+    def array(self, name: str) -> NDArray[np.generic]:
+        """One list of a buffer on the host, as NumPy."""
+        array: NDArray[np.generic] = self.view(name).numpy()
+        return array
+
+    def copy_to(self, target: StepBuffer, num_pages: int) -> None:
+        """Fill the device's buffer from this one, with `num_pages` pages; nobody waits for it."""
+        used = self._places["pages"][0] + num_pages
+        target.buffer[:used].copy_(self.buffer[:used], non_blocking=True)
+
+    def step(self, model: ModelConfig, *, has_lora: bool, wants_logprobs: bool) -> DeviceStep:
+        """What the decoder and the sampling read."""
+        lengths = None
+        if model.has_length_dependent_rope:
+            lengths = RowLengths(self.view("prompt_tokens"), self.view("total_tokens"))
+        return DeviceStep(
+            token_ids=self.view("token_ids"),
+            sources=self.view("sources"),
+            positions=self.view("positions"),
+            slots=self.view("slots"),
+            sampled_rows=self.view("sampled_rows"),
+            pages=self.view("pages"),
+            segments=Segments(self.sizes.segments, self.view("segments")),
+            attention=AttentionWork(self.sizes.attention, self.view("attention")),
+            sampling=SamplingRows(
+                *(self.view(name) for name in ("temperature", "top_k", "top_p", "seeds", "streams", "draws"))
+            ),
+            withheld=self.view("withheld").view(self.sizes.sampled, self.sizes.withheld),
+            has_lora=has_lora,
+            wants_logprobs=wants_logprobs,
+            row_lengths=lengths,
+        )
+
+
+def _layout(sizes: StepSizes) -> tuple[dict[str, tuple[int, int, torch.dtype]], int]:
+    """Start, int32 elements and type of each list, and the elements of all."""
+    places: dict[str, tuple[int, int, torch.dtype]] = {}
+    end = 0
+
+    def place(name: str, length: int, dtype: torch.dtype = torch.int32) -> None:
+        nonlocal end
+        num_ints = length * dtype.itemsize // torch.int32.itemsize
+        places[name] = (end, num_ints, dtype)
+        end += -(-num_ints // _ALIGNED_INTS) * _ALIGNED_INTS
+
+    for name in _ROW_LISTS:
+        place(name, sizes.rows)
+    for name, dtype in _SAMPLED_LISTS.items():
+        place(name, sizes.sampled, dtype)
+    place("withheld", sizes.sampled * sizes.withheld)
+    place("segments", sizes.segments.length)
+    place("attention", sizes.attention.length)
+    place("pages", 2 * sizes.pages)
+    return places, end

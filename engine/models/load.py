@@ -1,0 +1,123 @@
+"""The base model's tensors, read from safetensors or made up for benchmarks.
+
+Every tensor that the architecture needs must be there with the right shape, and every tensor that is there must be
+needed: a checkpoint that holds more is of another architecture than its `config.json` says.
+
+The decoder that serves a base model on a device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...kernels.packed_weight import can_pack
+from ..config import EngineConfig, read_json
+from ..errors import ModelFilesError
+from ..memory.allocation import serves_by_kernels
+from ..model_config.model import HEAD, ModelConfig
+from .decoder import Decoder
+from .exact import ExactDecoder, check_exact_promise
+from .gpu_decoder import DeviceDecoder
+
+# Tensors that older checkpoints carry and that the configuration determines.
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$|.*\.masked_bias$")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HEAD_WEIGHT = f"{HEAD}.weight"
+
+
+def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the base, by checkpoint name. A tied head is not stored."""
+    return {
+        name: shape for name, shape in model.parameter_shapes().items() if not (model.is_tied and name == _HEAD_WEIGHT)
+    }
+
+
+def read_weights(folder: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """All parameters of a model folder in `dtype` on `device`.
+
+    Raises `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
+    """
+    expected = stored_shapes(model)
+    weights: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for name, tensor in _stored_tensors(folder):
+        if _DERIVED.match(name) or (name == _HEAD_WEIGHT and model.is_tied):
+            continue
+        if name not in expected:
+            problems.append(f"{name}: not part of a {model.family} model with this config.json")
+        elif tuple(tensor.shape) != expected[name]:
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {expected[name]}")
+        elif tensor.dtype not in _DTYPES:
+            problems.append(f"{name}: stored as {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
+        else:
+            weights[name] = tensor.to(device=device, dtype=dtype)
+    problems += [f"{name}: missing" for name in expected.keys() - weights.keys() if not _named(name, problems)]
+    if problems:
+        shown = "; ".join(sorted(problems)[:8])
+        raise ModelFilesError(f"{folder}: {len(problems)} tensors do not fit the model: {shown}. Check --model.")
+    return weights
+
+
+def dummy_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """Random parameters of the right shapes, for benchmarks: normal with a deviation of 0.02, norms of ones."""
+    # on the meta device there are shapes and no numbers
+    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
+    weights = {}
+    for name, shape in stored_shapes(model).items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            weights[name] = tensor.normal_(0.0, 0.02, generator=generator)
+    return weights
+
+
+def _named(name: str, problems: list[str]) -> bool:
+    return any(problem.startswith(f"{name}:") for problem in problems)
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelFilesError(f"{path}: not a readable safetensors file ({error}). Fetch it again.") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index_path = folder / "model.safetensors.index.json"
+    if not index_path.exists():
+        single = folder / "model.safetensors"
+        if not single.exists():
+            raise ModelFilesError(f"{folder}: neither model.safetensors nor its index is there. Check --model.")
+        return [single]
+    names = set(map(str, dict(read_json(index_path).get("weight_map", {})).values()))
+    outside = sorted(name for name in names if Path(name).name != name)
+    if outside or not names:
+        raise ModelFilesError(f"{index_path}: weight_map must name files of this folder, found {outside or 'none'}.")
+    return [folder / name for name in sorted(names)]
+
+
+def load_decoder(
+    folder: Path, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """Read (or make) the weights and build the decoder of the device and mode. Raises `ModelFilesError`, and
+    `ExactModeError` where mode `exact` could promise nothing."""
+    if config.mode == "exact":
+        check_exact_promise(model, device, dtype)
+    if config.load_format == "dummy":
+        weights = dummy_weights(model, dtype, device)
+    else:
+        weights = read_weights(folder, model, dtype, device)
+    if serves_by_kernels(config, device):
+        return DeviceDecoder(model, weights, is_packed=False)
+    decoder = ExactDecoder if config.mode == "exact" else Decoder
+    return decoder(model, weights, is_packed=can_pack(device, dtype))

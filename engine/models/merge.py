@@ -1,0 +1,184 @@
+"""The base model's weights as they are now: pristine, or with one adapter merged in.
+
+`W_live = round(W_base + sum of scaling * B A)` is computed from the pristine copy every time and never
+subtracted, so weights are bit-identical after any number of switches. (Adding and subtracting in bf16 changes
+2-10 % of all weights after one cycle.)
+
+An adapter's plain pairs as jobs of the merge kernel: one launch for all layers.
+
+Whatever is more than `W + scaling * B A` (DoRA, replaced weights, biases) merges parameter by parameter, as
+`AdapterWeights.effective` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch import to_device
+from ...kernels.merge import MergeJob, MergePair, merge_weights
+from ..errors import AdapterRefusedError
+from ..model_config.model import PACKED_SITES, PackedMember, packed_members
+from ..peft.weights import AdapterWeights
+from .decoder import Decoder
+from .layers import Linear
+
+
+class LiveWeights:
+    """Merges one adapter at a time into a decoder and takes it out again.
+
+    `num_switches`: merges and restorations so far. `switching_s`: seconds that merging took.
+    """
+
+    def __init__(self, decoder: Decoder, *, by_kernel: bool = False) -> None:
+        """`by_kernel`: all plain pairs merge in one launch, into buffers whose addresses stay."""
+        self._decoder = decoder
+        self._by_kernel = by_kernel
+        self._pristine_tensors = dict(decoder.tensors)
+        self._replaced_linears: list[Linear] = []
+        self.merged_adapter_id: str | None = None
+        self.num_switches = 0
+        self.switching_s = 0.0
+
+    def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
+        """Make the weights those of the merged adapter, whatever they were before."""
+        if self.merged_adapter_id == adapter_id:
+            return
+        began_s = time.perf_counter()
+        self.merged_adapter_id = adapter_id
+        self.num_switches += 1
+        try:
+            self._merge_all(adapter)
+        except Exception:
+            # weights merged by half would be neither the base's nor the adapter's
+            self.restore()
+            raise
+        self.switching_s += time.perf_counter() - began_s
+
+    def restore(self) -> None:
+        """Make the weights those of the base model."""
+        if self.merged_adapter_id is None:
+            return
+        self._restore_all_but([])
+        self._decoder.tensors.update(self._pristine_tensors)
+        self.merged_adapter_id = None
+        self.num_switches += 1
+
+    def content_sha256(self) -> str:
+        """Hash over every live number, in the order of the layers."""
+        digest = hashlib.sha256()
+        packed = [linear for _, linear in self._packed_linears()]
+        for linear in [*packed, *self._decoder.linears.values()]:
+            digest.update(_bytes(linear.live))
+            if linear.bias is not None:
+                digest.update(_bytes(linear.bias))
+        for name in sorted(self._decoder.tensors):
+            digest.update(_bytes(self._decoder.tensors[name]))
+        return digest.hexdigest()
+
+    def _merge_all(self, adapter: AdapterWeights) -> None:
+        touched = set(adapter.touched_parameters)
+        touched_linears = [
+            (members, linear)
+            for members, linear in [*self._packed_linears(), *self._whole_linears()]
+            if any(f"{m.module}.weight" in touched or f"{m.module}.bias" in touched for m in members)
+        ]
+        # what the adapter before has changed and this one replaces anyway is not restored in between
+        self._restore_all_but([linear for _, linear in touched_linears])
+        jobs: list[MergeJob] = []
+        for members, linear in touched_linears:
+            if linear not in self._replaced_linears:
+                self._replaced_linears.append(linear)
+            is_in_layer = members[0].module not in self._decoder.linears
+            if self._by_kernel and is_in_layer and has_plain_pairs(adapter, members):
+                jobs += merge_jobs(adapter, members, linear)
+            else:
+                linear.replace(*_effective(adapter, members, linear))
+        run_merge(adapter, jobs)
+        self._decoder.tensors.update(self._pristine_tensors)
+        for name in touched & self._pristine_tensors.keys():
+            self._decoder.tensors[name] = adapter.effective(name, self._pristine_tensors[name])
+
+    def _restore_all_but(self, kept: list[Linear]) -> None:
+        for linear in self._replaced_linears:
+            if linear not in kept:
+                linear.restore()
+        self._replaced_linears = [linear for linear in self._replaced_linears if linear in kept]
+
+    def _whole_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
+        """The head and projections: linear layers of one member, in no decoder layer."""
+        for module, linear in self._decoder.linears.items():
+            yield (PackedMember(module, 0, linear.pristine.shape[0]),), linear
+
+    def _packed_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
+        for index, layer in enumerate(self._decoder.layers):
+            for site in PACKED_SITES:
+                yield packed_members(self._decoder.model, index, site), layer.linears[site]
+
+
+def _effective(
+    adapter: AdapterWeights, members: tuple[PackedMember, ...], linear: Linear
+) -> tuple[Tensor, Tensor | None]:
+    """Merged weight and bias of one packed layer."""
+    weight = torch.cat([adapter.effective(f"{m.module}.weight", linear.pristine[m.start : m.end]) for m in members])
+    # an adapter may bring a bias to a layer that has none: zeros then stand for the base's
+    bias_names = [f"{m.module}.bias" for m in members]
+    bias = linear.pristine_bias
+    if bias is None and not set(bias_names) & set(adapter.touched_parameters):
+        return weight, None
+    pristine = bias if bias is not None else weight.new_zeros(weight.shape[0])
+    return weight, torch.cat(
+        [adapter.effective(name, pristine[m.start : m.end]) for name, m in zip(bias_names, members, strict=True)]
+    )
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def has_plain_pairs(adapter: AdapterWeights, members: Sequence[PackedMember]) -> bool:
+    """Whether merging changes these layers by pairs alone."""
+    for member in members:
+        if f"{member.module}.bias" in adapter.changes:
+            return False
+        change = adapter.changes.get(f"{member.module}.weight")
+        if change is None:
+            continue
+        if change.site is None or change.replaced_by or change.rows_key or change.site.magnitude_key:
+            return False
+    return True
+
+
+def merge_jobs(adapter: AdapterWeights, members: Sequence[PackedMember], linear: Linear) -> list[MergeJob]:
+    """One job per member; a member that the adapter leaves alone is copied."""
+    live = linear.live_buffer()
+    jobs = []
+    for member in members:
+        rows = slice(member.start, member.end)
+        pairs: tuple[MergePair, ...] = ()
+        change = adapter.changes.get(f"{member.module}.weight")
+        if change is not None and change.site is not None:
+            site = change.site
+            a, b = (to_device(adapter.stored[key], live.device).contiguous() for key in (site.a_key, site.b_key))
+            pairs = (MergePair(a, b, site.scaling),)
+        jobs.append(MergeJob(live[rows], linear.pristine[rows], pairs))
+    return jobs
+
+
+def run_merge(adapter: AdapterWeights, jobs: Sequence[MergeJob]) -> None:
+    """Merge; one launch for each type that the pairs are stored in. Raises `AdapterRefusedError` on overflow."""
+
+    def type_of(job: MergeJob) -> str:
+        return str(job.pairs[0].a.dtype) if job.pairs else ""
+
+    flags = [merge_weights(list(group)) for _, group in groupby(sorted(jobs, key=type_of), key=type_of)]
+    if any(int(flag) for flag in flags):
+        raise AdapterRefusedError(
+            f"adapter {adapter.audit.name!r}: its weights merged in {jobs[0].live.dtype} are not finite. Use a wider "
+            "--dtype, or an earlier checkpoint."
+        )

@@ -1,0 +1,19 @@
+"""Adapters: reading PEFT folders, auditing them against a base, and (in `weights`) loading them.
+
+Everything named here is free of torch; `lorabatch.engine.peft.weights` is the part that needs it.
+"""
+
+from .audit import AdapterAudit, audit_adapter, audit_adapters, find_adapters
+from .content import ParameterChange
+from .findings import Verdict
+from .sites import LoraSite
+
+__all__ = [
+    "AdapterAudit",
+    "LoraSite",
+    "ParameterChange",
+    "Verdict",
+    "audit_adapter",
+    "audit_adapters",
+    "find_adapters",
+]

@@ -1,0 +1,305 @@
+"""The keys of `adapter_config.json` that take part in the computation, read strictly.
+
+Keys, defaults and meaning are those of PEFT's `LoraConfig`; `rules.py` deals with all other keys.
+
+What every other key of `adapter_config.json` means for inference: irrelevant, or a reason to refuse.
+
+Key names follow PEFT's `LoraConfig` up to 0.21; a key that no rule knows is refused unless it is empty.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from .findings import Ledger
+
+T = TypeVar("T")
+Names = str | tuple[str, ...] | None  # a regular expression, a list of names, or not given
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What the adapter asks for. Attribute names are PEFT's key names, its defaults are ours."""
+
+    r: int = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_modules: Names = None
+    exclude_modules: Names = None
+    layers_to_transform: int | tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None
+    ensure_weight_tying: bool = False
+
+    def rank_of(self, module: str) -> int:
+        """Rank of the pair at `module` (its name in the trained model)."""
+        return _first_match(self.rank_pattern, module, self.r)
+
+    def scaling_of(self, module: str) -> float:
+        """Factor of B·A at `module`: alpha/r, or alpha/sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732)."""
+        rank = self.rank_of(module)
+        alpha = _first_match(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def _first_match(patterns: Mapping[str, T], module: str, default: T) -> T:
+    """Value of the first pattern that matches a module name, as PEFT's `get_pattern_key` chooses it."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def read_adapter_config(raw: Mapping[str, Any], ledger: Ledger) -> AdapterConfig:
+    """Read the keys that take part; malformed values are entered as refusals and replaced by the default."""
+    values: dict[str, Any] = {}
+    for key in (f.name for f in fields(AdapterConfig)):
+        if key not in raw:
+            continue
+        try:
+            values[key] = _READERS[key](raw[key])
+        except ValueError as error:
+            ledger.refuse_key(key, raw[key], f"expected {error}. Correct {key} or save the adapter again")
+        else:
+            ledger.use_key(key)
+    config = AdapterConfig(**values)
+    _check_layer_keys(config, ledger)
+    return config
+
+
+def _check_layer_keys(config: AdapterConfig, ledger: Ledger) -> None:
+    """PEFT refuses to load these combinations, so nothing says what they would mean."""
+    if isinstance(config.target_modules, str):
+        for key in ("layers_to_transform", "layers_pattern"):
+            value = getattr(config, key)
+            if value is not None and value != ():
+                ledger.refuse_key(key, value, "expected null when target_modules is a regular expression")
+    elif config.layers_pattern and config.layers_to_transform is None:
+        ledger.refuse_key(
+            "layers_pattern", config.layers_pattern, "expected layers_to_transform beside it. Add it or remove this key"
+        )
+    if config.lora_bias and config.use_dora:
+        ledger.refuse_key("lora_bias", True, "expected false when use_dora is true; PEFT defines no such layer")
+
+
+def _positive_int(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError("a whole number of at least 1")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("a finite number")
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if value is None:
+        return False
+    if type(value) is not bool:
+        raise ValueError("true or false")
+    return value
+
+
+def _bias(value: Any) -> str:
+    if value not in ("none", "all", "lora_only"):
+        raise ValueError("'none', 'all' or 'lora_only'")
+    return str(value)
+
+
+def _pattern(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError("a regular expression")
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"a valid regular expression ({error})") from None
+    return text
+
+
+def _patterns(read_value: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
+    def read(value: Any) -> dict[str, T]:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise ValueError("an object of name patterns and values")
+        return {_pattern(key): read_value(item) for key, item in value.items()}
+
+    return read
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise ValueError("a list of module names")
+    return tuple(value)
+
+
+def _names_or_pattern(value: Any) -> Names:
+    if value is None:
+        return None
+    return _pattern(value) if isinstance(value, str) else _names(value)
+
+
+def _layers(value: Any) -> int | tuple[int, ...] | None:
+    if value is None or type(value) is int:
+        return value
+    return _indices(value)
+
+
+def _layers_patterns(value: Any) -> tuple[str, ...]:
+    if not value:
+        return ()
+    return tuple(_pattern(item) for item in ([value] if isinstance(value, str) else _names(value)))
+
+
+def _modules_to_save(value: Any) -> tuple[str, ...]:
+    return tuple(_pattern(name) for name in _names(value))
+
+
+def _indices(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise ValueError("a list of whole numbers of at least 0")
+    return tuple(value)
+
+
+def _token_indices(value: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]] | None:
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {name: _unique(_indices(item)) for name, item in value.items()}
+    return _unique(_indices(value))
+
+
+def _unique(indices: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(indices)) != len(indices):
+        raise ValueError("each token index once")
+    return indices
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "r": _positive_int,
+    "lora_alpha": _number,
+    "use_rslora": _flag,
+    "use_dora": _flag,
+    "lora_bias": _flag,
+    "bias": _bias,
+    "rank_pattern": _patterns(_positive_int),
+    "alpha_pattern": _patterns(_number),
+    "target_modules": _names_or_pattern,
+    "exclude_modules": _names_or_pattern,
+    "layers_to_transform": _layers,
+    "layers_pattern": _layers_patterns,
+    "modules_to_save": _modules_to_save,
+    "trainable_token_indices": _token_indices,
+    "ensure_weight_tying": _flag,
+}
+_DESCRIPTIVE = "describes where the adapter comes from"
+_TRAINING = "only acts during training"
+_INITIAL = "only says how training started"
+IRRELEVANT: Mapping[str, str] = {
+    "auto_mapping": _DESCRIPTIVE,
+    "base_model_name_or_path": f"{_DESCRIPTIVE}; shapes are checked against the base at hand",
+    "revision": _DESCRIPTIVE,
+    "peft_version": _DESCRIPTIVE,
+    "inference_mode": _TRAINING,
+    "lora_dropout": _TRAINING,
+    "loftq_config": f"{_INITIAL} (init_lora_weights is judged)",
+    "eva_config": _INITIAL,
+    "corda_config": f"{_INITIAL} (init_lora_weights is judged)",
+    "lora_ga_config": f"{_INITIAL} (init_lora_weights is judged)",
+    "runtime_config": "PEFT ignores it in files",
+    "megatron_core": "names a library, judged by megatron_config",
+    "qalora_group_size": "judged by use_qalora",
+    "fan_in_fan_out": "this base stores every layer as [out, in]; PEFT switches it off there too",
+}
+_PLAIN = "Train or convert to plain LoRA"
+REFUSED_WHEN_SET: Mapping[str, str] = {
+    "alora_invocation_tokens": "activated LoRA acts on part of a prompt only, expected null. Use a plain LoRA",
+    "layer_replication": "repeats layers of the base, expected null. Build that base first and name it as --model",
+    "target_parameters": f"adapts bare parameters, expected null. {_PLAIN} on modules",
+    "megatron_config": f"adapts Megatron's parallel layers, expected null. {_PLAIN}",
+    "use_qalora": f"pools inputs for a quantised base, expected false. {_PLAIN}",
+    "velora_config": f"VeLoRA layers, expected null. {_PLAIN}",
+    "arrow_config": f"routes tokens between adapters, expected null. {_PLAIN}",
+    "kasa_config": f"KaSA truncates the base's weights, expected null. {_PLAIN}",
+    "monteclora_config": f"samples its weights at random, expected null. {_PLAIN}",
+    "use_bdlora": f"stores block-diagonal factors, expected null. {_PLAIN}",
+    "enable_lora": f"packs several projections into one pair (PEFT before 0.3), expected null. {_PLAIN}",
+}
+_HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica")
+_BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_GENERATING_TASKS = (None, "CAUSAL_LM")
+
+
+def judge_keys(raw: Mapping[str, Any], ledger: Ledger) -> None:
+    """Enter every key of the configuration that `AdapterConfig` does not read."""
+    _judge_peft_type(raw, ledger)
+    read_elsewhere = {f.name for f in fields(AdapterConfig)} | {"peft_type"}
+    for key, value in raw.items():
+        if key in read_elsewhere:
+            continue
+        if key == "task_type":
+            _judge_task(value, ledger)
+        elif key == "init_lora_weights":
+            _judge_start(value, ledger)
+        elif key in IRRELEVANT:
+            ledger.ignore_key(key, IRRELEVANT[key])
+        elif not _is_set(value):
+            known = "not set" if key in REFUSED_WHEN_SET else "not known here, but not set"
+            ledger.ignore_key(key, known)
+        else:
+            why = REFUSED_WHEN_SET.get(
+                key, "this key is not known, so what it changes is not known. Remove it if it does not matter"
+            )
+            ledger.refuse_key(key, value, why)
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _judge_peft_type(raw: Mapping[str, Any], ledger: Ledger) -> None:
+    if raw.get("peft_type") == "LORA":
+        ledger.use_key("peft_type")
+        return
+    ledger.refuse_key(
+        "peft_type", raw.get("peft_type"), "expected 'LORA'; other methods are not computed here. Train a LoRA adapter"
+    )
+
+
+def _judge_task(value: Any, ledger: Ledger) -> None:
+    if value in _GENERATING_TASKS:
+        ledger.ignore_key("task_type", "the adapter is for text generation, or does not say")
+    else:
+        ledger.refuse_key("task_type", value, "expected 'CAUSAL_LM'; this adapter was not trained to generate text")
+
+
+def _judge_start(value: Any, ledger: Ledger) -> None:
+    """Some starts move part of the base's weights into the adapter: on the plain base it would be wrong."""
+    key = "init_lora_weights"
+    name = value.lower() if isinstance(value, str) else value
+    if name is None or isinstance(name, bool) or name in _HARMLESS_STARTS:
+        ledger.ignore_key(key, f"{_INITIAL}, the base's weights stayed as they were")
+    elif isinstance(name, str) and name.startswith(_BASE_CHANGING_STARTS):
+        ledger.refuse_key(
+            key,
+            value,
+            "this start changed the base's weights, so the tensors do not fit the plain base. Convert with "
+            "PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...), which writes true here",
+        )
+    else:
+        expected = ", ".join(repr(name) for name in _HARMLESS_STARTS)
+        ledger.refuse_key(key, value, f"expected true, false or one of {expected}")

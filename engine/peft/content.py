@@ -1,0 +1,214 @@
+"""How merging makes each base parameter that an adapter touches.
+
+The values of an adapter: finite, of some effect, equal where they must be; and their hash.
+
+Checks work on the bits of fp32, fp16 and bf16 alike, so no tensor library is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import AdapterRefusedError
+from ..model_config.model import HEAD
+from .findings import Ledger
+from .parameters import Twins, find_saved, find_token_rows
+from .sites import Contents, LoraSite
+from .targets import ties_targets
+from .tensor_file import TensorBytes, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterChange:
+    """One base parameter, in the order of computing.
+
+    Start from the base's value, or from tensor `replaced_by`; put row i of `rows_key` in place of row `rows[i]`;
+    add the pair of `site` (for a weight: scaling·B·A, then DoRA; for a bias: scaling times B's bias).
+    `shape` is that of the result. A bias may be new to the base; its value there counts as zeros.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    replaced_by: str | None = None
+    rows: tuple[int, ...] = ()
+    rows_key: str | None = None
+    site: LoraSite | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Tensors that take part, in a fixed order."""
+        site = self.site
+        parts: tuple[str | None, ...] = (self.replaced_by, self.rows_key)
+        if site and self.parameter.endswith(".bias"):
+            parts += (site.bias_key,)
+        elif site:
+            parts += (site.a_key, site.b_key, site.magnitude_key)
+        return tuple(key for key in parts if key is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """All changes by parameter name, and the tensors whose equality they rely on."""
+
+    by_parameter: tuple[ParameterChange, ...]
+    twins: tuple[Twins, ...]
+
+    def unties(self, embedding: str) -> bool:
+        """Whether embedding and head, one in a tied base, differ after merging."""
+        made = {change.parameter: change for change in self.by_parameter}
+        pair = [made.get(f"{module}.weight") for module in (embedding, HEAD)]
+        if pair[0] is None or pair[1] is None:
+            return pair[0] is not pair[1]
+        if pair[0].site or pair[1].site:
+            # Tied pairs are stored twice, once transposed; only PEFT's own tie makes them one.
+            return True
+        return (pair[0].rows, pair[0].rows_key) != (pair[1].rows, pair[1].rows_key) or not (
+            pair[0].replaced_by == pair[1].replaced_by
+            or any({pair[0].replaced_by, pair[1].replaced_by} == {t.first, t.second} for t in self.twins)
+        )
+
+
+def find_changes(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger) -> Changes:
+    """Put whole parameters, token rows and pairs together; enter what they ask of the verdict."""
+    saved = find_saved(contents, ledger)
+    rows = find_token_rows(contents, saved, ledger)
+    pairs = {f"{site.module}.weight": site for site in sites}
+    pairs |= {f"{site.module}.bias": site for site in sites if site.bias_key}
+    changes = []
+    for parameter in sorted(saved.replaced.keys() | rows.keys() | pairs.keys()):
+        token_rows = rows.get(parameter)
+        changes.append(
+            ParameterChange(
+                parameter,
+                # A bias that lora_bias brings to a layer without one is new: zeros stand for the base's.
+                contents.shapes.get(parameter) or (pairs[parameter].out_features,),
+                saved.replaced.get(parameter),
+                token_rows.indices if token_rows else (),
+                token_rows.key if token_rows else None,
+                pairs.get(parameter),
+            )
+        )
+    twins = (*saved.twins, *_tied_pairs(contents, sites))
+    _judge_sites(contents, sites, ledger)
+    return Changes(tuple(changes), twins)
+
+
+def _tied_pairs(contents: Contents, sites: tuple[LoraSite, ...]) -> tuple[Twins, ...]:
+    """With ensure_weight_tying the head's pair is the embedding's, transposed."""
+    if not (contents.layout.is_tied and ties_targets(contents.config)):
+        return ()
+    by_module = {site.module: site for site in sites}
+    embedding, head = by_module.get(contents.layout.embedding), by_module.get(HEAD)
+    if embedding is None or head is None:
+        return ()
+    return Twins(embedding.b_key, head.a_key, True), Twins(embedding.a_key, head.b_key, True)
+
+
+def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger) -> None:
+    """What a pair needs beyond the batched kernels."""
+    for site in sites:
+        if site.module not in contents.layout.batched:
+            why = "a pair outside the decoder layers, so it runs as its own merged wave"
+            ledger.merge_only(f"{site.a_key}: {why}", "outside the layers")
+    if contents.config.use_dora and sites:
+        ledger.merge_only("use_dora=True: whole weights are rescaled, so it runs as its own merged wave", "dora")
+    if contents.config.lora_bias and sites:
+        ledger.merge_only("lora_bias=True: biases change, so it runs as its own merged wave", "lora_bias")
+
+
+HASH_FORMAT = b"lorabatch adapter content 1\n"
+# Element type, mask without the sign, smallest masked value that is infinite or NaN.
+_BITS: Mapping[str, tuple[str, int, int]] = {
+    "F32": ("<u4", 0x7FFF_FFFF, 0x7F80_0000),
+    "F16": ("<u2", 0x7FFF, 0x7C00),
+    "BF16": ("<u2", 0x7FFF, 0x7F80),
+}
+_CHUNK_ELEMENTS = 1 << 20
+
+
+def check_all_values(changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:
+    """Read every value once: enter what is wrong, return the content hash (None when refused)."""
+    keys = dict.fromkeys(key for change in changes.by_parameter for key in change.keys)
+    with TensorBytes() as data:
+        largest = {key: _largest_bits(entries[key], data) for key in keys}
+        bad = [key for key, bits in largest.items() if bits >= _BITS[entries[key].dtype][2]]
+        ledger.refuse_tensors(bad, "not finite", "holds NaN or infinity. Use an earlier checkpoint")
+        _check_effect(changes.by_parameter, {key for key, bits in largest.items() if bits == 0}, ledger)
+        for twins in changes.twins:
+            _check_twins(twins, entries, data, ledger)
+        return None if ledger.is_refused else content_sha256(changes.by_parameter, entries, data)
+
+
+def content_sha256(changes: Iterable[ParameterChange], entries: Mapping[str, TensorEntry], data: TensorBytes) -> str:
+    """Hash of what the adapter computes: parameters, scalings and bytes; not of names, files or formatting."""
+    digest = hashlib.sha256(HASH_FORMAT)
+    for change in changes:
+        site = change.site
+        facts = {
+            "parameter": change.parameter,
+            "shape": change.shape,
+            "is_replaced": change.replaced_by is not None,
+            "rows": change.rows,
+            "scaling": site.scaling.hex() if site else None,
+            "is_dora": bool(site and site.magnitude_key),
+            "tensors": [(entries[key].dtype, entries[key].shape) for key in change.keys],
+        }
+        digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
+        for key in change.keys:
+            digest.update(data.view(entries[key]))
+    return digest.hexdigest()
+
+
+def verify_content(
+    changes: Iterable[ParameterChange], entries: Mapping[str, TensorEntry], data: TensorBytes, expected: str
+) -> None:
+    """Raise `AdapterRefusedError` unless the files still hold what was audited."""
+    found = content_sha256(changes, entries, data)
+    if found != expected:
+        raise AdapterRefusedError(
+            f"content hash {found[:12]}…: expected {expected[:12]}… as audited; the adapter's files have changed "
+            "since. Start the job again, so that they are audited anew."
+        )
+
+
+def _elements(entry: TensorEntry, data: TensorBytes) -> npt.NDArray[np.unsignedinteger]:
+    return np.frombuffer(data.view(entry), dtype=_BITS[entry.dtype][0])
+
+
+def _largest_bits(entry: TensorEntry, data: TensorBytes) -> int:
+    """Largest magnitude as bits: 0 when all is zero, at least the limit of `_BITS` when something is not finite."""
+    elements = _elements(entry, data)
+    mask = _BITS[entry.dtype][1]
+    chunks = (elements[i : i + _CHUNK_ELEMENTS] & mask for i in range(0, elements.size, _CHUNK_ELEMENTS))
+    return max((int(chunk.max()) for chunk in chunks), default=0)
+
+
+def _check_effect(changes: Iterable[ParameterChange], zero: set[str], ledger: Ledger) -> None:
+    """Plain pairs whose every product is zero would serve the base under the adapter's name."""
+    pairs = []
+    for change in changes:
+        site = change.site
+        if change.replaced_by or change.rows_key or site is None or site.magnitude_key or site.bias_key:
+            return
+        pairs.append(site)
+    if all(site.scaling == 0 or site.a_key in zero or site.b_key in zero for site in pairs):
+        example = pairs[0]
+        ledger.refuse(
+            f"{example.b_key}: every pair has no effect (lora_B or lora_A all zero, or lora_alpha=0), expected "
+            "trained weights. Save the adapter after training"
+        )
+
+
+def _check_twins(twins: Twins, entries: Mapping[str, TensorEntry], data: TensorBytes, ledger: Ledger) -> None:
+    first, second = entries[twins.first], entries[twins.second]
+    a = _elements(first, data).reshape(first.shape)
+    b = _elements(second, data).reshape(second.shape)
+    if first.dtype != second.dtype or not np.array_equal(a, b.T if twins.is_transposed else b):
+        why = f"differs from {first.key}, expected equal values as both stand for one tied layer. Save it again"
+        ledger.refuse_tensors([second.key], "not equal", why)

@@ -1,0 +1,87 @@
+"""The books of one audit: what became of every key and tensor, and what speaks against the verdict `exact`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+Verdict = Literal["exact", "exact-by-merge", "refused"]
+USED = "used"
+_SHOWN_VALUE_CHARACTERS = 80
+
+
+def shown(value: Any) -> str:
+    """A value as it may stand in a message: short, on one line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_VALUE_CHARACTERS else text[: _SHOWN_VALUE_CHARACTERS - 1] + "…"
+
+
+class Ledger:
+    """Collects findings. A refusal of many tensors for one cause becomes one reason with a count."""
+
+    def __init__(self, adapter: str) -> None:
+        self.adapter = adapter
+        self.key_uses: dict[str, str] = {}
+        self.tensor_uses: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._refusals: dict[str, list[str]] = {}
+        self._merges: dict[str, list[str]] = {}
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether anything so far makes the adapter unusable."""
+        return bool(self._refusals)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict as far as the books go."""
+        if self._refusals:
+            return "refused"
+        return "exact-by-merge" if self._merges else "exact"
+
+    def refuse(self, what: str, cause: str | None = None) -> None:
+        """The adapter cannot be applied exactly. `what` names field or tensor, value, expectation and next step."""
+        self._refusals.setdefault(cause or what, []).append(what)
+
+    def refuse_key(self, key: str, value: Any, why: str) -> None:
+        """A key of the configuration stands against the adapter."""
+        self.key_uses[key] = f"refused: {why}"
+        self.refuse(f"{key}={shown(value)}: {why}")
+
+    def refuse_tensors(self, keys: Iterable[str], cause: str, why: str) -> None:
+        """Tensors stand against the adapter; those of one `cause` are told together."""
+        for key in keys:
+            self.tensor_uses[key] = f"refused: {why}"
+            self.refuse(f"{key}: {why}", cause)
+
+    def merge_only(self, what: str, cause: str) -> None:
+        """The adapter is exact only when merged into the base; same-caused findings are told together."""
+        told = self._merges.setdefault(cause, [])
+        if what not in told:
+            told.append(what)
+
+    def use_key(self, key: str, note: str = "") -> None:
+        """A key that takes part in the computation."""
+        self.key_uses.setdefault(key, f"{USED}: {note}" if note else USED)
+
+    def ignore_key(self, key: str, why: str) -> None:
+        """A key that does not matter at inference."""
+        self.key_uses[key] = f"irrelevant: {why}"
+
+    def use_tensor(self, key: str) -> None:
+        """A tensor that takes part in the computation."""
+        self.tensor_uses.setdefault(key, USED)
+
+    def ignore_tensor(self, key: str, why: str) -> None:
+        """A tensor that does not matter at inference."""
+        self.tensor_uses[key] = f"irrelevant: {why}"
+
+    def reasons(self) -> tuple[str, ...]:
+        """Why the verdict is not `exact`: all refusals, or what asks for merging. Each names the adapter."""
+        groups = self._refusals or self._merges
+        return tuple(f"adapter {self.adapter!r}: {_told_together(messages)}" for messages in groups.values())
+
+
+def _told_together(messages: list[str]) -> str:
+    others = len(messages) - 1
+    return messages[0] if not others else f"{messages[0]} (and {others} more like it)"

@@ -1,0 +1,173 @@
+"""What lies in an adapter folder: its configuration, its weight files, its tokenizer. Reads headers only.
+
+Nothing of the folder is executed or unpickled, and an index file cannot point outside of the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import AdapterRefusedError
+from .tensor_file import TensorEntry, parse_object, read_header
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+INDEX_NAME = "adapter_model.safetensors.index.json"
+PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+TOKENIZER_NAMES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Safetensors files that trainers leave beside an adapter and that do not take part in generation.
+BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for reinforcement learning"}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """The weights as listed by the files' headers; `notes` tells of files that take no part."""
+
+    path: Path
+    entries: Mapping[str, TensorEntry]
+    notes: tuple[str, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Stored bytes of all tensors."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+
+def has_own_tokenizer(path: Path) -> bool:
+    """Whether the folder ships a tokenizer or a chat template of its own."""
+    return any((path / name).is_file() for name in TOKENIZER_NAMES)
+
+
+def tokenizer_sha256(path: Path) -> str:
+    """Hash of the tokenizer and chat template that the folder ships; empty when it ships none."""
+    if not has_own_tokenizer(path):
+        return ""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_NAMES:
+        if (path / name).is_file():
+            data = (path / name).read_bytes()
+            digest.update(f"{name} {len(data)}\n".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """The JSON object of `adapter_config.json`. Raises `AdapterRefusedError` if missing, malformed or ambiguous."""
+    file = path / CONFIG_NAME
+    if not path.is_dir():
+        raise AdapterRefusedError(f"{path}: not a folder. Name the folder that holds {CONFIG_NAME}.")
+    try:
+        return parse_object(file.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise AdapterRefusedError(
+            f"{CONFIG_NAME}: missing. Without it rank and scaling are unknown; save the adapter with "
+            "save_pretrained and name the folder that holds this file."
+        ) from None
+    except OSError as error:
+        raise AdapterRefusedError(f"{CONFIG_NAME}: cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise AdapterRefusedError(
+            f"{CONFIG_NAME}: not a valid JSON object ({error}). Save the adapter again."
+        ) from None
+
+
+def open_folder(path: Path) -> AdapterFolder:
+    """List the adapter's tensors from the headers of its weight files.
+
+    Raises `AdapterRefusedError` for missing, pickled, damaged, ambiguous or escaping files.
+    """
+    single, index = path / WEIGHTS_NAME, path / INDEX_NAME
+    if single.is_file() and index.is_file():
+        raise AdapterRefusedError(
+            f"{WEIGHTS_NAME} and {INDEX_NAME}: two sets of weights, unclear which one is meant. Remove one."
+        )
+    if index.is_file():
+        entries = _sharded(path, index)
+    elif single.is_file():
+        entries = {entry.key: entry for entry in read_header(single)}
+    else:
+        raise AdapterRefusedError(_why_no_weights(path))
+    if not entries:
+        raise AdapterRefusedError(f"{WEIGHTS_NAME}: holds no tensors. Save the adapter again.")
+    return AdapterFolder(path, entries, _bystanders(path, {entry.file for entry in entries.values()}))
+
+
+def _why_no_weights(path: Path) -> str:
+    pickles = [name for name in PICKLE_NAMES if (path / name).is_file()]
+    if pickles:
+        return (
+            f"{pickles[0]}: pickled weights can run code when opened, so they are never read. Convert them to "
+            f"{WEIGHTS_NAME}: load with PEFT where you trust the file, then save_pretrained."
+        )
+    shards = sorted(file.name for file in path.glob("adapter_model-*.safetensors"))
+    if shards:
+        return f"{INDEX_NAME}: missing, so it is unknown whether {shards[0]} … are all the shards. Add the index file."
+    return f"{WEIGHTS_NAME}: missing. Save the adapter with save_pretrained and name the folder that holds this file."
+
+
+def _sharded(path: Path, index: Path) -> dict[str, TensorEntry]:
+    """Tensors of all shards named by an index file; index and headers must agree exactly."""
+    weight_map = _weight_map(index)
+    entries: dict[str, TensorEntry] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            raise AdapterRefusedError(f"{INDEX_NAME}: names {shard}, which is missing. Copy the adapter again.")
+        for entry in read_header(path / shard):
+            if weight_map.get(entry.key) != shard:
+                raise AdapterRefusedError(
+                    f"{shard}: holds {entry.key!r}, which {INDEX_NAME} places in {weight_map.get(entry.key)}. "
+                    "Copy the adapter again."
+                )
+            entries[entry.key] = entry
+    missing = sorted(weight_map.keys() - entries.keys())
+    if missing:
+        raise AdapterRefusedError(
+            f"{INDEX_NAME}: names {len(missing)} tensors that no shard holds, first {missing[0]!r}. "
+            "Copy the adapter again."
+        )
+    return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = parse_object(index.read_bytes())["weight_map"]
+        shards = set(weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterRefusedError(
+            f"{INDEX_NAME}: expected a JSON object with weight_map ({type(error).__name__}: {error}). "
+            "Copy the adapter again."
+        ) from None
+    for shard in shards:
+        # A plain file name of this very folder: an index must not reach for other files of the machine.
+        is_plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
+        if not is_plain or not shard.endswith(".safetensors"):
+            raise AdapterRefusedError(
+                f"{INDEX_NAME}: names {shard!r}; expected the plain name of a .safetensors file in the same folder."
+            )
+    return dict(weight_map)
+
+
+def _bystanders(path: Path, read: set[Path]) -> tuple[str, ...]:
+    """Notes on files left aside. Raises `AdapterRefusedError` for tensors that nothing accounts for."""
+    notes = []
+    for file in sorted(path.glob("*.safetensors")):
+        if file in read:
+            continue
+        if file.name not in BYSTANDERS:
+            raise AdapterRefusedError(
+                f"{file.name}: tensors that are not part of {WEIGHTS_NAME}; it is unknown what they are for. "
+                "Move the file out of the adapter's folder if it does not belong to the adapter."
+            )
+        notes.append(f"{file.name}: not read, {BYSTANDERS[file.name]}")
+    notes.extend(f"{name}: not read, {WEIGHTS_NAME} is used" for name in PICKLE_NAMES if (path / name).is_file())
+    return tuple(notes)

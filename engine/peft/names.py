@@ -1,0 +1,162 @@
+"""From a tensor's name in an adapter file to the module it adapts and the part it plays there.
+
+What a base model offers to an adapter: its modules and parameters by checkpoint name, with shapes.
+
+Shapes: linear weight [out_features, in_features], embedding [vocab_size, embedding_size], bias and norm [features].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..model_config.model import HEAD, ModelConfig
+
+Role = Literal[
+    "lora_a",  # [rank, in_features]
+    "lora_b",  # [out_features, rank]
+    "lora_b_bias",  # [out_features]
+    "embedding_a",  # [rank, vocab_size]
+    "embedding_b",  # [hidden_size, rank]
+    "magnitude",  # [out_features], DoRA
+    "token_rows",  # [num_tokens, hidden_size], trainable_token_indices
+    "saved_base",  # a whole parameter of the layer below the adapter
+    "saved",  # a whole parameter: modules_to_save, a bias, or a saved embedding
+    "saved_copy",  # the same once more, under modules_to_save's own name
+    "original",  # the layer as it was before modules_to_save trained it
+]
+_ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
+_PARAMETER = r"\.(?P<parameter>weight|bias)"
+# Tried in order: the last, bare one would also match the others.
+_FORMS: tuple[tuple[Role, str], ...] = (
+    ("lora_a", rf"lora_A{_ADAPTER}\.weight"),
+    ("lora_b", rf"lora_B{_ADAPTER}\.weight"),
+    ("lora_b_bias", rf"lora_B{_ADAPTER}\.bias"),
+    ("embedding_a", rf"lora_embedding_A{_ADAPTER}"),
+    ("embedding_b", rf"lora_embedding_B{_ADAPTER}"),
+    ("magnitude", rf"lora_magnitude_vector{_ADAPTER}(?:\.weight)?"),
+    ("token_rows", rf"token_adapter\.trainable_tokens_delta{_ADAPTER}"),
+    ("saved_base", rf"(?:token_adapter\.)?base_layer{_PARAMETER}"),
+    ("saved_copy", rf"modules_to_save{_ADAPTER}{_PARAMETER}"),
+    ("original", rf"original_module{_PARAMETER}"),
+)
+_PATTERNS = tuple((role, re.compile(rf"(?P<module>.+?)\.{form}$")) for role, form in _FORMS)
+_BARE = re.compile(rf"(?P<module>.+){_PARAMETER}$")
+# Words only PEFT's own tensors carry: such a name is never a plain parameter of the base.
+_PEFT_WORDS = re.compile(r"(?:^|\.)(?:lora_|base_layer|token_adapter|modules_to_save|original_module|prompt_)")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+LORA_ROLES: frozenset[Role] = frozenset(("lora_a", "lora_b", "lora_b_bias", "embedding_a", "embedding_b", "magnitude"))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """One parsed name. `module` is as in the trained model; `parameter` is set for whole parameters only."""
+
+    key: str
+    module: str
+    role: Role
+    adapter: str | None = None
+    parameter: str | None = None
+
+
+def parse_name(key: str) -> TensorName | None:
+    """Parse a tensor's key; None when it is not of any known form."""
+    name = _WRAPPERS.sub("", key.removeprefix("base_model.model."))
+    for role, pattern in _PATTERNS:
+        match = pattern.match(name)
+        if match and not _PEFT_WORDS.search(match["module"]):
+            found = match.groupdict()
+            return TensorName(key, match["module"], role, found.get("adapter"), found.get("parameter"))
+    match = _BARE.match(name)
+    if match and not _PEFT_WORDS.search(name):
+        return TensorName(key, match["module"], "saved", None, match["parameter"])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """How module names of the trained model differ from the base's: pairs of (trained prefix, base prefix)."""
+
+    pairs: tuple[tuple[str, str], ...]
+    note: str = ""
+
+    def to_base(self, module: str) -> str:
+        """The base's name for a module of the trained model."""
+        for trained, base in self.pairs:
+            if module.startswith(trained):
+                return base + module[len(trained) :]
+        return module
+
+    def to_trained(self, module: str) -> str:
+        """The trained model's name for a module of the base."""
+        for trained, base in self.pairs:
+            if module.startswith(base):
+                return trained + module[len(base) :]
+        return module
+
+
+# The text decoder inside a vision-language model goes by other names than the same decoder alone.
+RENAMINGS: tuple[Renaming, ...] = (
+    Renaming(()),
+    Renaming((("model.language_model.", "model."),), "tensor names begin with model.language_model, read as model"),
+    Renaming((("language_model.", ""),), "tensor names begin with language_model, which is left out"),
+    Renaming((("lm_head", "lm_head"), ("", "model.")), "tensor names begin below model, which is put in front"),
+)
+
+
+def choose_renaming(modules: Iterable[str], base_modules: Collection[str]) -> Renaming:
+    """The one renaming under which most modules are found in the base; the plainest wins a draw."""
+    names = tuple(modules)
+    found: dict[Renaming, int] = {}
+    for renaming in RENAMINGS:
+        found[renaming] = sum(renaming.to_base(name) in base_modules for name in names)
+        if found[renaming] == len(names):
+            return renaming
+    return max(RENAMINGS, key=lambda renaming: found[renaming])  # the first of equals
+
+
+__all__ = ["HEAD", "BaseLayout", "base_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseLayout:
+    """Names and shapes of a base. A tied head is listed as a parameter of its own, with the embedding's shape.
+
+    `batched` are the linear layers whose pairs the engine applies unmerged.
+    """
+
+    family: str
+    embedding: str
+    is_tied: bool
+    linear: Mapping[str, tuple[int, int]]
+    batched: frozenset[str]
+    parameters: Mapping[str, tuple[int, ...]]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.parameters[f"{self.embedding}.weight"][0]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Every module that owns a parameter, in checkpoint order."""
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.parameters))
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Modules that can carry a LoRA pair: the linear layers, the head and the embedding."""
+        return (self.embedding, *self.linear)
+
+
+def base_layout(model: ModelConfig) -> BaseLayout:
+    """The layout of one base model, from its configuration alone."""
+    return BaseLayout(
+        family=model.family,
+        embedding=model.names.embedding,
+        is_tied=model.is_tied,
+        linear=model.linear_shapes(),
+        batched=frozenset(model.batched_modules()),
+        parameters=model.parameter_shapes(),
+    )

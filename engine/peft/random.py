@@ -1,0 +1,108 @@
+"""Adapters of random weights, for benchmarks: of a given rank on every linear layer, made on the device when needed.
+
+They stand beside a base of random weights (`load_format="dummy"`), have no folder, and are served like any other.
+
+PEFT adapter folders with random weights of given ranks, to measure with: no training, no PEFT needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ..model_config.model import ModelConfig
+from . import AdapterAudit, LoraSite, ParameterChange
+from .weights import AdapterWeights, LoraPair
+
+_SCALING = 2.0
+# B small enough that a random adapter shifts the answers without drowning the base.
+_DEVIATION_A, _DEVIATION_B = 0.02, 0.01
+
+
+def dummy_audit(model: ModelConfig, rank: int, name: str) -> AdapterAudit:
+    """The audit that an adapter of `rank` on all linear layers of the decoder layers would have.
+
+    Raises ValueError for a rank below 1.
+    """
+    if rank < 1:
+        raise ValueError(f"rank={rank}: a LoRA rank is at least 1")
+    shapes = model.linear_shapes()
+    sites = tuple(
+        LoraSite(module, rank, _SCALING, f"{module}.A", f"{module}.B", shapes[module][1], shapes[module][0])
+        for module in sorted(model.batched_modules())
+    )
+    return AdapterAudit(
+        name=name,
+        folder=Path(os.devnull),
+        verdict="exact",
+        reasons=(),
+        notes=(),
+        content_sha256=hashlib.sha256(f"random {name} {rank}".encode()).hexdigest(),
+        sites=sites,
+        changes=tuple(ParameterChange(f"{site.module}.weight", shapes[site.module], site=site) for site in sites),
+        max_rank=rank,
+        vocab_size=model.vocab_size,
+    )
+
+
+def dummy_adapter_weights(audit: AdapterAudit, dtype: torch.dtype, device: torch.device) -> AdapterWeights:
+    """The weights of a random adapter, the same each time: its identity is the seed."""
+    assert audit.content_sha256 is not None
+    seed = int(audit.content_sha256[:15], 16)
+    # on the meta device there are shapes and no numbers
+    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(0, deviation, generator=generator)
+
+    pairs = {
+        site.module: LoraPair(
+            normal(site.rank, site.in_features, _DEVIATION_A),
+            normal(site.out_features, site.rank, _DEVIATION_B),
+            site.scaling,
+        )
+        for site in audit.sites
+    }
+    stored = {f"{module}.{half}": pair.a if half == "A" else pair.b for module, pair in pairs.items() for half in "AB"}
+    return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
+
+
+# Of A and B; B small enough that a random adapter shifts the answers without drowning the base.
+_DEVIATIONS = (0.02, 0.01)
+
+
+def write_random_adapter(
+    folder: Path, model: ModelConfig, rank: int, seed: int, deviations: tuple[float, float] = _DEVIATIONS
+) -> Path:
+    """An adapter of one rank on every linear layer of the decoder layers, alpha = 2 * rank, stored in fp32.
+
+    `deviations`: standard deviations of the numbers in A and in B.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, (out_features, in_features) in model.linear_shapes().items():
+        if module == "lm_head":
+            continue
+        prefix = f"base_model.model.{module}"
+        a = torch.empty(rank, in_features).normal_(0, deviations[0], generator=generator)
+        b = torch.empty(out_features, rank).normal_(0, deviations[1], generator=generator)
+        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": sorted({m.rsplit(".", 1)[1] for m in model.linear_shapes() if m != "lm_head"}),
+        "bias": "none",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder

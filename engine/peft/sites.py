@@ -1,0 +1,190 @@
+"""The LoRA pairs of an adapter: found in the tensors, checked against the base and the configuration.
+
+All that is known of an adapter from its configuration and the headers of its weight files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..model_config.model import HEAD
+from .config import AdapterConfig
+from .findings import Ledger
+from .names import LORA_ROLES, BaseLayout, Renaming, Role, TensorName
+from .targets import targeted, ties_targets, unmatched_targets
+from .tensor_file import TensorEntry
+
+MAX_NAMES_IN_NOTE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSite:
+    """One pair: the layer's output gains `scaling * B·A·x`, A [rank, in_features], B [out_features, rank].
+
+    `module` is the base's layer by checkpoint name, keys are tensor names in the adapter's files. For the
+    embedding, in_features is the vocabulary (x is one-hot). `magnitude_key` is DoRA's [out_features] vector,
+    `bias_key` the bias [out_features] of B, which is scaled like B.
+    """
+
+    module: str
+    rank: int
+    scaling: float
+    a_key: str
+    b_key: str
+    in_features: int
+    out_features: int
+    magnitude_key: str | None = None
+    bias_key: str | None = None
+    is_embedding: bool = False
+
+
+def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
+    """All LoRA pairs that can be applied; everything that stands against one is entered in the ledger."""
+    found = contents.by_module(LORA_ROLES)
+    sites = []
+    for module, parts in found.items():
+        site = _site(contents, module, parts, ledger)
+        if site is not None:
+            sites.append(site)
+            continue
+        for name in parts.values():
+            ledger.tensor_uses.setdefault(name.key, "refused: its partner is refused")
+    _compare_with_targets(contents, set(found), ledger)
+    return tuple(sorted(sites, key=lambda site: site.module))
+
+
+def _site(contents: Contents, trained: str, parts: Mapping[Role, TensorName], ledger: Ledger) -> LoraSite | None:
+    module = contents.renaming.to_base(trained)
+    keys = [name.key for name in parts.values()]
+    if module not in contents.layout.adaptable:
+        ledger.refuse_tensors(
+            keys,
+            "no such layer",
+            f"the base has no linear layer {module!r}. Use the base this adapter was trained on",
+        )
+        return None
+    is_embedding = module == contents.layout.embedding
+    a_role: Role = "embedding_a" if is_embedding else "lora_a"
+    b_role: Role = "embedding_b" if is_embedding else "lora_b"
+    if not _has_pair(parts, a_role, b_role, ledger):
+        return None
+    a, b = contents.entries[parts[a_role].key], contents.entries[parts[b_role].key]
+    if not _check_shapes(contents, trained, (a, b), ledger):
+        return None
+    weight = contents.shapes[f"{module}.weight"]
+    out_features, in_features = reversed(weight) if is_embedding else weight
+    magnitude, bias = _extras(contents, trained, parts, out_features, ledger)
+    for name in parts.values():
+        ledger.use_tensor(name.key)
+    rank, scaling = contents.config.rank_of(trained), contents.config.scaling_of(trained)
+    return LoraSite(module, rank, scaling, a.key, b.key, in_features, out_features, magnitude, bias, is_embedding)
+
+
+def _has_pair(parts: Mapping[Role, TensorName], a_role: Role, b_role: Role, ledger: Ledger) -> bool:
+    allowed = {a_role, b_role, "magnitude", "lora_b_bias"}
+    stray = [name.key for role, name in parts.items() if role not in allowed]
+    if stray:
+        ledger.refuse_tensors(
+            stray, "kind of layer", f"expected {a_role} and {b_role} for this kind of layer. Save the adapter again"
+        )
+        return False
+    missing = [role for role in (a_role, b_role) if role not in parts]
+    if missing:
+        why = f"its partner {' and '.join(missing)} is missing. The adapter was not saved whole, save it again"
+        ledger.refuse_tensors([name.key for name in parts.values()], "missing partner", why)
+    return not missing
+
+
+def _check_shapes(contents: Contents, trained: str, pair: tuple[TensorEntry, TensorEntry], ledger: Ledger) -> bool:
+    """A and B against the base's layer and the configured rank."""
+    a, b = pair
+    module = contents.renaming.to_base(trained)
+    weight = contents.shapes[f"{module}.weight"]
+    out_features, in_features = reversed(weight) if module == contents.layout.embedding else weight
+    rank = contents.config.rank_of(trained)
+    stored = a.shape[0] if len(a.shape) == 2 else None
+    if a.shape == (rank, in_features) and b.shape == (out_features, rank):
+        return True
+    for entry, expected in ((a, (stored, in_features)), (b, (out_features, stored))):
+        if entry.shape != expected:
+            wanted = f"[{', '.join('rank' if n is None else str(n) for n in expected)}]"
+            why = f"has shape {list(entry.shape)}, expected {wanted}. The adapter belongs to another base"
+            ledger.refuse_tensors([entry.key], "shape", why)
+    if stored is not None and stored != rank:
+        why = (
+            f"has rank {stored}, expected {rank} by r, rank_pattern of the configuration. "
+            "Put configuration and weights of the same training run together"
+        )
+        ledger.refuse_tensors([a.key, b.key], "rank", why)
+    return False
+
+
+def _extras(
+    contents: Contents, trained: str, parts: Mapping[Role, TensorName], out_features: int, ledger: Ledger
+) -> tuple[str | None, str | None]:
+    """Keys of DoRA's magnitude and of B's bias; each must be there exactly when the configuration says so."""
+    magnitude, bias = parts.get("magnitude"), parts.get("lora_b_bias")
+    wanted = (
+        ("use_dora", contents.config.use_dora, magnitude, "lora_magnitude_vector"),
+        ("lora_bias", contents.config.lora_bias, bias, "lora_B.bias"),
+    )
+    for key, is_on, name, tensor in wanted:
+        if is_on and name is None:
+            ledger.refuse(
+                f"{trained}.{tensor}: missing, expected because {key}=True. Save the adapter again", f"{key} missing"
+            )
+        elif name is not None and not is_on:
+            why = f"not expected, {key} is not true in the configuration. Correct {key} or save the adapter again"
+            ledger.refuse_tensors([name.key], f"{key} unexpected", why)
+        elif name is not None and contents.entries[name.key].shape != (out_features,):
+            why = f"has shape {list(contents.entries[name.key].shape)}, expected [{out_features}]"
+            ledger.refuse_tensors([name.key], f"{key} shape", why)
+    return (magnitude.key if magnitude else None, bias.key if bias else None)
+
+
+def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -> None:
+    """Modules with tensors and modules the configuration targets must be the same."""
+    layout, config, renaming = contents.layout, contents.config, contents.renaming
+    modules = [renaming.to_trained(module) for module in layout.adaptable]
+    expected = targeted(config, modules, renaming.to_trained(HEAD), layout.family)
+    if layout.is_tied and ties_targets(config):
+        expected |= {renaming.to_trained(layout.embedding), renaming.to_trained(HEAD)}
+    for module in sorted(expected - found):
+        ledger.refuse(
+            f"{module}: the configuration targets it but the file has no tensors for it. "
+            "The adapter was not saved whole, save it again",
+            "target without tensors",
+        )
+    outside = (found & set(modules)) - expected
+    ledger.refuse_tensors(
+        sorted(name.key for name in contents.names if name.module in outside and name.role in LORA_ROLES),
+        "tensors outside the targets",
+        "not among the modules the configuration targets (target_modules, exclude_modules, layers_to_transform, "
+        "modules_to_save). Put configuration and weights of the same training run together",
+    )
+    unmatched = unmatched_targets(config, modules)
+    if unmatched:
+        names = ", ".join(unmatched[:MAX_NAMES_IN_NOTE])
+        ledger.notes.append(f"target_modules names {names}, which this base does not have; PEFT ignores them too")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that is known of an adapter before its values are read."""
+
+    config: AdapterConfig
+    layout: BaseLayout
+    renaming: Renaming
+    names: tuple[TensorName, ...]
+    entries: Mapping[str, TensorEntry]
+    # Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def by_module(self, roles: frozenset[Role]) -> dict[str, dict[Role, TensorName]]:
+        """Tensors of some roles, by the trained model's module."""
+        grouped: dict[str, dict[Role, TensorName]] = {}
+        for name in self.names:
+            if name.role in roles:
+                grouped.setdefault(name.module, {})[name.role] = name
+        return grouped

@@ -1,0 +1,145 @@
+"""Reading safetensors files: the header alone, then single tensors by memory map.
+
+The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header that maps each
+tensor to dtype, shape and byte offsets, then the bytes. Nothing in it can run code. The library reads the same
+files; this reader exists because it names what is wrong with a damaged file, gives bf16 bytes without torch,
+and never touches tensor bytes unless asked.
+
+JSON as it must be when every word counts: a repeated key, or NaN for a number, is an error and not a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import AdapterRefusedError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+# Bytes per element; only the float types of FLOAT_TYPES can hold adapter weights.
+ELEMENT_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+FLOAT_TYPES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `num_bytes` bytes from absolute position `start` of `file`."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> tuple[TensorEntry, ...]:
+    """All tensors of one file, without reading their values. Raises `AdapterRefusedError` for a damaged file."""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _damaged(path, f"only {file_bytes} bytes long")
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _damaged(path, f"its header claims {header_bytes} bytes of a file of {file_bytes}")
+            header = parse_object(file.read(header_bytes))
+    except OSError as error:
+        raise AdapterRefusedError(f"{path.name}: cannot be read ({error.strerror}). Check its permissions.") from None
+    except ValueError as error:
+        raise _damaged(path, f"its header is not a JSON object ({error})") from None
+    header.pop("__metadata__", None)
+    data_start = 8 + header_bytes
+    entries = tuple(_entry(path, key, value, data_start) for key, value in header.items())
+    _check_cover(path, entries, data_start, file_bytes)
+    return entries
+
+
+def _entry(path: Path, key: str, value: Any, data_start: int) -> TensorEntry:
+    try:
+        dtype, shape = value["dtype"], tuple(value["shape"])
+        begin, end = value["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError
+        num_bytes = math.prod(shape) * ELEMENT_BYTES[dtype]
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(path, f"its header entry for {key!r} is malformed: {value!r}") from None
+    if end - begin != num_bytes:
+        raise _damaged(path, f"{key!r} of shape {list(shape)} {dtype} has {end - begin} bytes, not {num_bytes}")
+    return TensorEntry(key, dtype, shape, path, data_start + begin, num_bytes)
+
+
+def _check_cover(path: Path, entries: tuple[TensorEntry, ...], data_start: int, file_bytes: int) -> None:
+    """The tensors must fill the file exactly: no hole, no overlap, no missing tail."""
+    position = data_start
+    for entry in sorted(entries, key=lambda e: (e.start, e.num_bytes)):
+        if entry.start != position:
+            raise _damaged(path, f"{entry.key!r} starts at byte {entry.start}, expected {position}")
+        position += entry.num_bytes
+    if position != file_bytes:
+        raise _damaged(path, f"its tensors end at byte {position} but the file has {file_bytes}")
+
+
+def _damaged(path: Path, what: str) -> AdapterRefusedError:
+    return AdapterRefusedError(
+        f"{path.name}: not a whole safetensors file, {what}. Copy or download the adapter again."
+    )
+
+
+class TensorBytes:
+    """Views of tensors' bytes; a context manager that keeps each file mapped once. Writing to them never reaches it."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def view(self, entry: TensorEntry) -> memoryview:
+        """The `num_bytes` bytes of one tensor, not copied; valid while the context is open."""
+        if entry.num_bytes == 0:
+            return memoryview(b"")
+        if entry.file not in self._maps:
+            with entry.file.open("rb") as file:
+                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return memoryview(self._maps[entry.file])[entry.start : entry.start + entry.num_bytes]
+
+    def __enter__(self) -> TensorBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Arrays made from a view may outlive this block; the map then closes with the last of them.
+        self._maps.clear()
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object. Raises `ValueError` for anything else, and for repeated keys, NaN and infinities."""
+    try:
+        value = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, expected an object")
+    return value
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"key {key!r} is given twice")
+        value[key] = item
+    return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number")

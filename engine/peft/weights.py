@@ -1,0 +1,175 @@
+"""The weights of an audited adapter: pairs for unmerged batches, and merged values of base parameters.
+
+Shapes: A [rank, in_features], B [out_features, rank], a layer's weight [out_features, in_features], the embedding
+[vocab_size, hidden_size]. Merged values are computed in fp32 from the stored numbers and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...kernels.packed_weight.panels import PanelWeight, has_panels
+from ..errors import AdapterRefusedError
+from .audit import AdapterAudit
+from .content import ParameterChange, verify_content
+from .folder import open_folder
+from .sites import LoraSite
+from .tensor_file import TensorBytes, TensorEntry
+
+_TORCH_TYPES: Mapping[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """`y += scaling * (x Aᵀ) Bᵀ`, with a [rank, in_features] and b [out_features, rank], both as stored."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there; on a CPU they are the
+    file, mapped: read them soon and let go."""
+
+    audit: AdapterAudit
+    stored: Mapping[str, Tensor] = field(repr=False)
+    pairs: Mapping[str, LoraPair] = field(repr=False)
+    changes: Mapping[str, ParameterChange] = field(repr=False)
+
+    @property
+    def lora(self) -> Mapping[str, LoraPair]:
+        """Pairs by layer name, for unmerged batches.
+
+        Raises `AdapterRefusedError` for an adapter that is exact by merge only: its pairs alone would be wrong.
+        """
+        if self.audit.verdict != "exact":
+            raise AdapterRefusedError(
+                f"adapter {self.audit.name!r}: verdict {self.audit.verdict}, it cannot run unmerged. Merge it."
+            )
+        return self.pairs
+
+    @property
+    def touched_parameters(self) -> tuple[str, ...]:
+        """Names of the base parameters that merging changes."""
+        return self.audit.touched_parameters
+
+    def effective(self, parameter_name: str, pristine: Tensor) -> Tensor:
+        """Merged value of one base parameter, in `pristine`'s dtype and device; `pristine` is left as it is.
+
+        An untouched parameter is returned as given. For a tied base, pass the embedding as the pristine value of
+        `lm_head.weight`; for a bias the base's layer does not have, pass zeros. The result has other rows than
+        `pristine` when the adapter resized the vocabulary. Raises `AdapterRefusedError` when merging overflows.
+        """
+        change = self.changes.get(parameter_name)
+        if change is None:
+            return pristine
+        value: Tensor = self._start(change, pristine)
+        if change.rows_key:
+            index = torch.tensor(change.rows, device=value.device)
+            value = value.index_copy(0, index, self._exact(change.rows_key, value.device))
+        if change.site and parameter_name.endswith(".bias"):
+            value = value + change.site.scaling * self._exact(change.site.bias_key, value.device)
+        elif change.site:
+            value = self._with_pair(change.site, value)
+        merged = value.to(pristine.dtype)
+        # one pass without a mask in memory: a NaN or an infinity reaches the extremes
+        if merged.numel() and not all(map(torch.isfinite, torch.aminmax(merged))):
+            raise AdapterRefusedError(
+                f"adapter {self.audit.name!r}: {parameter_name} merged in {pristine.dtype} is not finite. Use a wider "
+                "--dtype, or an earlier checkpoint."
+            )
+        return merged
+
+    def _start(self, change: ParameterChange, pristine: Tensor) -> Tensor:
+        if change.replaced_by:
+            return self._exact(change.replaced_by, pristine.device)
+        if tuple(pristine.shape) != change.shape:
+            raise ValueError(
+                f"{change.parameter}: pristine value has shape {list(pristine.shape)}, audited {list(change.shape)}"
+            )
+        return pristine.to(torch.float32)
+
+    def _with_pair(self, site: LoraSite, weight: Tensor) -> Tensor:
+        """W + scaling·B·A; with DoRA each row then gets the length of its magnitude (Liu 2024, section 4)."""
+        a, b = self._exact(site.a_key, weight.device), self._exact(site.b_key, weight.device)
+        left, right = (a.T, b.T) if site.is_embedding else (b, a)  # an embedding is [vocab_size, hidden_size]
+        value = _plus_product(weight, left, right, site.scaling)
+        if site.magnitude_key is None:
+            return value
+        magnitude = self._exact(site.magnitude_key, weight.device)  # [out_features]
+        factor: Tensor = magnitude / _row_norms(value.T if site.is_embedding else value)  # [out_features]
+        return value * factor if site.is_embedding else value * factor[:, None]
+
+    def _exact(self, key: str | None, device: torch.device) -> Tensor:
+        assert key is not None
+        return self.stored[key].to(device=device, dtype=torch.float32)
+
+
+def _plus_product(weight: Tensor, left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """`weight + scaling * left @ right` in fp32; on CPUs by compiled kernels, if they are there: their bits do not
+    depend on the number of threads."""
+    if weight.device.type != "cpu" or not has_panels():
+        return torch.addmm(weight, left, right, alpha=scaling)
+    value = weight.clone(memory_format=torch.contiguous_format)
+    PanelWeight(right.T).add_product_(value, left, scaling)
+    return value
+
+
+def _row_norms(values: Tensor) -> Tensor:
+    """Euclidean length of each row. Halves are added up number by number: unlike a reduction's, their rounding does
+    not depend on who computes which part."""
+    squares = values * values
+    while (width := squares.shape[1]) > 1:
+        half = width // 2
+        folded = squares[:, :half] + squares[:, half : 2 * half]
+        if width % 2:
+            folded[:, 0] += squares[:, -1]
+        squares = folded
+    return squares[:, 0].sqrt()
+
+
+def load_adapter(audit: AdapterAudit, device: torch.device | str) -> AdapterWeights:
+    """Read an audited adapter to `device`.
+
+    Raises `AdapterRefusedError` when the audit refused it, did not read its values, or when the files have changed.
+    """
+    if audit.verdict == "refused":
+        raise AdapterRefusedError(" ".join(audit.reasons))
+    if audit.content_sha256 is None:
+        raise AdapterRefusedError(f"adapter {audit.name!r}: its values were not audited. Use check_values=True.")
+    entries = open_folder(audit.folder).entries
+    keys = dict.fromkeys(key for change in audit.changes for key in change.keys)
+    missing = sorted(key for key in keys if key not in entries)
+    if missing:
+        raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit. Start again.")
+    with TensorBytes() as data:
+        verify_content(audit.changes, entries, data, audit.content_sha256)
+        stored = {key: _tensor(entries[key], data).to(device) for key in keys}
+    pairs = {
+        site.module: LoraPair(stored[site.a_key], stored[site.b_key], site.scaling)
+        for site in audit.sites
+        if audit.verdict == "exact"
+    }
+    return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
+
+
+def _tensor(entry: TensorEntry, data: TensorBytes) -> Tensor:
+    """The tensor's bytes where they are mapped; its memory lasts as long as the tensor."""
+    if entry.num_bytes == 0:
+        return torch.empty(entry.shape, dtype=_TORCH_TYPES[entry.dtype])
+    return torch.frombuffer(data.view(entry), dtype=_TORCH_TYPES[entry.dtype]).reshape(entry.shape)

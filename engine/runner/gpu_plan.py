@@ -1,0 +1,221 @@
+"""A step's entries as arrays, what they need of buffers and scratch memory, and the writing of their lists.
+
+The host's whole work for a step on a GPU: no tensor on a device is touched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...kernels.paged_attention.work import Span, WorkLimits, plan_attention
+from ...kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
+from ...kernels.segments import SegmentLimits, plan_segments
+from ..models.gpu_step import StepBuffer, StepSizes
+from ..models.step_batch import StepEntry
+from ..request import SamplingParams, Sequence
+from .sampler import StopTokens
+
+SPLIT_KEYS = 512  # see kernels.paged_attention.triton
+DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.segments
+_MOST_INT32 = 2**31 - 1
+_Int32s = NDArray[np.int32]
+_Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAddresses:
+    """What a step's lists are written with. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer,
+    per site. `group`: query heads of a key head."""
+
+    chunk_counts: _Int32s
+    page_tokens: int
+    group: int
+    num_programs: int
+
+
+class PlannedStep:
+    """One step before its lists are written.
+
+    `plus`, `minus` [num_entries]: table rows of the adapter that an entry is served by and of the merged one that it
+    must not see, -1 for none. A row's `stop_tokens` are withheld until its `min_tokens`.
+    """
+
+    def __init__(
+        self,
+        entries: Items[StepEntry],
+        plus: _Int32s,
+        minus: _Int32s,
+        addresses: DeviceAddresses,
+        stop_tokens: StopTokens,
+    ) -> None:
+        self.entries = entries
+        self._addresses = addresses
+        count = len(entries)
+        self._num_tokens = np.fromiter((e.num_tokens for e in entries), np.int64, count)
+        self._stored = np.fromiter((e.sequence.num_stored for e in entries), np.int64, count)
+        self._total = np.fromiter((e.sequence.total_tokens for e in entries), np.int64, count)
+        self._plus, self._minus = plus, minus
+        self._context = self._stored + self._num_tokens
+        self._num_pages = -(-self._context // addresses.page_tokens)
+        yields = self._context == self._total
+        self._yielding = np.flatnonzero(yields)
+        self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
+        self._withheld = [
+            tuple(stop_tokens(s)) if s.num_generated < s.request.sampling.min_tokens else () for s in self.sampled
+        ]
+        self.wants_logprobs = any(s.request.sampling.logprobs for s in self.sampled)
+        self.has_lora = bool((plus >= 0).any() or (minus >= 0).any())
+        self.num_rows = int(self._num_tokens.sum())
+        self.num_pages = int(self._num_pages.sum())
+        self.is_decode = self.num_rows == count
+        self.num_lora_items, self.scratch_rows = self._lora_needs()
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a LoRA tile: small segments waste least in small tiles."""
+        return DECODE_TILE_ROWS if self.is_decode else PREFILL_TILE_ROWS
+
+    @property
+    def num_withheld(self) -> int:
+        """Most tokens that are withheld from one row."""
+        return max(map(len, self._withheld), default=0)
+
+    @property
+    def num_attention_items(self) -> int:
+        """At most: every query token one, and every piece of a long context."""
+        return int((self._num_tokens + self._context // SPLIT_KEYS).sum())
+
+    @property
+    def num_partials(self) -> int:
+        """Pieces of contexts that are split."""
+        pieces = -(-self._context // SPLIT_KEYS)
+        return int(pieces[(self._num_tokens == 1) & (pieces > 1)].sum())
+
+    def _lora_needs(self) -> tuple[int, int]:
+        """Shrink items of a site, and rows of scratch for one plane."""
+        pairs, where = np.unique(np.stack((self._plus, self._minus)), axis=1, return_inverse=True)
+        rows = np.bincount(where, weights=self._num_tokens, minlength=pairs.shape[1]).astype(np.int64)
+        most_chunks = self._addresses.chunk_counts.max(1, initial=0)
+        chunks = np.where(pairs >= 0, most_chunks[pairs], 0).sum(0)
+        return int((-(-rows // self.tile_rows) * chunks).sum()), int((rows * chunks).sum())
+
+    def exact_sizes(self, scratch_rows: int) -> StepSizes:
+        """Lists of exactly the step's lengths: what is not there is not copied."""
+        return StepSizes(
+            rows=self.num_rows,
+            sampled=len(self.sampled),
+            withheld=self.num_withheld,
+            pages=self.num_pages,
+            segments=SegmentLimits(rounded(self.num_rows), rounded(self.num_lora_items), scratch_rows, self.tile_rows),
+            attention=WorkLimits(
+                rounded(self.num_attention_items),
+                len(self.entries),
+                attention_tile_rows(self._addresses, self.tile_rows),
+                SPLIT_KEYS,
+            ),
+        )
+
+    def write(self, host: StepBuffer, places: dict[int, int]) -> None:
+        """Fill a buffer on the host. `places`: for sequences (by their id()) with a pending token, where the step
+        before left it."""
+        num_rows, addresses = self.num_rows, self._addresses
+        row_starts = np.cumsum(self._num_tokens) - self._num_tokens
+        entry_of_row = np.repeat(np.arange(len(self.entries)), self._num_tokens)
+        positions = np.arange(num_rows) + (self._stored - row_starts)[entry_of_row]
+        counts = self._num_pages.tolist()
+        pages = np.concatenate([_pages(entry, count) for entry, count in zip(self.entries, counts, strict=True)])
+        page_starts = np.cumsum(self._num_pages) - self._num_pages
+        pages_of_rows = pages[page_starts[entry_of_row] + positions // addresses.page_tokens]
+        prompts = np.fromiter((e.sequence.prompt_tokens for e in self.entries), np.int64, len(self.entries))
+        sources = np.full(num_rows, -1)
+        for i in np.flatnonzero([e.sequence.num_pending > 0 for e in self.entries]).tolist():
+            # the pending token is the sequence's last, which only a row that yields the next one needs
+            if self._context[i] == self._total[i]:
+                sources[row_starts[i] + self._num_tokens[i] - 1] = places[id(self.entries[i].sequence)]
+        columns: dict[str, NDArray[np.generic]] = {
+            "token_ids": np.fromiter((t for e in self.entries for t in _token_ids(e)), np.int32, num_rows),
+            "sources": sources,
+            "positions": positions,
+            "slots": pages_of_rows * addresses.page_tokens + positions % addresses.page_tokens,
+            "prompt_tokens": prompts[entry_of_row],
+            "total_tokens": self._total[entry_of_row],
+            "sampled_rows": (row_starts + self._num_tokens - 1)[self._yielding],
+            **_sampling_columns(self.sampled),
+            "withheld": _filled_up(self._withheld, host.sizes.sampled, host.sizes.withheld),
+            "pages": pages,
+        }
+        for name, values in columns.items():
+            array = host.array(name)
+            array[: len(values)] = values
+            # padding reads row 0 and is greedy; its pages are named by nobody
+            if name != "pages":
+                array[len(values) :] = 0
+        self._plan_kernels(host, entry_of_row, row_starts, page_starts)
+
+    def _plan_kernels(self, host: StepBuffer, entry_of_row: _Int64s, row_starts: _Int64s, page_starts: _Int64s) -> None:
+        addresses, sizes = self._addresses, host.sizes
+        plan_segments(
+            self._plus[entry_of_row],
+            self._minus[entry_of_row],
+            addresses.chunk_counts,
+            sizes.segments,
+            addresses.num_programs,
+            into=host.view("segments"),
+        )
+        columns = (row_starts, self._num_tokens, self._stored, page_starts)
+        spans = [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+        plan_attention(spans, addresses.group, sizes.attention, into=host.view("attention"))
+
+
+def rounded(length: int) -> int:
+    """Lists of kernels have lengths of multiples of 16, so that the lists behind them start at multiples of 16 bytes:
+    Triton compiles a kernel anew for a pointer that does not."""
+    return -(-length // 16) * 16
+
+
+def attention_tile_rows(addresses: DeviceAddresses, tile_rows: int) -> int:
+    """Rows of an attention tile: at least one token's group of query heads."""
+    return max(tile_rows, 1 << (addresses.group - 1).bit_length())
+
+
+def _pages(entry: StepEntry, count: int) -> _Int64s:
+    """The first `count` pages of a row's block table."""
+    own = np.arange(entry.run.start, entry.run.start + count - len(entry.shared))
+    return np.concatenate([np.array(entry.shared, np.int64), own]) if entry.shared else own
+
+
+def _token_ids(entry: StepEntry) -> list[int]:
+    """Zeros stand for pending tokens."""
+    first = entry.sequence.num_stored
+    known = entry.sequence.tokens(first, first + entry.num_tokens)
+    return known + [0] * (entry.num_tokens - len(known))
+
+
+def _filled_up(lists: Items[Items[int]], num_rows: int, width: int) -> _Int32s:
+    """Lists as rows of equal length, one after the other; -1 stands where there is nothing."""
+    filled = np.full((num_rows, width), -1, np.int32)
+    for row, numbers in zip(filled, lists, strict=False):
+        row[: len(numbers)] = numbers
+    return filled.ravel()
+
+
+def _temperature(sampling: SamplingParams) -> float:
+    """Within what the kernel takes: beyond it, nothing changes."""
+    return min(max(sampling.temperature, SMALLEST_TEMPERATURE), LARGEST_TEMPERATURE) if sampling.temperature else 0.0
+
+
+def _sampling_columns(sampled: tuple[Sequence, ...]) -> dict[str, NDArray[np.generic]]:
+    settings = [s.request.sampling for s in sampled]
+    return {
+        "temperature": np.array([_temperature(p) for p in settings], np.float32),
+        # what exceeds the vocabulary cuts nothing
+        "top_k": np.array([min(p.top_k, _MOST_INT32) for p in settings], np.int32),
+        "top_p": np.array([p.top_p for p in settings], np.float64),
+        "seeds": np.array([p.seed for p in settings], np.int64),
+        "streams": np.array([s.request.stream_id for s in sampled], np.uint64).view(np.int64),
+        "draws": np.array([s.num_generated for s in sampled], np.int64),
+    }

@@ -1,0 +1,246 @@
+"""Steps on a GPU (or in Triton's interpreter): lists in one copy, decode steps as graphs, tokens read later.
+
+    host    plan, write lists | copy | launch |  plan the next step ... | read the tokens of the step before
+    device                      copy   forward, sample, copy tokens back
+
+The host needs no number of a step to launch the next: positions, places and the sampling of a row depend on how many
+tokens it has, and the token itself is fed from the step before on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.launch import empty_pinned, num_persistent_programs
+from ...kernels.paged_attention.gpu import Partials
+from ...kernels.paged_attention.work import WorkLimits
+from ...kernels.sampling import sample_tokens
+from ...kernels.segments import SegmentLimits
+from ..config import EngineConfig
+from ..memory.pool import PageLayout
+from ..model_config.model import ModelConfig
+from ..models.gpu_decoder import DeviceDecoder, DeviceMemory
+from ..models.gpu_step import DeviceStep, StepBuffer, StepSizes
+from ..models.merge import LiveWeights
+from ..models.step_batch import StepEntry
+from ..request import Sequence
+from .gpu_adapters import DeviceAdapters
+from .gpu_graphs import EagerExecutor, GraphExecutor, GraphKey, StepExecutor, bucket_of
+from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, DeviceAddresses, PlannedStep, attention_tile_rows, rounded
+from .runner import LaunchedStep, SampledTokens
+from .sampler import NO_TOKEN, StopTokens
+
+_SHRINK_PROGRAMS = 4  # per multiprocessor, as in kernels.lora_shrink.triton
+# What a bucket has room for, per row: rank 64 on the three members of qkv is 12 chunks, and a few stop tokens are
+# withheld. Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
+_BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
+# What the device holds at first; all of it grows with what steps need. 4096 rows of scratch are 256 KiB, which lets a
+# small step split its contractions 16 times.
+_FIRST_RESIDENTS, _FIRST_CHUNKS, _FIRST_SCRATCH_ROWS = 64, 1 << 14, 1 << 12
+
+
+class DeviceRunner:
+    """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`."""
+
+    def __init__(
+        self,
+        decoder: DeviceDecoder,
+        live: LiveWeights,
+        memory: Tensor,
+        layout: PageLayout,
+        config: EngineConfig,
+        stop_tokens: StopTokens,
+        executor: StepExecutor | None = None,
+    ) -> None:
+        model, device = decoder.model, memory.device
+        self.steps_ahead = steps_ahead(model, config)
+        self._decoder = decoder
+        self._live = live
+        self._seen_switches = live.num_switches
+        self._weight_addresses = decoder.weight_addresses()
+        self._executor = executor or (GraphExecutor() if device.type == "cuda" else EagerExecutor())
+        self._adapters = DeviceAdapters(memory, model, _FIRST_RESIDENTS, _FIRST_CHUNKS)
+        self._num_pages = len(memory) // layout.page_elements
+        self._context_pages = layout.pages_for_tokens(model.max_context_tokens)
+        self._page_tokens = layout.page_tokens
+        self._group = model.num_heads // model.num_kv_heads
+        programs = num_persistent_programs(device, _SHRINK_PROGRAMS)
+        self._num_programs = 1 if config.mode == "exact" else programs
+        rows = bucket_of(config.batch_rows)
+        self._memory = DeviceMemory.allocate(
+            model, self._adapters.table, _FIRST_SCRATCH_ROWS, self._attention_items(rows), layout.page_tokens
+        )
+        self._buffers: dict[int, StepBuffer] = {}
+        # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
+        # whose they are
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._told_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._places: dict[int, int] = {}
+        self._stop_tokens = stop_tokens
+
+    def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
+        """See `StepRunner`."""
+        planned = self._plan(entries)
+        self._make_room(planned)
+        bucket = self._bucket(planned)
+        sizes = planned.exact_sizes(len(self._memory.scratch)) if bucket is None else self._bucket_sizes(bucket)
+        target = self._buffer(bucket, sizes)
+        host = StepBuffer(sizes, empty_pinned(len(target.buffer), torch.int32, target.buffer.device))
+        planned.write(host, self._places)
+        host.copy_to(target, planned.num_pages)
+
+        def work() -> None:
+            self._compute(
+                target.step(self._decoder.model, has_lora=planned.has_lora, wants_logprobs=planned.wants_logprobs)
+            )
+
+        if bucket is None:
+            work()
+        else:
+            self._executor.run(GraphKey(bucket, planned.has_lora, planned.wants_logprobs), work)
+        self._places = {id(sequence): place for place, sequence in enumerate(planned.sampled)}
+        return self._launched(planned.sampled, planned.wants_logprobs)
+
+    def _plan(self, entries: Items[StepEntry]) -> PlannedStep:
+        plus = [e.adapter for e in entries]
+        minus = [e.minus.resident if e.minus else None for e in entries]
+        rows = self._adapters.rows_of(adapter for adapter in (*plus, *minus) if adapter is not None)
+        if self._adapters.table is not self._memory.table:
+            self._memory = replace(self._memory, table=self._adapters.table)
+            self._forget_addresses()
+        plus_rows, minus_rows = (
+            np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
+            for adapters in (plus, minus)
+        )
+        addresses = DeviceAddresses(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
+        return PlannedStep(entries, plus_rows, minus_rows, addresses, self._stop_tokens)
+
+    def _make_room(self, planned: PlannedStep) -> None:
+        """Scratch grows to what a step needs (ranks know no limit), and graphs read the addresses of their weights."""
+        memory, device = self._memory, self._memory.scratch.device
+        if planned.scratch_rows > len(memory.scratch):
+            shape = (2 * planned.scratch_rows, memory.scratch.shape[1])
+            scratch = torch.empty(shape, dtype=torch.float32, device=device)
+            self._memory = memory = replace(memory, scratch=scratch)
+            self._forget_addresses()
+        if planned.num_partials > len(memory.partials.values):
+            model = self._decoder.model
+            partials = Partials.allocate(2 * planned.num_partials, model.num_heads, model.head_dim, device)
+            self._memory = replace(memory, partials=partials)
+            self._forget_addresses()
+        if self._live.num_switches != self._seen_switches:
+            self._seen_switches = self._live.num_switches
+            addresses = self._decoder.weight_addresses()
+            if addresses != self._weight_addresses:
+                self._weight_addresses = addresses
+                self._executor.forget()
+
+    def _forget_addresses(self) -> None:
+        self._buffers.clear()
+        self._executor.forget()
+
+    def _bucket(self, planned: PlannedStep) -> int | None:
+        """The bucket that serves a step; None for prefill, and for what no bucket has room for."""
+        if not planned.is_decode:
+            return None
+        bucket = bucket_of(planned.num_rows)
+        sizes = self._bucket_sizes(bucket)
+        fits = (
+            len(planned.sampled) <= sizes.sampled
+            and planned.num_withheld <= sizes.withheld
+            and planned.num_pages <= sizes.pages
+            and planned.num_lora_items <= sizes.segments.max_items
+            and planned.num_attention_items <= sizes.attention.max_items
+        )
+        return bucket if fits else None
+
+    def _bucket_sizes(self, bucket: int) -> StepSizes:
+        addresses = DeviceAddresses(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
+        tile_rows = attention_tile_rows(addresses, DECODE_TILE_ROWS)
+        return StepSizes(
+            rows=bucket,
+            sampled=bucket,
+            withheld=_BUCKET_WITHHELD,
+            pages=self._bucket_pages(bucket),
+            segments=SegmentLimits(
+                rounded(bucket), rounded(bucket * _BUCKET_CHUNKS), len(self._memory.scratch), DECODE_TILE_ROWS
+            ),
+            attention=WorkLimits(rounded(self._attention_items(bucket)), bucket, tile_rows, SPLIT_KEYS),
+        )
+
+    def _bucket_pages(self, bucket: int) -> int:
+        """Pages that `bucket` rows can have. Shared prefixes count once for each row that has them."""
+        return min(bucket * self._context_pages, 2 * self._num_pages)
+
+    def _attention_items(self, bucket: int) -> int:
+        return bucket + self._bucket_pages(bucket) * self._page_tokens // SPLIT_KEYS
+
+    def _buffer(self, bucket: int | None, sizes: StepSizes) -> StepBuffer:
+        """Where a step's lists go on the device: a bucket's buffer stays where it is."""
+        if bucket is not None and bucket in self._buffers:
+            return self._buffers[bucket]
+        device = self._memory.scratch.device
+        buffer = StepBuffer(sizes, torch.empty(StepBuffer.length(sizes), dtype=torch.int32, device=device))
+        if bucket is not None:
+            self._buffers[bucket] = buffer
+        return buffer
+
+    def _compute(self, step: DeviceStep) -> None:
+        """The device's part: forward pass and sampling; the tokens stay on the device for the next step."""
+        fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
+        token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
+        logits = self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
+        count = len(step.sampled_rows)
+        if not count:
+            return
+        whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
+        raw = logits.clone() if step.wants_logprobs else logits
+        _withhold_(logits, step.withheld)
+        is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
+        tokens = sample_tokens(logits, step.sampling)
+        self._tokens[:count].copy_(tokens)
+        self._told_tokens[:count].copy_(torch.where(is_finite, tokens, NO_TOKEN))
+        if whole is not None:
+            self._logprobs[:count].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
+
+    def _launched(self, sampled: tuple[Sequence, ...], wants_logprobs: bool) -> LaunchedStep:
+        """Copy the step's tokens back behind it."""
+        count, device = len(sampled), self._tokens.device
+        tokens = empty_pinned(count, torch.int64, device)
+        tokens.copy_(self._told_tokens[:count], non_blocking=True)
+        logprobs = empty_pinned(count, torch.float32, device)
+        if wants_logprobs:
+            logprobs.copy_(self._logprobs[:count], non_blocking=True)
+        else:
+            logprobs.zero_()
+        arrived = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if arrived is not None:
+            arrived.record()
+
+        def read() -> SampledTokens:
+            if arrived is not None:
+                arrived.synchronize()
+            return tokens.tolist(), logprobs.tolist()
+
+        return LaunchedStep(sampled, read)
+
+
+def _withhold_(logits: Tensor, token_ids: Tensor) -> None:
+    """Make each row's `token_ids` [rows, n] impossible; what is no token of this vocabulary stands for none."""
+    if token_ids.shape[1]:
+        is_token = (token_ids >= 0) & (token_ids < logits.shape[1])
+        penalty = torch.zeros_like(token_ids, dtype=logits.dtype).masked_fill_(is_token, -torch.inf)
+        logits.scatter_add_(1, token_ids.where(is_token, 0).to(torch.int64), penalty)
+
+
+def steps_ahead(model: ModelConfig, config: EngineConfig) -> int:
+    """Steps that may be launched before the one before them is read: one, unless told otherwise or a row's next step
+    may depend on its token count in a way that restarts it (LongRoPE: all its angles change, it is computed anew)."""
+    restarts = any(rope is not None and rope.kind == "longrope" for rope in model.layer_ropes)
+    return 1 if config.launches_ahead and not restarts else 0

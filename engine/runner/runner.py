@@ -1,0 +1,95 @@
+"""How an engine has its steps computed: launched on a device, read later, and what lies between.
+
+A runner may let one step be launched before the one before it is read, so that the device never waits for the
+host. Rows then grow by *pending* tokens, which only the device knows, and the host learns of an end one step late:
+the step launched meanwhile computed one token too many, which is dropped when it is read. Its key and value went
+to a place that the row still owned, and whoever gets that place later writes to it in a later step.
+
+Steps on a CPU: each is computed when it is launched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..memory.pool import PageLayout
+from ..models.decoder import Decoder
+from ..models.exact import ExactDecoder
+from ..models.step_batch import StepEntry, build_step
+from ..request import Sequence
+from .sampler import StopTokens, sample
+
+SampledTokens = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way. `sampled`: the sequences that get a token; `read` waits for the tokens and their
+    log-probabilities (zeros when no sequence asked for them)."""
+
+    sampled: tuple[Sequence, ...]
+    read: Callable[[], SampledTokens]
+
+
+class StepRunner(Protocol):
+    """Computes steps, one after the other."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that may be launched before the one before them is read."""
+
+    def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
+        """Start a step; entries are not empty. Pending tokens of its sequences come from earlier steps."""
+
+
+class StepsInFlight:
+    """Steps launched and not read, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[LaunchedStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: LaunchedStep, entries: Items[StepEntry]) -> None:
+        """Count a launched step's tokens as stored and its sampled ones as pending."""
+        for entry in entries:
+            entry.sequence.num_stored += entry.num_tokens
+        for sequence in step.sampled:
+            sequence.num_pending += 1
+        self._steps.append(step)
+
+    def read(self, keep: int) -> Iterator[tuple[Sequence, int, float]]:
+        """Tokens of all steps but the `keep` latest, each with its sequence, in the order of launching."""
+        while len(self._steps) > keep:
+            step = self._steps.popleft()
+            tokens, logprobs = step.read()
+            for sequence, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
+                sequence.num_pending -= 1
+                yield sequence, token, logprob
+
+
+class HostRunner:
+    """Runs a decoder over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`."""
+
+    steps_ahead = 0
+
+    def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout, stop_tokens: StopTokens) -> None:
+        self._is_exact = isinstance(decoder, ExactDecoder)
+        self._decoder = decoder
+        self._memory = memory
+        self._layout = layout
+        self._stop_tokens = stop_tokens
+
+    def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
+        """See `StepRunner`."""
+        batch = build_step(entries, self._decoder.model, self._layout, self._memory.dtype, is_exact=self._is_exact)
+        logits = self._decoder.forward(batch, self._memory)
+        tokens = sample(logits, batch.sampled, self._stop_tokens) if batch.sampled else ([], [])
+        return LaunchedStep(batch.sampled, lambda: tokens)

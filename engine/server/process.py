@@ -1,0 +1,257 @@
+"""The engine as a process of its own: `python -m lorabatch.engine.server.process`, driven over its standard streams.
+
+Why a process: a crash or an out-of-memory kill costs one engine, not the Dask worker with its bookkeeping,
+and the interpreter lock of the worker never waits for a step. `docs/architecture.md` lists the messages.
+
+Whether an engine died of memory: it said so, or the kernel ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from ..config import EngineConfig
+from ..errors import EngineError
+from ..request import EngineTelemetry, ExportedRow, Result
+from .wire import (
+    pack_exported_row,
+    pack_result,
+    pack_telemetry,
+    read_frame,
+    unpack_config,
+    unpack_exported_row,
+    unpack_request,
+    write_frame,
+)
+
+PROGRESS_INTERVAL_S = 1.0
+PULSE_INTERVAL_S = 1.0
+
+
+class RunsRequests(Protocol):
+    """What this process needs of an engine. `config`: with the limits of a step that it keeps to."""
+
+    config: EngineConfig
+
+    def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
+        """Say where the adapter of this content hash lies."""
+
+    def import_rows(self, rows: Sequence[ExportedRow]) -> None:
+        """Queue rows, some of them begun by another engine."""
+
+    def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
+        """Take unfinished rows out; no result follows for those returned."""
+
+    def expect_rows(self, adapter_id: str, num_rows: int) -> None:
+        """So many more rows of an adapter will come."""
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """Forget requests; no result follows."""
+
+    def step(self) -> list[Result]:
+        """One forward pass; the rows it finished."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without a result."""
+
+    def telemetry(self) -> EngineTelemetry:
+        """A snapshot."""
+
+
+class EngineProcess:
+    """Feeds one engine from a queue of messages and writes what it says."""
+
+    def __init__(self, inbox: queue.SimpleQueue[dict[str, Any]], outlet: BinaryIO) -> None:
+        self._inbox = inbox
+        self._outlet = outlet
+        self._write_lock = threading.Lock()
+        self._refused_adapters: dict[str, str] = {}
+        self._last_progress_s = self._busy_s = 0.0
+        # When the step that runs now began; None between steps.
+        self._step_began_s: float | None = None
+
+    def run(self) -> int:
+        """Serve until `stop`; the exit code. A failure of the engine is told in a `fatal` message."""
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        try:
+            engine = self._start(self._inbox.get())
+        except Exception as error:
+            # What the model folder lacks does not come back by itself: no retry.
+            return self._fatal(error, is_permanent=isinstance(error, EngineError))
+        try:
+            while self._take_messages(engine):
+                self._step(engine)
+                self._report(engine)
+        except Exception as error:
+            return self._fatal(error, is_permanent=False)
+        return 0
+
+    def _start(self, message: dict[str, Any]) -> RunsRequests:
+        assert message["op"] == "start", f"first message was {message['op']!r}, not 'start'"
+        began_s = time.monotonic()
+        module, _, name = message["factory"].partition(":")
+        factory = getattr(importlib.import_module(module), name)
+        engine: RunsRequests = factory(Path(message["model"]), unpack_config(message["config"]))
+        limits = {"batch_rows": engine.config.batch_rows, "step_tokens": engine.config.step_tokens}
+        self._send({"op": "ready", "pid": os.getpid(), "load_s": time.monotonic() - began_s} | limits)
+        return engine
+
+    def _take_messages(self, engine: RunsRequests) -> bool:
+        """Handle what has arrived, waiting only when there is nothing to compute. False: asked to stop."""
+        timeout_s = 0.0 if engine.num_unfinished else PROGRESS_INTERVAL_S
+        while True:
+            try:
+                message = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if message["op"] == "stop":
+                return False
+            self._handle(engine, message)
+            timeout_s = 0.0
+
+    def _handle(self, engine: RunsRequests, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "adapter":
+                try:
+                    engine.register_adapter(message["adapter_id"], Path(message["path"]), message["name"])
+                except EngineError as error:
+                    self._refused_adapters[message["adapter_id"]] = str(error)
+            case "expect":
+                engine.expect_rows(message["adapter_id"], message["num_rows"])
+            case "add":
+                self._add(engine, [ExportedRow(unpack_request(raw)) for raw in message["requests"]])
+            case "import":
+                self._add(engine, [unpack_exported_row(raw) for raw in message["rows"]])
+            case "export":
+                self._export(engine, message["request_ids"])
+            case "abort":
+                engine.abort(message["request_ids"])
+            case op:
+                raise AssertionError(f"unknown message {op!r}")
+
+    def _add(self, engine: RunsRequests, rows: list[ExportedRow]) -> None:
+        refused = [row for row in rows if row.request.adapter_id in self._refused_adapters]
+        self._send_results(
+            [Result.refused(row.request, self._refused_adapters[row.request.adapter_id or ""]) for row in refused]
+        )
+        engine.import_rows([row for row in rows if row.request.adapter_id not in self._refused_adapters])
+
+    def _export(self, engine: RunsRequests, request_ids: list[str]) -> None:
+        """One answer for each question: what finished before was told in `results` before it."""
+        rows = engine.export_rows(request_ids)
+        self._send({"op": "exported", "request_ids": request_ids, "rows": [pack_exported_row(row) for row in rows]})
+
+    def _step(self, engine: RunsRequests) -> None:
+        if engine.num_unfinished:
+            self._step_began_s = time.monotonic()
+            results = engine.step()
+            self._busy_s += time.monotonic() - self._step_began_s
+            self._step_began_s = None
+            self._send_results(results)
+
+    def _beat(self) -> None:
+        """Tell about once a second that this process lives, and for how long the step that runs now has run: a long
+        step is no reason to end a process, a process that is stopped or hangs is.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                began_s = self._step_began_s
+                self._send({"op": "pulse", "step_s": 0.0 if began_s is None else time.monotonic() - began_s})
+                time.sleep(PULSE_INTERVAL_S)
+
+    def _report(self, engine: RunsRequests) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
+            self._last_progress_s = now_s
+            telemetry = replace(engine.telemetry(), busy_s=self._busy_s)
+            self._send({"op": "progress", "telemetry": pack_telemetry(telemetry)})
+
+    def _send_results(self, results: list[Result]) -> None:
+        if results:
+            self._send({"op": "results", "results": [pack_result(result) for result in results]})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._write_lock:
+            write_frame(self._outlet, message)
+
+    def _fatal(self, error: Exception, is_permanent: bool) -> int:
+        traceback.print_exc()
+        sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        self._send(
+            {
+                "op": "fatal",
+                "error": sentence,
+                "is_permanent": is_permanent,
+                "is_out_of_memory": is_out_of_memory(error),
+            }
+        )
+        return 1
+
+
+def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Move messages from the host to the inbox; end the process with the host, even in a long step."""
+    while (message := read_frame(inlet)) is not None:
+        inbox.put(message)
+    os._exit(0)
+
+
+def claim_stdout() -> BinaryIO:
+    """A private copy of standard output; descriptor 1 becomes standard error, so no print breaks a frame."""
+    private = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return private
+
+
+def main() -> int:
+    """Entry point of the process."""
+    # Its host decides when it ends: told to leave, the host first takes back what was generated.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    outlet = claim_stdout()
+    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    try:
+        return EngineProcess(inbox, outlet).run()
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    # Skip interpreter shutdown: the reader still blocks on its stream, and a device runtime may take seconds.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)
+_VMSTAT = Path("/proc/vmstat")
+# What torch's allocators say where they raise a plain RuntimeError.
+_SAID = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on the device or on the host."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
+
+
+def kernel_kills(vmstat: Path = _VMSTAT) -> int:
+    """Processes of this machine that Linux has ended for want of memory since it started; 0 where nobody counts.
+
+    A process killed by signal 9 while this rose most likely died of memory.
+    """
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,96 @@
+"""Chat templates: messages in, one prompt out, in jinja2's sandbox.
+
+Templates come with model and adapter folders, so they are strangers' code: they see plain JSON values only and
+cannot reach Python objects, files or the machine. The environment offers what Hugging Face documents for chat
+templates (`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls), and a test compares
+the outcome with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..errors import ChatTemplateError, ModelFilesError
+
+# Names under which a model's thoughts travel in a message; the first is what templates read.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """One compiled template. `now` is what `strftime_now` tells, so that a resumed job renders the same.
+
+    Raises `ModelFilesError` when the source is not a template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
+        self._special_tokens = dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelFilesError(
+                f"chat template: not a valid jinja2 template ({error}). Repair it, or give prompts as text."
+            ) from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt. Keys whose value is None are dropped, as if they were not there.
+
+        Raises `ChatTemplateError` when the template refuses these messages or fails on them.
+        """
+        try:
+            return self._template.render(
+                messages=[_prepared(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:
+            # A template can fail in as many ways as any program; none of them is ours.
+            raise ChatTemplateError(f"the chat template refuses them ({error})") from None
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in message.items() if value is not None}
+    thoughts = next((given[key] for key in _REASONING_KEYS if key in given), None)
+    return given if thoughts is None else {"thinking": thoughts, **given, "reasoning_content": thoughts}
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; jinja2's own filter would escape `<`, `>`, `&` and quotes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

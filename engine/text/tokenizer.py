@@ -1,0 +1,210 @@
+"""Text to tokens and back, from a Hugging Face model folder. No torch, no transformers.
+
+`tokenizer.json` holds the tokenizer, `tokenizer_config.json` (and the older `special_tokens_map.json`) names the
+special tokens and may hold the chat template; `chat_template.jinja` takes precedence. What is put around a plain
+prompt is written in `tokenizer.json`; the flags `add_bos_token` and `add_eos_token` beside it are for tokenizers
+without that file. Tests hold the outcome against transformers' `AutoTokenizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerFile
+
+from ..config import read_json
+from ..errors import ChatTemplateError, ModelFilesError
+from .chat_template import ChatTemplate
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# An incomplete UTF-8 character becomes complete within three more bytes, hence tokens. Beyond that, what
+# looks incomplete is an invalid byte and will stay one.
+_MAX_PENDING_TOKENS = 4
+_MAX_CONTEXT_TOKENS = 8
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """One folder's tokenizer. Safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: TokenizerFile,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)
+        self._chat_template = chat_template
+        self.eos_token_ids = eos_token_ids
+        added = backend.get_added_tokens_decoder().values()
+        self._special_texts = {token.content for token in added if token.special}
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, base: Path | None = None, now: datetime | None = None) -> Tokenizer:
+        """Read a model folder, or an adapter's, which may ship a tokenizer, a chat template, or both; `base` is then
+        the model folder that has the rest. `now`: the time chat templates are told, by default the clock's.
+
+        Raises `ModelFilesError` when `tokenizer.json` is missing or damaged, or the chat template is no
+        template.
+        """
+        folder = Path(folder)
+        home = folder if base is None or (folder / "tokenizer.json").exists() else base
+        config = _read_optional(home / "tokenizer_config.json")
+        special = _special_tokens(config, _read_optional(home / "special_tokens_map.json"))
+        backend = _read_backend(home / "tokenizer.json")
+        _mark_special(backend, special)
+        sources = (
+            _template_source(place, _read_optional(place / "tokenizer_config.json"))
+            for place in (folder, base or folder)
+        )
+        source = next((found for found in sources if found is not None), None)
+        template = ChatTemplate(source, special, now) if source is not None else None
+        eos_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        return cls(backend, special, template, () if eos_id is None else (eos_id,))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `messages` can be rendered."""
+        return self._chat_template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones included. A model's embedding may be larger."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def conflicts(self, other: Tokenizer) -> list[str]:
+        """Added and special tokens that stand for another number in `other`, as plain sentences."""
+        ours, theirs = ({t.content: i for i, t in x._backend.get_added_tokens_decoder().items()} for x in (self, other))
+        moved = [(text, ours[text], theirs[text]) for text in ours.keys() & theirs.keys() if ours[text] != theirs[text]]
+        return [f"token {text!r} is {mine} here and {base} in the base" for text, mine, base in sorted(moved)]
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that asks the assistant to answer `messages`. Raises `ChatTemplateError`."""
+        if self._chat_template is None:
+            raise ChatTemplateError("this model has no chat template; give a prompt instead of messages")
+        return self._chat_template.render(messages)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a plain prompt, with the special tokens the model expects around it."""
+        return list(self._backend.encode(text, add_special_tokens=True).ids)
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of rendered messages. The template has written the special tokens; none are added."""
+        return list(self._backend.encode(self.render(messages), add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
+        """Tokens of many texts, on all cores; `is_rendered` texts come from the chat template."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not is_rendered)
+        return [list(encoding.ids) for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of generated tokens, without special tokens."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """Of these texts, those that are special tokens: `decode` leaves them out."""
+        ids = ((self._backend.token_to_id(text), text) for text in texts)
+        return tuple(i for i, text in ids if i is not None and text in self._special_texts)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh `Detokenizer` for one sequence."""
+        return Detokenizer(self)
+
+
+class Detokenizer:
+    """Text of one sequence as its tokens arrive; never half a character.
+
+    Decoding depends on what stands before (leading spaces, multi-byte characters), so each call decodes a short
+    window of latest tokens twice, with and without the new one, and returns the difference.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._num_context_chars = 0
+        self._pending: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._pending.append(token_id)
+        text = self._text_of_pending()
+        is_incomplete = text.endswith(_REPLACEMENT)
+        return "" if is_incomplete and len(self._pending) < _MAX_PENDING_TOKENS else self._release(text)
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        return self._release(self._text_of_pending())
+
+    def _text_of_pending(self) -> str:
+        return self._tokenizer.decode(self._context + self._pending)[self._num_context_chars :]
+
+    def _release(self, text: str) -> str:
+        # Tokens without text (special ones) say nothing about the next one; what stood before them does.
+        self._context = self._pending if text else (self._context + self._pending)[-_MAX_CONTEXT_TOKENS:]
+        self._num_context_chars = len(self._tokenizer.decode(self._context))
+        self._pending = []
+        return text
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _read_backend(path: Path) -> TokenizerFile:
+    if not path.exists():
+        raise ModelFilesError(
+            f"{path}: missing. A model folder needs it; transformers makes one with "
+            "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`."
+        )
+    try:
+        backend = TokenizerFile.from_file(str(path))
+    except Exception as error:
+        # The library raises plain `Exception` for whatever it cannot parse.
+        raise ModelFilesError(f"{path}: not a tokenizer ({error}). Fetch the model again.") from None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text; each may be written as a string or as an object with `content`."""
+    found: dict[str, str] = {}
+    for source in sources:
+        for name in _SPECIAL_NAMES:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(text, str) and name not in found:
+                found[name] = text
+    return found
+
+
+def _mark_special(backend: TokenizerFile, special: Mapping[str, str]) -> None:
+    """Named special tokens that the file lists as ordinary vocabulary are special all the same."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    plain = [text for text in special.values() if text not in added and backend.token_to_id(text) is not None]
+    if plain:
+        backend.add_special_tokens(list(dict.fromkeys(plain)))
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelFilesError(f"{path}: not UTF-8 text ({error}). Fetch the model again.") from None
+    named = config.get("chat_template")
+    if isinstance(named, list):
+        templates = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, Mapping)}
+        named = templates.get("default")
+    if named is not None and not isinstance(named, str):
+        raise ModelFilesError(
+            f"{folder / 'tokenizer_config.json'} chat_template: expected a string, or a list of "
+            f"{{name, template}} with one named 'default', found {type(named).__name__}."
+        )
+    return named

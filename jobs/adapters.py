@@ -1,0 +1,187 @@
+"""Audits of adapter folders for people: find them, audit them, print a table.
+
+Which adapters a job has, and where each lies. Names come from folders or from `NAME=URL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, get_args
+
+from ..engine.config import read_model_config
+from ..engine.errors import ModelFilesError
+from ..engine.model_config.model import ModelConfig
+from ..engine.peft import audit_adapters
+from ..engine.peft import find_adapters as find_adapter_folders
+from ..engine.peft.audit import AdapterAudit, audit_adapter
+from ..engine.peft.findings import Verdict
+from ..engine.text.tokenizer import Tokenizer
+from .errors import JobRequestError, StorageError
+from .record import AdapterRecord, adapter_problem
+from .storage.local_copy import local_folder
+from .storage.location import Location
+from .storage.redaction import redacted_url
+
+_PARALLEL_AUDITS = 4
+
+
+def audit_all(
+    adapters: Mapping[str, str], model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
+) -> tuple[AdapterRecord, ...]:
+    """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged."""
+
+    def audit(item: tuple[str, str]) -> AdapterRecord:
+        return _audit(*item, model_folder, model, storage_options)
+
+    with ThreadPoolExecutor(_PARALLEL_AUDITS) as pool:
+        return tuple(pool.map(audit, adapters.items()))
+
+
+def _audit(
+    name: str, url: str, model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
+) -> AdapterRecord:
+    try:
+        folder = local_folder(url, storage_options)
+        found = audit_adapter(folder, model, name)
+        problems = _tokenizer_problems(folder, model_folder, found)
+    except (StorageError, ModelFilesError) as error:
+        problems = [str(error)]
+    if problems:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=tuple(problems))
+    return AdapterRecord(
+        name=name,
+        url=redacted_url(url),
+        verdict=found.verdict,
+        reasons=found.reasons,
+        sha256=found.identity_sha256 or "",
+        rank=found.max_rank,
+        weight_bytes=found.weight_bytes,
+        tokenizer_sha256=found.tokenizer_sha256,
+        vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
+    )
+
+
+def _tokenizer_problems(folder: Path, model_folder: Path, audit: AdapterAudit) -> list[str]:
+    """Why the adapter's own tokenizer cannot be used with this base. Raises `ModelFilesError` when it is damaged."""
+    if not audit.has_own_tokenizer or audit.verdict == "refused":
+        return []
+    own = Tokenizer.from_folder(folder, base=model_folder)
+    problems = own.conflicts(Tokenizer.from_folder(model_folder))
+    if problems:
+        shown = "; ".join(problems[:5])
+        return [f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with."]
+    if own.vocab_size > audit.vocab_size:
+        return [
+            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
+            "resized embedding, or remove the tokenizer from its folder."
+        ]
+    return []
+
+
+_NAMES_SHOWN = 8
+
+
+def audit_folders(
+    urls: Sequence[str], model: str, storage_options: Mapping[str, Any], *, check_values: bool
+) -> list[AdapterAudit]:
+    """Audit each folder that is an adapter, and each adapter right below a folder that is none. `urls`: or paths.
+
+    Raises `JobRequestError` naming the folders in which no adapter was found, `StorageError` for what cannot be
+    fetched, and what `read_model_config` raises.
+    """
+    config = read_model_config(local_folder(model, storage_options))
+    found: dict[str, Path] = {}
+    empty = []
+    for url in urls:
+        folder = local_folder(url, storage_options) if "://" in url else Path(url)
+        if not folder.is_dir():
+            empty.append(f"{folder}: not a folder. Check the path.")
+            continue
+        # what is fetched lies in the cache under another name
+        name = url.rstrip("/").rsplit("/", 1)[-1] if "://" in url else folder.name
+        adapters = {name: folder} if (folder / "adapter_config.json").exists() else find_adapter_folders(folder)
+        if not adapters:
+            empty.append(
+                f"{folder}: neither an adapter (adapter_config.json) nor a folder of adapters. Check the path."
+            )
+        for name, path in adapters.items():
+            found[name if name not in found else str(path)] = path
+    if empty:
+        raise JobRequestError(*empty)
+    return list(audit_adapters(found, config, check_values=check_values))
+
+
+def adapter_notes(adapters: Sequence[AdapterRecord]) -> list[str]:
+    """What a user should know of a job's adapters before it runs: how many of each verdict, which are refused and
+    why, which bring a tokenizer or chat template."""
+    if not adapters:
+        return []
+    counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in get_args(Verdict)}
+    notes = [f"{len(adapters)} adapters: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)]
+    notes += [f"  {adapter_problem(a.name, {a.name: a})}" for a in adapters if a.is_refused]
+    own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
+    if own:
+        shown = ", ".join(own[:_NAMES_SHOWN]) + (", …" if len(own) > _NAMES_SHOWN else "")
+        notes.append(f"  with their own tokenizer or chat template: {shown}")
+    return notes
+
+
+_CONFIG = "adapter_config.json"
+_MAX_NAME_CHARS = 256
+
+
+def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> folder or URL, sorted by name.
+
+    A folder holds one PEFT folder per adapter, named as rows ask for it; names that start with `_` or `.` are
+    passed over. Raises `JobRequestError` with every problem.
+    """
+    if adapters is None:
+        return {}
+    found = _in_folder(adapters, storage_options) if isinstance(adapters, str) else dict(adapters)
+    problems = [problem for name in found if (problem := _name_problem(name)) is not None]
+    problems += [
+        f"adapters: {name}={redacted_url(url)}: carries a password or a signature, which is never recorded, and "
+        "workers fetch adapters as recorded. Put what opens it into --storage-options."
+        for name, url in found.items()
+        if redacted_url(url) != url
+    ]
+    if problems:
+        raise JobRequestError(*problems)
+    return dict(sorted(found.items()))
+
+
+def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
+    shown = redacted_url(url)
+    folder = Location(url, storage_options)
+    try:
+        entries = folder.list()
+    except StorageError as error:
+        raise JobRequestError(f"adapters={shown!r}: {error}") from None
+    if _CONFIG in entries:
+        raise JobRequestError(
+            f"adapters={shown!r}: is one adapter, not a folder of adapters. Give the folder above it, or a name "
+            f"for it: --adapters NAME={shown}."
+        )
+    names = [name for name, size in entries.items() if size is None and not name.startswith(("_", "."))]
+    if not names:
+        raise JobRequestError(
+            f"adapters={shown!r}: no adapter folders there. Expected one folder per adapter, each with "
+            f"{_CONFIG} and adapter_model.safetensors."
+        )
+    return {name: f"{folder.url}/{name}" for name in names}
+
+
+def _name_problem(name: str) -> str | None:
+    """Names stand in rows, records and reports, and are never made into paths; one that is a path is a mistake, or
+    an attempt at reading elsewhere.
+    """
+    is_path = name in (".", "..") or any(sign in name for sign in "/\\")
+    if not name or len(name) > _MAX_NAME_CHARS or not name.isprintable() or is_path:
+        return (
+            f"adapters: name {name[:_MAX_NAME_CHARS]!r}: expected 1 to {_MAX_NAME_CHARS} printable characters without "
+            "slashes. Give it another name: --adapters NAME=URL."
+        )
+    return None

@@ -1,0 +1,1 @@
+"""The input dataset: Parquet files and the roles of their columns."""

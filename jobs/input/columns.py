@@ -1,0 +1,140 @@
+"""Which input column plays which role, and whether its type can. Pure: an Arrow schema in, problems out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pyarrow as pa
+import pyarrow.types as t
+
+from ..spec import COLUMN_ROLES, PROMPT_ROLES
+
+# What the output adds; input columns must leave these names free.
+OUTPUT_COLUMNS = (
+    "completion",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "error",
+    "adapter_sha256",
+    "mode",
+    "attempts",
+    "token_ids",
+    "token_logprobs",
+)
+OUR_PREFIX = "__lb_"
+DEFAULT_ID_COLUMN = "id"
+
+
+def find_roles(schema: pa.Schema, columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Role -> input column, and every problem found.
+
+    `columns`: roles that the user has assigned; any other role is played by the column of its own name, if
+    there is one.
+    """
+    roles = dict(columns)
+    problems = [
+        f"column {role}={name!r}: the input has no such column; it has {', '.join(schema.names) or 'none'}."
+        for role, name in columns.items()
+        if name not in schema.names
+    ]
+    for role in COLUMN_ROLES:
+        is_other_prompt = role in PROMPT_ROLES and any(prompt in columns for prompt in PROMPT_ROLES)
+        if role not in roles and role in schema.names and not is_other_prompt:
+            roles[role] = role
+    problems += _prompt_problems(roles, schema)
+    for role, name in roles.items():
+        if name in schema.names and not _ACCEPTS[role](_plain(schema.field(name).type)):
+            problems.append(f"column {name!r} ({role}): type {schema.field(name).type}, expected {_EXPECTED[role]}.")
+    return roles, problems + _name_clashes(schema, roles)
+
+
+def _prompt_problems(roles: Mapping[str, str], schema: pa.Schema) -> list[str]:
+    prompts = [role for role in PROMPT_ROLES if role in roles]
+    if len(prompts) == 1:
+        return []
+    if prompts:
+        return [
+            f"input columns {' and '.join(prompts)}: a row must have one kind of prompt. Say which one to use, "
+            f"for example --column {prompts[0]}={roles[prompts[0]]}."
+        ]
+    return [
+        f"input: no prompt column. Expected one of {', '.join(PROMPT_ROLES)}; the columns are "
+        f"{', '.join(schema.names) or 'none'}. Rename one with --column, for example --column prompt=text."
+    ]
+
+
+def _name_clashes(schema: pa.Schema, roles: Mapping[str, str]) -> list[str]:
+    taken = [name for name in schema.names if name in OUTPUT_COLUMNS or name.startswith(OUR_PREFIX)]
+    if roles.get("id") is None and DEFAULT_ID_COLUMN in schema.names:
+        taken.append(DEFAULT_ID_COLUMN)
+    return [f"input column {name!r}: the output has a column of that name. Rename it." for name in taken]
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of the values: dictionaries and extensions unwrapped."""
+    if t.is_dictionary(kind):
+        return _plain(kind.value_type)
+    return _plain(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind))
+
+
+def _is_list_of(accepts: Callable[[pa.DataType], bool], kind: pa.DataType) -> bool:
+    is_list = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+    return bool(is_list) and accepts(_plain(kind.value_type))
+
+
+def _is_message(kind: pa.DataType) -> bool:
+    if not t.is_struct(kind):
+        return False
+    names = [kind.field(i).name for i in range(kind.num_fields)]
+    return "role" in names and "content" in names
+
+
+def _is_integer(kind: pa.DataType) -> bool:
+    return bool(t.is_integer(kind) or t.is_null(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(_is_integer(kind) or t.is_floating(kind))
+
+
+def _is_boolean(kind: pa.DataType) -> bool:
+    return bool(t.is_boolean(kind) or t.is_null(kind))
+
+
+_ACCEPTS: Mapping[str, Callable[[pa.DataType], bool]] = {
+    "id": lambda kind: _is_text(kind) or bool(t.is_integer(kind)),
+    "adapter": lambda kind: _is_text(kind) or bool(t.is_null(kind)),
+    "prompt": _is_text,
+    "messages": lambda kind: _is_text(kind) or _is_list_of(_is_message, kind),
+    "prompt_token_ids": lambda kind: _is_list_of(lambda item: bool(t.is_integer(item)), kind),
+    "max_tokens": _is_integer,
+    "min_tokens": _is_integer,
+    "temperature": _is_number,
+    "top_p": _is_number,
+    "top_k": _is_integer,
+    "seed": _is_integer,
+    "stop": lambda kind: _is_text(kind) or bool(t.is_null(kind)) or _is_list_of(_is_text, kind),
+    "logprobs": _is_boolean,
+    "ignore_eos": _is_boolean,
+}
+_EXPECTED: Mapping[str, str] = {
+    "id": "string or integer",
+    "adapter": "string",
+    "prompt": "string",
+    "messages": "list<struct<role, content>>, or string with its JSON",
+    "prompt_token_ids": "list of integers",
+    "max_tokens": "integer",
+    "min_tokens": "integer",
+    "temperature": "number",
+    "top_p": "number",
+    "top_k": "integer",
+    "seed": "integer",
+    "stop": "string or list of strings",
+    "logprobs": "boolean",
+    "ignore_eos": "boolean",
+}

@@ -1,0 +1,1 @@
+"""Files on any fsspec URL, local copies of folders, and redaction of credentials in messages."""

@@ -1,0 +1,187 @@
+"""Model and adapter folders as local folders, wherever they come from; what is fetched is fetched once per host.
+
+| given | becomes |
+|---|---|
+| local folder | itself |
+| local or remote `.gguf` file | the model folder it converts to |
+| fsspec URL of a folder | a copy in the cache, keyed by the names, sizes and versions of its files |
+| `owner/name` | the hub's snapshot, through `huggingface_hub` |
+
+The identity of a base model: one hash over everything in its folder that decides what it answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from ...engine.local_cache import default_cache_root, file_lock
+from ...engine.models.gguf.convert import resolve_gguf
+from ..errors import StorageError
+from .location import options_for
+from .redaction import redacted_url, storage_reason
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Never fetched: pickles can run code when read, and nothing here reads them. Their names are kept as empty files,
+# so that whoever looks into the folder can say what it holds.
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
+_VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+
+
+def is_on_this_machine(url: str) -> bool:
+    """Whether nothing has to be fetched for it: a path, and none that the hub might be asked for instead."""
+    return "://" not in url and (Path(url).exists() or not _HUB_ID.fullmatch(url))
+
+
+def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None) -> Path:
+    """A local folder with the content behind `url`.
+
+    Raises `StorageError` saying what was looked for and what to do, and `EngineError` for a GGUF file that
+    cannot be converted.
+    """
+    root = cache_root or default_cache_root()
+    path = Path(url.removeprefix("file://"))
+    if "://" in url and not url.startswith("file://"):
+        path = _fetched(url, storage_options, root)
+    elif not path.exists() and _HUB_ID.fullmatch(url):
+        path = _hub_snapshot(url)
+    if path.is_file() and path.suffix == ".gguf":
+        return resolve_gguf(path, root)
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing"
+        raise StorageError(f"{redacted_url(url)!r}: expected a folder, found {found} there. Check the path.")
+    return path
+
+
+def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
+    options = options_for(url, storage_options)
+    try:
+        fs, remote = fsspec.core.url_to_fs(url, **options)
+        fs.invalidate_cache(remote)
+        is_file = fs.isfile(remote)
+        listing = {remote: fs.info(remote)} if is_file else fs.find(remote, detail=True)
+        if not listing:
+            raise FileNotFoundError(remote)
+        name = remote.rstrip("/").rsplit("/", 1)[-1]
+        folder = root / "fetched" / f"{name}-{_listing_key(fs.unstrip_protocol(remote), listing)}"
+        if not folder.exists():
+            _fetch_once(fs, remote.rsplit("/", 1)[0] if is_file else remote, list(listing), folder)
+    except Exception as error:
+        raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
+    return folder / name if is_file else folder
+
+
+def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
+    versions = [
+        [path, info.get("size"), *(str(info[key]) for key in _VERSION_KEYS if key in info)]
+        for path, info in sorted(listing.items())
+    ]
+    return hashlib.sha256(json.dumps([redacted_url(url), versions]).encode()).hexdigest()[:16]
+
+
+def _fetch_once(fs: Any, remote: str, files: list[str], folder: Path) -> None:
+    """Fetch unless somebody else does: workers of one host that start together need one copy."""
+    with file_lock(folder.with_name(f".{folder.name}.lock")):
+        if not folder.exists():
+            _fetch(fs, remote, files, folder)
+
+
+def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:
+    """Copy into a temporary folder, then rename: nobody ever sees half a model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
+    try:
+        for file in files:
+            target = scratch / file.removeprefix(remote).lstrip("/")
+            if not target.resolve().is_relative_to(scratch.resolve()):
+                raise ValueError(f"{file!r} would be written outside its folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.suffix in _PICKLES:
+                target.touch()
+            else:
+                fs.get_file(file, str(target))
+        try:
+            scratch.rename(folder)
+        except OSError:
+            # Another process was faster; its copy has the same key, hence the same content.
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _hub_snapshot(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise StorageError(
+            f"{hub_id!r}: no such local folder. To take it from the hub, install lorabatch[hub]; or give the "
+            "path of a folder."
+        ) from None
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:
+        raise StorageError(
+            f"{hub_id!r}: no such local folder, and the hub did not give it ({error}). Check the name, the "
+            "network and HF_TOKEN, or give the path of a folder."
+        ) from None
+
+
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def model_sha256(folder: Path, *, with_weights: bool = True, cache_root: Path | None = None) -> str:
+    """Hash of configuration, tokenizer and (`with_weights`) safetensors files. Names and paths do not count
+    beyond the file's own name, so a copied folder is the same model.
+
+    Weights are read once per host: digests are remembered by path, size and time of change.
+    """
+    digests = (cache_root or default_cache_root()) / "digests"
+    whole = hashlib.sha256()
+    weights = sorted(folder.glob("*.safetensors")) if with_weights else []
+    for path in [*(folder / name for name in _FILES), *weights]:
+        if path.exists():
+            whole.update(f"{path.name} {_file_sha256(path, digests)}\n".encode())
+    return whole.hexdigest()
+
+
+def _file_sha256(path: Path, digests: Path) -> str:
+    path = path.resolve()
+    facts = path.stat()
+    key = f"{path} {facts.st_size} {facts.st_mtime_ns} {facts.st_ino}"
+    remembered = digests / hashlib.sha256(key.encode()).hexdigest()
+    if remembered.exists():
+        return remembered.read_text()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    _remember(remembered, digest)
+    return digest
+
+
+def _remember(path: Path, text: str) -> None:
+    """Best effort: a cache that cannot be written costs time, nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        return

@@ -1,0 +1,329 @@
+"""A folder at any fsspec URL: list, read, and write whole files so that nobody ever sees half of one.
+
+Local folders and object stores differ in what is atomic; the difference lives here and nowhere else:
+
+| | local | object store |
+|---|---|---|
+| whole file | temporary name, fsync, rename | one PUT, or a multipart upload, seen when whole |
+| create only | temporary name, then a hard link | conditional PUT where the store has it |
+| append | the file itself | one more object, `NAME.<number>-<random>`, read back in order |
+
+Names of a journal's segments, where a store cannot append: sorted, they are in the order of writing. Pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from ..errors import MissingFileError, StorageError
+from .redaction import redacted_url, storage_reason
+
+logger = logging.getLogger(__name__)
+_BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
+
+
+class Location:
+    """One folder and what lies under it. Names are relative, with `/` between parts. Picklable.
+
+    `scratch`: sub-folder for temporary files; it must be on the same local file system as the rest.
+    All methods raise `StorageError`; reading what is not there raises its kind `MissingFileError`.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, scratch: str = "") -> None:
+        self.url = url.rstrip("/") or url
+        self.storage_options = options_for(url, storage_options or {})
+        self.scratch = scratch
+
+    def __repr__(self) -> str:
+        return f"Location({redacted_url(self.url)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("url", "storage_options", "scratch")}
+
+    @cached_property
+    def _segment_names(self) -> dict[str, SegmentNames]:
+        """By folder."""
+        return {}
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        with self._translated("open", ""):
+            fs, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
+        return fs, root.rstrip("/") or root
+
+    @property
+    def fs(self) -> Any:
+        """The fsspec filesystem."""
+        return self._opened[0]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether files here can be renamed, appended to and memory-mapped."""
+        return isinstance(self.fs, LocalFileSystem)
+
+    def path(self, name: str = "") -> str:
+        """The filesystem's own path of a file here."""
+        root = self._opened[1]
+        return f"{root}/{name}" if name else root
+
+    def local_path(self, name: str) -> Path:
+        """The path of a local file. Only where `is_local`."""
+        assert self.is_local, f"{self!r} is not a local folder"
+        return Path(self.path(name))
+
+    def list(self, folder: str = "") -> dict[str, int | None]:
+        """Names directly under `folder` -> size in bytes; sub-folders have None. Empty when it is missing."""
+        with self._translated("list", folder):
+            self.fs.invalidate_cache(self.path(folder))
+            try:
+                entries = self.fs.ls(self.path(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        names = {}
+        for entry in entries:
+            name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
+            is_marker = entry["name"].rstrip("/") == self.path(folder).rstrip("/")
+            if not is_marker:
+                names[name] = None if entry["type"] == "directory" else int(entry["size"] or 0)
+        return names
+
+    def exists(self, name: str) -> bool:
+        """Whether the file is there now (no cached listing is asked)."""
+        with self._translated("look for", name):
+            self.fs.invalidate_cache(self.path(name))
+            # Not `isfile`, which takes a store that refuses or does not answer for an empty one.
+            try:
+                return bool(self.fs.info(self.path(name))["type"] == "file")
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def check_folder(self) -> None:
+        """Raise what a first write would: no such bucket (stores list it as an empty one), a file where the folder or
+        one above it should be, a local folder that may not be written to.
+        """
+        if self.is_local:
+            with self._translated("write to", ""):
+                _check_writable(self.local_path(""))
+            return
+        bucket, slash, _ = self.path().partition("/")
+        if slash and bucket and self.url.startswith(_BUCKET_PROTOCOLS):
+            # Who may only write below the bucket may not ask for it.
+            with self._translated("find the bucket of", ""), contextlib.suppress(PermissionError):
+                self.fs.info(bucket)
+
+    def read(self, name: str) -> bytes:
+        """The whole file."""
+        with self._translated("read", name):
+            return bytes(self.fs.cat_file(self.path(name)))
+
+    def open(self, name: str) -> BinaryIO:
+        """The file, for random access."""
+        with self._translated("read", name):
+            return cast(BinaryIO, self.fs.open(self.path(name), "rb"))
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Write or replace the whole file, or leave what was there."""
+        with self._translated("write", name):
+            if self.is_local:
+                with self._temporary_file(data) as temporary:
+                    self._rename(temporary, self.local_path(name))
+            else:
+                self.fs.pipe_file(self.path(name), bytes(data))
+
+    def create(self, name: str, data: bytes | memoryview) -> bool:
+        """Write the whole file unless it is there already. False when it was, and then it stays as it is.
+
+        Where the store has no conditional write, two writers at the same moment may both report True; the
+        file is whole in any case.
+        """
+        with self._translated("write", name):
+            if self.is_local:
+                with self._temporary_file(data) as temporary:
+                    return self._link(temporary, self.local_path(name))
+            return self._conditional_put(name, bytes(data))
+
+    def append(self, name: str, data: bytes) -> None:
+        """Add to the end of a journal. One call is one write: it is seen whole, or torn at the end only."""
+        with self._translated("append to", name):
+            if not self.is_local:
+                folder, _, journal = name.rpartition("/")
+                names = self._segment_names.setdefault(folder, SegmentNames())
+                segment = names.next(journal, time.time_ns(), lambda: self.list(folder))
+                self.fs.pipe_file(self.path(f"{folder}/{segment}" if folder else segment), data)
+                return
+            path = self.local_path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                file.write(data)
+
+    def read_journal(self, name: str) -> bytes:
+        """Everything appended under `name`, in order; empty when nothing was."""
+        folder, _, base = name.rpartition("/")
+        prefix = f"{folder}/" if folder else ""
+        return b"".join(self.read(prefix + segment) for segment in segments_of(base, self.list(folder)))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files and whole folders; those that are gone already are fine."""
+        for name in names:
+            with self._translated("remove", name), contextlib.suppress(FileNotFoundError):
+                self.fs.invalidate_cache(self.path(name))
+                self.fs.rm(self.path(name), recursive=True)
+
+    def _conditional_put(self, name: str, data: bytes) -> bool:
+        if self.exists(name):
+            return False
+        try:
+            self.fs.pipe_file(self.path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        except (NotImplementedError, TypeError, OSError) as error:
+            if _is_lost_race(error):
+                return False
+            if not _is_unconditional(error):
+                raise
+            _tell_unconditional(self.url.split("://", 1)[0])
+            self.fs.pipe_file(self.path(name), data)
+        return True
+
+    @contextlib.contextmanager
+    def _temporary_file(self, data: bytes | memoryview) -> Iterator[Path]:
+        folder = self.local_path(self.scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f".{uuid.uuid4().hex}.tmp"
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _rename(temporary: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+
+    @staticmethod
+    def _link(temporary: Path, target: Path) -> bool:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        except OSError:
+            # A file system without hard links (some network and FUSE mounts): whole, if not exclusive.
+            if target.exists():
+                return False
+            os.replace(temporary, target)
+        _sync_folder(target.parent)
+        return True
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:
+            where = redacted_url(f"{self.url}/{name}" if name else self.url)
+            kind = MissingFileError if isinstance(error, FileNotFoundError) else StorageError
+            raise kind(f"cannot {doing} {where}: {storage_reason(error, self.storage_options, self.url)}") from None
+
+
+def absolute(url: str) -> str:
+    """A local path made independent of the working directory; URLs come back as they are."""
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
+
+
+def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options meant for this URL: `{"s3": {…}, "gs": {…}}` is one mapping per protocol."""
+    protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"
+    is_per_protocol = bool(storage_options) and all(
+        isinstance(value, Mapping) and key in fsspec.available_protocols() for key, value in storage_options.items()
+    )
+    if is_per_protocol:
+        return dict(storage_options.get(protocol, {}))
+    return {} if protocol in ("file", "local") else dict(storage_options)
+
+
+def _is_lost_race(error: Exception) -> bool:
+    """Whether a store's refusal means that somebody else wrote the object first (HTTP 412 or 409)."""
+    text = str(error)
+    return any(code in text for code in ("PreconditionFailed", "ConditionalRequestConflict", "412"))
+
+
+def _is_unconditional(error: Exception) -> bool:
+    """Whether it means that the store, or its filesystem package, has no conditional writes (HTTP 501)."""
+    return isinstance(error, NotImplementedError | TypeError) or "NotImplemented" in str(error)
+
+
+@cache
+def _tell_unconditional(protocol: str) -> None:
+    """Told once per process."""
+    logger.warning(
+        "%s: this store has no conditional writes; when two workers finish the same shard, the later part replaces the "
+        "earlier one, with the same rows",
+        protocol,
+    )
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise OSError unless the folder can be written to, or created."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def segments_of(journal: str, names: Iterable[str]) -> list[str]:
+    """Those of a folder's names that hold a part of this journal, in order."""
+    return sorted(name for name in names if name == journal or name.startswith(f"{journal}."))
+
+
+class SegmentNames:
+    """One writer's names for the segments it adds.
+
+    Segments are numbered by the clock, but never before those that were there when the writer came: a coordinator that
+    takes over may have a clock that is behind.
+    """
+
+    def __init__(self) -> None:
+        # Journal -> the highest number used, by this writer or before it.
+        self._last: dict[str, int] = {}
+
+    def next(self, journal: str, now_ns: int, list_names: Callable[[], Iterable[str]]) -> str:
+        """A new segment's name. `journal`: without its folder, of which `list_names` gives the names."""
+        last = self._last.get(journal)
+        if last is None:
+            last = max((_number(journal, name) for name in segments_of(journal, list_names())), default=0)
+        self._last[journal] = number = max(now_ns, last + 1)
+        return f"{journal}.{number:020d}-{uuid.uuid4().hex[:8]}"
+
+
+def _number(journal: str, segment: str) -> int:
+    digits = segment[len(journal) + 1 :].partition("-")[0]
+    return int(digits) if digits.isdecimal() else 0

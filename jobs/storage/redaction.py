@@ -1,0 +1,121 @@
+"""Keep secrets out of records, logs and messages: what is in `storage_options`, and passwords inside URLs.
+
+What storage answered, in one plain sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MASK = "***"
+_SCHEME = r"[a-zA-Z][a-zA-Z0-9+._-]*"
+# What stands before an "@" may hold any sign, a quote or a bracket too.
+_URL = re.compile(rf"\b{_SCHEME}://(?:[^\s/@]*@)?[^\s'\"<>()]+")
+# Between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`). A "::" before anything else is part of a
+# link: of a password, or of an IPv6 address.
+_CHAIN = re.compile(rf"::(?=(?:{_SCHEME}::)*{_SCHEME}(?:://|$))")
+_AUTHORITY_END = re.compile(r"[/?#]")
+_QUERY = re.compile(r"[?#]")
+_PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")
+# Shorter strings ("", "us") are no secrets, and masking them would garble ordinary text.
+_MIN_SECRET_CHARS = 4
+
+
+def redacted_url(url: str) -> str:
+    """The URL without user, password and query (signatures live there), in every link of a chain; a plain path comes
+    back unchanged.
+    """
+    return "::".join(_redacted_link(link) for link in _CHAIN.split(url))
+
+
+def _redacted_link(link: str) -> str:
+    scheme, separator, _ = link.partition("://")
+    if not separator:
+        return link
+    user, place, query = _parts(link)
+    # Some services take a whole URL as their path.
+    shown = _redacted_link(place) if "://" in place else place
+    return f"{scheme}://{_MASK + '@' if user is not None else ''}{shown}{query[:1] + _MASK if query[1:] else ''}"
+
+
+def _parts(link: str) -> tuple[str | None, str, str]:
+    """Of a URL: user and password, None without; host and path; query and fragment, with the sign before them."""
+    rest = link.partition("://")[2]
+    end = found.start() if (found := _AUTHORITY_END.search(rest)) else len(rest)
+    # What cannot be a port is a password, and may have a slash in it: keys of object stores often do.
+    if "@" not in rest[:end] and not _PORT.fullmatch(rest[:end]) and "@" in rest:
+        end = len(rest)
+    user, at, host = rest[:end].rpartition("@")
+    tail = host + rest[end:]
+    query = found.start() if (found := _QUERY.search(tail)) else len(tail)
+    return user if at else None, tail[:query], tail[query:]
+
+
+def scrubbed(text: str, storage_options: Mapping[str, Any], url: str = "") -> str:
+    """`text` with every string found in `storage_options` masked, and what opens the URLs in it, for messages made by
+    other libraries. What opens `url` is masked also where only a piece of it is told.
+    """
+    # Those that are known first: inside a text nobody can tell for certain where a URL ends.
+    for secret in sorted((*_strings(storage_options), *_url_secrets(url)), key=len, reverse=True):
+        if len(secret) >= _MIN_SECRET_CHARS:
+            text = text.replace(secret, _MASK)
+    return _URL.sub(lambda found: redacted_url(found[0]), text)
+
+
+def _url_secrets(url: str) -> Iterator[str]:
+    """User and password together, the password alone, and the query, of every link that has them."""
+    for link in _CHAIN.split(url):
+        if "://" not in link:
+            continue
+        user, place, query = _parts(link)
+        if user is not None:
+            yield user
+            yield user.partition(":")[2]
+        yield query[1:]
+        if "://" in place:
+            yield from _url_secrets(place)
+
+
+def is_redacted(url: str) -> bool:
+    """Whether `redacted_url` has taken something out of this URL: then it cannot be opened."""
+    return "://" in url and _MASK in url
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url: str = "") -> str:
+    """One plain sentence for what storage answered about `url`, and what to do. Free of secrets."""
+    detail = scrubbed(str(error), storage_options, url) or type(error).__name__
+    kind = type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
+        return f"access was refused ({detail}). Check the permissions of the file and of the folders above it."
+    if isinstance(error, PermissionError) or "Credentials" in kind or "Forbidden" in kind:
+        return (
+            f"access was refused ({detail}). Check the credentials in the environment or in "
+            "--storage-options, and what they may do."
+        )
+    if isinstance(error, FileNotFoundError):
+        return f"not found ({detail}). Check the path or the bucket's name."
+    if isinstance(error, NotADirectoryError):
+        return f"expected a folder ({detail}). Name another one."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full. Free some space, then resume."
+    if isinstance(error, ImportError):
+        return f"a package is missing: {detail}"
+    if isinstance(error, ValueError) and "rotocol" in detail:
+        return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
+    if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:
+        return f"nobody answers ({detail}). Check the network, and the endpoint in --storage-options if there is one."
+    return detail

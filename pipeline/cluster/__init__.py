@@ -1,0 +1,1 @@
+"""Local, background and existing Dask clusters."""

@@ -1,0 +1,145 @@
+"""An embedded cluster as a process of its own, for jobs that outlive the command that submitted them.
+
+One per user and machine. It writes where it is into a state file, and ends itself when it has had nothing to do for a
+while: `python -m lorabatch.pipeline.cluster.background STATE_FILE NUM_WORKERS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from ...engine.local_cache import default_cache_root, file_lock
+from ...jobs.errors import JobFailedError
+from .connect import embedded, existing, open_client, page_address
+
+# Without a job for so long, the cluster ends.
+IDLE_LIMIT_S = 60.0
+_LOOK_INTERVAL_S = 2.0
+_START_TIMEOUT_S = 120.0
+_CONNECT_TIMEOUT = "5s"
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundCluster:
+    """Where the cluster is. `dashboard`: "" when there is none."""
+
+    address: str
+    dashboard: str
+    pid: int
+    num_workers: int
+
+
+def state_file() -> Path:
+    """Where this user's cluster on this machine says that it is there."""
+    return default_cache_root() / "clusters" / f"{platform.node() or 'local'}.json"
+
+
+@contextmanager
+def background_client(path: Path, num_workers: int) -> Iterator[tuple[BackgroundCluster, Client]]:
+    """The cluster of a state file and a client of it; one is started when none answers.
+
+    Commands at the same moment find the same one, and it does not end between being found and being connected to.
+    Raises `JobFailedError` when it does not start.
+    """
+    with ExitStack() as connection:
+        with file_lock(_lock_file(path)):
+            found = find_cluster(path) or start_cluster(path, num_workers)
+            client = connection.enter_context(existing(found.address))
+        yield found, client
+
+
+def find_cluster(path: Path) -> BackgroundCluster | None:
+    """The cluster of a state file, if it still answers."""
+    try:
+        found = _told(path)
+        with open_client(found.address, timeout=_CONNECT_TIMEOUT):
+            return found
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
+    """Start one and wait until it is ready. Raises `JobFailedError` when it does not start."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    log_path = path.with_suffix(".log")
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(path), str(num_workers)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # The terminal's Ctrl-C and its closing are not meant for it.
+            start_new_session=True,
+        )
+    give_up_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < give_up_s and process.poll() is None:
+        if path.exists():
+            return _told(path)
+        time.sleep(0.1)
+    process.kill()
+    raise JobFailedError(f"cluster='local': the background cluster did not start; {log_path} says why.")
+
+
+def serve(path: Path, num_workers: int) -> None:
+    """Be the cluster until nobody needs it."""
+    with embedded(num_workers) as client:
+        found = BackgroundCluster(
+            client.scheduler_info(n_workers=0)["address"], page_address(client), os.getpid(), num_workers
+        )
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(asdict(found)))
+        scratch.replace(path)
+        busy_s = time.monotonic()
+        while time.monotonic() - busy_s < IDLE_LIMIT_S or not _withdrawn(path, found, client):
+            time.sleep(_LOOK_INTERVAL_S)
+            if client.run_on_scheduler(_is_busy, own_client=client.id):
+                busy_s = time.monotonic()
+
+
+def _withdrawn(path: Path, own: BackgroundCluster, client: Client) -> bool:
+    """Remove the state file, so that no command finds a cluster that is about to end. False when a command has found
+    it by now.
+    """
+    with file_lock(_lock_file(path)):
+        if client.run_on_scheduler(_is_busy, own_client=client.id):
+            return False
+        # Another cluster may have taken the place of one that did not answer.
+        with suppress(OSError, ValueError, TypeError):
+            if _told(path) == own:
+                path.unlink()
+        return True
+
+
+def _told(path: Path) -> BackgroundCluster:
+    """What a state file says. Raises OSError, ValueError or TypeError."""
+    return BackgroundCluster(**json.loads(path.read_text()))
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+def _is_busy(dask_scheduler: Any, own_client: str) -> bool:
+    """Whether a task is unfinished, or a command is connected."""
+    is_working = any(
+        task.state in ("processing", "queued", "waiting", "no-worker") for task in dask_scheduler.tasks.values()
+    )
+    others = [name for name in dask_scheduler.clients if name != own_client and name.startswith("Client-")]
+    return is_working or bool(others)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,304 @@
+"""The Dask cluster a job runs on: embedded in this process, or one that runs already.
+
+Dask's own client where it stumbles: `open_client` connects again, `subscribe` leaves no gap.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import active_children
+from typing import Any, cast
+
+import dask
+from distributed import Client, LocalCluster, Worker
+from distributed.core import Status
+from distributed.security import Security
+
+from ...jobs.errors import JobError, JobFailedError, JobRequestError
+from ...jobs.spec import JobSpec, TlsFiles
+from .versions import check_versions
+from .worker_process import VISIBLE_DEVICES, visible_gpus
+
+logger = logging.getLogger(__name__)
+
+
+def page_address(client: Client) -> str:
+    """Where a browser finds the page about jobs; "" when the cluster has no dashboard."""
+    link = client.dashboard_link
+    return f"{link.removesuffix('/status')}/lora" if link else ""
+
+
+DEFAULT_WORKERS = 2
+_CONNECT_TIMEOUT = "10s"
+_CLUSTER_STARTS = 3
+_WORKER_START_LIMIT_S = 60.0
+# How Dask names them.
+_WORKER_PROCESS = "Dask Worker process"
+# Workers send heartbeats every few seconds, in big clusters less often.
+_LIVELY_WITHIN_S = 10.0
+# Index tasks use one thread each; shard tasks secede and do not count.
+_TASK_THREADS = 1
+# For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
+# not to blame; a job without workers must end some day.
+_SETTINGS: dict[str, Any] = {
+    "distributed.scheduler.work-stealing": False,
+    "distributed.scheduler.allowed-failures": 100,
+    "distributed.scheduler.worker-ttl": "60s",
+    "distributed.scheduler.no-workers-timeout": "10m",
+    # On a busy machine a nanny takes longer than the default of 15 s to start a worker again; then it must not be
+    # closed as lost for good.
+    "distributed.deploy.lost-worker-timeout": "10m",
+    "distributed.comm.timeouts.connect": _CONNECT_TIMEOUT,
+    "distributed.worker.preload": ["lorabatch.pipeline.cluster.worker_process"],
+    # Engines want the cores. Dask's own looking after itself, idle, takes 2 % of one for each of its processes.
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "500ms",
+    "distributed.admin.system-monitor.interval": "2s",
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+}
+# Worker processes read this when they import distributed, before `embedded_worker` has taken them off the terminal.
+_WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "warning", "distributed.preloading": "error"}))
+
+
+@contextmanager
+def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
+    """A client for one job: of the caller's cluster when `client` is given, else of the one that `spec` names.
+
+    Raises what `connected` raises.
+    """
+    if client is None:
+        with connected(spec) as own:
+            yield own
+        return
+    check_versions(client)
+    # A client of our own: event handlers and futures of the caller's are not touched.
+    address = client.scheduler_info(n_workers=0)["address"]
+    with open_client(address, security=client.security) as own:
+        yield own
+
+
+@contextmanager
+def loss_told(client: Client) -> Iterator[None]:
+    """What fails because the Dask scheduler is gone becomes a `JobFailedError` that says so."""
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        if client.status == "running":
+            raise
+        raise JobFailedError(
+            f"The Dask scheduler is gone ({error or type(error).__name__}). Finished rows are kept; run the same "
+            "command again to go on."
+        ) from error
+
+
+def count_workers(client: Client) -> int:
+    """Workers that are there now; at least 1, for a cluster that is still growing."""
+    return max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
+
+
+def hung_workers(client: Client) -> set[str]:
+    """Those that have not been heard for a while, which Dask notices after minutes only; all others are not."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    # By the scheduler's clock alone: it wrote down all of these times.
+    latest_s = max((told["last_seen"] for told in workers.values()), default=0.0)
+    return {address for address, told in workers.items() if latest_s - told["last_seen"] > _LIVELY_WITHIN_S}
+
+
+def placement_of_tasks(client: Client) -> dict[str, Any]:
+    """Options for tasks that any worker may run, but for those that hang."""
+    hung = hung_workers(client)
+    if not hung:
+        return {}
+    lively = set(client.scheduler_info(n_workers=-1)["workers"]) - hung
+    return {"workers": sorted(lively), "allow_other_workers": True}
+
+
+@contextmanager
+def connected(spec: JobSpec) -> Iterator[Client]:
+    """A client of the cluster that `spec.cluster` names: `local` starts one and ends it afterwards.
+
+    Raises `JobRequestError` when nobody answers or a GPU is asked for and none is there, and `JobFailedError` when the
+    cluster's scheduler or workers do not have this version of lorabatch.
+    """
+    if spec.is_embedded:
+        with embedded(num_embedded_workers(spec)) as client:
+            yield client
+        return
+    with existing(spec.cluster, security_of(spec.tls_files)) as client:
+        check_versions(client)
+        yield client
+
+
+def num_embedded_workers(spec: JobSpec) -> int:
+    """Workers of a cluster of our own: as asked, else one per GPU, else two.
+
+    Raises `JobRequestError` for `local-cuda` on a machine without GPUs.
+    """
+    gpus = visible_gpus(os.environ)
+    if spec.cluster == "local-cuda" and not gpus:
+        raise JobRequestError(
+            f"cluster={spec.cluster!r}: this machine shows no NVIDIA GPU (/dev/nvidia*, {VISIBLE_DEVICES}). Take "
+            "--cluster local for engines on its processor."
+        )
+    return spec.workers or len(gpus) or DEFAULT_WORKERS
+
+
+def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
+    """CPU threads of one engine. An embedded cluster shares this machine's cores; elsewhere engines choose."""
+    if spec.engine_threads is not None:
+        return spec.engine_threads
+    if not spec.is_embedded:
+        return None
+    return max(1, _usable_cores() // num_workers)
+
+
+@contextmanager
+def embedded(num_workers: int) -> Iterator[Client]:
+    """A cluster that lives as long as the block. Raises `JobFailedError` when it cannot be started."""
+    with dask.config.set(_SETTINGS), _environment(_WORKER_LOGGING), warnings.catch_warnings():
+        # another dashboard on the default port is no reason to worry a user
+        warnings.filterwarnings("ignore", message="Port .* is already in use")
+        cluster = _start(
+            n_workers=num_workers,
+            threads_per_worker=_TASK_THREADS,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+            memory_limit=None,
+            silence_logs=False,
+            # a worker that hangs while it starts must not hang the command
+            death_timeout=_WORKER_START_LIMIT_S,
+        )
+        try:
+            with open_client(cluster) as client:
+                yield client
+        finally:
+            cluster.close()
+
+
+def _start(**options: Any) -> LocalCluster:
+    """Start the workers' processes; one that dies or hangs while it starts fails the whole cluster, so try again."""
+    reason = ""
+    for _ in range(_CLUSTER_STARTS):
+        before = {child.pid for child in active_children()}
+        cluster = LocalCluster.__new__(LocalCluster)
+        try:
+            LocalCluster.__init__(cluster, **options)
+            return cluster
+        # The last: a nanny that is to end a worker which has not started yet.
+        except (RuntimeError, TimeoutError, AssertionError) as error:
+            reason = str(error) or type(error).__name__
+            # A stopped one would keep this process from ending.
+            for child in active_children():
+                if child.pid not in before and child.name.startswith(_WORKER_PROCESS):
+                    child.kill()
+            # It has ended itself as far as it could, and would complain of not being closed.
+            cluster.status = Status.closed
+            logger.warning("the embedded cluster could not be started: %s", reason)
+    raise JobFailedError(
+        f"cluster='local': its workers could not be started ({reason}). Check free memory and the number of "
+        "--workers, and run the same command again."
+    )
+
+
+@contextmanager
+def _environment(variable: tuple[str, str]) -> Iterator[None]:
+    """An environment variable for the processes started inside."""
+    name, value = variable
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def existing(address: str, security: Security | None = None) -> Iterator[Client]:
+    """A client of a running cluster. Raises `JobRequestError` when nobody answers at the address."""
+    try:
+        client = open_client(address, timeout=_CONNECT_TIMEOUT, security=security)
+    except (OSError, ValueError, TimeoutError, TypeError) as error:
+        tls = " and, for tls://, that --tls-ca, --tls-cert and --tls-key are the cluster's"
+        raise JobRequestError(
+            f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected "
+            "local or an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached"
+            f"{tls if address.startswith('tls') else ''}, or name another one with --cluster."
+        ) from None
+    with client:
+        yield client
+
+
+def security_of(files: TlsFiles) -> Security | None:
+    """Dask's own security object; None leaves it to Dask's configuration."""
+    if files.tls_ca is None:
+        return None
+    return Security(
+        tls_ca_file=files.tls_ca, tls_client_cert=files.tls_cert, tls_client_key=files.tls_key, require_encryption=True
+    )
+
+
+def client_security(worker: Worker) -> Security:
+    """For a client inside a worker: workers often have certificates for their own role only."""
+    own: Any = worker.security
+    if own.tls_ca_file is None or own.tls_client_cert is not None:
+        return cast(Security, own)
+    return Security(
+        tls_ca_file=own.tls_ca_file,
+        tls_client_cert=own.tls_worker_cert,
+        tls_client_key=own.tls_worker_key,
+        require_encryption=own.require_encryption,
+    )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_ATTEMPTS = 5
+
+
+def open_client(target: Any, **options: Any) -> Client:
+    """A client that is nobody's default. `target`, `options`: as of `distributed.Client`, which also says what is
+    raised.
+
+    A client asserts that the scheduler's greeting comes alone. The scheduler sends what falls due within 2 ms as one
+    message, so whatever it tells all its clients at that moment (a worker that was lost) makes the assertion fail.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        client = Client.__new__(Client)
+        try:
+            Client.__init__(client, target, set_as_default=False, **options)
+        except BaseException as error:
+            # Its finaliser would close it whenever garbage is collected, also while this thread starts another
+            # client's event loop; it would then wait for a lock that this thread holds.
+            client.close()
+            if not (left and isinstance(error, AssertionError)):
+                raise
+            logger.info("the scheduler's greeting did not come alone; connecting again")
+        else:
+            return client
+    raise AssertionError("unreachable")
+
+
+def subscribe(client: Client, topic: str, handler: Callable[[Any], None]) -> None:
+    """Hear each event of a topic that is logged from now on. `Client.subscribe_topic` returns before the scheduler
+    knows, and events of those milliseconds would be lost."""
+    client.subscribe_topic(topic, handler)
+    client.run_on_scheduler(_subscribe, topic=topic, client_id=client.id)
+
+
+def _subscribe(dask_scheduler: Any, topic: str, client_id: str) -> None:
+    dask_scheduler.subscribe_topic(topic, client_id)

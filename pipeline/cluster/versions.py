@@ -1,0 +1,121 @@
+"""Every side of a cluster has this lorabatch, or the job is refused before anything of ours is sent there.
+
+A worker of another version that joins while a job runs leaves again and says why, instead of failing at its tasks.
+
+Those that are there when a job starts are asked by `versions.check_versions`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pkgutil import resolve_name
+from typing import Any
+
+from distributed import Client, Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.protocol.pickle import dumps, loads
+
+from ...jobs.errors import JobFailedError
+from ...version import __version__
+
+logger = logging.getLogger(__name__)
+_ANSWER_LIMIT_S = 10.0
+_WORKERS_SHOWN = 5
+# Asked for with a function of the standard library: one of ours could not be read where lorabatch is missing, and code
+# that travels by value not where Python is another.
+_VERSION = "lorabatch:__version__"
+
+
+def check_versions(client: Client) -> None:
+    """Raise `JobFailedError` naming the scheduler and the workers that lack lorabatch or have another version of it."""
+    workers = _workers_versions(client)
+    problem = version_problem(_scheduler_version(client), workers)
+    if problem:
+        raise JobFailedError(problem)
+
+
+def check_scheduler(client: Client) -> None:
+    """The same for the scheduler alone, by whom nothing is run on workers."""
+    problem = version_problem(_scheduler_version(client), {})
+    if problem:
+        raise JobFailedError(problem)
+
+
+def version_problem(scheduler: str | None, workers: dict[str, str | None]) -> str:
+    """What is wrong with the versions that were found (None: no lorabatch), and what to do; "" for nothing."""
+    wrong = {address: found for address, found in workers.items() if found != __version__}
+    sides = [] if scheduler == __version__ else [f"the scheduler has {scheduler or 'none'}"]
+    if wrong:
+        shown = [f"{address} has {found or 'none'}" for address, found in list(wrong.items())[:_WORKERS_SHOWN]]
+        more = ", …" if len(wrong) > _WORKERS_SHOWN else ""
+        sides.append(f"{len(wrong)} of {len(workers)} workers have another or none ({', '.join(shown)}{more})")
+    if not sides:
+        return ""
+    return (
+        f"cluster: lorabatch {__version__} is expected on the scheduler and every worker; {' and '.join(sides)}. "
+        f"Install lorabatch {__version__} into their environments and start them again."
+    )
+
+
+def _scheduler_version(client: Client) -> str | None:
+    try:
+        return str(client.run_on_scheduler(resolve_name, _VERSION))
+    except (ImportError, AttributeError):
+        return None
+
+
+def _workers_versions(client: Client) -> dict[str, str | None]:
+    """Worker -> its version; without those that are just leaving."""
+    try:
+        found: dict[str, Any] = client.sync(
+            client._run, resolve_name, _VERSION, on_error="return", callback_timeout=_ANSWER_LIMIT_S
+        )
+    except TimeoutError:
+        # One that hangs is no reason to keep the others waiting: its shards will go to them.
+        logger.warning("some workers did not tell their version within %.0f s", _ANSWER_LIMIT_S)
+        return {}
+    missing = (ImportError, AttributeError)
+    told = {address: None if isinstance(answer, missing) else answer for address, answer in found.items()}
+    return {address: answer for address, answer in told.items() if not isinstance(answer, Exception)}
+
+
+class LeavingWorker(WorkerPlugin):
+    """Set up in place of a plugin that a client of another version has sent."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def setup(self, worker: Worker) -> None:
+        """Called by Dask on the worker while it starts."""
+        logger.error(
+            "lorabatch=%r: a job runs on this cluster with %r, so this worker leaves. Install lorabatch %s into its "
+            "environment and start it again.",
+            __version__,
+            self._version,
+            self._version,
+        )
+        worker.loop.add_callback(_leave, worker)
+
+
+def sent_to_workers(plugin: type[WorkerPlugin], state: dict[str, Any]) -> tuple[Any, ...]:
+    """What `plugin.__reduce__` returns: the version is read first, as others may not know the classes in `state`."""
+    return _received, (__version__, dumps((plugin, state)))
+
+
+def _received(version: str, packed: bytes) -> WorkerPlugin:
+    """The plugin, or what stands in for it when a client of another version has sent it.
+
+    An exception here would have Dask's worker and nanny wait for one another for ever.
+    """
+    if version != __version__:
+        return LeavingWorker(version)
+    kind, state = loads(packed)
+    plugin: WorkerPlugin = kind.__new__(kind)
+    plugin.__dict__.update(state)
+    return plugin
+
+
+async def _leave(worker: Worker) -> None:
+    # Until it has started, its nanny does not hear that it is to end too.
+    await worker
+    await worker.close(reason="another version of lorabatch")

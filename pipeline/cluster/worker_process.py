@@ -1,0 +1,84 @@
+"""Preloaded into the workers of an embedded cluster: they share a terminal with the command that started them, and the
+machine's GPUs with one another.
+
+NVIDIA GPUs of this machine, found without CUDA, and which of them the engine of an embedded worker uses.
+
+A worker process that is told to leave closes its Dask worker first, which hands over what its engines have begun.
+
+Dask's nannies start worker processes that die at SIGTERM, while batch systems send it to every process of a worker that
+is preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from distributed import Worker
+
+logger = logging.getLogger(__name__)
+
+
+def worker_log_path(worker: Worker) -> Path:
+    """Where a worker of an embedded cluster writes what it would print."""
+    return Path(worker.local_directory) / "lorabatch-worker.log"
+
+
+def dask_setup(worker: Worker) -> None:
+    """Write to a log file instead of the terminal, leave Ctrl-C to the command, and keep to one GPU."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gpu = gpu_of_worker(int(worker.name), visible_gpus(os.environ))
+    if gpu is not None:
+        os.environ[VISIBLE_DEVICES] = gpu  # the engine is a child of this process
+    path: Path = worker_log_path(worker)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logger = logging.getLogger("lorabatch")
+    logger.setLevel(logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
+    logger.addHandler(handler)
+
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEVICE_NAME = re.compile(r"nvidia(\d+)")
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """The GPUs that processes with this environment may use, named as `CUDA_VISIBLE_DEVICES` names them."""
+    told = environment.get(VISIBLE_DEVICES)
+    if told is not None:
+        # CUDA takes the list up to the first name that means none.
+        names = [name.strip() for name in told.split(",")]
+        end = next((i for i, name in enumerate(names) if name in ("", "-1", "none", "void")), len(names))
+        return tuple(names[:end])
+    found = (_DEVICE_NAME.fullmatch(path.name) for path in devices.glob("nvidia*"))
+    # CUDA counts devices from 0, whatever numbers their files have.
+    return tuple(str(i) for i, _ in enumerate(match for match in found if match))
+
+
+def gpu_of_worker(number: int, gpus: tuple[str, ...]) -> str | None:
+    """The one GPU of an embedded worker; workers beyond the GPUs share them in turn. None without any."""
+    return gpus[number % len(gpus)] if gpus else None
+
+
+def leave_on_sigterm(worker: Worker) -> None:
+    """Have this process close the worker at SIGTERM, unless somebody has said otherwise. From the event loop only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, worker)
+
+
+def _leave(worker: Worker) -> None:
+    logger.info("told to leave: engines hand over what they have begun")
+    # The nanny stays: it gets a signal of its own when it is to leave too, and else starts another worker.
+    worker.loop.add_callback(worker.close, nanny=False, reason="SIGTERM")

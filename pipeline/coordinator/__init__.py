@@ -1,0 +1,1 @@
+"""The Dask task that drives one job: plan, events, commands, lease."""

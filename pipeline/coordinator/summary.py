@@ -1,0 +1,106 @@
+"""Counts what the parts of a job hold: the proof that every row is there once, and the numbers of its summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pyarrow.parquet as pq
+
+from ...jobs.errors import JobFailedError
+from ...jobs.record import JobRecord
+from ...jobs.store import JobStore
+from ..dataset.writer import check_writer
+from ..planning.plan import JobPlan
+from ..result import AdapterCount, KindOfError
+
+ENGINE_ERROR = "engine"
+
+
+@dataclass(slots=True)
+class Account:
+    """Counts over some parts; `add` joins two. Adapters are keyed by name, "" is the base model.
+
+    `engine_errors`: rows that an engine gave up; `first_engine_error` is (place, sentence) of the first.
+    """
+
+    num_parts: int = 0
+    num_rows: int = 0
+    num_errors: int = 0
+    num_engine_errors: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rows: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    first_engine_error: tuple[str, str] | None = None
+
+    def add(self, other: Account) -> None:
+        """Take in the counts of other parts."""
+        self.num_parts += other.num_parts
+        self.num_rows += other.num_rows
+        self.num_errors += other.num_errors
+        self.num_engine_errors += other.num_engine_errors
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.rows.update(other.rows)
+        self.errors.update(other.errors)
+        self.tokens.update(other.tokens)
+        self.first_engine_error = self.first_engine_error or other.first_engine_error
+
+    def check_complete(self, plan: JobPlan) -> None:
+        """Raise `JobFailedError` unless every row of the plan was counted."""
+        if (self.num_rows, self.num_parts) != (plan.num_rows, len(plan.shards)):
+            raise JobFailedError(
+                f"output: its {self.num_parts} parts hold {self.num_rows} rows; the plan has {plan.num_rows} rows in "
+                f"{len(plan.shards)} parts. Somebody changed the output meanwhile; start over with --overwrite."
+            )
+
+    def adapter_counts(self) -> tuple[AdapterCount, ...]:
+        """Per adapter, by name."""
+        return tuple(
+            AdapterCount(name, self.rows[name], self.errors[name], self.tokens[name]) for name in sorted(self.rows)
+        )
+
+    def engine_error_kind(self) -> tuple[KindOfError, ...]:
+        """The rows that engines gave up, as one kind of error; empty when there are none."""
+        if self.first_engine_error is None:
+            return ()
+        place, sentence = self.first_engine_error
+        return (KindOfError(ENGINE_ERROR, self.num_engine_errors, place, sentence),)
+
+
+def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord) -> Account:
+    """Count the rows of these parts. Raises `StorageError` when one is gone or another job's."""
+    total = Account()
+    for shard_id in shard_ids:
+        total.add(_account_part(store, record, shard_id))
+    return total
+
+
+def _account_part(store: JobStore, record: JobRecord, shard_id: int) -> Account:
+    adapter_column = record.input.roles.get("adapter")
+    id_column = record.input.roles.get("id", "id")
+    names = ["error", "mode", "prompt_tokens", "completion_tokens", id_column]
+    names += [adapter_column] if adapter_column else []
+    with store.open_part(shard_id) as part:
+        table = pq.read_table(part, columns=names)
+    check_writer(table.schema, shard_id, record)
+    account = Account(num_parts=1, num_rows=table.num_rows)
+    adapters = table.column(adapter_column).to_pylist() if adapter_column else [None] * table.num_rows
+    columns = (table.column(name).to_pylist() for name in names[:5])
+    for adapter, error, mode, prompt_tokens, completion_tokens, row_id in zip(adapters, *columns, strict=True):
+        name = adapter or ""
+        account.rows[name] += 1
+        account.tokens[name] += completion_tokens
+        account.prompt_tokens += prompt_tokens
+        account.completion_tokens += completion_tokens
+        if error is None:
+            continue
+        account.errors[name] += 1
+        account.num_errors += 1
+        if mode is not None:
+            account.num_engine_errors += 1
+            account.first_engine_error = account.first_engine_error or (f"{id_column}={row_id!r}", error)
+    return account

@@ -1,0 +1,272 @@
+"""`run_job`: the Dask task that takes one opened job to its end.
+
+It leaves the worker's thread pool at once and needs no client: when its worker is lost, Dask starts it again on
+another, where it goes on from what the output holds and from what the engines still have open.
+
+What becomes of an opened job: index ── plan ── coordinate ── count ── finish. Each stage can be repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client, Reschedule, get_worker, secede
+
+from ...jobs.errors import OutputConflictError
+from ...jobs.opening import OpenedJob, changed_adapters
+from ...jobs.record import JobRecord
+from ...jobs.storage.redaction import redacted_url
+from ...scheduler.dispatch import TrafficSettings
+from ...scheduler.migration import TailSettings
+from ...scheduler.scheduler import Scheduler, SchedulerSettings
+from ..cluster.connect import client_security, count_workers, loss_told, open_client
+from ..dataset.chunk import IndexJob
+from ..dataset.index import IndexTotals, index_chunk, list_chunks
+from ..migration.peers import Peers
+from ..monitoring.job_monitor import JobMonitor
+from ..monitoring.reporter import JobReporter, SilentProgress, ToldProgress
+from ..planning.forecast import Forecaster
+from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards
+from ..result import JobResult
+from ..worker.adapters import is_remote
+from ..worker.registration import stop_hosts
+from .control import JobControl
+from .driver import Coordinator, ShardBriefing
+from .fan_out import Errands
+from .lease import CoordinatorLease
+from .summary import Account, account_parts
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster, lease_s: float) -> JobResult:
+    """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch. `lease_s`: another
+    coordinator takes over when this one has been silent for so long.
+
+    Raises what `run.run` says. The hosts are gone when it returns or raises.
+    """
+    secede()
+    worker = get_worker()
+    if _is_finished(job):
+        return finished_before(job)
+    key = worker.get_current_task()
+    with (
+        open_client(worker.scheduler.address, security=client_security(worker)) as client,
+        CoordinatorLease(client, run_id, lease_s) as lease,
+        JobControl(client, worker, job.store, run_id, key, lease) as control,
+    ):
+        client.run_on_scheduler(_forgive, key=key)
+        told = ToldProgress(client, run_id, redacted_url(job.spec.output))
+        reporter = JobReporter(job.store, told, job.spec.error_budget)
+        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), forecaster)
+        try:
+            with loss_told(client):
+                result = _stages(run, began_s)
+            lease.end()
+            return result
+        except Exception as error:
+            if control.is_displaced:
+                logger.info("job %s goes on elsewhere", job.record.job_id)
+                raise Reschedule from None
+            stop_hosts(client, run_id)
+            lease.end()
+            if isinstance(error, OutputConflictError):
+                raise  # what lies there, and its state, is another job's
+            if _is_finished(job):
+                return finished_before(job)  # another run of the job was faster, and has removed what this one needed
+            reporter.ended(error)
+            raise
+
+
+def _is_finished(job: OpenedJob) -> bool:
+    """Whether an attempt before this one has done it all: Dask asks again when a result's worker is lost."""
+    return job.store.is_finished() and not changed_adapters(job.store.read_record(), job.record)
+
+
+def finished_before(job: OpenedJob) -> JobResult:
+    """The result of a job that has nothing left to do.
+
+    An attempt that was killed before it had cleaned up, or began while another one ended and then hung, leaves files
+    of a running job behind and a state that says so: both are put right.
+    """
+    summary = job.store.read_summary()
+    assert summary is not None, "_SUCCESS is there, summary.json is not"
+    result = JobResult.from_json(summary)
+    state = job.store.read_state()
+    if state is None or state.phase != "done":
+        JobReporter(job.store, SilentProgress(), job.spec.error_budget).done(result)
+    else:
+        job.store.clean_up()
+    return result
+
+
+def _stages(run: JobRun, began_s: float) -> JobResult:
+    # A coordinator that Dask has started again may find a job that was started over.
+    run.job.store.check_holder(run.job.record.job_id)
+    plan = plan_shards(run, index_rows(run))
+    done = coordinate(run, plan)
+    stop_hosts(run.client, run.run_id)
+    account = count_rows(run, plan)
+    return finish(run, plan, account, done, time.time() - began_s)
+
+
+def _forgive(dask_scheduler: Any, key: Any) -> None:
+    """Deaths of workers that this task was on do not count against it: `allowed-failures` would end it for them."""
+    task = dask_scheduler.tasks.get(key)
+    if task is not None:
+        task.suspicious = 0
+
+
+_PARTS_PER_COUNT = 64
+# From a decision until lent rows run again: they travel, the helper meets their adapters. Results wait to be fetched.
+_HOP_S = 0.3
+# Below this, measured paces are too rough to tell.
+_LEAST_GAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One coordinator's hold of a job. `control` is asked between any two steps. `forecaster`: of rows, and of what
+    engines take.
+    """
+
+    client: Client
+    job: OpenedJob
+    run_id: str
+    control: JobControl
+    reporter: JobReporter
+    peers: Peers
+    forecaster: Forecaster
+
+
+def index_rows(run: JobRun) -> IndexTotals:
+    """Index every row group on the workers; chunks that are indexed already answer at once."""
+    record, reporter = run.job.record, run.reporter
+    rows = record.input.num_rows
+    reporter.phase("indexing", rows)
+    chunks = list_chunks(record, run.job.spec.input)
+    name = f"lora_index-{run.run_id}-{run.control.coordinator_id}"
+    index_job = IndexJob.from_record(record, run.job.spec)
+    errands = Errands(run.client, index_chunk, chunks, name, job=index_job, store=run.job.store)
+    totals = IndexTotals()
+    for summary in errands.results(run.control):
+        totals.add(summary)
+        reporter.phase("indexing", rows, totals.num_rows)
+    return totals
+
+
+def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
+    """Cut the rows into shards, once: a resumed job keeps its shards. Parts with rows of changed adapters reopen."""
+    job = run.job
+    run.reporter.phase("planning", job.record.input.num_rows)
+    if not job.store.has_plan():
+        plan = plan_job(
+            job.store,
+            job.record,
+            indexed,
+            num_replicas=count_workers(run.client),
+            forecast=run.forecaster,
+        )
+    else:
+        # Asked here, not remembered: a coordinator before this one may have reopened them.
+        changed = changed_adapters(job.store.read_record(), job.record)
+        plan, _ = reopen_shards(job.store, job.record, read_plan(job.store), changed)
+    # Only now: a run that is killed before must find the adapters changed again.
+    job.store.replace_record(job.record)
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinated:
+    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `batch_fill`,
+    `prefix_hit_rate`: see `JobResult`.
+    """
+
+    num_reused: int
+    working_s: float
+    batch_fill: float | None
+    prefix_hit_rate: float | None
+
+
+def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
+    """Run every shard that has no part. Errors in the parts that are there count against the job's budget too."""
+    job = run.job
+    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in job.store.committed_parts()}
+    num_errors = _count(run, sorted(rows_of_part), "errors").num_errors
+    run.reporter.check_budget(num_errors, plan.num_rows)
+    names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
+    monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors)
+    tail = TailSettings(run.forecaster.cost.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
+    num_workers = count_workers(run.client)
+    settings = SchedulerSettings(expected_replicas=num_workers, tail=tail, traffic=traffic_settings(job.record))
+    scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
+    run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
+    briefing = ShardBriefing(run.run_id, plan.shards, num_workers)
+    coordinator = Coordinator(
+        run.client, job.store, run.run_id, scheduler, briefing, monitor, run.reporter, run.control, run.peers
+    )
+    coordinator.run()
+    num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
+    return Coordinated(num_reused, coordinator.working_s, monitor.batch_fill, monitor.prefix_hit_rate)
+
+
+def traffic_settings(record: JobRecord) -> TrafficSettings | None:
+    """Adapters travel ahead of their rows where they lie in storage; what workers see as files is there already.
+
+    Endless memory: what engines keep of them, they judge by the rows they have.
+    """
+    served = [adapter for adapter in record.adapters if not adapter.is_refused]
+    if not any(is_remote(adapter.url) for adapter in served):
+        return None
+    return TrafficSettings({adapter.name: adapter.weight_bytes for adapter in served})
+
+
+def count_rows(run: JobRun, plan: JobPlan) -> Account:
+    """Count what the parts hold, on the workers."""
+    run.reporter.phase("finishing", plan.num_rows, plan.num_rows)
+    return _count(run, [shard.shard_id for shard in plan.shards], "count")
+
+
+def _count(run: JobRun, shard_ids: Sequence[int], name: str) -> Account:
+    """Count what these parts hold, on the workers. `name`: of this count; an errand's results are kept by its name."""
+    groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
+    total = Account()
+    key = f"lora_{name}-{run.run_id}-{run.control.coordinator_id}"
+    errands = Errands(run.client, account_parts, groups, key, store=run.job.store, record=run.job.record)
+    for account in errands.results(run.control):
+        total.add(account)
+    return total
+
+
+def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seconds: float) -> JobResult:
+    """Check that the parts hold every row, write the summary, and say that the job is done."""
+    account.check_complete(plan)
+    job = run.job
+    result = JobResult(
+        output=job.spec.output,
+        job_id=job.record.job_id,
+        num_rows=account.num_rows,
+        num_errors=account.num_errors,
+        num_parts=account.num_parts,
+        prompt_tokens=account.prompt_tokens,
+        completion_tokens=account.completion_tokens,
+        errors=(*plan.errors, *account.engine_error_kind()),
+        adapters=account.adapter_counts(),
+        seconds=seconds,
+        num_reused=done.num_reused,
+        predicted_s=plan.predicted_s,
+        working_s=done.working_s,
+        batch_fill=done.batch_fill,
+        prefix_hit_rate=done.prefix_hit_rate,
+    )
+    run.reporter.check_budget(account.num_errors, account.num_rows)
+    job.store.check_holder(job.record.job_id)
+    job.store.write_summary(result.to_json())
+    job.store.mark_success()
+    # Only now: whoever waits for "done" may read the output.
+    run.reporter.done(result)
+    return result

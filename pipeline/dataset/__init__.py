@@ -1,0 +1,1 @@
+"""Parquet in, prepared rows, part files out."""

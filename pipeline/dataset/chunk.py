@@ -1,0 +1,346 @@
+"""One row group of one input file, streamed as record batches of the job's schema.
+
+The rows of one chunk while it is indexed: added batch by batch, then ordered by adapter and written.
+
+Shapes: rows `[num_rows]` in input order; after `order()`, in the chunk file's order.
+
+`IndexJob`: what indexing a chunk needs to know of the job. Travels to the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from ...engine.request import SamplingParams
+from ...engine.text.tokenizer import Tokenizer
+from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.input.files import footer_sha256, unpack_schema
+from ...jobs.record import AdapterRecord, JobRecord, index_key
+from ...jobs.spec import PROMPT_ROLES, SAMPLING_FIELDS, JobSpec
+from ...jobs.storage.location import options_for
+from ...jobs.storage.redaction import storage_reason
+from . import schema as prepared
+from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens
+from .row_checks import (
+    ErrorKind,
+    RowDraft,
+    check_length,
+    check_messages,
+    check_text,
+    check_token_ids,
+    read_sampling,
+    sampling_overrides,
+)
+
+_READ_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """A row group. `file_name` is for messages and made-up ids; `first_row` counts from the file's start.
+
+    `footer_sha256`: of the file as it was when the job was frozen.
+    """
+
+    chunk_id: int
+    file_url: str
+    file_name: str
+    row_group: int
+    first_row: int
+    num_rows: int
+    footer_sha256: str
+
+
+class DamagedChunkError(Exception):
+    """The row group cannot be read; the message names file and row group."""
+
+
+def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+    """The rows of a chunk, a thousand at a time, cast to the job's schema. Page checksums are verified.
+
+    Raises `DamagedChunkError`.
+    """
+    schema = unpack_schema(schema_ipc)
+    options = options_for(chunk.file_url, storage_options)
+    num_rows = 0
+    try:
+        fs, path = fsspec.core.url_to_fs(chunk.file_url, **options)
+        with fs.open(path, "rb") as handle:
+            if footer_sha256(handle) != chunk.footer_sha256:
+                raise DamagedChunkError(
+                    f"input file {chunk.file_name!r}: has changed since the job was started. Put back what it was, or "
+                    "start over with --overwrite."
+                )
+            with pq.ParquetFile(handle, pre_buffer=True, page_checksum_verification=True) as file:
+                for batch in file.iter_batches(batch_size=_READ_ROWS, row_groups=[chunk.row_group]):
+                    num_rows += batch.num_rows
+                    yield _fitted(batch, schema)
+    except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
+        reason = storage_reason(error, options, chunk.file_url)
+        raise DamagedChunkError(_refusal(chunk, f"cannot be read ({reason})")) from None
+    if num_rows != chunk.num_rows:
+        raise DamagedChunkError(_refusal(chunk, f"holds {num_rows} rows, its footer says {chunk.num_rows}"))
+
+
+def _refusal(chunk: ChunkRef, what: str) -> str:
+    return (
+        f"input file {chunk.file_name!r}, row group {chunk.row_group} (rows {chunk.first_row} to "
+        f"{chunk.first_row + chunk.num_rows - 1}): {what}. Repair the file or leave it out."
+    )
+
+
+def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Columns that this file lacks become null; columns without any value take the type of the other files."""
+    columns = []
+    for column in schema:
+        place = batch.schema.get_field_index(column.name)
+        if place < 0:
+            columns.append(pa.nulls(batch.num_rows, column.type))
+        elif batch.column(place).type == column.type:
+            columns.append(batch.column(place))
+        else:
+            columns.append(batch.column(place).cast(column.type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "fingerprint", "error_kind")
+
+
+class ChunkRows:
+    """Collects checked rows. Holds one row group in memory, as Arrow columns."""
+
+    def __init__(self, chunk: ChunkRef, job: IndexJob, tokenizer_of: Callable[[str | None], Tokenizer]) -> None:
+        self._chunk = chunk
+        self._job = job
+        self._tokenizer_of = tokenizer_of
+        self._tokenizers: dict[str | None, Tokenizer] = {}
+        self._prompt_role = next(role for role in PROMPT_ROLES if role in job.roles)
+        self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
+        self._batches: list[pa.RecordBatch] = []
+        self._numbers: list[pa.RecordBatch] = []
+        self._num_rows = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Check and tokenise the next rows of the chunk."""
+        columns = {role: _values(batch.column(name)) for role, name in self._job.roles.items()}
+        undecodable = _take_undecodable(columns)
+        adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
+        drafts = self._drafts(columns, adapters)
+        for row, problem in undecodable:
+            drafts[row].reject(ErrorKind.PROMPT, problem)
+        self._tokenise(drafts, adapters)
+        for draft in drafts:
+            check_length(draft, self._job.max_context_tokens)
+        self._append(batch, drafts, adapters)
+        self._num_rows += batch.num_rows
+
+    def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows sorted by adapter, the base model first, otherwise as in the input; and where record batches
+        begin: `[num_batches + 1]` offsets into that order.
+        """
+        names = pa.chunked_array([batch.column("adapter") for batch in self._numbers])
+        codes = names.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
+        rank = np.argsort(np.argsort(codes.dictionary.to_numpy(zero_copy_only=False)))
+        adapter = rank[codes.indices.to_numpy(zero_copy_only=False)]
+        order = np.argsort(adapter, kind="stable")
+        starts = np.flatnonzero(np.diff(adapter[order], prepend=-1))
+        ends = np.append(starts[1:], len(order))
+        cuts = [np.arange(start, end, prepared.BATCH_ROWS) for start, end in zip(starts, ends, strict=True)]
+        return order, np.append(np.concatenate(cuts), len(order))
+
+    def prepared_batches(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[pa.RecordBatch]:
+        """The rows as the chunk file holds them."""
+        table = pa.Table.from_batches(self._batches).unify_dictionaries().combine_chunks()
+        return [
+            table.take(pa.array(order[start:end])).combine_chunks().to_batches()[0]
+            for start, end in pairwise(offsets.tolist())
+        ]
+
+    def index(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> pa.Table:
+        """The numbers of the rows, in the same order, with the place of each: record batch and row in it."""
+        sizes = np.diff(offsets)
+        batch = np.repeat(np.arange(len(sizes)), sizes)
+        row = np.arange(len(order)) - offsets[:-1][batch]
+        numbers = pa.Table.from_batches(self._numbers).take(pa.array(order))
+        columns = {
+            "adapter": numbers.column("adapter").combine_chunks().dictionary_encode(),
+            **{name: numbers.column(name) for name in _NUMBERS},
+            "shared_tokens": pa.array(self._shared_tokens()[order]),
+            "batch": pa.array(batch, pa.int32()),
+            "row": pa.array(row, pa.int32()),
+        }
+        return pa.table(columns, schema=prepared.INDEX_SCHEMA)
+
+    def _shared_tokens(self) -> NDArray[np.int32]:
+        """In input order."""
+        adapters = [name for batch in self._numbers for name in batch.column("adapter").to_pylist()]
+        tokens = [batch.column(prepared.TOKENS) for batch in self._batches]
+        prompts = [_tokens(column, row) for column in tokens for row in range(len(column))]
+        return shared_tokens(adapters, prompts)
+
+    def _drafts(self, columns: Mapping[str, list[Any]], adapters: list[str | None]) -> list[RowDraft]:
+        own = [name for name in SAMPLING_FIELDS if name in columns]
+        drafts = []
+        for row, adapter in enumerate(adapters):
+            row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
+            sampling, problems = self._sampling({name: columns[name][row] for name in own})
+            draft = RowDraft(row_id, sampling)
+            if row_id is None:
+                draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
+            self._check_prompt(draft, columns[self._prompt_role][row], adapter)
+            for problem in problems:
+                draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
+            drafts.append(draft)
+        return drafts
+
+    def _made_up_id(self, row: int) -> str:
+        return f"{self._chunk.file_name}:{self._chunk.first_row + self._num_rows + row}"
+
+    def _sampling(self, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
+        """Rows mostly repeat a few combinations of values."""
+        key = tuple(tuple(v) if isinstance(v, list) else (type(v), v) for v in values.values())
+        if key not in self._samplings:
+            self._samplings[key] = read_sampling(self._job.sampling, values)
+        return self._samplings[key]
+
+    def _check_prompt(self, draft: RowDraft, value: Any, adapter: str | None) -> None:
+        if self._prompt_role == "prompt":
+            check_text(draft, value)
+        elif self._prompt_role == "messages":
+            check_messages(draft, value, self._tokenizer(adapter).render)
+        else:
+            apart = self._job.prepared_apart.get(adapter or "")
+            check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)
+
+    def _tokenizer(self, adapter: str | None) -> Tokenizer:
+        own = adapter if adapter in self._job.prepared_apart else None
+        if own not in self._tokenizers:
+            self._tokenizers[own] = self._tokenizer_of(own)
+        return self._tokenizers[own]
+
+    def _tokenise(self, drafts: list[RowDraft], adapters: list[str | None]) -> None:
+        """All texts of one tokenizer at once."""
+        waiting: dict[Tokenizer, list[RowDraft]] = {}
+        for draft, adapter in zip(drafts, adapters, strict=True):
+            if draft.text is not None:
+                waiting.setdefault(self._tokenizer(adapter), []).append(draft)
+        for tokenizer, texts_of in waiting.items():
+            texts = [draft.text or "" for draft in texts_of]
+            encoded = tokenizer.encode_batch(texts, is_rendered=self._prompt_role == "messages")
+            for draft, tokens in zip(texts_of, encoded, strict=True):
+                draft.tokens, draft.text = tokens, None
+
+    def _append(self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None]) -> None:
+        first = self._num_rows
+        places = range(first, first + len(drafts))
+        fingerprints = [row_fingerprint(d.row_id, d.tokens or (), d.sampling) for d in drafts]
+        ours = (
+            [f"{self._chunk.chunk_id}:{place}" for place in places],
+            adapters,
+            [draft.tokens for draft in drafts],
+            [None if d.problems else sampling_overrides(self._job.sampling, d.sampling) for d in drafts],
+            [" ".join(draft.problems) or None for draft in drafts],
+            fingerprints,
+            [f"{self._chunk.file_name}:{self._chunk.first_row + place}" for place in places],
+        )
+        fields = list(batch.schema)
+        columns = list(batch.columns)
+        if "id" not in self._job.roles:
+            fields.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
+            columns.append(pa.array([draft.row_id for draft in drafts], pa.string()))
+        for column, values in zip(prepared.PREPARED_FIELDS, ours, strict=True):
+            fields.append(column)
+            columns.append(pa.array(values, column.type))
+        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
+        self._numbers.append(_numbers(drafts, adapters, fingerprints))
+
+
+def _numbers(drafts: list[RowDraft], adapters: list[str | None], fingerprints: list[bytes]) -> pa.RecordBatch:
+    """The index's numbers of a few rows. Error rows have `max_tokens` 0: they need no engine."""
+    values = {
+        "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
+        "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
+        "prefix_hash": [prefix_hash(draft.tokens or ()) for draft in drafts],
+        "id_hash": [id_hash(draft.row_id) for draft in drafts],
+        "fingerprint": fingerprints,
+        "error_kind": [int(draft.kind) for draft in drafts],
+    }
+    columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
+    return pa.RecordBatch.from_pydict({"adapter": pa.array(adapters, pa.string()), **columns})
+
+
+def _tokens(column: pa.Array, row: int) -> NDArray[np.int32]:
+    """One row's tokens; none for an error row."""
+    prompt = column[row].values
+    return np.zeros(0, np.int32) if prompt is None else prompt.to_numpy()
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Python values; text that is not UTF-8 becomes the error that says so, in its own row only."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(item) for item in column]
+
+
+def _take_undecodable(columns: Mapping[str, list[Any]]) -> list[tuple[int, str]]:
+    """(row, problem) of values that are not UTF-8; they are null from here on."""
+    found = []
+    for role, values in columns.items():
+        for row, value in enumerate(values):
+            if isinstance(value, UnicodeDecodeError):
+                found.append((row, f"{role}: not valid UTF-8 text ({value.reason})."))
+                values[row] = None
+    return found
+
+
+def _value(item: pa.Scalar) -> Any:
+    try:
+        return item.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class IndexJob:
+    """What indexing a chunk needs to know. `key`: index files written under another key are stale.
+
+    `now`: the time that chat templates are told; that of the job's start, so that a resumed job asks the same.
+    `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
+    """
+
+    model_url: str
+    sampling: SamplingParams
+    roles: Mapping[str, str]
+    schema_ipc: str
+    vocab_size: int
+    max_context_tokens: int
+    key: str
+    now: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
+
+    @classmethod
+    def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
+        """For a frozen job. The spec gives what the record does not hold: storage options."""
+        return cls(
+            model_url=spec.model,
+            sampling=record.sampling,
+            roles=record.input.roles,
+            schema_ipc=record.input.schema_ipc,
+            vocab_size=record.model.vocab_size,
+            max_context_tokens=record.model.max_context_tokens,
+            key=index_key(record),
+            now=record.created_at,
+            storage_options=spec.storage_options,
+            prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
+        )

@@ -1,0 +1,92 @@
+"""Hashes of a row: who it is, what it asks, and how its prompt begins. The same on every machine and day.
+
+How much of each prompt the rows of a chunk have in common: what a prefix cache need not compute again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ...engine.request import SamplingParams
+
+FINGERPRINT_BYTES = 16
+# Prompts are compared by as many leading tokens as fit: short ones still meet, long ones do not split too early.
+_PREFIX_TOKENS = (64, 32, 16)
+
+
+def row_fingerprint(row_id: str | int | None, tokens: Sequence[int], sampling: SamplingParams) -> bytes:
+    """16 bytes over id, prompt tokens and all sampling parameters. The adapter's and the base's content are
+    compared beside it by whoever reuses an answer.
+    """
+    asked = json.dumps([_typed(row_id), _canonical(sampling)]).encode()
+    digest = hashlib.blake2b(len(asked).to_bytes(8, "little") + asked, digest_size=FINGERPRINT_BYTES)
+    digest.update(_token_bytes(tokens))
+    return digest.digest()
+
+
+def id_hash(row_id: str | int | None) -> int:
+    """64 bits to find rows of equal ids; 0 is kept for rows without one. Equal hashes need a second look."""
+    return 0 if row_id is None else _hash64(json.dumps(_typed(row_id)).encode())
+
+
+def prefix_hash(tokens: Sequence[int]) -> int:
+    """64 bits over the first 64 (or 32, or 16) tokens; 0 for prompts shorter than that."""
+    for count in _PREFIX_TOKENS:
+        if len(tokens) >= count:
+            return _hash64(_token_bytes(tokens[:count]))
+    return 0
+
+
+@lru_cache(maxsize=4096)
+def _canonical(sampling: SamplingParams) -> str:
+    """Most rows of a job share a few combinations."""
+    return json.dumps(asdict(sampling), sort_keys=True)
+
+
+def _typed(row_id: str | int | None) -> list[str | int | None]:
+    """The id with its type, so that 1 and "1" differ."""
+    return [type(row_id).__name__, row_id]
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def _hash64(data: bytes) -> int:
+    """Never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
+
+
+_TOKEN_BYTES = 4
+
+
+def shared_tokens(adapters: Sequence[str | None], prompts: Sequence[ArrayLike]) -> NDArray[np.int32]:
+    """Tokens at the beginning of each prompt that a row of the same adapter has computed, int32 `[num_rows]`.
+
+    Rows are compared with the one before in the order of their tokens. Summed up that is what a radix tree of all
+    prompts saves, however rows are ordered later: each beginning is counted for all rows but one.
+    """
+    # Big-endian, so that bytes sort as tokens do.
+    keys = [
+        (adapter or "", np.asarray(prompt, ">u4").tobytes()) for adapter, prompt in zip(adapters, prompts, strict=True)
+    ]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = np.zeros(len(keys), np.int32)
+    for before, row in pairwise(order):
+        if keys[before][0] == keys[row][0]:
+            shared[row] = _common_bytes(keys[before][1], keys[row][1]) // _TOKEN_BYTES
+    return shared
+
+
+def _common_bytes(one: bytes, other: bytes) -> int:
+    size = min(len(one), len(other))
+    differs = np.frombuffer(one, np.uint8, size) != np.frombuffer(other, np.uint8, size)
+    return int(np.argmax(differs)) if differs.any() else size

@@ -1,0 +1,144 @@
+"""The index: every input row checked, rendered, tokenised and fingerprinted, one chunk per Parquet row group.
+
+A chunk becomes two Arrow files (`prepared_rows.py`): its rows, ready to run, and a few numbers per row for the
+planner. Rows never leave the machine that indexes them; only counts are returned.
+
+What the index of a whole job comes to, added up chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+
+from ...engine.text.tokenizer import Tokenizer
+from ...jobs.record import JobRecord
+from ...jobs.storage.local_copy import local_folder
+from ...jobs.storage.redaction import is_redacted
+from ...jobs.store import JobStore
+from .chunk import ChunkRef, ChunkRows, DamagedChunkError, IndexJob, read_chunk
+from .row_checks import ErrorKind
+from .schema import arrow_file
+
+_KEY = b"lorabatch.index_key"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSummary:
+    """Counts of one chunk. `rows_per_adapter`: "" counts the base model's rows. `errors`: kind -> rows.
+
+    `damage`: why the row group cannot be read; then nothing was written and all counts are 0.
+    """
+
+    chunk_id: int
+    num_rows: int = 0
+    prompt_tokens: int = 0
+    rows_per_adapter: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, int] = field(default_factory=dict)
+    damage: str | None = None
+
+
+def list_chunks(record: JobRecord, input_url: str = "") -> tuple[ChunkRef, ...]:
+    """One chunk per row group that has rows, in input order. `input_url`: the job's input with what opens it; the
+    record has it without.
+    """
+    chunks: list[ChunkRef] = []
+    for file in record.input.files:
+        url = input_url if is_redacted(file.url) else file.url
+        first_row = 0
+        for row_group, num_rows in enumerate(file.row_group_rows):
+            if num_rows:
+                place = (url, file.name, row_group, first_row, num_rows)
+                chunks.append(ChunkRef(len(chunks), *place, file.footer_sha256))
+            first_row += num_rows
+    return tuple(chunks)
+
+
+def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary:
+    """Index one chunk, unless that is done already. Safe to repeat, and to run twice at once.
+
+    Bad rows become error rows. A row group that cannot be read is reported in the summary. Raises
+    `StorageError` when the model cannot be had or the output cannot be written.
+    """
+    if store.has_index(chunk.chunk_id):
+        with arrow_file(store.index_source(chunk.chunk_id)) as reader:
+            if (reader.schema.metadata or {}).get(_KEY) == job.key.encode():
+                return _summary(chunk.chunk_id, reader.read_all())
+    rows = ChunkRows(chunk, job, lambda adapter: _tokenizer_of(job, adapter))
+    try:
+        for batch in read_chunk(chunk, job.schema_ipc, job.storage_options):
+            rows.add(batch)
+    except DamagedChunkError as damage:
+        return ChunkSummary(chunk.chunk_id, damage=str(damage))
+    order, batches = rows.order()
+    store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches)))
+    index = rows.index(order, batches).replace_schema_metadata({_KEY: job.key.encode()})
+    store.write_index(chunk.chunk_id, _ipc_bytes(index.combine_chunks().to_batches()))
+    return _summary(chunk.chunk_id, index)
+
+
+def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
+    """The base's tokenizer, or the adapter's where it ships one."""
+    base = local_folder(job.model_url, job.storage_options)
+    apart = job.prepared_apart.get(adapter or "")
+    if apart is None or not apart.tokenizer_sha256:
+        return _tokenizer(base, None, job.now)
+    return _tokenizer(local_folder(apart.url, job.storage_options), base, job.now)
+
+
+@lru_cache(maxsize=16)
+def _tokenizer(folder: Path, base: Path | None, now: str) -> Tokenizer:
+    return Tokenizer.from_folder(folder, base=base, now=datetime.fromisoformat(now))
+
+
+def _ipc_bytes(batches: list[pa.RecordBatch]) -> memoryview:
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(sink, batches[0].schema, options=options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return memoryview(sink.getvalue())
+
+
+def _summary(chunk_id: int, index: pa.Table) -> ChunkSummary:
+    kinds = Counter(index.column("error_kind").to_pylist())
+    adapters = Counter(index.column("adapter").to_pylist())
+    return ChunkSummary(
+        chunk_id=chunk_id,
+        num_rows=index.num_rows,
+        prompt_tokens=sum(index.column("prompt_tokens").to_pylist()),
+        rows_per_adapter={name or "": count for name, count in adapters.items()},
+        errors={ErrorKind(kind).name.lower(): count for kind, count in kinds.items() if kind},
+    )
+
+
+@dataclass(slots=True)
+class IndexTotals:
+    """`rows_per_adapter`: "" counts the base model's rows. `damages`: chunk -> why it cannot be read."""
+
+    num_chunks: int = 0
+    num_rows: int = 0
+    rows_per_adapter: Counter[str] = field(default_factory=Counter)
+    damages: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, summaries: Iterable[ChunkSummary]) -> IndexTotals:
+        """Of these chunks, in any order."""
+        totals = cls()
+        for summary in summaries:
+            totals.add(summary)
+        return totals
+
+    def add(self, summary: ChunkSummary) -> None:
+        """One chunk more, each once."""
+        self.num_chunks += 1
+        self.num_rows += summary.num_rows
+        self.rows_per_adapter.update(summary.rows_per_adapter)
+        if summary.damage is not None:
+            self.damages[summary.chunk_id] = summary.damage

@@ -1,0 +1,138 @@
+"""From a shard's number to its requests: only the record batches that hold its rows are read.
+
+Prepared rows lie in chunks (`prepared_rows.py`); the plan says chunk, batch and row of each. Local files are
+mapped into memory; remote ones are read by range, several chunks at a time.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ...engine.request import Request
+from ...jobs.record import JobRecord, adapter_problem
+from ...jobs.store import JobStore
+from . import schema as prepared
+from .row_checks import row_sampling
+
+_REMOTE_READS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """A row that no engine can answer, and why, as one plain sentence."""
+
+    request_id: str
+    sentence: str
+    prompt_tokens: int
+    adapter_sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """One shard's rows in the plan's order. `table`: input columns and the prepared ones.
+
+    `requests`, `fingerprints`: one per row of `table`.
+    """
+
+    shard_id: int
+    table: pa.Table
+    requests: tuple[Request | RowError, ...]
+    fingerprints: tuple[bytes, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the shard, error rows included."""
+        return len(self.requests)
+
+    def fingerprint_of(self) -> dict[str, bytes]:
+        """Request id -> the row's fingerprint."""
+        return {r.request_id: f for r, f in zip(self.requests, self.fingerprints, strict=True)}
+
+
+def read_shard(store: JobStore, record: JobRecord, shard_id: int) -> ShardRows:
+    """The rows of one shard.
+
+    Raises `StorageError`, and its kinds `MissingFileError` and `DamagedRecordError` when the prepared rows or
+    the plan are gone or damaged.
+    """
+    with prepared.arrow_file(store.plan_source()) as plan:
+        references = plan.get_batch(shard_id)
+    chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
+    table = _gather(store, chunk, batch, row)
+    return ShardRows(
+        shard_id=shard_id,
+        table=table,
+        requests=tuple(_requests(table, record)),
+        fingerprints=tuple(table.column(prepared.FINGERPRINT).to_pylist()),
+    )
+
+
+def _gather(store: JobStore, chunk: NDArray[np.int32], batch: NDArray[np.int32], row: NDArray[np.int32]) -> pa.Table:
+    """The referenced rows, in the order of the references."""
+    by_place = np.lexsort((row, batch, chunk))
+    chunks, starts = np.unique(chunk[by_place], return_index=True)
+    pieces = np.split(by_place, starts[1:])
+
+    def read(piece: NDArray[np.int64]) -> list[pa.RecordBatch]:
+        return _read_chunk(store, int(chunk[piece[0]]), batch[piece], row[piece])
+
+    if store.location.is_local or len(chunks) == 1:
+        found = [read(piece) for piece in pieces]
+    else:
+        with ThreadPoolExecutor(_REMOTE_READS) as pool:
+            found = list(pool.map(read, pieces))
+    table = pa.Table.from_batches([piece for pieces_of_chunk in found for piece in pieces_of_chunk])
+    order = np.empty(len(by_place), dtype=np.int64)
+    order[by_place] = np.arange(len(by_place))
+    return table.unify_dictionaries().combine_chunks().take(pa.array(order)).combine_chunks()
+
+
+def _read_chunk(
+    store: JobStore, chunk_id: int, batch: NDArray[np.int32], row: NDArray[np.int32]
+) -> list[pa.RecordBatch]:
+    """Rows `row` of batches `batch` (ascending) of one chunk."""
+    batches, starts = np.unique(batch, return_index=True)
+    with prepared.arrow_file(store.rows_source(chunk_id)) as reader:
+        return [
+            reader.get_batch(int(number)).take(pa.array(rows))
+            for number, rows in zip(batches, np.split(row, starts[1:]), strict=True)
+        ]
+
+
+def _requests(table: pa.Table, record: JobRecord) -> list[Request | RowError]:
+    adapters = {adapter.name: adapter for adapter in record.adapters}
+    job_sampling = record.sampling
+    columns = (
+        table.column(name).to_pylist()
+        for name in (
+            prepared.REQUEST_ID,
+            prepared.ADAPTER,
+            prepared.TOKENS,
+            prepared.SAMPLING,
+            prepared.ERROR,
+            prepared.FINGERPRINT,
+        )
+    )
+    requests: list[Request | RowError] = []
+    for request_id, name, tokens, overrides, error, fingerprint in zip(*columns, strict=True):
+        sentences = [error] if error else []
+        sentences += [problem] if (problem := adapter_problem(name, adapters)) else []
+        adapter_id = adapters[name].sha256 if name in adapters else None
+        if sentences:
+            requests.append(RowError(request_id, " ".join(sentences), len(tokens or ()), adapter_id))
+            continue
+        requests.append(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=tuple(tokens),
+                adapter_id=adapter_id,
+                sampling=row_sampling(job_sampling, overrides),
+                stream_id=int.from_bytes(fingerprint[:8], "little"),
+            )
+        )
+    return requests

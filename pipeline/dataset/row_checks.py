@@ -1,0 +1,173 @@
+"""What one input row asks, checked: a prompt to tokenise and how to sample, or sentences that say what is wrong.
+
+Nothing here raises for a bad row: one bad row costs one row.
+
+How one row's sampling differs from the job's: the form it travels in between index and engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+from ...engine.errors import ChatTemplateError
+from ...engine.request import SamplingParams
+from ...jobs.spec import SAMPLING_FIELDS
+
+_SHOWN_CHARS = 60
+
+
+class ErrorKind(IntEnum):
+    """Kinds of row errors that the index can see, as summaries count them."""
+
+    NONE = 0
+    ID = 1
+    PROMPT = 2
+    TOO_LONG = 3
+    SAMPLING = 4
+
+
+@dataclass(slots=True)
+class RowDraft:
+    """One row on its way to a request. `text`: still to be tokenised. `problems`: sentences, all of them."""
+
+    row_id: str | int | None
+    sampling: SamplingParams
+    text: str | None = None
+    tokens: list[int] | None = None
+    kind: ErrorKind = ErrorKind.NONE
+    problems: list[str] = field(default_factory=list)
+
+    def reject(self, kind: ErrorKind, problem: str) -> None:
+        """Note a problem; the first one gives the row its kind."""
+        self.kind = self.kind or kind
+        self.problems.append(problem)
+
+
+def check_text(draft: RowDraft, value: Any) -> None:
+    """A `prompt`: text that is not empty."""
+    if not isinstance(value, str) or not value:
+        draft.reject(
+            ErrorKind.PROMPT, f"prompt={_shown(value)}: expected text that is not empty. Fill it or drop the row."
+        )
+        return
+    _set_text(draft, "prompt", value)
+
+
+def check_messages(draft: RowDraft, value: Any, render: Callable[[list[dict[str, Any]]], str]) -> None:
+    """`messages`: a list of role and content, or its JSON, which the chat template accepts."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            draft.reject(
+                ErrorKind.PROMPT,
+                f"messages={_shown(value)}: not JSON ({error}). Write a list of objects with role and content.",
+            )
+            return
+    problem = _messages_problem(value)
+    if problem is not None:
+        draft.reject(ErrorKind.PROMPT, problem)
+        return
+    try:
+        _set_text(draft, "messages", render(value))
+    except ChatTemplateError as error:
+        draft.reject(ErrorKind.PROMPT, f"messages: {error}.")
+
+
+def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
+    """`prompt_token_ids`: a list, not empty, of tokens the model has."""
+    if not isinstance(value, list) or not value:
+        draft.reject(ErrorKind.PROMPT, f"prompt_token_ids={_shown(value)}: expected a list with at least one token.")
+        return
+    for position, token in enumerate(value):
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            draft.reject(
+                ErrorKind.PROMPT,
+                f"prompt_token_ids[{position}]={token}: expected a token from 0 to {vocab_size - 1}. "
+                "Tokenise for this model.",
+            )
+            return
+    draft.tokens = value
+
+
+def check_length(draft: RowDraft, max_context_tokens: int) -> None:
+    """Prompt and `max_tokens` together fit into the model's context."""
+    if not draft.tokens:
+        if not draft.problems:
+            draft.reject(ErrorKind.PROMPT, "prompt: gives no tokens; expected at least one. Fill it or drop the row.")
+        return
+    max_tokens = max(draft.sampling.max_tokens, 0)
+    if len(draft.tokens) + max_tokens > max_context_tokens:
+        draft.reject(
+            ErrorKind.TOO_LONG,
+            f"prompt of {len(draft.tokens)} tokens and max_tokens={max_tokens}: together more than the context of "
+            f"{max_context_tokens} tokens. Shorten the prompt or lower max_tokens.",
+        )
+
+
+def read_sampling(job: SamplingParams, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
+    """The job's sampling with a row's own values (null keeps the job's), and what is wrong with it."""
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if "stop" in given:
+        stop = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+        if not all(isinstance(text, str) for text in stop):
+            return job, [f"stop={list(stop)!r}: expected strings"]
+        given["stop"] = stop
+    for name in ("temperature", "top_p"):
+        if name in given:
+            given[name] = float(given[name])
+    sampling = replace(job, **given)
+    return sampling, sampling.problems()
+
+
+def _set_text(draft: RowDraft, role: str, text: str) -> None:
+    """Keep text that can be tokenised: JSON may smuggle in half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        draft.reject(ErrorKind.PROMPT, f"{role}: not valid Unicode text at character {error.start}.")
+        return
+    draft.text = text
+
+
+def _messages_problem(value: Any) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"messages={_shown(value)}: expected a list with at least one message."
+    for position, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"messages[{position}]={_shown(message)}: expected an object with role and content."
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            return f"messages[{position}].role={_shown(message.get('role'))}: expected text such as 'user'."
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            return f"messages[{position}].content={_shown(message.get('content'))}: expected text."
+    return None
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+
+
+def row_sampling(job: SamplingParams, overrides: str | None) -> SamplingParams:
+    """The job's sampling with what one row says instead (a JSON object, or None)."""
+    if overrides is None:
+        return job
+    values: dict[str, Any] = json.loads(overrides)
+    if "stop" in values:
+        values["stop"] = tuple(values["stop"])
+    return replace(job, **values)
+
+
+def sampling_overrides(job: SamplingParams, row: SamplingParams) -> str | None:
+    """What `row` says differently, as `row_sampling` reads it; None when it says nothing."""
+    if row == job:
+        return None
+    return json.dumps(
+        {name: getattr(row, name) for name in SAMPLING_FIELDS if getattr(row, name) != getattr(job, name)}
+    )

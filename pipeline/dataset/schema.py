@@ -1,0 +1,77 @@
+"""The columns that the index adds to the input's, and how they lie in an Arrow IPC file.
+
+A chunk's prepared rows are sorted by adapter; every record batch holds rows of one adapter, at most
+`BATCH_ROWS` of them, so that a shard reads little more than its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from ...jobs.errors import DamagedRecordError
+
+BATCH_ROWS = 256
+OUR_PREFIX = "__lb_"
+REQUEST_ID = "__lb_request_id"
+ADAPTER = "__lb_adapter"
+TOKENS = "__lb_tokens"
+SAMPLING = "__lb_sampling"
+ERROR = "__lb_error"
+FINGERPRINT = "__lb_fingerprint"
+LOCATION = "__lb_location"
+# Tokens are null in error rows. Sampling is a JSON object of what the row overrides, or null. Location is
+# `file:row`, for messages.
+PREPARED_FIELDS = (
+    pa.field(REQUEST_ID, pa.string()),
+    pa.field(ADAPTER, pa.string()),
+    pa.field(TOKENS, pa.list_(pa.int32())),
+    pa.field(SAMPLING, pa.string()),
+    pa.field(ERROR, pa.string()),
+    pa.field(FINGERPRINT, pa.binary(16)),
+    pa.field(LOCATION, pa.string()),
+)
+# One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id. `shared_tokens`: at the
+# beginning of the prompt, see `shared_beginnings.py`.
+INDEX_SCHEMA = pa.schema(
+    [
+        pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
+        pa.field("prompt_tokens", pa.int32()),
+        pa.field("max_tokens", pa.int32()),
+        pa.field("prefix_hash", pa.uint64()),
+        pa.field("shared_tokens", pa.int32()),
+        pa.field("id_hash", pa.uint64()),
+        pa.field("fingerprint", pa.binary(16)),
+        pa.field("error_kind", pa.int8()),
+        pa.field("batch", pa.int32()),
+        pa.field("row", pa.int32()),
+    ]
+)
+# Record batch `i` of `plan.arrow`: where the rows of shard `i` lie, in the plan's order.
+REFERENCE_SCHEMA = pa.schema(
+    [pa.field("chunk", pa.int32()), pa.field("batch", pa.int32()), pa.field("row", pa.int32())]
+)
+
+
+def passthrough_schema(schema: pa.Schema) -> pa.Schema:
+    """The columns of a prepared table that go to the output: all but ours."""
+    return pa.schema([field for field in schema if not field.name.startswith(OUR_PREFIX)])
+
+
+@contextmanager
+def arrow_file(source: Path | BinaryIO) -> Iterator[pa.ipc.RecordBatchFileReader]:
+    """An Arrow IPC file: mapped into memory when it is a path. Raises `DamagedRecordError`."""
+    is_mapped = isinstance(source, Path)
+    handle = pa.memory_map(str(source)) if is_mapped else pa.PythonFile(source, mode="r")
+    try:
+        with handle, pa.ipc.open_file(handle) as reader:
+            yield reader
+    except pa.ArrowInvalid as error:
+        name = source if is_mapped else getattr(source, "path", "an Arrow file of this job")
+        raise DamagedRecordError(
+            f"{name}: cannot be read back ({error}). Start the job again with --overwrite."
+        ) from None

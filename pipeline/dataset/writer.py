@@ -1,0 +1,144 @@
+"""From a shard's rows and their answers to the bytes of its part file, and back.
+
+A part holds the input's columns with their exact types, then ours. Its schema is the same in every part of a
+job, so that readers may take the folder as one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...jobs.errors import DamagedRecordError
+from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.record import JobRecord
+from ...jobs.store import part_name
+from .answers import BegunRow, RowAnswer
+from .reader import RowError, ShardRows
+from .schema import passthrough_schema
+
+ANSWER_FIELDS = (
+    pa.field("completion", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int32()),
+    pa.field("completion_tokens", pa.int32()),
+    pa.field("error", pa.string()),
+    pa.field("adapter_sha256", pa.string()),
+    pa.field("mode", pa.string()),
+    pa.field("attempts", pa.int32()),
+)
+# In the metadata of every part: which job wrote it.
+_JOB_ID = b"lorabatch.job_id"
+LOGPROB_FIELDS = (
+    pa.field("token_ids", pa.list_(pa.int32())),
+    pa.field("token_logprobs", pa.list_(pa.float32())),
+)
+
+
+def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], record: JobRecord) -> memoryview:
+    """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`.
+
+    Raises AssertionError naming the rows when an answer is missing: a part is whole or it is nothing.
+    """
+    missing = [r.request_id for r in rows.requests if not isinstance(r, RowError) and r.request_id not in finished]
+    assert not missing, f"shard {rows.shard_id}: {len(missing)} rows have no answer, first {missing[0]}"
+    answers = [
+        error_answer(request, fingerprint) if isinstance(request, RowError) else finished[request.request_id]
+        for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
+    ]
+    table = _with_answers(rows.table, answers, record.with_logprobs)
+    return _parquet(table.replace_schema_metadata({_JOB_ID: record.job_id.encode()}))
+
+
+def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
+    """What the output says about a row that no engine saw."""
+    return RowAnswer(
+        fingerprint=fingerprint,
+        adapter_sha256=row.adapter_sha256 or None,
+        completion=None,
+        finish_reason="error",
+        prompt_tokens=row.prompt_tokens,
+        completion_tokens=0,
+        mode=None,
+        attempts=0,
+        error=row.sentence,
+    )
+
+
+def part_schema(prepared_schema: pa.Schema, *, with_logprobs: bool) -> pa.Schema:
+    """The schema of every part of a job whose prepared rows have this one."""
+    ours = ANSWER_FIELDS + (LOGPROB_FIELDS if with_logprobs else ())
+    return pa.schema([*passthrough_schema(prepared_schema), *ours])
+
+
+def answers_in_part(
+    part: BinaryIO, rows: ShardRows, record: JobRecord, *, with_errors: bool = False
+) -> dict[str, RowAnswer]:
+    """Answers of a committed part that still hold: request id -> answer.
+
+    A row's answer holds when the row is asked today of the same adapter content. Error rows are left out unless asked
+    for: what caused the error may have been repaired. Raises `DamagedRecordError` when the part does not fit the shard,
+    or is another job's.
+    """
+    id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
+    names = [field.name for field in ANSWER_FIELDS]
+    try:
+        table = pq.read_table(part)
+    except pa.ArrowInvalid as error:
+        raise DamagedRecordError(f"part of shard {rows.shard_id}: cannot be read back ({error}).") from None
+    check_writer(table.schema, rows.shard_id, record)
+    is_ours = {id_column, *names} <= set(table.column_names)
+    if not is_ours or not table.column(id_column).equals(rows.table.column(id_column)):
+        raise DamagedRecordError(
+            f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {rows.num_rows} rows of the "
+            f"plan, compared by {id_column!r}. Start the job again with --overwrite."
+        )
+    names += [field.name for field in LOGPROB_FIELDS if field.name in table.column_names]
+    answers = table.select(names).to_pylist()
+    return {
+        request.request_id: _answer(answer, fingerprint)
+        for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
+        if not isinstance(request, RowError)
+        and (with_errors or answer["error"] is None)
+        and answer["adapter_sha256"] == request.adapter_id
+    }
+
+
+def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:
+    """Raise `DamagedRecordError` when another job wrote the part: it asked other things of its rows."""
+    writer = (schema.metadata or {}).get(_JOB_ID, b"no job of this version").decode()
+    if writer != record.job_id:
+        raise DamagedRecordError(
+            f"{part_name(shard_id)}: written by {writer}, not by {record.job_id}, whose output this is. Remove this "
+            "file and run the same command again: its rows are computed anew."
+        )
+
+
+def still_valid(kept: RowAnswer | BegunRow, adapter_id: str | None, fingerprint: bytes) -> bool:
+    """Whether what was found in a journal is about this row as it is asked today."""
+    return kept.fingerprint == fingerprint and kept.adapter_sha256 == adapter_id
+
+
+def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
+    for name in ("token_ids", "token_logprobs"):
+        values[name] = None if values.get(name) is None else tuple(values[name])
+    return RowAnswer(fingerprint=fingerprint, **values)
+
+
+def _with_answers(table: pa.Table, answers: list[RowAnswer], with_logprobs: bool) -> pa.Table:
+    schema = part_schema(table.schema, with_logprobs=with_logprobs)
+    kept = passthrough_schema(table.schema).names
+    ours = [
+        pa.array([getattr(answer, field.name) for answer in answers], type=field.type)
+        for field in list(schema)[len(kept) :]
+    ]
+    return pa.Table.from_arrays([*(table.column(name) for name in kept), *ours], schema=schema)
+
+
+def _parquet(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return memoryview(sink.getvalue())

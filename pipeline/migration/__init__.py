@@ -1,0 +1,1 @@
+"""Running rows that move between workers."""

@@ -1,0 +1,1 @@
+"""Job state, dashboard page, logs, autoscaling."""

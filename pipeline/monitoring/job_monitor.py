@@ -1,0 +1,166 @@
+"""`JobMonitor`: what is known of a running job, put together from reports and outcomes. Pure bookkeeping.
+
+How full the engines' batches were while rows were queued. Pure bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+from ...jobs.record import JobState, Phase, WorkerState
+from ...scheduler.waves import Shard
+from ..messages import HostReport, PromptReuse, ShardOutcome
+
+# Rates and the time left are judged over this many seconds.
+_WINDOW_S = 30.0
+
+
+class JobMonitor:
+    """Counts rows, tokens and shards; `state` is what the display and `state.json` show."""
+
+    def __init__(
+        self,
+        shards: Iterable[Shard],
+        committed_rows: Mapping[int, int],
+        adapter_names: Mapping[str, str],
+        num_errors: int = 0,
+    ) -> None:
+        """`committed_rows`: rows of the parts that are there, by shard; `num_errors` of all these rows are errors."""
+        self._shards = {shard.shard_id: shard for shard in shards}
+        self._names = dict(adapter_names)
+        self._rows_before = sum(committed_rows.values())
+        self._errors_before = num_errors
+        self._committed = set(committed_rows)
+        self._outcomes: dict[int, ShardOutcome] = {}
+        self._reports: dict[str, HostReport] = {}
+        self._history: deque[tuple[float, int]] = deque()
+        self._generated_tokens = 0
+        self._fill = BatchFill()
+
+    @property
+    def outcomes(self) -> tuple[ShardOutcome, ...]:
+        """Shards that this run committed."""
+        return tuple(self._outcomes.values())
+
+    def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
+        """For a part that is there although nobody could say what it holds; the final count reads it."""
+        return ShardOutcome(shard_id, worker, self._shards[shard_id].num_rows, 0, 0, 0, 0)
+
+    def committed(self, outcome: ShardOutcome) -> None:
+        """A shard's part is in place."""
+        self._outcomes[outcome.shard_id] = outcome
+        self._committed.add(outcome.shard_id)
+
+    @property
+    def batch_fill(self) -> float | None:
+        """How full batches were while shards were queued; None when there was no such time."""
+        return self._fill.share
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Share of the prompt tokens of this run's shards that nobody had to compute; None before the first one."""
+        return PromptReuse.total(outcome.reuse for outcome in self._outcomes.values()).share
+
+    def reported(self, report: HostReport, is_tail: bool = False) -> None:
+        """A worker told how it is. `is_tail`: no shard was queued any more."""
+        if not is_tail:
+            self._fill.reported(report)
+        self._reports[report.worker] = report
+        self._generated_tokens += sum(rows.output_tokens for rows in report.finished)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone."""
+        self._reports.pop(worker, None)
+
+    def adapter_name(self, adapter_id: str) -> str:
+        """A name for a content hash; the base model is ""."""
+        return self._names.get(adapter_id, adapter_id[:12])
+
+    def state(self, phase: Phase, now_s: float, message: str = "") -> JobState:
+        """Everything at one time. `now_s`: seconds since the epoch."""
+        rows = sum(shard.num_rows for shard in self._shards.values())
+        done = self._rows_done()
+        self._history.append((now_s, done))
+        while len(self._history) > 2 and now_s - self._history[0][0] > _WINDOW_S:
+            self._history.popleft()
+        return JobState(
+            phase=phase,
+            updated_at_s=now_s,
+            rows=rows,
+            rows_done=done,
+            rows_error=self._errors_before + sum(outcome.num_errors for outcome in self._outcomes.values()),
+            shards=len(self._shards),
+            shards_done=len(self._committed),
+            prompt_tokens=sum(outcome.prompt_tokens for outcome in self._outcomes.values()),
+            completion_tokens=sum(outcome.completion_tokens for outcome in self._outcomes.values()),
+            tokens_per_s=sum(report.tokens_per_s for report in self._reports.values()),
+            batch_fill=self.batch_fill,
+            prefix_hit_rate=self.prefix_hit_rate,
+            eta_s=self._eta_s(rows - done),
+            workers=tuple(self._worker_state(report) for report in self._reports.values()),
+            message=message,
+        )
+
+    def _rows_done(self) -> int:
+        """Rows of committed shards, and finished ones of shards that are open somewhere."""
+        unfinished: dict[int, int] = {}
+        for report in self._reports.values():
+            for shard_id, rows in report.open_shards:
+                unfinished[shard_id] = min(rows, unfinished.get(shard_id, rows))
+        started = sum(
+            self._shards[shard_id].num_rows - rows
+            for shard_id, rows in unfinished.items()
+            if shard_id in self._shards and shard_id not in self._committed
+        )
+        return self._rows_before + sum(outcome.num_rows for outcome in self._outcomes.values()) + started
+
+    def _eta_s(self, rows_left: int) -> float | None:
+        (first_s, first_rows), (last_s, last_rows) = self._history[0], self._history[-1]
+        if rows_left <= 0:
+            return 0.0
+        if last_rows <= first_rows or last_s <= first_s:
+            return None
+        return rows_left * (last_s - first_s) / (last_rows - first_rows)
+
+    def _worker_state(self, report: HostReport) -> WorkerState:
+        return WorkerState(
+            name=report.worker,
+            tokens_per_s=report.tokens_per_s,
+            open_rows=report.open_rows,
+            running_rows=report.running_rows,
+            mode=report.mode if report.state == "ready" else report.state,
+            resident_adapters=tuple(map(self.adapter_name, report.resident_adapter_ids)),
+            lent_rows=report.lent_rows,
+            guest_rows=report.guest_rows,
+            prefix_hit_rate=report.prefix_hit_rate,
+            adapter_loads=report.adapter_loads,
+            adapter_stall_s=report.adapter_stall_s,
+        )
+
+
+class BatchFill:
+    """Adds up what reports count since each worker had its first rows."""
+
+    def __init__(self) -> None:
+        # Worker -> (used, offered) place-seconds when it had its first rows, and the latest.
+        self._first: dict[str, tuple[float, float]] = {}
+        self._last: dict[str, tuple[float, float]] = {}
+
+    def reported(self, report: HostReport) -> None:
+        """A worker told how it is, while rows were queued."""
+        if report.open_rows or report.worker in self._first:
+            counted = (report.used_place_s, report.offered_place_s)
+            self._first.setdefault(report.worker, counted)
+            self._last[report.worker] = counted
+
+    @property
+    def share(self) -> float | None:
+        """Of all places in batches, times seconds, those that rows had; None before there was a second of it."""
+        used, offered = (sum(column) for column in zip((0.0, 0.0), *self._spans(), strict=True))
+        return min(1.0, used / offered) if offered > 0.0 else None
+
+    def _spans(self) -> Iterator[tuple[float, float]]:
+        for worker, (used, offered) in self._last.items():
+            used_before, offered_before = self._first[worker]
+            yield used - used_before, offered - offered_before

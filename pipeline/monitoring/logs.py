@@ -1,0 +1,133 @@
+"""Carries log files of this process and its children into the job's own logs, every few seconds.
+
+Log lines of this process go to the job's logs, and nowhere near the terminal, while a job runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...jobs.errors import StorageError
+from ...jobs.store import JobStore
+
+logger = logging.getLogger(__name__)
+LOCAL_INTERVAL_S = 2.0
+# On an object store every shipment is an object.
+REMOTE_INTERVAL_S = 20.0
+MAX_SHIPMENT_BYTES = 1 << 20
+
+
+class LogShipper:
+    """Ships what is appended to `files` (name of the log -> local file, which may come later) until it is closed.
+
+    `shared`: names of logs that others have written to before; only what comes from now on is shipped.
+    """
+
+    def __init__(self, store: JobStore, files: Mapping[str, Path], shared: Collection[str] = ()) -> None:
+        self._store = store
+        self._files = dict(files)
+        self._shipped_bytes = {
+            name: path.stat().st_size if name in shared and path.exists() else 0 for name, path in files.items()
+        }
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log shipper", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ship what is left, and stop."""
+        self._is_closed.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        interval_s = LOCAL_INTERVAL_S if self._store.location.is_local else REMOTE_INTERVAL_S
+        while not self._is_closed.wait(interval_s):
+            self._ship_all()
+        self._ship_all()
+
+    def _ship_all(self) -> None:
+        for name, path in self._files.items():
+            try:
+                self._ship(name, path)
+            except StorageError as error:
+                # A lost log line must not cost a row; the local file keeps it for the next turn.
+                logger.warning("log %s: %s", name, error)
+
+    def _ship(self, name: str, path: Path) -> None:
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._shipped_bytes[name])
+            while fresh := file.read(MAX_SHIPMENT_BYTES):
+                is_cut = len(fresh) == MAX_SHIPMENT_BYTES
+                # Whole lines only, unless no more of the line will come.
+                end = len(fresh) if self._is_closed.is_set() or is_cut else fresh.rfind(b"\n") + 1
+                if end:
+                    self._store.append_log(name, fresh[:end].decode("utf-8", "replace"))
+                    self._shipped_bytes[name] += end
+
+
+# The embedded cluster's scheduler and nannies live in this process and log under `distributed`; what they do when
+# all is well would bury the job's own lines.
+_LOGGERS = ("lorabatch", "distributed", "tornado", "bokeh", "asyncio")
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@contextmanager
+def job_log(store: JobStore) -> Iterator[None]:
+    """Send what this process logs to the job's log `client`; loggers are as before afterwards.
+
+    Jobs that a process runs at the same time, in threads of its own, each log all of it.
+    """
+    with tempfile.TemporaryDirectory(prefix="lorabatch-log-") as folder:
+        path = Path(folder) / "client.log"
+        handler = _JobHandler(path, encoding="utf-8")
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.take_loggers()
+        shipper = LogShipper(store, {"client": path})
+        try:
+            yield
+        finally:
+            handler.give_loggers_back()
+            handler.close()
+            shipper.close()
+
+
+class _JobHandler(logging.FileHandler):
+    """One job's log file. The first job takes the loggers from whoever had them, the last gives them back."""
+
+    _lock_of_loggers = threading.Lock()
+
+    def take_loggers(self) -> None:
+        with self._lock_of_loggers:
+            loggers = [logging.getLogger(name) for name in _LOGGERS]
+            if not _job_handlers(loggers[0]):
+                self.before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+                for logger in loggers:
+                    logger.handlers[:], logger.propagate = [], False
+                logging.getLogger("lorabatch").setLevel(logging.INFO)
+                logging.getLogger("distributed").setLevel(logging.WARNING)
+            for logger in loggers:
+                logger.addHandler(self)
+
+    def give_loggers_back(self) -> None:
+        with self._lock_of_loggers:
+            loggers = [logging.getLogger(name) for name in _LOGGERS]
+            for logger in loggers:
+                logger.removeHandler(self)
+            others = _job_handlers(loggers[0])
+            if others and hasattr(self, "before"):
+                others[0].before = self.before
+            if others:
+                return
+            for logger, (handlers, propagate, level) in zip(loggers, self.before, strict=True):
+                logger.handlers[:], logger.propagate = handlers, propagate
+                logger.setLevel(level)
+
+
+def _job_handlers(logger: logging.Logger) -> list[_JobHandler]:
+    return [handler for handler in logger.handlers if isinstance(handler, _JobHandler)]

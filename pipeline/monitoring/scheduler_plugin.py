@@ -1,0 +1,207 @@
+"""The Dask dashboard's page about our jobs: `/lora`, `/lora.json` and `/lora/metrics` on the scheduler.
+
+Everything that Dask does not document is here, and `tests/pipeline/test_hub.py` says what we rely on:
+`scheduler.http_application`, its `add_handlers` and `add_application`, and the list of pages in `template_variables`.
+Without Bokeh only the page is missing; without any of it the job runs all the same.
+
+Dask clusters that grow and shrink with the backlog of our jobs: `cluster.adapt(Adaptive=JobAdaptive, …)`.
+
+How many workers a backlog is worth, for clusters that grow and shrink.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from distributed import Client, Scheduler
+from distributed.deploy.adaptive import Adaptive
+from distributed.diagnostics.plugin import SchedulerPlugin
+from tornado import web
+from tornado.ioloop import IOLoop
+
+from ...version import __version__
+from ..messages import REPORT_TOPIC, HostReport
+from .reporter import STATE_TOPIC, state_of
+from .views import HubView
+
+logger = logging.getLogger(__name__)
+PAGE = "lora"
+# What the scheduler answers to whoever scales the cluster.
+BACKLOG_OP = "lorabatch_backlog"
+_PAGE_INTERVAL_MS = 1000
+_SAMPLES_SHOWN = 600
+
+
+class LoraHub(SchedulerPlugin):
+    """Hears what coordinators and hosts tell, and shows it."""
+
+    name = f"lorabatch-hub-{__version__}"
+    # Registering it again, as each job does, must not forget what it has heard.
+    idempotent = True
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Called by Dask on the scheduler."""
+        self.view = HubView()
+        scheduler.handlers[BACKLOG_OP] = _backlog_of(scheduler, self.view)
+        try:
+            _add_answers(scheduler, self.view)
+            _add_page(scheduler, self.view)
+        except Exception as error:
+            logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Every event of every topic; most are not ours."""
+        if topic.startswith(STATE_TOPIC):
+            state = state_of(msg)
+            if state is not None:
+                self.view.told(topic.removeprefix(STATE_TOPIC), msg["output"], state)
+        elif topic.startswith(REPORT_TOPIC):
+            self.view.reported(topic.removeprefix(REPORT_TOPIC), HostReport.from_plain(msg))
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
+        """Workers whose engines have no rows: those may be retired."""
+        busy = self.view.busy_workers()
+        return [worker for worker in workers if worker.address not in busy]
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        """A worker has left."""
+        self.view.lost(worker)
+
+
+def show_jobs(client: Client) -> None:
+    """Have the cluster's dashboard show our jobs. A dashboard that cannot is no reason to stop."""
+    try:
+        client.register_plugin(LoraHub())
+    except Exception as error:
+        logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
+
+
+def _backlog_of(scheduler: Scheduler, view: HubView) -> Callable[[], Coroutine[Any, Any, dict[str, int]]]:
+    """The answer to whoever scales: rows without an answer, of all jobs, and jobs that nobody coordinates yet too."""
+
+    async def backlog() -> dict[str, int]:
+        over = ("memory", "erred", "released")
+        unfinished = [str(key) for key, task in scheduler.tasks.items() if task.state not in over]
+        return {
+            "rows_left": sum(run.rows_left for run in view.runs),
+            "batch_rows": max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
+            "num_jobs": sum(key.startswith("lora_job-") for key in unfinished),
+        }
+
+    return backlog
+
+
+class _Answer(web.RequestHandler):
+    def initialize(self, render: Callable[[], Any], content_type: str) -> None:
+        self._render = render
+        self._content_type = content_type
+
+    def get(self) -> None:
+        self.set_header("Content-Type", self._content_type)
+        self.write(self._render())
+
+
+def _add_answers(scheduler: Scheduler, view: HubView) -> None:
+    prefix = _prefix(scheduler)
+    text = "text/plain; version=0.0.4; charset=utf-8"
+    answers = [
+        (rf"{prefix}/{PAGE}\.json", _Answer, {"render": view.to_json, "content_type": "application/json"}),
+        (rf"{prefix}/{PAGE}/metrics", _Answer, {"render": view.to_prometheus, "content_type": text}),
+    ]
+    scheduler.http_application.add_handlers(r".*", answers)
+
+
+def _add_page(scheduler: Scheduler, view: HubView) -> None:
+    from distributed.dashboard.core import BokehApplication
+    from distributed.dashboard.scheduler import template_variables
+
+    variables = template_variables(scheduler)
+    pages = {f"/{PAGE}": partial(_document, view)}
+    application = BokehApplication(pages, scheduler, prefix=_prefix(scheduler), template_variables=variables)
+    scheduler.http_application.add_application(application)
+    application.initialize(IOLoop.current())
+    application.start()
+    if PAGE not in variables["pages"]:
+        # Shared by all stock pages: their menus gain a tab.
+        variables["pages"].append(PAGE)
+
+
+def _prefix(scheduler: Scheduler) -> str:
+    """What stands before all of the dashboard's paths (`dask scheduler --dashboard-prefix`); "" most often."""
+    applications = getattr(scheduler.http_application, "applications", [])
+    return next((str(app.prefix) for app in applications if getattr(app, "prefix", "")), "")
+
+
+def _document(view: HubView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
+    """Fill one browser's page and keep it fresh."""
+    from bokeh.models import ColumnDataSource, DataRange1d
+    from bokeh.models.widgets.markups import Div
+    from bokeh.plotting import figure
+    from distributed.dashboard.components.scheduler import env
+
+    source = ColumnDataSource({"time": [], "tokens_per_s": []})
+    plot = figure(
+        title="generated tokens per second",
+        x_axis_type="datetime",
+        y_range=DataRange1d(start=0),
+        height=220,
+        sizing_mode="stretch_width",
+    )
+    plot.line("time", "tokens_per_s", source=source, line_width=2, color="#2f6fde")
+    plot.toolbar_location = None
+    tables = Div(text=view.to_html(), sizing_mode="stretch_width")
+
+    def update() -> None:
+        tables.text = view.to_html()
+        speed = sum(run.tokens_per_s for run in view.runs)
+        source.stream({"time": [1000 * time.time()], "tokens_per_s": [speed]}, _SAMPLES_SHOWN)
+
+    update()
+    doc.add_periodic_callback(update, _PAGE_INTERVAL_MS)
+    doc.title = "lorabatch"
+    doc.add_root(plot)
+    doc.add_root(tables)
+    doc.template = env.get_template("simple.html")
+    doc.template_variables.update(extra)
+
+
+class JobAdaptive(Adaptive):
+    """As many workers as the rows left are worth, between `minimum` and `maximum`.
+
+    The scheduler's hub knows the rows and protects workers whose engines have some.
+    """
+
+    def __init__(self, *args: Any, scaling: ScalingSettings | None = None, **options: Any) -> None:
+        self._scaling = scaling or ScalingSettings()
+        super().__init__(*args, **options)
+
+    async def target(self) -> int:
+        """Workers wanted now. Without a hub, no job has come yet."""
+        try:
+            backlog = await getattr(self.scheduler, BACKLOG_OP)()
+        except OSError as error:
+            logger.warning("the scheduler does not tell its backlog: %s", error)
+            return len(self.plan)
+        if not isinstance(backlog, dict):
+            return 0
+        return wanted_workers(backlog["rows_left"], backlog["batch_rows"], backlog["num_jobs"], self._scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSettings:
+    """`batches_per_worker`: full batches of unfinished rows that justify a worker: fewer are done before it is up."""
+
+    batches_per_worker: float = 4.0
+
+
+def wanted_workers(rows_left: int, batch_rows: int, num_jobs: int, settings: ScalingSettings) -> int:
+    """Workers for so many unfinished rows. Any job needs one, to be coordinated; none needs more than it has rows."""
+    if num_jobs == 0:
+        return 0
+    rows_per_worker = max(1.0, batch_rows * settings.batches_per_worker)
+    return max(1, -int(-rows_left // rows_per_worker))

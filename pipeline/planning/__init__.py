@@ -1,0 +1,1 @@
+"""From an index to a plan; forecast, dry run, profile, simulation."""

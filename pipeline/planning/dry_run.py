@@ -1,0 +1,98 @@
+"""`lorabatch plan`: everything that happens to a job before its first row runs, and what would happen then.
+
+Adapters are audited and rows indexed as in a real run, in a folder that is removed again; nothing is written to the
+job's output and no engine is started.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...jobs.opening import OpenedJob, open_job
+from ...jobs.record import AdapterRecord
+from ...jobs.spec import JobSpec
+from ...jobs.validation import requested_job
+from ...scheduler.forecast import Forecast
+from ...scheduler.workload import Workload
+from ..cluster.connect import connected, count_workers, num_embedded_workers
+from ..dataset.chunk import IndexJob
+from ..dataset.index import IndexTotals, index_chunk, list_chunks
+from ..result import KindOfError
+from .forecast import ChosenCost, Forecaster
+from .plan import check_rows
+
+# Some ten seconds.
+_SIMULATED_ROWS = 20_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DryRun:
+    """A job as planned. `weight_bytes`: of the base model on each worker, as it is stored. `range_s`: predicted for
+    answers of a quarter of `max_tokens` and of all of it; None when their lengths are known.
+    """
+
+    spec: JobSpec
+    adapters: tuple[AdapterRecord, ...]
+    errors: tuple[KindOfError, ...]
+    workload: Workload
+    num_workers: int
+    weight_bytes: int
+    cost: ChosenCost
+    forecast: Forecast
+    range_s: tuple[float, float] | None
+
+
+def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
+    """Plan a job from its options; an output is not needed.
+
+    Raises what `open_job` and `check_rows` raise: a job that is refused here would be refused by `run`.
+    """
+    with tempfile.TemporaryDirectory(prefix="lorabatch-plan-") as folder:
+        # `output` in a job file is overridden too: a plan must not meet what is there.
+        given = dict(values) | {"output": folder, "overwrite": True}
+        spec = requested_job(given, job_file)
+        job = open_job(spec)
+        num_workers = _num_workers(spec)
+        forecaster = Forecaster.of(job, num_workers)
+        with check_rows(job.store, job.record, _index(job)) as checked:
+            workload = checked.whole()
+        predict = partial(forecaster, workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
+        forecast = predict()
+        range_s = None
+        if not spec.ignore_eos:
+            range_s = (predict(length_share=0.25).predicted_s, predict(length_share=1.0).predicted_s)
+        weight_bytes = sum(file.stat().st_size for file in job.model_folder.glob("*.safetensors"))
+        return DryRun(
+            spec,
+            job.record.adapters,
+            checked.kinds,
+            forecaster.with_reuse(workload),
+            num_workers,
+            weight_bytes,
+            forecaster.cost,
+            forecast,
+            range_s,
+        )
+
+
+def _num_workers(spec: JobSpec) -> int:
+    if spec.workers is not None:
+        return spec.workers
+    if spec.is_embedded:
+        return num_embedded_workers(spec)
+    with connected(spec) as client:
+        return count_workers(client)
+
+
+def _index(job: OpenedJob) -> IndexTotals:
+    """Index every row group in this process; tokenisers leave Python's lock while they work."""
+    index = partial(index_chunk, job=IndexJob.from_record(job.record, job.spec), store=job.store)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return IndexTotals.of(pool.map(index, list_chunks(job.record)))

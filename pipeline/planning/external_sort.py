@@ -1,0 +1,165 @@
+"""All rows of a job as numbers: the index chunks read one after the other, and put in order on disk.
+
+A job may have more rows than memory has room for: some 45 bytes each. So they are sorted by adapter in a file of this
+machine, and looked at a block at a time. Prompts and ids stay in the prepared rows.
+
+A file of this machine for what is too much for memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ...jobs.errors import StorageError
+from ...jobs.store import JobStore
+from ..dataset import schema as prepared
+
+_CHUNK_READS = 8
+# `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index. `chunk`, `batch`, `row`: where
+# the prepared row lies.
+INDEXED_ROW = np.dtype(
+    [
+        ("adapter", np.int32),
+        ("prompt_tokens", np.int32),
+        ("max_tokens", np.int32),
+        ("prefix_hash", np.uint64),
+        ("shared_tokens", np.int32),
+        ("id_hash", np.uint64),
+        ("error_kind", np.int8),
+        ("chunk", np.int32),
+        ("batch", np.int32),
+        ("row", np.int32),
+    ]
+)
+IndexedRows = NDArray[np.void]
+
+
+def read_chunks(store: JobStore, num_chunks: int, codes: Mapping[str, int]) -> Iterator[IndexedRows]:
+    """The rows of each chunk, in input order. `codes`: of adapters' names. Raises `MissingFileError` for a lost one."""
+    with ThreadPoolExecutor(_CHUNK_READS) as pool:
+        for start in range(0, num_chunks, _CHUNK_READS):
+            chunks = range(start, min(start + _CHUNK_READS, num_chunks))
+            yield from pool.map(lambda chunk_id: _read_chunk(store, chunk_id, codes), chunks)
+
+
+def _read_chunk(store: JobStore, chunk_id: int, codes: Mapping[str, int]) -> IndexedRows:
+    with prepared.arrow_file(store.index_source(chunk_id)) as reader:
+        table: pa.Table = reader.read_all().unify_dictionaries().combine_chunks()
+        rows = np.empty(table.num_rows, INDEXED_ROW)
+        for name in set(INDEXED_ROW.names or ()) - {"adapter", "chunk"}:
+            rows[name] = table.column(name).to_numpy()
+        rows["chunk"] = chunk_id
+        rows["adapter"] = -1
+        for part in table.column("adapter").chunks:  # one, or none of an empty table
+            of_name = np.array([codes[name] for name in part.dictionary.to_pylist()] + [-1], np.int32)
+            rows["adapter"] = of_name[part.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+    return rows
+
+
+class SortedRows:
+    """Rows in a file of this machine, adapter after adapter, those of one adapter in the order of their adding.
+
+    `rows_per_code`: how many each adapter will have, the base model last.
+    """
+
+    def __init__(self, rows_per_code: Sequence[int]) -> None:
+        counts = np.array(rows_per_code, np.int64)
+        self._next = np.cumsum(counts) - counts
+        self._num_rows = int(counts.sum())
+        self._file = ScratchFile()
+
+    def __enter__(self) -> SortedRows:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the job."""
+        return self._num_rows
+
+    def add(self, rows: IndexedRows) -> None:
+        """Rows of any adapters."""
+        place = rows["adapter"] % len(self._next)
+        by_place = rows[np.argsort(place, kind="stable")]
+        places, firsts = np.unique(by_place["adapter"] % len(self._next), return_index=True)
+        for code, first, end in zip(places, firsts, np.append(firsts, len(rows))[1:], strict=True):
+            self._file.write(by_place[first:end].tobytes(), int(self._next[code]) * INDEXED_ROW.itemsize)
+            self._next[code] += end - first
+
+    def blocks(self, block_rows: int) -> Iterator[IndexedRows]:
+        """All rows in order, about equally many at a time and `block_rows` at most. No rows are one block too."""
+        num_blocks = max(1, -(-self._num_rows // block_rows))
+        ends = [self._num_rows * i // num_blocks for i in range(num_blocks + 1)]
+        for start, end in pairwise(ends):
+            data = self._file.read(start * INDEXED_ROW.itemsize, (end - start) * INDEXED_ROW.itemsize)
+            yield np.frombuffer(data, INDEXED_ROW)
+
+
+def read_row(store: JobStore, row: Any, columns: tuple[str, ...]) -> dict[str, Any]:
+    """Some columns of one prepared row. `row`: an entry of `IndexedRows`, or what says where one lies."""
+    with prepared.arrow_file(store.rows_source(int(row["chunk"]))) as reader:
+        batch = reader.get_batch(int(row["batch"]))
+    return {name: batch.column(name)[int(row["row"])].as_py() for name in columns}
+
+
+class ScratchFile:
+    """Without a name: it goes with the process. Raises `StorageError` where its folder has no room."""
+
+    def __init__(self) -> None:
+        with _told():
+            self._file = tempfile.TemporaryFile("w+b", buffering=0, prefix="lorabatch-")  # noqa: SIM115, see `close`
+
+    def __enter__(self) -> ScratchFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give its room back."""
+        self._file.close()
+
+    def write(self, data: bytes | memoryview, place: int | None = None) -> int:
+        """Write all of it, at the end or at `place`, in bytes. Returns where it begins."""
+        with _told():
+            start = self._file.seek(0, 2) if place is None else self._file.seek(place)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            return start
+
+    def read(self, place: int = 0, size: int = -1) -> bytearray:
+        """So many bytes from `place`, or all that are there."""
+        with _told():
+            size = self._file.seek(0, 2) - place if size < 0 else size
+            self._file.seek(place)
+            data = bytearray(size)
+            rest = memoryview(data)
+            while rest:
+                count = self._file.readinto(rest)
+                if not count:
+                    raise EOFError(f"{len(rest)} bytes are missing at {place}")
+                rest = rest[count:]
+            return data
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"temporary folder {tempfile.gettempdir()}: {error.strerror or error}. A job is planned in files there, "
+            "some 100 bytes a row; give it room, or set TMPDIR for the workers to a folder that has some."
+        ) from None

@@ -1,0 +1,326 @@
+"""From the index of all rows to the plan: bad input refused, errors counted, rows cut into shards.
+
+Nothing has run yet, so whatever is wrong here costs no work. Rows are looked at in blocks, one adapter after the other:
+memory does not grow with them.
+
+A plan as it comes, block by block: its shards in memory, the places of their rows in a file of this machine.
+
+Adapters changed between two runs of a job: shards with their rows are opened again, other rows are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ...jobs.errors import DamagedRecordError, JobRequestError
+from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.record import JobRecord, adapter_problem
+from ...jobs.spec import ErrorBudget
+from ...jobs.store import JobStore
+from ...scheduler.waves import Shard, ShardPlan, dispatch_order
+from ...scheduler.workload import BASE_MODEL, AdapterInfo, Workload
+from ..dataset import schema as prepared
+from ..dataset.answers import encode_answers
+from ..dataset.index import IndexTotals
+from ..dataset.reader import read_shard
+from ..dataset.writer import answers_in_part
+from ..result import KindOfError
+from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, read_chunks
+from .forecast import Forecaster
+from .validation import DuplicateIds, RowErrors, check_budget
+
+# Some 10 MB while they are planned; an adapter at the end of one block has a wave more than it needs.
+_BLOCK_ROWS = 65_536
+_FACTS_KEY = b"lorabatch.plan"
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What planning found. `errors`: rows that no engine will see, by kind; a row counts once.
+
+    `rows_per_adapter`: "" counts the base model's rows. `adapter_names`: per shard, every name its rows ask
+    for, refused and unknown ones included. `predicted_s`: from the first shard opened to the last part written.
+    """
+
+    shards: tuple[Shard, ...]
+    num_rows: int
+    prompt_tokens: int
+    errors: tuple[KindOfError, ...]
+    rows_per_adapter: Mapping[str, int]
+    adapter_names: tuple[tuple[str, ...], ...]
+    predicted_s: float | None = None
+
+    @property
+    def num_errors(self) -> int:
+        """Rows that no engine will see."""
+        return sum(kind.num_rows for kind in self.errors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedRows:
+    """All rows of a job, and what is wrong with some of them. `names`: of adapters, by code. `serving`: those that
+    answer; `number`: of code -1, 0, 1, … among them, `BASE_MODEL` for the base model and adapters that do not.
+    """
+
+    rows: SortedRows
+    errors: RowErrors
+    kinds: tuple[KindOfError, ...]
+    names: tuple[str, ...]
+    serving: tuple[AdapterInfo, ...]
+    number: NDArray[np.int32]
+    rows_per_adapter: Mapping[str, int]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the job."""
+        return self.rows.num_rows
+
+    def whole(self) -> Workload:
+        """The planner's view of all rows at once."""
+        blocks = self.blocks(max(self.num_rows, 1))
+        return next(blocks)[1]
+
+    def blocks(self, block_rows: int) -> Iterator[tuple[IndexedRows, Workload]]:
+        """Rows in order of their adapters, and the planner's view of them: error rows ask for nothing."""
+        for rows in self.rows.blocks(block_rows):
+            is_error = self.errors.is_error(rows)
+            prompt, output, prefix, shared = (
+                np.where(is_error, INDEXED_ROW[name].type(0), rows[name])
+                for name in ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens")
+            )
+            yield (
+                rows,
+                Workload(
+                    adapters=self.serving,
+                    adapter_index=np.where(is_error, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
+                    prompt_tokens=prompt,
+                    max_tokens=output,
+                    prefix_hash=prefix,
+                    shared_tokens=shared,
+                ),
+            )
+
+
+def plan_job(
+    store: JobStore,
+    record: JobRecord,
+    indexed: IndexTotals,
+    *,
+    num_replicas: int,
+    forecast: Forecaster,
+    block_rows: int = _BLOCK_ROWS,
+) -> JobPlan:
+    """Check the whole index, plan and predict it, and write the plan. Raises what `check_rows` raises.
+
+    The plan that comes back is another run's when that was faster.
+    """
+    prompt_tokens, predicted_s = 0, None
+    with check_rows(store, record, indexed) as checked, ShardDraft() as draft:
+        for rows, workload in checked.blocks(block_rows):
+            prompt_tokens += int(workload.prompt_tokens.sum())
+            if workload.num_rows == checked.num_rows:
+                found = forecast(workload, num_replicas)
+                draft.add(rows, checked.names, found.plan, found.shard_s)
+                predicted_s = found.predicted_s
+            else:
+                cut = forecast.cut(workload, num_replicas, checked.num_rows)
+                draft.add(rows, checked.names, cut.plan, cut.shard_s)
+        if predicted_s is None:
+            draft.sort()
+            predicted_s = forecast.seconds(checked.serving, draft.shards, draft.shard_s, num_replicas)
+        plan = JobPlan(
+            shards=draft.shards,
+            num_rows=checked.num_rows,
+            prompt_tokens=prompt_tokens,
+            errors=checked.kinds,
+            rows_per_adapter=checked.rows_per_adapter,
+            adapter_names=draft.adapter_names,
+            predicted_s=predicted_s,
+        )
+        with draft.references({_FACTS_KEY: json.dumps(plan_facts(plan))}) as references:
+            is_ours = store.write_plan(references)
+    if not is_ours:
+        return read_plan(store)
+    store.write_plan_facts(plan_facts(plan))
+    return plan
+
+
+@contextmanager
+def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iterator[CheckedRows]:
+    """Look at the whole index; what comes of it lies in a file until it is closed.
+
+    Raises `JobRequestError` for row groups that cannot be read and for duplicate ids, all at once, and
+    `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.
+    """
+    if indexed.damages:
+        raise JobRequestError(*dict.fromkeys(indexed.damages[chunk_id] for chunk_id in sorted(indexed.damages)))
+    known = {adapter.name: adapter for adapter in record.adapters}
+    counts = dict(indexed.rows_per_adapter)
+    num_base = counts.pop("", 0)
+    # Adapters of one rank side by side: the small ones of them share waves.
+    names = tuple(sorted(counts, key=lambda name: (known[name].rank if name in known else 0, name)))
+    codes = {name: code for code, name in enumerate(names)}
+    errors = RowErrors([adapter_problem(name, known) for name in names])
+    num_rows = indexed.num_rows
+    with SortedRows([*(counts[name] for name in names), num_base]) as rows:
+        with DuplicateIds(num_rows, _BLOCK_ROWS) as ids:
+            for chunk in read_chunks(store, indexed.num_chunks, codes):
+                rows.add(chunk)
+                ids.add(chunk)
+                errors.add(chunk)
+            ids.refuse(store, record.input.roles.get("id", DEFAULT_ID_COLUMN))
+        kinds = errors.kinds(store)
+        check_budget(ErrorBudget.parse(record.spec["max_errors"]), kinds, num_rows)
+        serving = [adapter for adapter in record.adapters if not adapter.is_refused]
+        place = {adapter.name: i for i, adapter in enumerate(serving)}
+        yield CheckedRows(
+            rows,
+            errors,
+            kinds,
+            names,
+            tuple(AdapterInfo(a.name, max(a.rank, 1), a.weight_bytes) for a in serving),
+            np.array([BASE_MODEL, *(place.get(name, BASE_MODEL) for name in names)], np.int32),
+            counts | ({"": num_base} if num_base else {}),
+        )
+
+
+def read_plan(store: JobStore) -> JobPlan:
+    """The plan that `plan_job` wrote. Raises `MissingFileError` or `DamagedRecordError`."""
+    facts = store.read_plan_facts() if store.has_plan_facts() else _first_facts(store)
+    try:
+        return JobPlan(
+            **facts
+            | {
+                "shards": tuple(Shard.from_json(shard) for shard in facts["shards"]),
+                "errors": tuple(KindOfError(**kind) for kind in facts["errors"]),
+                "adapter_names": tuple(tuple(names) for names in facts["adapter_names"]),
+            }
+        )
+    except (KeyError, TypeError) as error:
+        raise DamagedRecordError(f"plan.json: cannot be read back ({error}). Start again with --overwrite.") from None
+
+
+def plan_facts(plan: JobPlan) -> dict[str, object]:
+    """The plan as `plan.json` holds it."""
+    return asdict(plan) | {"shards": [shard.to_json() for shard in plan.shards]}
+
+
+def _first_facts(store: JobStore) -> dict[str, Any]:
+    """What `plan.json` will hold, or would if its writer had not been killed."""
+    with prepared.arrow_file(store.plan_source()) as file:
+        facts: dict[str, Any] = json.loads((file.schema.metadata or {}).get(_FACTS_KEY, b"{}"))
+        return facts
+
+
+_COLUMNS = tuple(prepared.REFERENCE_SCHEMA.names)
+_PLACE = np.dtype([(name, np.int32) for name in _COLUMNS])
+
+
+class ShardDraft:
+    """`shards`, and per shard `shard_s`, its engine seconds, and `adapter_names`: every name its rows ask for, refused
+    and unknown ones included.
+    """
+
+    def __init__(self) -> None:
+        self.shards: tuple[Shard, ...] = ()
+        self.shard_s: NDArray[np.float64] = np.zeros(0)
+        self.adapter_names: tuple[tuple[str, ...], ...] = ()
+        self._file = ScratchFile()
+        self._starts: tuple[int, ...] = ()
+        self._num_waves = 0
+
+    def __enter__(self) -> ShardDraft:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def add(self, rows: IndexedRows, names: Sequence[str], plan: ShardPlan, shard_s: NDArray[np.float64]) -> None:
+        """The shards of one more block. `names`: of adapters, by code."""
+        plan.check_integrity()
+        places = np.empty(len(rows), _PLACE)
+        for name in _COLUMNS:
+            places[name] = rows[name][plan.row_order]
+        start = self._file.write(places.tobytes())
+        self._starts += tuple((start + plan.shard_offsets[:-1] * _PLACE.itemsize).tolist())
+        codes = (np.unique(rows["adapter"][plan.rows_of(shard.shard_id)]) for shard in plan.shards)
+        self.adapter_names += tuple(tuple(names[code] for code in found if code >= 0) for found in codes)
+        self.shards += tuple(replace(s, wave_id=s.wave_id + self._num_waves) for s in plan.shards)
+        self.shard_s = np.append(self.shard_s, shard_s)
+        self._num_waves = max((shard.wave_id + 1 for shard in self.shards), default=0)
+
+    def sort(self) -> None:
+        """Number the shards of all blocks in the order in which they should run; their ids are their places."""
+        order = dispatch_order(self.shards)
+        self.shards = tuple(replace(self.shards[old], shard_id=new) for new, old in enumerate(order))
+        self.shard_s = self.shard_s[order]
+        self.adapter_names = tuple(self.adapter_names[old] for old in order)
+        self._starts = tuple(self._starts[old] for old in order)
+
+    @contextmanager
+    def references(self, metadata: Mapping[bytes, str]) -> Iterator[memoryview]:
+        """`plan.arrow`: record batch i tells where the rows of shard i lie; `metadata` stands in its schema."""
+        schema = prepared.REFERENCE_SCHEMA.with_metadata(metadata)
+        with tempfile.TemporaryDirectory(prefix="lorabatch-plan-") as folder:
+            path = Path(folder, "plan.arrow")
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                for shard, start in zip(self.shards, self._starts, strict=True):
+                    places = np.frombuffer(self._file.read(start, shard.num_rows * _PLACE.itemsize), _PLACE)
+                    columns = [pa.array(np.ascontiguousarray(places[name])) for name in _COLUMNS]
+                    writer.write_batch(pa.record_batch(columns, schema=schema))
+            with pa.memory_map(str(path)) as mapped:
+                yield memoryview(mapped.read_buffer())
+
+
+_ATTEMPT = "kept"
+
+
+def reopen_shards(
+    store: JobStore, record: JobRecord, plan: JobPlan, changed: Collection[str]
+) -> tuple[JobPlan, tuple[int, ...]]:
+    """Uncommit every part with a row of a changed adapter; answers of its other rows go to the shard's journal.
+
+    `record`: with the adapters as they are now. Needs the prepared rows. Safe to repeat after a crash: a part is
+    removed only after what is kept of it is written. Returns the plan with what these shards need now, and the ids
+    of the shards opened again.
+    """
+    affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
+    committed = store.committed_parts()
+    reopened = tuple(shard_id for shard_id in affected if shard_id in committed)
+    for shard_id in reopened:
+        _reopen(store, record, shard_id)
+    serving = {adapter.name for adapter in record.adapters if not adapter.is_refused}
+    shards = list(plan.shards)
+    for shard_id in affected:
+        shards[shard_id] = _refreshed(shards[shard_id], plan.adapter_names[shard_id], serving)
+    refreshed = replace(plan, shards=tuple(shards))
+    if refreshed != plan:
+        store.write_plan_facts(plan_facts(refreshed))
+    return refreshed, reopened
+
+
+def _reopen(store: JobStore, record: JobRecord, shard_id: int) -> None:
+    rows = read_shard(store, record, shard_id)
+    with store.open_part(shard_id) as part:
+        kept = answers_in_part(part, rows, record)
+    store.clear_wip(shard_id)
+    if kept:
+        store.append_wip(shard_id, _ATTEMPT, encode_answers(kept.values()))
+    store.remove_part(shard_id)
+
+
+def _refreshed(shard: Shard, names: Collection[str], serving: Collection[str]) -> Shard:
+    """The same rows; adapters that can serve them now. A shard of errors only may need an engine after all."""
+    adapters = tuple(name for name in names if name in serving)
+    mode = "unmerged" if adapters and shard.mode == "none" else shard.mode
+    return replace(shard, adapters=adapters, mode=mode)

@@ -1,0 +1,314 @@
+"""`lorabatch profile`: measure as many engines at once as a job would run here, fit a cost model, save it.
+
+Engines of one machine share its memory, its caches and its cores with the workers that host them, so one that is
+measured alone looks faster than it will be. The workers stand by idle while engines are measured.
+
+Measure an engine: steps over a grid of loads, switches of the merged adapter, loads of adapters.
+
+What `lorabatch profile` runs; `scheduler/cost.py` makes a cost model of it. Adapters are random, weights are the
+model's own, and every measured step is a step of the real engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from collections.abc import Sequence as Items
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from ...engine.config import EngineConfig
+from ...engine.engine import Engine
+from ...engine.memory.allocation import choose_device
+from ...engine.models.step_batch import StepEntry
+from ...engine.peft import audit_adapter
+from ...engine.peft.random import write_random_adapter
+from ...engine.request import Request, SamplingParams
+from ...jobs.cost_profile import CostProfile, profile_path
+from ...jobs.errors import JobFailedError
+from ...jobs.storage.local_copy import local_folder, model_sha256
+from ...scheduler.cost import (
+    CPU_SMOLLM2_135M,
+    H200_LLAMA_3_8B,
+    StepLoad,
+    StepSample,
+    fit,
+    fit_loads,
+    fit_quality,
+    prompt_pairs,
+)
+from ..cluster.connect import DEFAULT_WORKERS, embedded
+from ..supervisor.process import TRIM_VARIABLE
+from .forecast import device_kind
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """What to measure. `num_engines`: at once; None is as many as a job has workers, or one on a GPU. `engine_threads`:
+    of each engine; None shares this machine's cores out."""
+
+    model: str
+    num_engines: int | None = None
+    engine_threads: int | None = None
+    batch_rows: int = 64
+    step_tokens: int = 512
+    dtype: str = "auto"
+    device: str = "auto"
+    max_seconds: float = 120.0
+
+    @property
+    def engines(self) -> int:
+        """How many are measured."""
+        return self.num_engines or (DEFAULT_WORKERS if device_kind(self.device) == "cpu" else 1)
+
+
+def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[CostProfile, Path]:
+    """Measure, fit and save; without `save` to this machine's cache, where jobs find it.
+
+    Raises `StorageError` or `EngineError` for a model that cannot be had or served.
+    """
+    folder = local_folder(request.model, {})
+    threads = request.engine_threads or max(1, len(os.sched_getaffinity(0)) // request.engines)
+    config = EngineConfig(
+        max_batch_rows=request.batch_rows,
+        max_step_tokens=request.step_tokens,
+        num_threads=threads,
+        dtype=request.dtype,
+        device=request.device,
+    )
+    profile = _fitted(_measure(folder, config, request), request, threads, model_sha256(folder, with_weights=True))
+    cpu_threads = threads if profile.device == "cpu" else None
+    path = save or profile_path(profile.model_sha256, profile.device, profile.dtype, cpu_threads)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+    return profile, path
+
+
+def _measure(folder: Path, config: EngineConfig, request: ProfileRequest) -> list[EngineProfile]:
+    processes = multiprocessing.get_context("spawn")
+    # the idle workers' cluster tells what it does
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    with embedded(request.engines), ProcessPoolExecutor(request.engines, mp_context=processes) as pool:
+        # Dask's nannies leave it in this process's environment
+        os.environ.pop(TRIM_VARIABLE, None)
+        running = [pool.submit(profile_engine, folder, config, request.max_seconds) for _ in range(request.engines)]
+        return [one.result() for one in running]
+
+
+def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: int, sha256: str) -> CostProfile:
+    device, dtype = found[0].device, found[0].dtype
+    prior = CPU_SMOLLM2_135M if device == "cpu" else H200_LLAMA_3_8B
+    steps = [step for profile in found for step in profile.steps]
+    if not steps:
+        raise JobFailedError("profile: no step was measured. Give it more time with --max-seconds.")
+    cost = fit_loads([load for profile in found for load in profile.loads], fit([s for _, s in steps], prior))
+    merge_s = median(s for profile in found for s in profile.merge_s[1:])
+    first_s = median(profile.merge_s[0] for profile in found)
+    cost = replace(cost, merge_s=float(merge_s), first_merge_s=max(0.0, float(first_s - merge_s)))
+    kinds = sorted({kind for kind, _ in steps})
+    return CostProfile(
+        model_sha256=sha256,
+        machine=machine(),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        device=device,
+        dtype=dtype,
+        engine_threads=threads if device == "cpu" else None,
+        num_engines=request.engines,
+        batch_rows=request.batch_rows,
+        quality={kind: fit_quality([s for k, s in steps if k == kind], cost) for kind in kinds},
+        cost=cost,
+    )
+
+
+def machine() -> str:
+    """The processor and its cores, as the system tells them."""
+    names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+StepKind = Literal["prefill", "decode", "unmerged"]
+_LOAD_RANKS = (8, 64)
+_SWITCHES = 5
+_SHORT_PROMPT_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Equal rows that start together. `ranks`: of the adapters that share them in turn; empty: the base model."""
+
+    num_rows: int
+    prompt_tokens: int
+    output_tokens: int
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What was measured, on which device and in which dtype. `loads`: (bytes, seconds) of each adapter's way from its
+    folder to the device, its audit included. `merge_s`: seconds of each switch, in order."""
+
+    device: str
+    dtype: str
+    steps: tuple[tuple[StepKind, StepSample], ...]
+    merge_s: tuple[float, ...]
+    loads: tuple[tuple[int, float], ...]
+
+
+def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: int) -> list[Probe]:
+    """Rows, tokens, contexts, adapters and ranks, each varied while the others stand; cheap probes first.
+
+    Where all prompts of a probe exceed a step, its steps mix prompts with rows that decode, as a job's do.
+    """
+    context = min(max_step_tokens, max_context_tokens - 16)
+    prompt = min(_SHORT_PROMPT_TOKENS, context)
+    mixes = ((), (8,), (16,), (64,), (8, 16, 32, 64), (16,) * 8)
+    row_counts = sorted({1, max(1, max_batch_rows // 4), max(1, max_batch_rows // 2), max_batch_rows})
+    probes = [Probe(rows, prompt, 6, ranks) for rows in row_counts for ranks in mixes]
+    probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
+    probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
+    return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))
+
+
+def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float = 120.0) -> EngineProfile:
+    """Measure one engine of this configuration. Probes that would begin after `max_seconds` are left out.
+
+    Raises what `Engine` raises for a model that cannot be served.
+    """
+    with tempfile.TemporaryDirectory(prefix="lorabatch-profile-") as folder:
+        began_s = time.perf_counter()
+        bench = _Bench(Engine(model_folder, replace(config, mode="unmerged")), Path(folder))
+        bench.run(Probe(min(4, config.batch_rows), _SHORT_PROMPT_TOKENS, 4, (8,)))
+        loads = bench.adapter_loads()
+        steps: list[tuple[StepKind, StepSample]] = []
+        limits = (config.batch_rows, config.step_tokens, bench.engine.model.max_context_tokens)
+        for probe in probe_grid(*limits):
+            if time.perf_counter() - began_s > max_seconds and steps:
+                break
+            steps += bench.run(probe)
+        del bench
+        merging = _Bench(Engine(model_folder, replace(config, mode="merged")), Path(folder))
+        device, dtype = choose_device(config)
+        name = str(dtype).removeprefix("torch.")
+        return EngineProfile(device.type, name, tuple(steps), merging.switches(), loads)
+
+
+class _Bench:
+    """One engine, the random adapters it has been given, and what its last step did."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine = engine
+        self._folder = folder
+        self._adapters: dict[str, tuple[str, int]] = {}
+        self._rank_of: dict[str, int] = {}
+        self._last: StepLoad | None = None
+        self._num_rows = 0
+        # Seconds that the engine took to know the adapter that it was told of last.
+        self._registered_s = 0.0
+        engine.observe_step = self._saw
+
+    def run(self, probe: Probe) -> list[tuple[StepKind, StepSample]]:
+        """All steps of a probe. Adapters are resident before it starts, so that no step pays for a load."""
+        adapters = [self._adapter(f"r{rank}-{i}", rank) for i, rank in enumerate(probe.ranks)]
+        for adapter in adapters:
+            self._timed_step(adapter)
+        rows = [self._row(adapters[i % len(adapters)] if adapters else None, probe) for i in range(probe.num_rows)]
+        self.engine.add(rows)
+        steps: list[tuple[StepKind, StepSample]] = []
+        while self.engine.num_unfinished:
+            began_s = time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - began_s
+            if self._last is not None:
+                steps.append((_kind(self._last), StepSample(self._last, seconds)))
+            self._last = None
+        return steps
+
+    def adapter_loads(self) -> tuple[tuple[int, float], ...]:
+        """Making an adapter known and a first step with it, less a second one."""
+        found = []
+        for i, rank in enumerate(_LOAD_RANKS * 3):
+            adapter = self._adapter(f"load-{i}", rank)
+            first_s, second_s = self._timed_step(adapter), self._timed_step(adapter)
+            weight_bytes = (self._folder / f"load-{i}" / "adapter_model.safetensors").stat().st_size
+            found.append((weight_bytes, max(0.0, self._registered_s + first_s - second_s)))
+        return tuple(found)
+
+    def switches(self) -> tuple[float, ...]:
+        """A step that merges another adapter, less one that stays with it."""
+        adapters = [self._adapter(f"r16-{i}", 16) for i in range(2)]
+        found = []
+        for i in range(_SWITCHES):
+            first_s, second_s = self._timed_step(adapters[i % 2]), self._timed_step(adapters[i % 2])
+            found.append(max(0.0, first_s - second_s))
+        return tuple(found)
+
+    def _timed_step(self, adapter_id: str | None) -> float:
+        self.engine.add([self._row(adapter_id, Probe(1, _SHORT_PROMPT_TOKENS, 1))])
+        began_s = time.perf_counter()
+        while self.engine.num_unfinished:
+            self.engine.step()
+        self._last = None
+        return time.perf_counter() - began_s
+
+    def _row(self, adapter_id: str | None, probe: Probe) -> Request:
+        self._num_rows += 1
+        # Prompts all differ from their first token, so that nothing is shared.
+        first = 3 + self._num_rows * 7919
+        ids = tuple((first + 31 * i) % (self.engine.model.vocab_size - 4) + 3 for i in range(probe.prompt_tokens))
+        sampling = SamplingParams(max_tokens=probe.output_tokens, ignore_eos=True)
+        return Request(f"probe-{self._num_rows}", ids, adapter_id, sampling)
+
+    def _adapter(self, name: str, rank: int) -> str:
+        if name not in self._adapters:
+            folder = self._folder / name
+            if not folder.exists():
+                write_random_adapter(folder, self.engine.model, rank, seed=len(self._adapters))
+            audit = audit_adapter(folder, self.engine.model, name)
+            assert audit.identity_sha256 is not None, f"{name}: {audit.reasons}"
+            began_s = time.perf_counter()
+            self.engine.register_adapter(audit.identity_sha256, folder, name)
+            self._registered_s = time.perf_counter() - began_s
+            self._adapters[name] = (audit.identity_sha256, rank)
+            self._rank_of[audit.identity_sha256] = rank
+        return self._adapters[name][0]
+
+    def _saw(self, entries: Items[StepEntry]) -> None:
+        self._last = load_of(entries, self._rank_of)
+
+
+def load_of(entries: Items[StepEntry], rank_of: dict[str, int]) -> StepLoad:
+    """What a step is about to do, in the cost model's terms. `rank_of`: by adapter id."""
+    ranks = [rank_of[e.adapter.adapter_id] if e.adapter is not None else 0 for e in entries]
+    present = {e.adapter.adapter_id for e in entries if e.adapter is not None}
+    prompts = [(e.num_tokens, e.sequence.num_stored) for e in entries if not e.is_decode]
+    return StepLoad(
+        prefill_tokens=sum(e.num_tokens for e in entries if not e.is_decode),
+        decode_rows=sum(e.is_decode for e in entries),
+        context_tokens=sum(e.sequence.num_stored + e.num_tokens for e in entries),
+        num_adapters=len(present),
+        rank_sum=sum(rank_of[adapter_id] for adapter_id in present),
+        rank_tokens=sum(rank * e.num_tokens for rank, e in zip(ranks, entries, strict=True)),
+        prefill_pairs=sum(float(prompt_pairs(num_tokens, num_stored)) for num_tokens, num_stored in prompts),
+        lora_tokens=sum(e.num_tokens for e in entries if e.adapter is not None),
+    )
+
+
+def _kind(load: StepLoad) -> StepKind:
+    if load.num_adapters:
+        return "unmerged"
+    return "prefill" if load.prefill_tokens else "decode"

@@ -1,0 +1,198 @@
+"""`lorabatch simulate`: one offline job on simulated workers under several policies.
+
+The rows come from a job (indexed; its answers' lengths are drawn, because nobody knows them), from a trace of real
+lengths, or from log-normal lengths. Everything is drawn from the seed.
+
+Request lengths from a CSV file, as the Azure LLM inference traces have them (Azure public data set, 2023).
+
+Pictures of policies compared on one job: how soon each ends, and how its rows finish over time.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...jobs.cost_profile import read_profile
+from ...jobs.errors import JobRequestError
+from ...scheduler.baselines.policies import POLICIES, simulate_policy
+from ...scheduler.cost import MACHINES, CostModel
+from ...scheduler.simulation.replica import ReplicaSettings
+from ...scheduler.simulation.run import PolicyRun
+from ...scheduler.simulation.synthetic import (
+    draw_adapters,
+    draw_lengths,
+    make_adapters,
+    make_workload,
+    power_popularity,
+)
+from ...scheduler.workload import BASE_MODEL, Workload
+from .dry_run import dry_run
+
+_RANKS = (8, 16, 32, 64, 128)
+_MAX_TOKENS = 2048
+_STEP_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRequest:
+    """What to simulate. `rows`, `adapters`, `skew` count without a job file. `policies`: empty is all.
+
+    `cost_model`: a file that `lorabatch profile` wrote, or a name of `scheduler.machines`.
+    """
+
+    job_file: Path | None
+    trace: Path | None
+    rows: int
+    adapters: int
+    skew: float
+    workers: int
+    policies: tuple[str, ...]
+    cost_model: str
+    batch_rows: int
+    seed: int
+    output: Path
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """Outcome of `simulate_job`. `files`: names of what was written to `request.output`."""
+
+    request: SimulationRequest
+    workload: Workload
+    runs: tuple[PolicyRun, ...]
+    files: tuple[str, ...]
+
+
+def simulate_job(request: SimulationRequest) -> SimulationResult:
+    """Simulate one job under every policy; write `simulation.json` and, where matplotlib is installed, plots.
+
+    Raises `JobRequestError` for what cannot be simulated, before anything is.
+    """
+    policies = request.policies or tuple(POLICIES)
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown:
+        raise JobRequestError(*(f"policy={name!r}: expected one of {', '.join(POLICIES)}." for name in unknown))
+    cost = known_cost(request.cost_model)
+    workload = make_job(request)
+    settings = ReplicaSettings(request.batch_rows, _STEP_TOKENS, adapter_source="storage", leap_steps=8)
+    runs = [simulate_policy(name, workload, cost, settings, request.workers) for name in policies]
+    request.output.mkdir(parents=True, exist_ok=True)
+    results = {"rows": workload.num_rows, "workers": request.workers, "cost_model": request.cost_model}
+    metrics = {run.policy: asdict(run.metrics) for run in runs}
+    text = json.dumps(results | {"seed": request.seed, "policies": metrics}, indent=1)
+    (request.output / "simulation.json").write_text(text + "\n", encoding="utf-8")
+    files = ("simulation.json", *plot_runs(runs, request.output))
+    return SimulationResult(request, workload, tuple(runs), files)
+
+
+def known_cost(name: str) -> CostModel:
+    """A machine's preset, or the cost model in a file. Raises `JobRequestError`."""
+    if name in MACHINES:
+        return MACHINES[name]
+    if not Path(name).exists():
+        raise JobRequestError(
+            f"cost_model={name!r}: neither a file nor a known machine. Machines: {', '.join(MACHINES)}."
+        )
+    return read_profile(Path(name)).cost
+
+
+def make_job(request: SimulationRequest) -> Workload:
+    """The rows, with the lengths of their answers."""
+    generator = np.random.default_rng(request.seed)
+    if request.job_file is not None:
+        return _with_drawn_answers(dry_run({}, request.job_file).workload, generator)
+    if request.trace is not None:
+        prompts, outputs = read_trace_lengths(request.trace)
+        chosen = generator.integers(0, len(prompts), request.rows)
+        prompt, output = prompts[chosen], outputs[chosen]
+    else:
+        prompt = draw_lengths(generator, request.rows, 600, 1.0, 4000)
+        output = draw_lengths(generator, request.rows, 130, 0.8, 1000)
+    if request.adapters:
+        adapter = draw_adapters(generator, request.rows, power_popularity(request.adapters, request.skew))
+    else:
+        adapter = np.full(request.rows, BASE_MODEL, np.int32)
+    ranks = [_RANKS[i % len(_RANKS)] for i in range(request.adapters)]
+    return make_workload(make_adapters(ranks), adapter, prompt, output, max_tokens=_MAX_TOKENS)
+
+
+def _with_drawn_answers(workload: Workload, generator: np.random.Generator) -> Workload:
+    """Answers end anywhere up to `max_tokens`, each length alike: half of it on average, as plans expect."""
+    drawn = np.ceil(workload.max_tokens * generator.random(workload.num_rows)).astype(np.int32)
+    return replace(workload, output_tokens=drawn)
+
+
+_COLUMNS = ("ContextTokens", "GeneratedTokens")
+
+
+def read_trace_lengths(path: Path) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Prompt and output tokens of every request, int32 `[num_requests]` each, at least 1.
+
+    Raises `JobRequestError` naming the first line that cannot be read.
+    """
+    pairs: list[tuple[int, int]] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as lines:
+            reader = csv.DictReader(lines)
+            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise JobRequestError(
+                    f"trace={str(path)!r}: no column {' and no column '.join(missing)}. Expected a CSV file with "
+                    f"{' and '.join(_COLUMNS)}."
+                )
+            pairs.extend((max(1, int(row[_COLUMNS[0]])), max(1, int(row[_COLUMNS[1]]))) for row in reader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobRequestError(f"trace={str(path)!r}: cannot be read ({error}). Check the path.") from None
+    except (ValueError, TypeError) as error:
+        raise JobRequestError(f"trace={str(path)!r}: line {len(pairs) + 2} holds no number ({error}).") from None
+    if not pairs:
+        raise JobRequestError(f"trace={str(path)!r}: holds no requests.")
+    prompt, output = np.array(pairs, dtype=np.int32).T
+    return prompt, output
+
+
+_LINES = (("-", 4.0), ("-", 2.5), ("--", 1.8), (":", 1.8), ("-.", 1.2), ("-", 1.0))
+
+
+def plot_runs(runs: Sequence[PolicyRun], folder: Path) -> list[str]:
+    """Write the pictures into `folder`; their names. Empty without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return []
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    def save(figure: Figure, name: str) -> str:
+        FigureCanvasAgg(figure)
+        figure.tight_layout()
+        figure.savefig(folder / name, dpi=110)
+        return name
+
+    ordered = sorted(runs, key=lambda run: run.metrics.makespan_s)
+    bars = Figure(figsize=(7, 0.8 + 0.4 * len(ordered)))
+    axes = bars.subplots()
+    drawn = axes.barh([run.policy for run in ordered], [run.metrics.makespan_s for run in ordered], color="#2f6fde")
+    axes.bar_label(drawn, fmt="%.1f", padding=4, fontsize=9)
+    axes.margins(x=0.1)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds until the last row")
+    axes.spines[["top", "right"]].set_visible(False)
+    curves = Figure(figsize=(7, 4))
+    axes = curves.subplots()
+    for place, run in enumerate(ordered):
+        finish_s = np.sort(run.timeline.finish_s[np.isfinite(run.timeline.finish_s)])
+        # Policies that do the same lie on one line: wide solid ones below, narrow broken ones above, so that all show.
+        style, width = _LINES[min(place, len(_LINES) - 1)]
+        axes.plot(finish_s, np.arange(1, len(finish_s) + 1), label=run.policy, linestyle=style, linewidth=width)
+    axes.set(xlabel="seconds", ylabel="rows finished", xlim=(0, None), ylim=(0, None))
+    axes.grid(color="#dfe3ea", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    return [save(bars, "makespan.png"), save(curves, "rows-over-time.png")]

@@ -1,0 +1,101 @@
+"""What a job came to: counted from its parts, not from what anybody remembers of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class KindOfError:
+    """Rows with one kind of error, and the first of them: its place and its sentence."""
+
+    kind: str
+    num_rows: int
+    location: str
+    sentence: str
+
+
+_SENTENCE_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCount:
+    """Rows of one adapter ("": base model), those among them that are errors, and the tokens generated for them."""
+
+    adapter: str
+    num_rows: int
+    num_errors: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """The account of a finished job. `errors`: kinds of error rows, with the first of each kind.
+
+    `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
+    from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
+    `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1 (None: there were none).
+    `prefix_hit_rate`: share of this run's prompt tokens that nobody had to compute (None: nobody counted).
+    """
+
+    output: str
+    job_id: str
+    num_rows: int
+    num_errors: int
+    num_parts: int
+    prompt_tokens: int
+    completion_tokens: int
+    errors: tuple[KindOfError, ...]
+    adapters: tuple[AdapterCount, ...]
+    seconds: float
+    num_reused: int
+    predicted_s: float | None = None
+    working_s: float | None = None
+    batch_fill: float | None = None
+    prefix_hit_rate: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `summary.json` holds it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> JobResult:
+        """The result that `to_json` wrote."""
+        errors = tuple(KindOfError(**kind) for kind in raw["errors"])
+        adapters = tuple(AdapterCount(**count) for count in raw["adapters"])
+        return cls(**{**raw, "errors": errors, "adapters": adapters})
+
+    def to_text(self) -> str:
+        """A few lines for people: what is where, and what went wrong."""
+        answered = (
+            f"{self.num_rows - self.num_errors:,} of {self.num_rows:,}" if self.num_errors else f"{self.num_rows:,}"
+        )
+        lines = [f"{answered} rows answered in {self.num_parts:,} parts: {self.output}"]
+        if self.num_reused:
+            lines.append(f"{self.num_reused:,} of them were done before this run")
+        computed = self.completion_tokens / self.seconds if self.seconds > 0 and not self.num_reused else 0.0
+        rate = f" ({computed:,.0f} generated tokens/s)" if computed else ""
+        lines.append(
+            f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated, {self.seconds:,.1f} s{rate}"
+        )
+        if self.predicted_s is not None and self.working_s and not self.num_reused:
+            took = f"{self.predicted_s:,.1f} s were predicted, it took {self.working_s:,.1f} s"
+            lines.append(f"from the first shard opened to the last part written {took}")
+        if self.batch_fill is not None:
+            lines.append(f"batches were {self.batch_fill:.1%} full while shards were queued")
+        if self.prefix_hit_rate is not None:
+            lines.append(f"{self.prefix_hit_rate:.1%} of prompt tokens were reused, not computed")
+        if self.num_errors:
+            rows = "1 error row" if self.num_errors == 1 else f"{self.num_errors:,} error rows"
+            lines.append(f"{rows}; select with `error IS NOT NULL`:")
+            lines += [
+                f"  {kind.num_rows:,} x {kind.kind}, first at {kind.location}: {_short(kind)}" for kind in self.errors
+            ]
+        return "\n".join(lines)
+
+
+def _short(kind: KindOfError) -> str:
+    sentence = " ".join(kind.sentence.split())
+    return sentence if len(sentence) <= _SENTENCE_CHARS else sentence[: _SENTENCE_CHARS - 1] + "…"

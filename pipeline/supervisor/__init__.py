@@ -1,0 +1,1 @@
+"""One engine process kept alive, and the queue in front of it. No Dask."""

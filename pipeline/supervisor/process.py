@@ -1,0 +1,154 @@
+"""One engine process as its host sees it: start it, send to it, hear from it, end it.
+
+`multiprocessing` children are refused in nannied workers, so this is a plain subprocess; closing its standard
+input ends it, also when this process is killed. Its standard error goes to a log file.
+
+Messages to a process, written by a thread of their own: a process that does not read holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ...engine.errors import EngineError
+from ...engine.server.wire import pack_config, pack_frame, read_frame
+from ..messages import EngineSettings
+
+Listener = Callable[["EngineChild", dict[str, Any]], None]
+# Libraries read these before they load; the nanny has set some of them to 1 for the worker itself.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# Set by the nanny for the worker: memory goes back to the system at every free. An engine wants the same sizes again in
+# the next layer and would pay in page faults: 10 to 25 % of a step on a CPU (SmolLM2-135M, measured).
+TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
+
+
+class EngineChild:
+    """A child process that may still be starting. No call waits for it. `listener` hears every message, in a thread of
+    the child's own, and last of all `{"op": "exited", "reason": …}`, exactly once.
+    """
+
+    def __init__(
+        self, find_model: Callable[[], Path], log_path: Path, listener: Listener, settings: EngineSettings
+    ) -> None:
+        self._settings = settings
+        self._find_model = find_model
+        self._log_path = log_path
+        self._listener = listener
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: FrameWriter | None = None
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="engine child", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, once it runs."""
+        return self._process.pid if self._process else None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message, without waiting for the process to read it. A process that is gone is no error here: its
+        exit is reported on its own.
+        """
+        if self._writer is not None:
+            self._writer.send(message)
+
+    def stop(self) -> None:
+        """End the process now, stopped or not: its work in progress is lost, its finished rows were sent already."""
+        self._is_stopped.set()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the process and its threads are gone."""
+        self._thread.join(timeout_s)
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+
+    def _live(self) -> None:
+        reason = "it was stopped"
+        try:
+            model = self._find_model()
+            if not self._is_stopped.is_set():
+                reason = self._converse(model)
+        except Exception as error:
+            self._listener(self, {"op": "fatal", "error": str(error), "is_permanent": isinstance(error, EngineError)})
+            reason = "it could not be started"
+        self._listener(self, {"op": "exited", "reason": reason})
+
+    def _converse(self, model: Path) -> str:
+        """Run the process to its end; how it ended."""
+        with self._log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lorabatch.engine.server.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=engine_environment(os.environ, self._settings.config.num_threads),
+                # Ctrl-C in a terminal reaches the whole foreground group; engines end when they are told to.
+                start_new_session=True,
+            )
+        self._process = process
+        if self._is_stopped.is_set():
+            process.kill()
+        assert process.stdout is not None
+        assert process.stdin is not None
+        writer = FrameWriter(process.stdin)
+        config = pack_config(self._settings.config)
+        writer.send({"op": "start", "model": str(model), "factory": self._settings.factory, "config": config})
+        self._writer = writer
+        while (message := read_frame(process.stdout)) is not None:
+            self._listener(self, message)
+        code = process.wait()
+        process.stdout.close()
+        writer.close()
+        return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+
+
+def engine_environment(inherited: Mapping[str, str], num_threads: int | None) -> dict[str, str]:
+    """The environment of an engine process, from that of the worker that hosts it."""
+    chosen = dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) if num_threads else {}
+    return {name: value for name, value in inherited.items() if name != TRIM_VARIABLE} | chosen
+
+
+class FrameWriter:
+    """Writes to a process's standard input in the order of `send`, and closes it at the end.
+
+    A pipe takes 64 KiB; what a process has not read beyond that waits in memory, at most what was sent to it. A write
+    that blocks ends with the process. A process that is gone is no error here: its exit is reported on its own.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="engine writer", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """The message is written after those before it. Never waits."""
+        self._outbox.put(pack_frame(message))
+
+    def close(self) -> None:
+        """Close the stream once all is written. Never waits."""
+        self._outbox.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the stream is closed, or the process gone."""
+        self._thread.join(timeout_s)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while (frame := self._outbox.get()) is not None:
+                self._stream.write(frame)
+                self._stream.flush()
+        # What a process that is gone has not read cannot be flushed.
+        with contextlib.suppress(OSError):
+            self._stream.close()

@@ -1,0 +1,258 @@
+"""`EngineHost`: the worker plugin by which a run uses a worker's engine.
+
+Dask sets it up on every worker, also on those that join or restart later. `setup` has the engine process started, or
+joins the one that other runs have, and returns at once: loading weights takes longer than a worker may be silent.
+Readiness is told by reports.
+
+The engines of one Dask worker. Runs whose engines would be the same share one: its weights lie in memory once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from distributed import Status, Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from ...jobs.record import JobRecord
+from ...jobs.storage.local_copy import local_folder
+from ...jobs.store import JobStore
+from ...version import __version__
+from ..cluster.versions import sent_to_workers
+from ..cluster.worker_process import leave_on_sigterm, worker_log_path
+from ..messages import (
+    EngineFailedError,
+    EngineIdentity,
+    EngineSettings,
+    HostReport,
+    LocalAdapter,
+    ShardOutcome,
+    job_of_run,
+    report_topic,
+)
+from ..monitoring.logs import LogShipper
+from ..supervisor.supervisor import EngineKeeper, EngineShare, Reporter
+from .adapters import AdapterShelf
+from .peer_service import RowExchange
+
+_CLOSE_TIMEOUT_S = 4.0
+# A helper's step, and the time between two questions. What has not come back by then begins where it was lent.
+_RECALL_TIMEOUT_S = 2.0
+# Owners ask for their rows several times a second.
+_RETURN_TIMEOUT_S = 1.0
+
+
+def host_name(run_id: str) -> str:
+    """The plugin's name on every worker."""
+    return f"lorabatch-{__version__}-{run_id}"
+
+
+class EngineHost(WorkerPlugin):
+    """One run of a job on one worker."""
+
+    # Registering it again, as a client does that reconnects, must not tear the running engine down.
+    idempotent = True
+
+    def __init__(self, run_id: str, settings: EngineSettings, store: JobStore) -> None:
+        self.name = host_name(run_id)
+        self._run_id = run_id
+        self._topic = report_topic(run_id)
+        self._settings = settings
+        self._store = store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sent_to_workers(type(self), self.__dict__)
+
+    def setup(self, worker: Worker) -> None:
+        """Join the engine, starting it if need be; called by Dask on the worker."""
+        self._worker = worker
+        self._record: JobRecord | None = None
+        self._shelf: AdapterShelf | None = None
+        self._lock = threading.Lock()
+        self._claims: dict[int, Future[ShardOutcome]] = {}
+        self._engines = engines_of(worker)
+        settings = self._settings.with_threads(worker.state.nthreads)
+        self.engine: EngineShare = self._engines.join(self._run_id, settings, self._find_model, self._send)
+        tag = worker_tag(worker.address)
+        logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
+        self._shipper = LogShipper(self._store, logs, shared=logs)
+        self._exchange = RowExchange(worker, self._run_id, self.engine, self._find_shelf)
+        leave_on_sigterm(worker)
+
+    async def teardown(self, worker: Worker) -> None:
+        """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
+        Rows on loan are called back before, guests go back to their owners.
+        """
+        await self._exchange.call_back(_RECALL_TIMEOUT_S)
+        folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
+        await self._exchange.depart(_RETURN_TIMEOUT_S)
+        self._exchange.close()
+        await asyncio.to_thread(self._close, folder)
+
+    def _close(self, folder: TemporaryDirectory[str] | None) -> None:
+        with self._lock:
+            claims = list(self._claims.values())
+        for claim in claims:
+            with contextlib.suppress(Exception):
+                claim.result(_CLOSE_TIMEOUT_S)
+        if self._worker.status not in (Status.running, Status.paused):
+            # Only now: whoever opens its shards next must find what was kept.
+            self._send(HostReport(self.address, "left", self._settings.config.batch_rows))
+        self._shipper.close(_CLOSE_TIMEOUT_S)
+        if folder is not None:
+            folder.cleanup()
+
+    @property
+    def store(self) -> JobStore:
+        """Where the job lives."""
+        return self._store
+
+    @property
+    def address(self) -> str:
+        """The worker's Dask address."""
+        return str(self._worker.address)
+
+    def check_output(self) -> None:
+        """Raise `OutputConflictError` when the output is another job's by now: what this run answers is not for it."""
+        self._store.check_holder(job_of_run(self._run_id))
+
+    def record(self) -> JobRecord:
+        """The frozen job, read once."""
+        with self._lock:
+            if self._record is None:
+                self._record = self._store.read_record()
+            return self._record
+
+    @contextlib.contextmanager
+    def claimed(self, shard_id: int) -> Iterator[tuple[Future[ShardOutcome], bool]]:
+        """The outcome of a shard, and whether the caller must produce it: a shard is worked on once per worker.
+
+        Who must, sets the result; an exception that leaves the block is set by itself.
+        """
+        with self._lock:
+            is_ours = shard_id not in self._claims
+            claim = self._claims.setdefault(shard_id, Future())
+        try:
+            yield claim, is_ours
+        except BaseException as error:
+            if is_ours:
+                claim.set_exception(error)
+            raise
+        finally:
+            if is_ours:
+                with self._lock:
+                    del self._claims[shard_id]
+
+    def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[LocalAdapter]:
+        """Adapters in local folders: those that lie in storage from the workers in `sources` (by name), if they have
+        them. Not to be called from the event loop. Raises `StorageError`.
+        """
+        shelf = self._find_shelf()
+        named = {shelf.id_of(name): worker for name, worker in sources.items()}
+        far = {a: named[a] for a in adapter_ids if a in named and shelf.is_far(a)}
+        if far:
+            self._exchange.take_over(far)
+        return shelf.local(adapter_ids)
+
+    def _find_shelf(self) -> AdapterShelf:
+        record = self.record()
+        with self._lock:
+            if self._shelf is None:
+                folder = self.engine.folder / "adapters"
+                self._shelf = AdapterShelf(record.adapters, self._settings.storage_options, folder)
+            return self._shelf
+
+    def _find_model(self) -> Path:
+        return local_folder(self._settings.model_url, self._settings.storage_options)
+
+    def _send(self, report: HostReport) -> None:
+        """Called by the keeper's thread; Dask's streams belong to the event loop's."""
+        # A worker that ends may have closed its loop already.
+        with contextlib.suppress(RuntimeError):
+            self._worker.loop.add_callback(self._worker.log_event, self._topic, report.to_plain())
+
+
+def worker_tag(address: str) -> str:
+    """A worker's address as part of a file name."""
+    kept = (character if character.isalnum() else "-" for character in address.rpartition("//")[2])
+    return "".join(kept)
+
+
+def find_host(worker: Worker, run_id: str) -> EngineHost:
+    """The run's host on this worker. Raises `EngineFailedError` when Dask has not set it up."""
+    host: Any = worker.plugins.get(host_name(run_id))
+    if not isinstance(host, EngineHost):
+        raise EngineFailedError(f"Worker {worker.address} has no engine: its plugin was not set up; see its log.")
+    return host
+
+
+_EXTENSION = "lorabatch-engines"
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine that runs, the folder of its files, and who uses it."""
+
+    keeper: EngineKeeper
+    folder: tempfile.TemporaryDirectory[str]
+    runs: set[str] = field(default_factory=set)
+
+
+class WorkerEngines:
+    """Starts an engine for the first run that needs it and ends it with the last. Any thread may call.
+
+    `folder`: which Dask clears of what killed workers leave behind. `address`: of the worker.
+    """
+
+    def __init__(self, folder: str, address: str) -> None:
+        self._folder = folder
+        self._address = address
+        self._lock = threading.Lock()
+        self._engines: dict[EngineIdentity, _Engine] = {}
+        self._engine_of: dict[str, _Engine] = {}
+
+    def join(
+        self, run: str, settings: EngineSettings, find_model: Callable[[], Path], send_report: Reporter
+    ) -> EngineShare:
+        """A share of the engine that these settings ask for. An engine that was given up is no use to new runs."""
+        with self._lock:
+            engine = self._engines.get(settings.identity)
+            if engine is None or engine.keeper.has_failed:
+                folder = tempfile.TemporaryDirectory(prefix="lorabatch-engine-", dir=self._folder)
+                engine = _Engine(EngineKeeper(settings, find_model, Path(folder.name), self._address), folder)
+                self._engines[settings.identity] = engine
+            engine.runs.add(run)
+            self._engine_of[run] = engine
+            return engine.keeper.join(run, send_report)
+
+    def leave(self, run: str, timeout_s: float) -> tempfile.TemporaryDirectory[str] | None:
+        """A run is over: its open shards fail with `ShardAbandonedError`, and nobody else's. With the last run the
+        engine ends; what is returned then is its folder, to be removed when its log has been read.
+        """
+        with self._lock:
+            engine = self._engine_of.pop(run)
+            engine.runs.discard(run)
+            is_last = not engine.runs
+            if is_last:
+                self._engines = {known: other for known, other in self._engines.items() if other is not engine}
+        engine.keeper.leave(run, timeout_s)
+        if not is_last:
+            return None
+        engine.keeper.close(timeout_s)
+        return engine.folder
+
+
+def engines_of(worker: Worker) -> WorkerEngines:
+    """The engines of a worker."""
+    found = worker.extensions.setdefault(_EXTENSION, WorkerEngines(worker.local_directory, worker.address))
+    assert isinstance(found, WorkerEngines)
+    return found

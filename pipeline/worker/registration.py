@@ -1,0 +1,103 @@
+"""Engine hosts on a cluster: set up on every worker for one run of a job, and taken down at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from distributed import Client
+from distributed.comm.core import CommClosedError
+
+from ...engine.config import EngineConfig
+from ...jobs.opening import OpenedJob
+from ...jobs.store import JobStore
+from ...scheduler.cost import CostModel
+from ..cluster.connect import threads_per_engine
+from ..messages import EngineSettings, new_run_id
+from .plugin import EngineHost, host_name
+
+logger = logging.getLogger(__name__)
+_ANSWER_LIMIT_S = 10.0
+
+
+def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str, cost: CostModel) -> EngineSettings:
+    """How the job's engines are set up on each of `num_workers` workers. `cost`: what the job is planned with."""
+    spec = job.spec
+    config = EngineConfig(
+        max_batch_rows=spec.batch_rows,
+        max_step_tokens=spec.step_tokens,
+        pool_bytes=spec.pool_bytes,
+        num_threads=threads_per_engine(spec, num_workers),
+        dtype=spec.dtype,
+        device=spec.device,
+        mode=spec.mode,
+        load_format=spec.load_format,
+        cost=cost,
+    )
+    return EngineSettings(spec.model, config, engine_factory, spec.storage_options, job.record.model.sha256)
+
+
+def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
+    """Start an engine on every worker, also on those that join later; the id of this run of the job.
+
+    Hosts of an earlier run of this job, whose coordinator is gone, are taken down first: they know the adapters of
+    then.
+    """
+    for name in client.run_on_scheduler(_hosts_of_job, job_id=job_id):
+        _take_down(client, name)
+    run_id = new_run_id(job_id)
+    host = EngineHost(run_id, settings, store)
+    try:
+        if not _answered(lambda: client.register_plugin(host)):
+            logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
+    except CommClosedError:
+        # Dask hangs up on whoever asks when a worker is lost while it is asked. All others have been asked too, and
+        # later ones will be; if it is the scheduler that is lost, the next request says so.
+        if client.status != "running":
+            raise
+        logger.warning("a worker was lost while it was asked to start its engine")
+    return run_id
+
+
+def stop_hosts(client: Client, run_id: str) -> None:
+    """End a run's engines on every worker; what they have finished is in `wip` afterwards."""
+    _take_down(client, host_name(run_id))
+
+
+def _hosts_of_job(dask_scheduler: Any, job_id: str) -> list[str]:
+    names: list[str] = list(dask_scheduler.worker_plugins)
+    return [name for name in names if name.startswith("lorabatch-") and f"-{job_id}-" in name]
+
+
+def _take_down(client: Client, name: str) -> None:
+    def unregister() -> None:
+        # A worker that is leaving answers with an error, or not at all.
+        with contextlib.suppress(Exception):
+            client.unregister_worker_plugin(name)
+
+    if client.status == "running" and not _answered(unregister):
+        logger.warning("some workers did not stop their engines within %.0f s", _ANSWER_LIMIT_S)
+
+
+def _answered(ask: Callable[[], object]) -> bool:
+    """Ask all workers for something; whether all have answered. One that hangs must not keep the others waiting.
+
+    Raises what `ask` raises in time.
+    """
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            ask()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="ask all workers", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_LIMIT_S)
+    if failures:
+        raise failures[0]
+    return not thread.is_alive()

@@ -1,0 +1,178 @@
+"""`run_shard`: the Dask task that turns one shard into one part.
+
+It leaves the worker's thread pool at once and waits for the engine; any number of shards may be open on a worker.
+What earlier attempts have kept is reused (`kept_rows.py`); finished rows are journalled about once a second, begun ones
+when the worker has to leave; the part is written in one piece at the end.
+
+What earlier attempts at a shard have left in the output: answers that still hold, and rows they had begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from uuid import uuid4
+
+from distributed import get_worker, secede
+
+from ...engine.request import ExportedRow, Request
+from ...jobs.record import JobRecord
+from ...jobs.store import JobStore
+from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
+from ..dataset.reader import RowError, ShardRows, read_shard
+from ..dataset.writer import answers_in_part, part_bytes, still_valid
+from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome, ShardTask
+from ..supervisor.open_shard import OpenShard, ServedRow
+from .plugin import EngineHost, find_host
+
+FLUSH_INTERVAL_S = 1.0
+
+
+def run_shard(task: ShardTask) -> ShardOutcome:
+    """Run one shard on this worker and commit it; join the attempt that has it open here already, if there is one.
+
+    Raises `ShardAbandonedError` when the worker stops first (finished and begun rows stay in `wip`),
+    `EngineFailedError` when the engine cannot be kept alive, `StorageError` when storage fails, `OutputConflictError`
+    when the output is another job's by now.
+    """
+    secede()
+    host = find_host(get_worker(), task.run_id)
+    with host.claimed(task.shard_id) as (claim, is_ours):
+        if is_ours:
+            claim.set_result(_answer_and_commit(host, task))
+        return claim.result()
+
+
+def _answer_and_commit(host: EngineHost, task: ShardTask) -> ShardOutcome:
+    host.check_output()
+    record = host.record()
+    rows = read_shard(host.store, record, task.shard_id)
+    done = read_done(host.store, record, rows)
+    if done is not None:
+        return _outcome(host, rows, done, len(done))
+    kept = read_kept(host.store, record, rows)
+    answers = kept.answers
+    num_reused = len(answers)
+    asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
+    if asked:
+        _answer(host, rows, asked, kept, task)
+    part = part_bytes(rows, answers, record)
+    host.check_output()
+    while not host.store.commit_part(task.shard_id, part) and read_done(host.store, record, rows) is None:
+        # Somebody who works for a run before this one, whose adapters were others, was faster.
+        host.store.remove_part(task.shard_id)
+    return _outcome(host, rows, answers, num_reused)
+
+
+def _answer(host: EngineHost, rows: ShardRows, asked: list[Request], kept: KeptRows, task: ShardTask) -> None:
+    """Have the engine answer the rows that are asked; `kept.answers` gains them."""
+    adapter_ids = frozenset(r.adapter_id for r in asked if r.adapter_id is not None)
+    requests = {request.request_id: request for request in asked}
+    fingerprints = rows.fingerprint_of()
+    journal = f"{task.attempt}-{uuid4().hex[:8]}"
+    begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
+    adapters = host.adapters(adapter_ids, task.sources)
+    shard = host.engine.open(task.shard_id, begun, adapters, task.rows_behind)
+    try:
+        while len(kept.answers) < sum(isinstance(r, Request) for r in rows.requests):
+            fresh = [_row_answer(s, requests, fingerprints, task) for s in shard.take(FLUSH_INTERVAL_S)]
+            kept.answers.update(fresh)
+            if fresh and shard.num_unfinished:
+                host.store.append_wip(task.shard_id, journal, encode_answers(answer for _, answer in fresh))
+    except ShardAbandonedError:
+        _keep_begun(host, shard, fingerprints, journal)
+        raise
+    finally:
+        host.engine.abandon(shard)
+
+
+def _keep_begun(host: EngineHost, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:
+    """Whoever opens the shard next goes on with its rows from where they are."""
+    begun = [
+        BegunRow(fingerprints[row.request.request_id], row.request.adapter_id, row.token_ids, row.token_logprobs)
+        for row in shard.begun
+    ]
+    if begun and shard.shard_id is not None:
+        host.store.append_wip(shard.shard_id, journal, encode_begun(begun))
+
+
+def _row_answer(
+    served: ServedRow, requests: Mapping[str, Request], fingerprints: Mapping[str, bytes], task: ShardTask
+) -> tuple[str, RowAnswer]:
+    request_id = served.result.request_id
+    attempts = task.attempt + 1 + served.num_crashes
+    request = requests[request_id]
+    return request_id, RowAnswer.from_result(fingerprints[request_id], request, served.result, attempts)
+
+
+def _outcome(host: EngineHost, rows: ShardRows, answers: Mapping[str, RowAnswer], num_reused: int) -> ShardOutcome:
+    num_errors = sum(isinstance(r, RowError) for r in rows.requests)
+    num_errors += sum(answer.finish_reason == "error" for answer in answers.values())
+    return ShardOutcome(
+        shard_id=rows.shard_id,
+        worker=host.address,
+        num_rows=rows.num_rows,
+        num_errors=num_errors,
+        num_reused=num_reused,
+        prompt_tokens=sum(answer.prompt_tokens for answer in answers.values()),
+        completion_tokens=sum(answer.completion_tokens for answer in answers.values()),
+        reuse=PromptReuse.of_answers(answers.values()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """By request id. `begun`: rows without an answer, and what was generated for them."""
+
+    answers: dict[str, RowAnswer]
+    begun: dict[str, ExportedRow]
+
+
+def read_kept(store: JobStore, record: JobRecord, rows: ShardRows) -> KeptRows:
+    """What still holds of a shard's journals, and of a part that is not `read_done`.
+
+    Such a part was written by a worker of a former run that went on for too long. What holds of it is journalled first,
+    then it is removed, so that nothing is lost in between.
+    """
+    by_fingerprint = {
+        fingerprint: request
+        for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
+        if isinstance(request, Request)
+    }
+    kept = KeptRows({}, {})
+    for journal in store.read_wip(rows.shard_id):
+        for row in decode_journal(journal):
+            request = by_fingerprint.get(row.fingerprint)
+            if request is None or not still_valid(row, request.adapter_id, row.fingerprint):
+                continue
+            if isinstance(row, BegunRow):
+                _begin(kept, request, row)
+            elif row.error is None:
+                # Errors are not kept: another attempt may do better.
+                kept.answers[request.request_id] = row
+    if store.is_committed(rows.shard_id):
+        with store.open_part(rows.shard_id) as part:
+            in_part = answers_in_part(part, rows, record)
+        kept.answers.update(in_part)
+        store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
+        store.remove_part(rows.shard_id)
+    return kept
+
+
+def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, RowAnswer] | None:
+    """The answers of the shard's part, errors included; None when it is not there, or says something else than an
+    attempt would today.
+    """
+    if not store.is_committed(rows.shard_id):
+        return None
+    with store.open_part(rows.shard_id) as part:
+        answers = answers_in_part(part, rows, record, with_errors=True)
+    return answers if len(answers) == sum(isinstance(request, Request) for request in rows.requests) else None
+
+
+def _begin(kept: KeptRows, request: Request, row: BegunRow) -> None:
+    """The longest that any attempt has come with a row."""
+    begun = ExportedRow(request, row.token_ids, row.token_logprobs)
+    before = kept.begun.get(request.request_id)
+    if not begun.problems() and (before is None or len(before.token_ids) < len(begun.token_ids)):
+        kept.begun[request.request_id] = begun

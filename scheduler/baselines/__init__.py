@@ -1,0 +1,1 @@
+"""The papers' and other systems' policies: dLoRA, LoRAServe, S-LoRA, vLLM-like."""

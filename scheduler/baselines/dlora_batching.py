@@ -1,0 +1,275 @@
+"""dLoRA's dynamic batching (OSDI 24, section 4): Algorithm 1 chooses merged or unmerged before each
+iteration, Algorithm 2 tunes its two thresholds from what either would have achieved, Algorithm 3
+(`credits.py`) keeps it fair.
+
+Rows are positions in order of arrival, running rows before waiting ones; `types` int32 `[num_rows]` names
+the adapter of each (-1: base model, never merged).
+
+Credits against starvation: dLoRA Algorithm 3 (appendix A.1).
+
+Every adapter starts with the same credit. Whoever is served out of turn pays those who were passed over, row
+by row. An adapter that was passed over for long grows rich; above `starve_above` its rows are served first
+until it has fallen below `normal_below`. The sum of all credits never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batching import BatchView, Ranks, StepPlan, as_step_plan
+from ..cost import CostModel, lora_load
+
+# dLoRA's credits per adapter, in batches: what it may serve out of turn before it must have waited.
+_CREDIT_BATCHES = 200.0
+
+
+class DloraBatcher:
+    """`DynamicBatcher` with an account for every adapter as it becomes known."""
+
+    def __init__(self, cost: CostModel, ranks: Ranks, max_batch_rows: int, mean_context: float = 512.0) -> None:
+        initial = _CREDIT_BATCHES * max_batch_rows
+        credits = Credits(0, initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
+        self._cost, self._ranks, self._mean_context = cost, ranks, mean_context
+        thresholds = Thresholds(alpha=0.9, beta=0.5)
+        self.inner = DynamicBatcher(self._iteration_s, credits, Tuning(switch_s=cost.merge_s), thresholds)
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        self.inner.credits.extend(len(self._ranks()))
+        return self.inner.next_step(view)
+
+    def _iteration_s(self, types: NDArray[np.int32], merged: int | None) -> float:
+        lora = lora_load(types, 1.0, self._ranks(), merged_adapter=merged, kernel=self._cost.kernel)
+        load = replace(lora, decode_rows=len(types), context_tokens=len(types) * self._mean_context)
+        return float(self._cost.step_seconds(load))
+
+
+def dlora_batcher(ranks: NDArray[np.float64], cost: CostModel, max_batch_rows: int) -> DynamicBatcher:
+    """dLoRA's own policy, its iteration times from the cost model. `ranks` `[num_adapters]`."""
+
+    def iteration_s(types: NDArray[np.int32], merged: int | None) -> float:
+        unmerged = lora_load(types, 1.0, ranks, merged_adapter=merged, kernel=cost.kernel)
+        load = replace(unmerged, decode_rows=len(types), context_tokens=len(types) * 500.0)
+        return float(cost.step_seconds(load))
+
+    initial = 200.0 * max_batch_rows
+    account = Credits(len(ranks), initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
+    return DynamicBatcher(iteration_s, account, Tuning(switch_s=cost.merge_s), Thresholds(alpha=0.9, beta=0.5))
+
+
+class Credits:
+    """One account per adapter; rows of the base model have the last.
+
+    `initial`: rows an adapter may serve out of turn before it must have waited. `starve_above` and
+    `normal_below` are T_starve and T_normal of the paper; their distance damps oscillation.
+    """
+
+    def __init__(self, num_adapters: int, *, initial: float, starve_above: float, normal_below: float) -> None:
+        assert normal_below <= starve_above, f"T_normal={normal_below} above T_starve={starve_above}"
+        assert initial <= starve_above, f"initial={initial}: everybody would start starving"
+        self.balance: NDArray[np.float64] = np.full(num_adapters + 1, float(initial))
+        self._is_starving = np.zeros(num_adapters + 1, dtype=bool)
+        self._initial = float(initial)
+        self._starve_above = starve_above
+        self._normal_below = normal_below
+
+    def extend(self, num_adapters: int) -> None:
+        """Open accounts for adapters that became known since; the base model's stays the last."""
+        num_new = num_adapters + 1 - len(self.balance)
+        if num_new > 0:
+            self.balance = np.insert(self.balance, -1, np.full(num_new, self._initial))
+            self._is_starving = np.insert(self._is_starving, -1, np.zeros(num_new, dtype=bool))
+
+    def starving(self) -> NDArray[np.bool_]:
+        """`[num_adapters + 1]`: who must be served first; updates the two states (lines 6-11)."""
+        has_recovered = self._is_starving & (self.balance < self._normal_below)
+        is_poorly_served = ~self._is_starving & (self.balance > self._starve_above)
+        self._is_starving = (self._is_starving & ~has_recovered) | is_poorly_served
+        return self._is_starving
+
+    def transfer(self, served: NDArray[np.int64], fcfs: NDArray[np.int64], types: NDArray[np.int32]) -> None:
+        """Rows of `served` that jumped the queue pay the rows of `fcfs` that were passed over (lines 14,
+        20).
+
+        `served`, `fcfs`: row positions; `types` `[num_rows]`: adapter of each. When the served rows were all
+        in turn and only fewer than could be, all of them share the bill.
+        """
+        passed = types[np.setdiff1d(fcfs, served)]
+        jumped = types[np.setdiff1d(served, fcfs)]
+        payers = jumped if len(jumped) else types[served]
+        if len(passed) == 0 or len(payers) == 0:
+            return
+        np.add.at(self.balance, payers, -len(passed) / len(payers))
+        np.add.at(self.balance, passed, 1.0)
+
+    def eligible(self, fcfs: NDArray[np.int64], types: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """`[num_adapters + 1]`: who could pay for being served alone instead of `fcfs` (line 17)."""
+        in_turn = np.bincount(types[fcfs] % len(self.balance), minlength=len(self.balance))
+        price = len(fcfs) - in_turn
+        return np.asarray(self.balance >= price)
+
+    def check_integrity(self, expected_sum: float) -> None:
+        """Raise AssertionError when credit was made or lost."""
+        total = float(self.balance.sum())
+        assert abs(total - expected_sum) <= 1e-6 * max(1.0, abs(expected_sum)), f"{total} != {expected_sum}"
+
+
+# Seconds of one iteration over these adapters with that adapter merged (None: nobody).
+IterationTime = Callable[[NDArray[np.int32], int | None], float]
+
+
+@dataclass(slots=True)
+class Thresholds:
+    """Switch to merged when |R_merge| / |B_fcfs| exceeds `alpha`, back when it falls below `beta`."""
+
+    alpha: float = 1.2
+    beta: float = 0.6
+
+
+def dynamic_batching(
+    types: NDArray[np.int32],
+    max_batch_rows: int,
+    merged: int | None,
+    is_legal: NDArray[np.bool_],
+    thresholds: Thresholds,
+) -> tuple[NDArray[np.int64], int | None]:
+    """Algorithm 1: the rows of the next batch and the adapter to be merged for it.
+
+    `merged`: the replica's state (None: unmerged). `is_legal` `[num_adapters + 1]`: the set L of adapters
+    that may be merged. Ties go to the adapter with the smaller number.
+    """
+    fcfs = np.arange(min(max_batch_rows, len(types)))
+    if merged is None:
+        candidate = merge_candidate(types, is_legal)
+        if candidate is None:
+            return fcfs, None
+        of_type = np.flatnonzero(types == candidate)
+        if len(of_type) / len(fcfs) > thresholds.alpha:
+            return of_type[:max_batch_rows], candidate
+        return fcfs, None
+    of_type = np.flatnonzero(types == merged)
+    if len(of_type) == 0 or not is_legal[merged] or len(of_type) / len(fcfs) < thresholds.beta:
+        return fcfs, None
+    return of_type[:max_batch_rows], merged
+
+
+def merge_candidate(types: NDArray[np.int32], is_legal: NDArray[np.bool_]) -> int | None:
+    """R_merge's type: the legal adapter with the most rows (line 7); None when there is none."""
+    counts = np.bincount(types[types >= 0], minlength=len(is_legal))[: len(is_legal) - 1]
+    counts = np.where(is_legal[:-1], counts, 0)
+    if not counts.any():
+        return None
+    return int(np.argmax(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Algorithm 2's constants. `switch_s`: t_M. `period`: iterations after which a break point comes anyway."""
+
+    switch_s: float
+    decrement: float = 0.05
+    multiplier: float = 1.1
+    period: int = 32
+    least: float = 0.05
+    most: float = 4.0
+
+
+@dataclass(slots=True)
+class Period:
+    """What both choices would have achieved since the last break point."""
+
+    num_iterations: int = 0
+    merged_rows: int = 0
+    merged_s: float = 0.0
+    fcfs_rows: int = 0
+    fcfs_s: float = 0.0
+
+    def add(self, merged_rows: int, merged_s: float, fcfs_rows: int, fcfs_s: float) -> None:
+        """Count one iteration: the merged batch B_i and the FCFS batch B'_i."""
+        self.num_iterations += 1
+        self.merged_rows += merged_rows
+        self.merged_s += merged_s
+        self.fcfs_rows += fcfs_rows
+        self.fcfs_s += fcfs_s
+
+
+def tune_alpha(alpha: float, period: Period, tuning: Tuning) -> float:
+    """Algorithm 2 after an unmerged period: lower alpha if merging at its start would have been faster."""
+    merged = period.merged_rows / (period.merged_s + tuning.switch_s)
+    unmerged = period.fcfs_rows / period.fcfs_s
+    tuned = alpha - tuning.decrement if merged > unmerged else alpha * tuning.multiplier
+    return min(max(tuned, tuning.least), tuning.most)
+
+
+def tune_beta(beta: float, period: Period, tuning: Tuning) -> float:
+    """The same after a merged period: raise beta if unmerging at its start would have been faster."""
+    merged = period.merged_rows / period.merged_s
+    unmerged = period.fcfs_rows / (period.fcfs_s + tuning.switch_s)
+    tuned = beta + tuning.decrement if unmerged > merged else beta / tuning.multiplier
+    return min(max(tuned, tuning.least), tuning.most)
+
+
+@dataclass(slots=True)
+class DynamicBatcher:
+    """dLoRA on one replica: credits decide who may, Algorithm 1 decides who does, Algorithm 2 learns when.
+
+    Fairness needs memory for rows that pause: the batcher assumes paused rows keep theirs.
+    """
+
+    iteration_s: IterationTime
+    credits: Credits
+    tuning: Tuning
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    _merged: int | None = None
+    _candidate: int | None = None
+    _period: Period = field(default_factory=Period)
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`. Algorithm 3 around Algorithm 1, then Algorithm 2 at a break point."""
+        types = np.concatenate([view.running_adapter, view.waiting_adapter])
+        if len(types) == 0:
+            return as_step_plan(view, np.zeros(0, np.int64), view.merged_adapter)
+        self._merged = view.merged_adapter
+        fcfs = np.arange(min(view.max_batch_rows, len(types)))
+        starving = np.flatnonzero(self.credits.starving()[types])[: view.max_batch_rows]
+        if len(starving):
+            self.credits.transfer(starving, fcfs, types)
+            return as_step_plan(view, starving, self._merged_for(types[starving]))
+        is_legal = self.credits.eligible(fcfs, types)
+        batch, merged = dynamic_batching(types, view.max_batch_rows, self._merged, is_legal, self.thresholds)
+        if not np.array_equal(batch, fcfs):
+            self.credits.transfer(batch, fcfs, types)
+        self._learn(types, fcfs, merged, view.max_batch_rows)
+        return as_step_plan(view, batch, merged)
+
+    def _merged_for(self, types: NDArray[np.int32]) -> int | None:
+        """Starving rows are served merged only if all are of the adapter already merged."""
+        return self._merged if self._merged is not None and (types == self._merged).all() else None
+
+    def _learn(
+        self, types: NDArray[np.int32], fcfs: NDArray[np.int64], merged: int | None, max_batch_rows: int
+    ) -> None:
+        everybody = np.ones(len(self.credits.balance), dtype=bool)
+        candidate = merged if merged is not None else merge_candidate(types, everybody)
+        is_break = merged != self._merged or candidate != self._candidate
+        if self._period.num_iterations and (is_break or self._period.num_iterations >= self.tuning.period):
+            self._tune()
+        self._candidate = candidate
+        if candidate is None:
+            return
+        alone = types[types == candidate][:max_batch_rows]
+        in_turn = types[fcfs]
+        self._period.add(len(alone), self.iteration_s(alone, candidate), len(in_turn), self.iteration_s(in_turn, None))
+
+    def _tune(self) -> None:
+        if self._merged is None:
+            self.thresholds.alpha = tune_alpha(self.thresholds.alpha, self._period, self.tuning)
+            self.thresholds.alpha = max(self.thresholds.alpha, self.thresholds.beta)
+        else:
+            self.thresholds.beta = tune_beta(self.thresholds.beta, self._period, self.tuning)
+            self.thresholds.beta = min(self.thresholds.alpha, self.thresholds.beta)
+        self._period = Period()

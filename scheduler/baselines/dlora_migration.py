@@ -1,0 +1,391 @@
+"""Move requests and adapters from overloaded to underloaded replicas (dLoRA section 5.2), and the job's tail.
+
+Only the top K overloaded and top K underloaded replicas take part. A transport at the level that no plan can beat is
+tried first; where its adapter copies or memory keep it from that bound, the paper's integer program decides. Either
+answer is a proposal: it is in whole rows and used only if it ends sooner than doing nothing; otherwise the greedy rule
+decides. All functions are pure and deterministic.
+
+dLoRA's co-migration problem as an integer program (OSDI 24, section 5.2), read like the paper.
+
+`share` is x (relaxed to reals), `is_resident` is y; the objective is the longest running time over replicas plus eta
+for every adapter copy. Requests of one adapter on one replica have the same L_i, so they are one variable with a
+count (`RowGroup`), which changes nothing but the size. Memory beyond a replica's capacity is swapped and costs time.
+
+What a migration is decided from: the rows of each replica that may move, and what moving costs.
+
+Co-migration without a solver: fill the underloaded replicas up to the level that no plan can beat.
+
+With every adapter copy allowed and rows divisible, the problem of `migration_model.py` is a transport problem between
+complete sides, whose best longest time has a closed form (`level_s`). It bounds the integer program from below. Whole
+rows are dealt out at that level, adapters that are resident at their target first, so that few copies are made; an
+answer within the wanted gap of the bound needs no search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pulp
+
+from ..placement import solve
+
+
+class CoMigrationModel:
+    """dLoRA's co-migration problem over selected replicas: variables, constraints, objective, decode."""
+
+    def __init__(
+        self,
+        over: Sequence[ReplicaLoad],
+        under: Sequence[ReplicaLoad],
+        adapter_bytes: dict[str, float],
+        settings: MigrationSettings,
+    ) -> None:
+        self._over, self._under, self._settings = list(over), list(under), settings
+        self._adapter_bytes = adapter_bytes
+        self.problem = pulp.LpProblem("co_migration", pulp.LpMinimize)
+        # (group's owner, group number) -> replica -> share of the group's rows that run there.
+        self.share = {
+            (s, g): {t: self.problem.add_variable(f"share_{s}_{g}_on_{t}", 0, 1) for t in [s, *self._targets()]}
+            for s, source in enumerate(self._over)
+            for g in range(len(source.groups))
+        }
+        adapters = sorted({group.adapter for source in self._over for group in source.groups})
+        self.is_resident = {
+            (k, t): self.problem.add_variable(f"is_resident_{n}_on_{t}", cat=pulp.LpBinary)
+            for n, k in enumerate(adapters)
+            for t in self._targets()
+            if k not in self._replica(t).resident
+        }
+        self.swapped = {
+            t: self.problem.add_variable(f"swapped_bytes_on_{t}", 0)
+            for t in range(len(self._over) + len(self._under))
+            if self._replica(t).memory_bytes < float("inf")
+        }
+        self.longest = self.problem.add_variable("longest_s", 0)
+        self.problem += self.longest + settings.eta_s * pulp.lpSum(self.is_resident.values())
+        self._every_request_runs_somewhere()
+        self._requests_need_their_adapter()
+        self._no_replica_runs_longer_than_the_longest()
+        self._memory_beyond_capacity_is_swapped()
+
+    def _targets(self) -> range:
+        return range(len(self._over), len(self._over) + len(self._under))
+
+    def _replica(self, number: int) -> ReplicaLoad:
+        return self._over[number] if number < len(self._over) else self._under[number - len(self._over)]
+
+    def _group(self, key: tuple[int, int]) -> RowGroup:
+        return self._over[key[0]].groups[key[1]]
+
+    def _every_request_runs_somewhere(self) -> None:
+        for (s, g), on in self.share.items():
+            self.problem += pulp.lpSum(on.values()) == 1, f"group_{s}_{g}_exists"
+
+    def _requests_need_their_adapter(self) -> None:
+        for (s, g), on in self.share.items():
+            for t, part in on.items():
+                copy = self.is_resident.get((self._group((s, g)).adapter, t))
+                if copy is not None:
+                    self.problem += copy >= part, f"group_{s}_{g}_needs_its_adapter_on_{t}"
+
+    def _no_replica_runs_longer_than_the_longest(self) -> None:
+        for t in range(len(self._over) + len(self._under)):
+            replica = self._replica(t)
+            stays = replica.fixed_s if t < len(self._over) else replica.pending_s
+            runs = []
+            for key, on in self.share.items():
+                if t in on:
+                    group = self._group(key)
+                    factor = 1.0 if key[0] == t else self._settings.gamma
+                    runs.append(factor * group.num_rows * group.row_s * on[t])
+            swap = self.swapped[t] * (1.0 / self._settings.swap_bytes_per_s) if t in self.swapped else 0.0
+            self.problem += stays + pulp.lpSum(runs) + swap <= self.longest, f"replica_{t}_is_no_longer"
+
+    def _memory_beyond_capacity_is_swapped(self) -> None:
+        for t, swapped in self.swapped.items():
+            replica = self._replica(t)
+            kept = sum(self._adapter_bytes.get(name, 0.0) for name in replica.resident)
+            if t >= len(self._over):
+                kept += sum(group.num_rows * group.row_bytes for group in replica.groups)
+            rows = [
+                self._group(key).num_rows * self._group(key).row_bytes * on[t]
+                for key, on in self.share.items()
+                if t in on
+            ]
+            copies = [self._adapter_bytes.get(k, 0.0) * y for (k, at), y in self.is_resident.items() if at == t]
+            used = kept + pulp.lpSum(rows) + pulp.lpSum(copies)
+            self.problem += used - replica.memory_bytes <= swapped, f"replica_{t}_swaps_the_rest"
+
+    def decode(self) -> tuple[Move, ...]:
+        """Whole rows: each group is dealt out by its shares, the largest remainders first (row maximum for one)."""
+        moves = []
+        for key, on in self.share.items():
+            group = self._group(key)
+            exact = np.array([max(0.0, part.value() or 0.0) for part in on.values()]) * group.num_rows
+            whole = np.floor(exact + 1e-9).astype(np.int64)
+            order = np.argsort(-(exact - whole), kind="stable")
+            whole[order[: group.num_rows - int(whole.sum())]] += 1
+            for t, rows in zip(on, whole.tolist(), strict=True):
+                if rows and t != key[0]:
+                    source, target = self._replica(key[0]).replica_id, self._replica(t).replica_id
+                    moves.append(Move(group.adapter, source, target, rows))
+        return tuple(moves)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Movable rows of one adapter on one replica. `row_s`: L_i. `row_bytes`: M_i, of one row's KV."""
+
+    adapter: str
+    num_rows: int
+    row_s: float
+    row_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """One replica as the planner of migrations sees it. `resident`: adapters in its memory.
+
+    `fixed_s`: work that cannot move. `memory_bytes`: for KV and adapters together (infinite: never swaps).
+    """
+
+    replica_id: str
+    groups: tuple[RowGroup, ...]
+    resident: frozenset[str] = frozenset()
+    fixed_s: float = 0.0
+    memory_bytes: float = float("inf")
+
+    @property
+    def pending_s(self) -> float:
+        """Time until it is done with everything it has."""
+        return self.fixed_s + sum(group.num_rows * group.row_s for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`num_rows` rows of an adapter, from one replica to another."""
+
+    adapter: str
+    from_replica_id: str
+    to_replica_id: str
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationSettings:
+    """`gamma`: a moved row costs this much more (its hop and second prefill). `eta_s`: price of an adapter copy.
+
+    `top_k`: replicas considered on each side. `trigger`: only when the fullest replica has this many times the mean
+    pending time. `least_gain`: share of the longest pending time that must be won.
+    """
+
+    gamma: float = 1.1
+    eta_s: float = 0.01
+    top_k: int = 8
+    trigger: float = 1.2
+    least_gain: float = 0.03
+    swap_bytes_per_s: float = 1.2e10
+    max_nodes: int = 20
+
+
+Method = Literal[
+    "not needed", "transport", "ilp", "greedy", "greedy (ilp infeasible)", "greedy (ilp unsolved)", "nothing pays"
+]
+# An answer within this share of its bound is good enough, from the transport and from the solver.
+_GOOD_GAP = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationPlan:
+    """Moves, how they were found, and the longest pending time before and after."""
+
+    moves: tuple[Move, ...]
+    method: Method
+    before_s: float
+    after_s: float
+
+
+def plan_migration(
+    replicas: Sequence[ReplicaLoad], adapter_bytes: dict[str, float], settings: MigrationSettings | None = None
+) -> MigrationPlan:
+    """Whether to move, and what. Adapters without an entry in `adapter_bytes` weigh nothing."""
+    settings = settings or MigrationSettings()
+    before = max((replica.pending_s for replica in replicas), default=0.0)
+    over, under = select(replicas, settings)
+    if not over or not under:
+        return MigrationPlan((), "not needed", before, before)
+    if longest_possible_gain(over, under, settings) < settings.least_gain:
+        return MigrationPlan((), "nothing pays", before, before)
+    method: Method = "transport"
+    moves = near_the_bound(over, under, settings)
+    if moves is None:
+        method, moves = _by_model(over, under, adapter_bytes, settings)
+    if not _pays(replicas, moves, settings, before):
+        method = "greedy" if method in ("transport", "ilp") else method
+        moves = move_greedily(over, under, settings)
+        if not _pays(replicas, moves, settings, before):
+            return MigrationPlan((), "nothing pays", before, before)
+    return MigrationPlan(moves, method, before, longest_after(replicas, moves, settings))
+
+
+def longest_possible_gain(
+    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
+) -> float:
+    """Share of the longest pending time that even rows without size could win at most."""
+    before = max(replica.pending_s for replica in over)
+    return 1 - level_s(over, under, settings.gamma) / before
+
+
+def near_the_bound(
+    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
+) -> tuple[Move, ...] | None:
+    """The transport's moves if they are proved good: within the gap of the bound, half a row's time allowed because
+    rows are whole. None where memory is limited or copies cost too much."""
+    if any(replica.memory_bytes < float("inf") for replica in (*over, *under)):
+        return None
+    moves, num_copies = transport(over, under, settings)
+    objective = longest_after([*over, *under], moves, settings) + settings.eta_s * num_copies
+    row_s = max((group.row_s for replica in over for group in replica.groups), default=0.0)
+    bound = level_s(over, under, settings.gamma) * (1 + _GOOD_GAP) + settings.gamma * row_s / 2
+    return moves if objective <= bound else None
+
+
+def _by_model(
+    over: Sequence[ReplicaLoad],
+    under: Sequence[ReplicaLoad],
+    adapter_bytes: dict[str, float],
+    settings: MigrationSettings,
+) -> tuple[Method, tuple[Move, ...]]:
+    model = CoMigrationModel(over, under, adapter_bytes, settings)
+    outcome = solve(model.problem, max_nodes=settings.max_nodes, relative_gap=_GOOD_GAP)
+    if outcome in ("infeasible", "unsolved"):
+        return ("greedy (ilp infeasible)" if outcome == "infeasible" else "greedy (ilp unsolved)"), ()
+    return "ilp", model.decode()
+
+
+def select(replicas: Sequence[ReplicaLoad], settings: MigrationSettings) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
+    """The top K overloaded and underloaded replicas; both empty below the trigger."""
+    by_load = sorted(replicas, key=lambda replica: (-replica.pending_s, replica.replica_id))
+    mean = sum(replica.pending_s for replica in replicas) / max(1, len(replicas))
+    if not by_load or by_load[0].pending_s <= settings.trigger * mean:
+        return [], []
+    over = [replica for replica in by_load if replica.pending_s > mean][: settings.top_k]
+    under = [replica for replica in reversed(by_load) if replica.pending_s <= mean][: settings.top_k]
+    return over, under
+
+
+def longest_after(replicas: Sequence[ReplicaLoad], moves: Sequence[Move], settings: MigrationSettings) -> float:
+    """Longest pending time once the moves are made, moved rows costing gamma times theirs."""
+    row_s = {(r.replica_id, g.adapter): g.row_s for r in replicas for g in r.groups}
+    pending = {replica.replica_id: replica.pending_s for replica in replicas}
+    for move in moves:
+        seconds = move.num_rows * row_s[move.from_replica_id, move.adapter]
+        pending[move.from_replica_id] -= seconds
+        pending[move.to_replica_id] += settings.gamma * seconds
+    return max(pending.values())
+
+
+def _pays(replicas: Sequence[ReplicaLoad], moves: Sequence[Move], settings: MigrationSettings, before: float) -> bool:
+    return bool(moves) and longest_after(replicas, moves, settings) <= before * (1 - settings.least_gain)
+
+
+def move_greedily(
+    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
+) -> tuple[Move, ...]:
+    """From the fullest to the emptiest until they are even, adapters already resident there first."""
+    pending = {replica.replica_id: replica.pending_s for replica in [*over, *under]}
+    moves: list[Move] = []
+    for source in over:
+        for target in under:
+            for group in sorted(source.groups, key=lambda g: (g.adapter not in target.resident, g.adapter)):
+                left = group.num_rows - sum(
+                    m.num_rows for m in moves if (m.from_replica_id, m.adapter) == (source.replica_id, group.adapter)
+                )
+                surplus = pending[source.replica_id] - pending[target.replica_id]
+                rows = min(left, int(surplus / (group.row_s * (1 + settings.gamma)))) if group.row_s > 0 else 0
+                if rows > 0:
+                    moves.append(Move(group.adapter, source.replica_id, target.replica_id, rows))
+                    pending[source.replica_id] -= rows * group.row_s
+                    pending[target.replica_id] += settings.gamma * rows * group.row_s
+    return tuple(moves)
+
+
+def level_s(over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], gamma: float) -> float:
+    """A lower bound of the longest pending time: moved work takes `gamma` times as long and nothing else costs."""
+    floor = max([replica.fixed_s for replica in over] + [replica.pending_s for replica in under])
+    pending = sorted((replica.pending_s for replica in over), reverse=True)
+    idle = sum(replica.pending_s for replica in under)
+    for giving in range(1, len(pending) + 1):
+        level = (gamma * sum(pending[:giving]) + idle) / (gamma * giving + len(under))
+        if giving == len(pending) or level >= pending[giving]:
+            return max(floor, level)
+    return floor
+
+
+def transport(
+    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
+) -> tuple[tuple[Move, ...], int]:
+    """Moves that bring every replica near the level, and how many adapter copies they need."""
+    filling = _Filling(over, under, level_s(over, under, settings.gamma), settings.gamma)
+    for may_copy in (False, True):
+        for source in over:
+            for group in sorted(source.groups, key=lambda g: (-g.num_rows * g.row_s, g.adapter)):
+                filling.pour(source, group, may_copy=may_copy)
+    filling.even_out()
+    return filling.moves(), filling.num_copies
+
+
+class _Filling:
+    """Surplus above the level, room below it, and which adapter is where."""
+
+    def __init__(self, over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], level: float, gamma: float) -> None:
+        self._gamma = gamma
+        self._surplus = {replica.replica_id: replica.pending_s - level for replica in over}
+        self._room = {replica.replica_id: level - replica.pending_s for replica in under}
+        self._resident = {replica.replica_id: set(replica.resident) for replica in under}
+        self._groups = {replica.replica_id: replica.groups for replica in over}
+        self._left = {(r.replica_id, g.adapter): g.num_rows for r in over for g in r.groups}
+        self._moved: dict[tuple[str, str, str], int] = {}
+        self.num_copies = 0
+
+    def pour(self, source: ReplicaLoad, group: RowGroup, *, may_copy: bool) -> None:
+        """Move rows of a group while its replica has a surplus; the roomiest targets first."""
+        mine = source.replica_id
+        for target in sorted(self._room, key=lambda t: (group.adapter not in self._resident[t], -self._room[t], t)):
+            if group.row_s <= 0 or not (may_copy or group.adapter in self._resident[target]):
+                return
+            # Half a row beyond the level, here or there, is nearer to it than none.
+            wanted = math.floor(self._surplus[mine] / group.row_s + 0.5)
+            fits = math.floor(self._room[target] / (self._gamma * group.row_s) + 0.5)
+            self._move(group, mine, target, min(self._left[mine, group.adapter], wanted, fits))
+
+    def even_out(self) -> None:
+        """Single rows from the fullest to the emptiest while that helps: what rounding has left."""
+        for _ in range(sum(self._left.values())):
+            mine = max(self._surplus, key=lambda s: self._surplus[s])
+            target = max(self._room, key=lambda t: self._room[t])
+            groups = [g for g in self._groups[mine] if self._left[mine, g.adapter] and g.row_s > 0]
+            if not groups:
+                return
+            group = min(groups, key=lambda g: (g.adapter not in self._resident[target], g.row_s, g.adapter))
+            if self._gamma * group.row_s - self._room[target] >= self._surplus[mine]:
+                return
+            self._move(group, mine, target, 1)
+
+    def _move(self, group: RowGroup, mine: str, target: str, num_rows: int) -> None:
+        if num_rows <= 0:
+            return
+        self._left[mine, group.adapter] -= num_rows
+        self._surplus[mine] -= num_rows * group.row_s
+        self._room[target] -= self._gamma * num_rows * group.row_s
+        self.num_copies += group.adapter not in self._resident[target]
+        self._resident[target].add(group.adapter)
+        key = (group.adapter, mine, target)
+        self._moved[key] = self._moved.get(key, 0) + num_rows
+
+    def moves(self) -> tuple[Move, ...]:
+        return tuple(Move(*key, num_rows) for key, num_rows in self._moved.items())

@@ -1,0 +1,278 @@
+"""Requests that arrive over time on simulated replicas: the papers' online experiments.
+
+A dispatcher sends each request to a replica; optionally dLoRA's reactive migration moves waiting rows, and a
+placement is recomputed each time step from the demand seen (LoRAServe). Predicted work per request is what the
+dispatcher may know: its prompt, and the mean output length.
+
+Which replica gets the next request while requests arrive: dLoRA's proactive rule and what others do.
+
+Dispatchers see arrays over replicas and answer with a replica's number; ties go to the smaller number.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost import CostModel
+from ..simulation.replica import SimulatedReplica, StepOutcome
+from ..workload import Workload
+from .dlora_migration import MigrationSettings, ReplicaLoad, RowGroup, plan_migration
+from .loraserve import Routing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClusterView:
+    """`queue_s`, `queue_tokens` float64 `[num_replicas]`: predicted seconds and tokens of the work each has.
+    `is_resident` bool `[num_adapters, num_replicas]`: whose memory holds what. `load_s` float64 `[num_adapters]`: to
+    fetch one.
+    """
+
+    queue_s: NDArray[np.float64]
+    queue_tokens: NDArray[np.float64]
+    is_resident: NDArray[np.bool_]
+    load_s: NDArray[np.float64]
+
+
+class Dispatcher(Protocol):
+    """Chooses replicas for requests, one at a time."""
+
+    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
+        """The replica for a request of this adapter (-1: base) that takes `row_s` seconds."""
+
+
+def pending_seconds(adapter: int, view: ClusterView) -> NDArray[np.float64]:
+    """`[num_replicas]`: queueing time plus loading the adapter where it is absent (dLoRA section 5.1)."""
+    if adapter < 0:
+        return view.queue_s
+    return view.queue_s + np.where(view.is_resident[adapter], 0.0, view.load_s[adapter])
+
+
+@dataclass(frozen=True, slots=True)
+class ProactiveDispatcher:
+    """dLoRA: the shortest estimated pending time."""
+
+    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
+        """See `Dispatcher.choose`."""
+        return int(np.argmin(pending_seconds(adapter, view)))
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoadDispatcher:
+    """The replica where predicted seconds are least, ranks known; every adapter is thought to be everywhere."""
+
+    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
+        """See `Dispatcher.choose`."""
+        return int(np.argmin(view.queue_s + row_s))
+
+
+@dataclass(frozen=True, slots=True)
+class FewestTokensDispatcher:
+    """Toppings as LoRAServe describes it (section V-D, V-F): by what each server is serving and has queued, blind to
+    ranks."""
+
+    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
+        """See `Dispatcher.choose`."""
+        return int(np.argmin(view.queue_tokens))
+
+
+@dataclass(slots=True)
+class RoundRobinDispatcher:
+    """dLoRA's strawman RR: in turn among the replicas a placement gives the adapter to."""
+
+    placed: NDArray[np.bool_]
+    _next: int = 0
+
+    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
+        """See `Dispatcher.choose`."""
+        allowed = np.arange(len(view.queue_s)) if adapter < 0 else np.flatnonzero(self.placed[adapter])
+        chosen = allowed[self._next % len(allowed)]
+        self._next += 1
+        return int(chosen)
+
+
+@dataclass(slots=True)
+class RoutedDispatcher:
+    """LoRAServe and its static baselines: by the routing table, each replica getting its exact share over time.
+
+    The paper sends a request to a server with the probability that is the server's share of the adapter's load (section
+    IV). Instead of drawing, the replica furthest behind its share is chosen, so runs repeat and short runs are fair;
+    shares are of predicted seconds, not of rows, for the placement has split load.
+    """
+
+    routing: Routing
+    _sent: NDArray[np.float64] | None = None
+
+    def choose(self, adapter: int, row_s: float, view: ClusterView) -> int:
+        """See `Dispatcher.choose`."""
+        if adapter < 0:
+            return int(np.argmin(view.queue_s))
+        if self._sent is None:
+            self._sent = np.zeros_like(self.routing.fraction)
+        share = self.routing.fraction[adapter]
+        behind = share * (self._sent[adapter].sum() + row_s) - self._sent[adapter]
+        chosen = int(np.argmax(np.where(share > 0, behind, -np.inf)))
+        self._sent[adapter, chosen] += row_s
+        return chosen
+
+
+# Tokens per second of each adapter, `[num_steps, num_adapters]`, oldest first -> where requests go from now on.
+Replan = Callable[[NDArray[np.float64]], Dispatcher]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSettings:
+    """`migrate_every_s`: dLoRA's reactive mechanism (None: off). `replan_every_s`: a new placement (None: never).
+
+    `give_up_s`: a run is cut off there; rows not done by then stay NaN in the timeline.
+    """
+
+    batch_rows: int
+    migrate_every_s: float | None = None
+    migration: MigrationSettings = field(default_factory=MigrationSettings)
+    replan_every_s: float | None = None
+    give_up_s: float = float("inf")
+
+
+class ServingSimulation:
+    """One run over a workload with release times. The timeline given to the replicas holds the result."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        replicas: Sequence[SimulatedReplica],
+        dispatcher: Dispatcher,
+        cost: CostModel,
+        settings: ServingSettings,
+        replan: Replan | None = None,
+    ) -> None:
+        assert workload.release_s is not None, "requests need release times"
+        self._workload, self._replicas, self._dispatcher = workload, list(replicas), dispatcher
+        self._settings, self._replan, self._release = settings, replan, workload.release_s
+        self._row_s = self._predicted_row_s(cost)
+        self._row_tokens = workload.prompt_tokens + self._mean_output()
+        self._queue_s, self._queue_tokens = np.zeros(len(self._replicas)), np.zeros(len(self._replicas))
+        num_adapters = len(workload.adapters)
+        self._is_resident = np.zeros((num_adapters, len(self._replicas)), dtype=bool)
+        self._load_s = np.array([cost.load_seconds(a.weight_bytes, "host") for a in workload.adapters])
+        self._place = np.full(workload.num_rows, -1, np.int64)
+        self._heap: list[tuple[float, int, int, StepOutcome]] = []
+        self._is_stepping = [False] * len(self._replicas)
+        self._order = 0
+        self._history: list[NDArray[np.float64]] = []
+        self.num_migrated = 0
+
+    def _mean_output(self) -> float:
+        assert self._workload.output_tokens is not None
+        return float(self._workload.output_tokens.mean()) if self._workload.num_rows else 0.0
+
+    def _predicted_row_s(self, cost: CostModel) -> NDArray[np.float64]:
+        workload = self._workload
+        ranks = np.array([a.rank for a in workload.adapters] + [0], dtype=np.float64)
+        return cost.row_seconds(
+            workload.prompt_tokens,
+            self._mean_output(),
+            batch_rows=self._settings.batch_rows,
+            rank=ranks[workload.adapter_index],
+        )
+
+    def run(self) -> None:
+        """Play every arrival and every step in order of time."""
+        arrivals = np.argsort(self._release, kind="stable")
+        next_arrival = 0
+        timers = {"migrate": self._settings.migrate_every_s, "replan": self._settings.replan_every_s}
+        due = {name: every for name, every in timers.items() if every is not None}
+        while next_arrival < len(arrivals) or self._heap:
+            arrival_s = self._release[arrivals[next_arrival]] if next_arrival < len(arrivals) else float("inf")
+            step_s = self._heap[0][0] if self._heap else float("inf")
+            now = min(arrival_s, step_s)
+            if now > self._settings.give_up_s:
+                return
+            for name in sorted(due):
+                if now >= due[name]:
+                    (self._migrate if name == "migrate" else self._replace)(now)
+                    due[name] = now + (timers[name] or 0.0)
+            if arrival_s <= step_s:
+                self._arrive(now, int(arrivals[next_arrival]))
+                next_arrival += 1
+            else:
+                self._stepped(now, arrival_s)
+
+    def _arrive(self, now: float, row: int) -> None:
+        adapter = int(self._workload.adapter_index[row])
+        view = ClusterView(self._queue_s, self._queue_tokens, self._is_resident, self._load_s)
+        replica = self._dispatcher.choose(adapter, float(self._row_s[row]), view)
+        self._give(now, replica, np.array([row]))
+
+    def _give(self, now: float, replica: int, rows: NDArray[np.int64]) -> None:
+        self._place[rows] = replica
+        self._add_to_queue(replica, rows)
+        adapters = self._workload.adapter_index[rows]
+        self._is_resident[adapters[adapters >= 0], replica] = True
+        self._replicas[replica].add(rows)
+        if not self._is_stepping[replica]:
+            self._start(now, replica, now)
+
+    def _add_to_queue(self, replica: int, rows: NDArray[np.int64]) -> None:
+        self._queue_s[replica] += self._row_s[rows].sum()
+        self._queue_tokens[replica] += self._row_tokens[rows].sum()
+
+    def _take_from_queue(self, replica: int, rows: NDArray[np.int64]) -> None:
+        self._queue_s[replica] = max(0.0, self._queue_s[replica] - self._row_s[rows].sum())
+        self._queue_tokens[replica] = max(0.0, self._queue_tokens[replica] - self._row_tokens[rows].sum())
+
+    def _start(self, now: float, replica: int, until_s: float) -> None:
+        if self._replicas[replica].num_rows == 0:
+            return
+        outcome = self._replicas[replica].step(now, until_s)
+        self._is_stepping[replica] = True
+        self._order += 1
+        heapq.heappush(self._heap, (outcome.end_s, self._order, replica, outcome))
+
+    def _stepped(self, now: float, next_arrival_s: float) -> None:
+        _, _, replica, outcome = heapq.heappop(self._heap)
+        self._is_stepping[replica] = False
+        self._take_from_queue(replica, outcome.finished)
+        self._is_resident[:, replica] = False
+        self._is_resident[self._replicas[replica].resident, replica] = True
+        waiting = self._workload.adapter_index[self._replicas[replica].waiting]
+        self._is_resident[waiting[waiting >= 0], replica] = True
+        self._start(now, replica, next_arrival_s)
+
+    def _migrate(self, now: float) -> None:
+        names = {str(i): i for i in range(len(self._replicas))}
+        loads = [self._load_of(replica) for replica in range(len(self._replicas))]
+        plan = plan_migration(loads, {}, self._settings.migration)
+        for move in plan.moves:
+            source, target = names[move.from_replica_id], names[move.to_replica_id]
+            rows = self._replicas[source].take_waiting(int(move.adapter), move.num_rows)
+            if len(rows):
+                self._take_from_queue(source, rows)
+                self._give(now, target, rows)
+                self.num_migrated += len(rows)
+
+    def _load_of(self, replica: int) -> ReplicaLoad:
+        engine = self._replicas[replica]
+        rows_s = self._row_s[engine.waiting]
+        adapter = self._workload.adapter_index[engine.waiting]
+        present, group, counts = np.unique(adapter, return_inverse=True, return_counts=True)
+        means = np.bincount(group, weights=rows_s, minlength=len(present)) / np.maximum(counts, 1)
+        groups = tuple(RowGroup(str(a), int(n), float(s)) for a, n, s in zip(present, counts, means, strict=True))
+        resident = frozenset(str(a) for a in np.flatnonzero(self._is_resident[:, replica]))
+        fixed_s = max(0.0, float(self._queue_s[replica] - rows_s.sum()))
+        return ReplicaLoad(str(replica), groups, resident | {"-1"}, fixed_s)
+
+    def _replace(self, now: float) -> None:
+        assert self._replan is not None, "replan_every_s without a replan"
+        every = self._settings.replan_every_s or 1.0
+        arrived = (self._release <= now) & (self._release > now - every) & (self._workload.adapter_index >= 0)
+        assert self._workload.output_tokens is not None
+        tokens = self._workload.prompt_tokens[arrived] + self._workload.output_tokens[arrived]
+        adapters = self._workload.adapter_index[arrived]
+        self._history.append(np.bincount(adapters, weights=tokens, minlength=len(self._load_s)) / every)
+        self._dispatcher = self._replan(np.array(self._history))

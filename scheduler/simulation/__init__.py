@@ -1,0 +1,1 @@
+"""The same Scheduler on simulated replicas."""

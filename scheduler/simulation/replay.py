@@ -1,0 +1,74 @@
+"""Replay: a run's recorded events through a new Scheduler must give the recorded commands, one by one.
+
+A journal (`events.jsonl`) is a sequence of flat objects: how a scheduler began, then each event followed by the
+commands it gave. A job that was resumed has several beginnings; each is replayed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cost import CostModel
+from ..dispatch import TrafficSettings
+from ..messages import Command, Event
+from ..migration import TailSettings
+from ..scheduler import BEGINNING, Scheduler, SchedulerSettings
+from ..waves import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOutcome:
+    """`first_difference`: event number, recorded commands and those given now; None when all agree."""
+
+    num_events: int
+    num_commands: int
+    first_difference: tuple[int, list[dict[str, Any]], list[dict[str, Any]]] | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    event: Mapping[str, Any]
+    commands: list[dict[str, Any]] = field(default_factory=list)
+
+
+def replay(shards: Sequence[Shard], journal: Iterable[Mapping[str, Any]]) -> ReplayOutcome:
+    """Play a journal against the shards of its plan. Raises ValueError for a journal without a beginning."""
+    num_events = num_commands = 0
+    for origin, steps in _runs(journal):
+        scheduler = Scheduler(shards, committed=origin["committed"], settings=_settings(origin["settings"]))
+        for step in steps:
+            given = [command.to_json() for command in scheduler.handle(Event.from_json(step.event))]
+            # Through the same form as the record: tuples have become lists there.
+            if [Command.from_json(command) for command in given] != [Command.from_json(c) for c in step.commands]:
+                return ReplayOutcome(num_events, num_commands, (num_events, step.commands, given))
+            num_events += 1
+            num_commands += len(given)
+    return ReplayOutcome(num_events, num_commands)
+
+
+def _runs(journal: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[_Step]]]:
+    runs: list[tuple[Mapping[str, Any], list[_Step]]] = []
+    for line in journal:
+        if line["kind"] == BEGINNING:
+            runs.append((line, []))
+            continue
+        if not runs:
+            raise ValueError("the journal does not say how its scheduler began: it is of an older version")
+        steps = runs[-1][1]
+        if line["kind"] in Event.kinds:
+            steps.append(_Step(line))
+        elif steps:
+            steps[-1].commands.append(dict(line))
+    return runs
+
+
+def _settings(raw: Mapping[str, Any]) -> SchedulerSettings:
+    tail = raw["tail"]
+    if tail is not None:
+        tail = TailSettings(**{**tail, "cost": CostModel.from_json(tail["cost"])})
+    traffic = raw["traffic"]
+    if traffic is not None:
+        traffic = TrafficSettings(**traffic)
+    return SchedulerSettings(**{**raw, "tail": tail, "traffic": traffic})

@@ -1,0 +1,57 @@
+"""What people see of a job: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from lorabatch.console.progress import ConsoleProgress, job_display, job_line
+from lorabatch.jobs.record import JobState, WorkerState
+
+WORKERS = (
+    WorkerState("tcp://w1", tokens_per_s=40.0, open_rows=128, running_rows=64, mode="unmerged", prefix_hit_rate=0.81),
+    WorkerState("tcp://w2", 50.0, 100, 60, "merged", ("pirate", "sql", "a", "b", "c")),
+)
+RUNNING = JobState(
+    "running", 1.0, rows=200, rows_done=50, rows_error=2, shards=8, shards_done=2, tokens_per_s=90.0, eta_s=75.0,
+    workers=WORKERS,
+)  # fmt: skip
+
+
+def test_a_line_tells_rows_errors_rates_and_time_left() -> None:
+    line = job_line(RUNNING, elapsed_s=25.0, rows_per_s=2.0)
+    assert line.startswith("[0:25] running  50/200 rows  2/8 shards  2 errors")
+    assert "2.0 rows/s  90 tokens/s  124 running on 2 workers  1:15 left" in line
+
+
+def test_a_line_tells_nothing_that_is_not_known_yet() -> None:
+    assert job_line(JobState("indexing", 1.0, rows=200), 2.0, 0.0) == "[0:02] indexing  0/200 rows"
+    assert job_line(JobState("running", 1.0, rows=200), 5.0, 0.0) == "[0:05] running  0/200 rows  waiting for engines"
+
+
+def test_without_a_terminal_a_line_is_printed_at_each_phase_and_not_at_each_update() -> None:
+    out = io.StringIO()
+    with ConsoleProgress(Console(file=out, width=80)) as progress:
+        for _ in range(5):
+            progress.update(RUNNING)
+        progress.update(JobState("done", 2.0, rows=200, rows_done=200))
+    lines = out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["running", "done"]
+
+
+def test_rows_that_were_done_before_are_no_speed() -> None:
+    out = io.StringIO()
+    with ConsoleProgress(Console(file=out, width=80)) as progress:
+        progress.update(RUNNING)
+    assert "  0.0 rows/s" in out.getvalue()
+
+
+def test_the_display_has_a_line_per_worker_with_its_mode_and_adapters() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(job_display(RUNNING, 25.0, 2.0))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "tcp://w1" in shown
+    assert "merged" in shown
+    assert "and 1 more" in shown
+    assert "81%" in shown

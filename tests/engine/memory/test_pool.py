@@ -1,0 +1,62 @@
+"""The page pool: every page free or owned, whatever is taken and given back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorabatch.engine.memory.pool import PagePool, PageRun
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
+def test_any_order_of_taking_and_giving_back_keeps_the_books(num_pages: int, moves: list[tuple[bool, int]]) -> None:
+    pool = PagePool(num_pages)
+    held: list[int] = []
+    for turn, (takes, size) in enumerate(moves):
+        if takes or not held:
+            before = pool.largest_free_run
+            run = pool.allocate(turn, size)
+            assert (run is None) == (size > before)
+            if run is not None:
+                held.append(turn)
+        else:
+            pool.release(held.pop(size % len(held)))
+        pool.check_integrity()
+    for owner in held:
+        pool.release(owner)
+    pool.check_integrity()
+    assert pool.largest_free_run == pool.num_free == num_pages
+
+
+def test_a_gap_is_refilled_by_a_run_of_its_size() -> None:
+    pool = PagePool(10)
+    for owner in "abc":
+        pool.allocate(owner, 2)
+    pool.release("b")
+    assert pool.allocate("d", 2) == PageRun(2, 2)
+
+
+def test_giving_back_what_is_not_held_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        PagePool(3).release("nobody")
+
+
+def test_a_pool_needs_a_page() -> None:
+    with pytest.raises(ValueError, match="num_pages=0"):
+        PagePool(0)
+
+
+def test_first_pages_of_a_run_are_passed_on_and_given_back() -> None:
+    pool = PagePool(6)
+    pool.allocate("row", 4)
+    assert pool.pass_first("row", "heir") == PageRun(0, 1)
+    pool.release_first("row")
+    pool.check_integrity()
+    assert (pool.run_of("heir"), pool.run_of("row"), pool.num_free) == (PageRun(0, 1), PageRun(2, 2), 3)
+    pool.release("heir")
+    pool.check_integrity()
+    assert pool.largest_free_run == 2
+    pool.release_first("row")
+    with pytest.raises(AssertionError, match="without a page"):
+        pool.release_first("row")

@@ -1,0 +1,134 @@
+"""Chunked prefill and decoding, recorded at every position, beside what transformers and PEFT compute in fp32."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorabatch.engine.config import EngineConfig, Mode
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.models.step_batch import StepBatch
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.request import Request, Result, SamplingParams
+
+CHUNK_TOKENS = 24
+NUM_NEW = 10
+
+
+@dataclass
+class Recorder:
+    """Wraps an engine's decoder so that it computes logits at every position; keeps the first of each."""
+
+    engine: Engine
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        forward = type(self.engine._decoder).forward.__get__(self.engine._decoder)
+
+        def record(batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
+            everywhere = forward(replace(batch, sampled_rows=torch.arange(len(batch.token_ids))), pool)
+            self.logits = dict(zip(batch.positions.tolist(), everywhere, strict=True)) | self.logits
+            return everywhere[batch.sampled_rows]
+
+        self.engine._decoder.forward = record  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Greedy tokens of the oracle, and its logits at positions 0 .. last, [num_positions, vocab_size]."""
+
+    tokens: tuple[int, ...]
+    logits: torch.Tensor
+
+
+class Comparison:
+    """Engines and oracles of one model folder, and what it means for them to agree."""
+
+    def engine(self, folder: Path, mode: Mode = "unmerged") -> Engine:
+        config = EngineConfig(max_batch_rows=4, max_step_tokens=CHUNK_TOKENS, pool_bytes=4 << 20, mode=mode)
+        return Engine(folder, config)
+
+    def model(self, folder: Path, adapter: Path | None = None) -> Any:
+        """The oracle in fp32. Eager attention: transformers' other implementations leave Gemma 2's caps out."""
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        model.generation_config.eos_token_id = None
+        return (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
+
+    def prompt(self, num_tokens: int, engine: Engine) -> tuple[int, ...]:
+        rng = random.Random(num_tokens)
+        return tuple(rng.randrange(3, engine.model.vocab_size) for _ in range(num_tokens))
+
+    def register(self, engine: Engine, adapter: Path) -> str:
+        content = audit_adapter(adapter, engine.model, "adapter").content_sha256
+        assert content is not None
+        engine.register_adapter(content, adapter, "adapter")
+        return content
+
+    @torch.no_grad()
+    def generate(self, model: Any, prompt: tuple[int, ...]) -> Expected:
+        """What transformers generates with its cache, as its users call it."""
+        from transformers import GenerationConfig
+
+        ids = torch.tensor([prompt])
+        settings = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+        of_prompt = model(input_ids=ids).logits[0]
+        out = model.generate(
+            input_ids=ids, generation_config=settings, output_logits=True, return_dict_in_generate=True
+        )
+        tokens = out.sequences[0, len(prompt) :]
+        return Expected(tuple(tokens.tolist()), torch.cat([of_prompt[:-1], *out.logits]))
+
+    @torch.no_grad()
+    def recompute(self, model: Any, prompt: tuple[int, ...]) -> Expected:
+        """Greedy generation without a cache: every token computes the whole row anew."""
+        tokens: list[int] = []
+        logits = [model(torch.tensor([prompt])).logits[0, :-1]]
+        for _ in range(NUM_NEW):
+            logits.append(model(torch.tensor([[*prompt, *tokens]])).logits[0, -1:])
+            tokens.append(int(logits[-1].argmax()))
+        return Expected(tuple(tokens), torch.cat(logits))
+
+    def serve(
+        self, engine: Engine, prompts: dict[str, tuple[int, ...]], adapter_id: str | None = None
+    ) -> dict[str, Result]:
+        """Greedy rows, all in one batch."""
+        sampling = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
+        requests = [Request(key, prompt, adapter_id, sampling) for key, prompt in prompts.items()]
+        results = {result.request_id: result for result in engine.run(requests)}
+        engine.check_integrity()
+        return results
+
+    def record(
+        self, engine: Engine, prompt: tuple[int, ...], adapter_id: str | None = None
+    ) -> tuple[Result, torch.Tensor]:
+        """The row's result and the logits of all its positions, [num_positions, vocab_size]."""
+        recorder = Recorder(engine)
+        result = self.serve(engine, {"row": prompt}, adapter_id)["row"]
+        assert result.error is None
+        positions = sorted(recorder.logits)
+        assert positions == list(range(len(prompt) + NUM_NEW - 1))
+        return result, torch.stack([recorder.logits[position] for position in positions])
+
+    def equal_everywhere(
+        self, engine: Engine, prompt: tuple[int, ...], expected: Expected, adapter_id: str | None = None
+    ) -> None:
+        """Tokens equal; logits equal at every position of chunked prefill and decoding."""
+        result, logits = self.record(engine, prompt, adapter_id)
+        distance = (logits - expected.logits).abs().amax(dim=1)
+        wrong = (distance >= 1e-3).nonzero().flatten().tolist()
+        assert not wrong, f"positions {wrong} differ by up to {distance.max()}"
+        assert result.token_ids == expected.tokens
+
+
+@pytest.fixture(scope="session")
+def compare() -> Comparison:
+    """See `Comparison`."""
+    return Comparison()

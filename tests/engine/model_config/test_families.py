@@ -1,0 +1,172 @@
+"""Every model family against its oracle, on tiny random checkpoints made by transformers and adapters made by PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorabatch.engine.config import read_model_config
+from lorabatch.engine.models.layers import activation_of, norm_of
+from lorabatch.engine.peft import audit_adapter
+
+MakeFolder = Callable[..., Path]
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16}
+OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2, "max_position_embeddings": 128}
+# family, and what its config.json says beyond the sizes that all share
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama tied": (
+        "llama",
+        {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e5}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral windowed": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 windowed": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 32, "attention_bias": True}),
+    "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu", "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "phi3": ("phi3", {"sliding_window": 20}),
+    "opt": ("opt", {**OPT, "tie_word_embeddings": True}),
+    "opt with projections": ("opt", {**OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "opt bare": (
+        "opt",
+        {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_logits_of_chunked_prefill_and_decoding_equal_transformers(
+    case: str, tmp_path: Path, make_model: MakeFolder, compare: Any
+) -> None:
+    family, settings = FAMILIES[case]
+    folder = make_model(tmp_path, family, **settings)
+    engine, model = compare.engine(folder), compare.model(folder)
+    for num_tokens in (5, 70):  # within every window, and beyond
+        prompt = compare.prompt(num_tokens, engine)
+        compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))
+
+
+# What a model is made to forget, and the families in which that must show.
+FORGOTTEN: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "windows": (["mistral windowed", "qwen2 windowed", "gemma2", "gemma3", "phi3"], {"sliding_windows": (None,) * 3}),
+    "attention caps": (["gemma2"], {"attention_softcap": None}),
+    "logit caps": (["gemma2"], {"logit_softcap": None}),
+    "attention scales": (["gemma2", "gemma3"], {"attention_scale": 32**-0.5}),
+    "embedding scales": (["gemma", "gemma2", "gemma3"], {"embedding_scale": 1.0}),
+    "the tanh form": (["gemma"], {"activation": "gelu"}),
+    "norms from zero": (["gemma", "gemma2", "gemma3"], {"norm_kind": "rms"}),
+    "the position offset": (["opt"], {"position_offset": 0}),
+}
+
+
+@pytest.mark.parametrize("setting", FORGOTTEN)
+def test_what_sets_a_family_apart_shows_in_its_logits(
+    setting: str, tmp_path: Path, make_model: MakeFolder, compare: Any
+) -> None:
+    cases, changes = FORGOTTEN[setting]
+    for case in cases:
+        family, settings = FAMILIES[case]
+        engine = compare.engine(make_model(tmp_path / case, family, **settings))
+        prompt = compare.prompt(70, engine)
+        _, logits = compare.record(engine, prompt)
+        engine._decoder = forgetful(engine._decoder, changes)
+        engine.model = engine._decoder.model
+        engine._runner._decoder = engine._decoder
+        _, without = compare.record(engine, prompt)
+        assert (without - logits).abs().max() > 2e-3, case
+
+
+def forgetful(decoder: Any, changes: dict[str, Any]) -> Any:
+    """The same weights under another configuration."""
+    model = replace(decoder.model, **changes)
+    other = object.__new__(type(decoder))
+    other.__dict__ |= decoder.__dict__ | {"model": model}
+    other._norm_of_kind = norm_of(model, decoder.tensors)
+    other._activation = activation_of(model)
+    other._embedding_scale = model.embedding_scale
+    return other
+
+
+@pytest.mark.parametrize("case", ["mistral windowed", "gemma2", "gemma3", "opt", "phi3"])
+def test_rows_of_other_lengths_in_the_same_batch_change_nothing(
+    case: str, tmp_path: Path, make_model: MakeFolder, compare: Any
+) -> None:
+    family, settings = FAMILIES[case]
+    folder = make_model(tmp_path, family, **settings)
+    engine, model = compare.engine(folder), compare.model(folder)
+    prompts = {f"row-{n}": compare.prompt(n, engine) for n in (3, 14, 30, 44, 60)}
+    results = compare.serve(engine, prompts)
+    for key, prompt in prompts.items():
+        assert results[key].token_ids == compare.generate(model, prompt).tokens, key
+
+
+ADAPTED = [case for case in FAMILIES if case not in ("llama tied", "mistral", "qwen2", "opt with projections")]
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_an_adapter_on_all_linear_layers_equals_peft_unmerged_and_merged(
+    case: str, tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
+) -> None:
+    family, settings = FAMILIES[case]
+    folder = make_model(tmp_path / "base", family, **settings)
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4)
+    prompt = compare.prompt(40, compare.engine(folder))
+    expected = compare.generate(compare.model(folder, adapter), prompt)
+    for mode in ("unmerged", "merged"):
+        engine = compare.engine(folder, mode)
+        compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+        assert engine.telemetry().mode == mode
+    of_base = compare.generate(compare.model(folder), prompt)
+    assert (expected.logits - of_base.logits).abs().max() > 0.1
+
+
+def test_an_adapter_on_opt_projections_runs_merged(
+    tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
+) -> None:
+    family, settings = FAMILIES["opt with projections"]
+    folder = make_model(tmp_path / "base", family, **settings)
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4)
+    engine = compare.engine(folder, "unmerged")
+    assert audit_adapter(adapter, engine.model, "projections").verdict == "exact-by-merge"
+    before = engine.weights_sha256()
+    prompt = compare.prompt(40, engine)
+    expected = compare.generate(compare.model(folder, adapter), prompt)
+    compare.equal_everywhere(engine, prompt, expected, compare.register(engine, adapter))
+    assert engine.weights_sha256() != before
+    compare.serve(engine, {"base": prompt})
+    assert engine.weights_sha256() == before
+
+
+def test_one_a_serves_the_whole_packed_output_of_phi3(
+    tmp_path: Path, make_model: MakeFolder, make_adapter: MakeFolder, compare: Any
+) -> None:
+    folder = make_model(tmp_path / "base", "phi3")
+    adapter = make_adapter(tmp_path / "adapter", folder, r=4, target_modules=["qkv_proj", "gate_up_proj"])
+    audit = audit_adapter(adapter, read_model_config(folder), "packed")
+    assert audit.verdict == "exact"
+    assert {(site.module.rpartition(".")[2], site.out_features) for site in audit.sites} == {
+        ("qkv_proj", 64 + 2 * 32),
+        ("gate_up_proj", 2 * 96),
+    }
+
+
+def test_a_checkpoint_sharded_by_its_index_is_read_whole(tmp_path: Path, make_model: MakeFolder, compare: Any) -> None:
+    folder = make_model(tmp_path, "qwen3")
+    model = compare.model(folder)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    engine = compare.engine(folder)
+    prompt = compare.prompt(40, engine)
+    compare.equal_everywhere(engine, prompt, compare.generate(model, prompt))

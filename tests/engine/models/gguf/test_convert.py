@@ -1,0 +1,384 @@
+"""GGUF files against the transformers models they were written from.
+
+The files are written here as llama.cpp writes them: query and key rows of the Llama family reordered, axes by GGUF's
+rules, special tokens typed. Logits decide whether the way back is right.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from lorabatch.engine.config import read_model_config
+from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
+from lorabatch.engine.models.gguf import convert as gguf_model
+from lorabatch.engine.models.gguf.convert import convert_gguf, resolve_gguf
+
+NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 4, 2, 2
+SIZES = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "max_position_embeddings": 512,
+}
+BLOCK_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def llama_cpp_order(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Row order of q and k in a GGUF file: each head's two rotary halves interleaved."""
+    head_size = weight.shape[0] // num_heads
+    order = [
+        head * head_size + half * (head_size // 2) + pair
+        for head in range(num_heads)
+        for pair in range(head_size // 2)
+        for half in range(2)
+    ]
+    return weight[order]
+
+
+def gguf_tensors(model: torch.nn.Module, is_llama: bool) -> dict[str, np.ndarray]:
+    """The model's tensors by GGUF name, float32."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in model.state_dict().items():
+        stem, kind = name.rsplit(".", 1)
+        array = tensor.numpy()
+        if stem.startswith("model.layers."):
+            layer, site = stem.removeprefix("model.layers.").split(".", 1)
+            if is_llama and site.endswith(("q_proj", "k_proj")):
+                array = llama_cpp_order(array, NUM_HEADS if site.endswith("q_proj") else NUM_KV_HEADS)
+            tensors[f"blk.{layer}.{BLOCK_NAMES[site]}.{kind}"] = array
+        else:
+            tensors[f"{TOP_NAMES[stem]}.{kind}"] = array
+    if model.config.tie_word_embeddings:
+        tensors.pop("output.weight", None)
+    return tensors
+
+
+def byte_tokens() -> list[str]:
+    """The 256 printable stand-ins of byte-level BPE, then a few tokens of our own up to the vocabulary size."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    return [*alphabet, "he", "ll", "hell", "hello", *(f"<extra_{i}>" for i in range(9)), "<s>", "<end>", "<turn>"]
+
+
+def write_gguf(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    architecture: str = "llama",
+    metadata: Mapping[str, Any] | None = None,
+    quantise: GGMLQuantizationType | None = None,
+) -> Path:
+    """A GGUF file of the tiny sizes; `metadata` overrides or adds keys (values: str, int, float)."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(NUM_LAYERS)
+    writer.add_context_length(SIZES["max_position_embeddings"])
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(NUM_HEADS)
+    writer.add_head_count_kv(NUM_KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(50_000.0)
+    writer.add_tokenizer_model("gpt2")
+    tokens = byte_tokens()
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
+    writer.add_token_merges(["h e", "l l", "he ll", "hell o"])
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("<end>"))
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for key, value in {"tokenizer.ggml.pre": "smollm", **(metadata or {})}.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(key, value)
+    for name, array in tensors.items():
+        if quantise is not None and array.ndim == 2:
+            writer.add_tensor(name, quantize(array, quantise), raw_dtype=quantise)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {**SIZES, "rope_theta": 50_000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, **changes}
+    return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def llama_gguf(llama: LlamaForCausalLM, tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", gguf_tensors(llama, is_llama=True))
+
+
+def assert_same_logits(expected: torch.nn.Module, folder: Path) -> None:
+    converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    token_ids = torch.arange(300).remainder(SIZES["vocab_size"]).unsqueeze(0)
+    with torch.inference_mode():
+        difference = (expected(token_ids).logits - converted(token_ids).logits).abs().max()
+    assert difference < 1e-5
+
+
+def test_a_llama_file_gives_the_logits_of_the_model_it_was_written_from(llama, llama_gguf, tmp_path):
+    convert_gguf(llama_gguf, tmp_path / "model")
+    assert_same_logits(llama, tmp_path / "model")
+
+
+def test_without_undoing_the_row_order_the_logits_would_differ(llama, tmp_path):
+    """Guards the test above: the reordering it relies on must matter."""
+    path = write_gguf(tmp_path / "unordered.gguf", gguf_tensors(llama, is_llama=False))
+    convert_gguf(path, tmp_path / "model")
+    with pytest.raises(AssertionError):
+        assert_same_logits(llama, tmp_path / "model")
+
+
+def test_a_tied_llama_stays_tied(tmp_path):
+    llama = tiny_llama(tie_word_embeddings=True)
+    convert_gguf(write_gguf(tmp_path / "tied.gguf", gguf_tensors(llama, is_llama=True)), tmp_path / "model")
+    assert read_model_config(tmp_path / "model").is_tied
+    assert_same_logits(llama, tmp_path / "model")
+
+
+def test_llama3_rotary_factors_come_back_as_their_settings(tmp_path):
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 50_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    # Heads of 64 make the frequencies span all three bands of the rule.
+    llama = tiny_llama(rope_parameters=rope, hidden_size=256, max_position_embeddings=16384)
+    plain = 50_000.0 ** -(torch.arange(0, 64, 2).double() / 64)
+    factors = (plain / llama.model.rotary_emb.inv_freq.double()).float().numpy()
+    assert [(factors < 1.01).any(), ((factors > 1.01) & (factors < 7.9)).any(), (factors > 7.9).any()] == [True] * 3
+    tensors = {**gguf_tensors(llama, is_llama=True), "rope_freqs.weight": factors}
+    path = write_gguf(
+        tmp_path / "rope.gguf", tensors, metadata={"llama.embedding_length": 256, "llama.context_length": 16384}
+    )
+    convert_gguf(path, tmp_path / "model")
+    assert_same_logits(llama, tmp_path / "model")
+
+
+def test_rotary_factors_of_an_unknown_rule_are_refused(llama, tmp_path):
+    tensors = {**gguf_tensors(llama, is_llama=True), "rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight"):
+        convert_gguf(write_gguf(tmp_path / "rope.gguf", tensors), tmp_path / "model")
+
+
+def test_a_qwen2_file_keeps_its_biases_and_row_order(tmp_path):
+    torch.manual_seed(1)
+    qwen = Qwen2ForCausalLM(Qwen2Config(**SIZES, rope_theta=50_000.0, rms_norm_eps=1e-5)).eval()
+    for name, parameter in qwen.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    tensors = gguf_tensors(qwen, is_llama=False)
+    path = write_gguf(tmp_path / "qwen.gguf", tensors, "qwen2", {"tokenizer.ggml.pre": "qwen2"})
+    convert_gguf(path, tmp_path / "model")
+    assert_same_logits(qwen, tmp_path / "model")
+
+
+def test_quantised_tensors_are_stored_as_float16_of_their_exact_values(llama, tmp_path):
+    tensors = gguf_tensors(llama, is_llama=True)
+    kind = GGMLQuantizationType.Q8_0
+    convert_gguf(write_gguf(tmp_path / "q8.gguf", tensors, quantise=kind), tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    exact = dequantize(quantize(tensors["blk.1.ffn_up.weight"], kind), kind)
+    assert stored.dtype == torch.float16
+    assert torch.equal(stored, torch.from_numpy(exact).half())
+
+
+def test_large_models_are_written_as_shards_with_an_index(llama, llama_gguf, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_model, "_SHARD_BYTES", 60_000)
+    convert_gguf(llama_gguf, tmp_path / "model")
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert_same_logits(llama, tmp_path / "model")
+
+
+def test_end_of_turn_tokens_all_end_an_answer(llama, tmp_path):
+    tokens = byte_tokens()
+    path = write_gguf(
+        tmp_path / "eot.gguf",
+        gguf_tensors(llama, is_llama=True),
+        metadata={"tokenizer.ggml.eot_token_id": tokens.index("<turn>")},
+    )
+    convert_gguf(path, tmp_path / "model")
+    config = read_model_config(tmp_path / "model")
+    assert config.eos_token_ids == (tokens.index("<end>"), tokens.index("<turn>"))
+    assert config.bos_token_id == tokens.index("<s>")
+
+
+_CONVERT_WHEN_TOLD = """
+import sys
+from pathlib import Path
+from lorabatch.engine.models.gguf.convert import convert_gguf
+print("ready", flush=True)
+sys.stdin.readline()
+convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_converters_racing_for_one_folder_leave_one_whole_folder(llama, llama_gguf, tmp_path):
+    folder = tmp_path / "cache" / "model"
+    command = [sys.executable, "-c", _CONVERT_WHEN_TOLD, str(llama_gguf), str(folder)]
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    errors = [racer.communicate(timeout=120)[1] for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0], errors
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert_same_logits(llama, folder)
+
+
+_RESOLVE_WHEN_TOLD = """
+import sys
+from pathlib import Path
+from lorabatch.engine import gguf_model
+
+convert = gguf_model.convert_gguf
+
+def told(*places):
+    print("converts", flush=True)
+    convert(*places)
+
+gguf_model.convert_gguf = told
+print("ready", flush=True)
+sys.stdin.readline()
+print(gguf_model.resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+def test_processes_that_need_a_file_at_once_convert_it_once(llama_gguf, tmp_path):
+    command = [sys.executable, "-c", _RESOLVE_WHEN_TOLD, str(llama_gguf), str(tmp_path / "cache")]
+    asking = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in asking:
+        assert process.stdout.readline() == "ready\n"
+    for process in asking:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    told = [process.communicate(timeout=120)[0].split() for process in asking]
+    assert sum("converts" in words for words in told) == 1
+    (folder,) = {words[-1] for words in told}
+    assert [path.name for path in (tmp_path / "cache" / "models").iterdir()] == [Path(folder).name]
+
+
+def test_a_failed_conversion_leaves_nothing_behind(llama, tmp_path):
+    tensors = gguf_tensors(llama, is_llama=True)
+    tensors["blk.1.ffn_down.weight"] = np.full_like(tensors["blk.1.ffn_down.weight"], np.nan)
+    path = write_gguf(tmp_path / "nan.gguf", tensors)
+    with pytest.raises(ModelFilesError, match=r"blk\.1\.ffn_down\.weight"):
+        convert_gguf(path, tmp_path / "cache" / "model")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_cache_follows_the_content_and_not_the_name(llama, llama_gguf, tmp_path):
+    first = resolve_gguf(llama_gguf, tmp_path / "cache")
+    before = (first / "config.json").stat().st_mtime_ns
+    assert resolve_gguf(llama_gguf, tmp_path / "cache") == first
+    assert (first / "config.json").stat().st_mtime_ns == before
+    tensors = {name: array * 1.5 for name, array in gguf_tensors(llama, is_llama=True).items()}
+    llama_gguf.unlink()
+    assert resolve_gguf(write_gguf(llama_gguf, tensors), tmp_path / "cache") != first
+
+
+def test_the_cache_lies_where_the_user_keeps_caches(llama_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert resolve_gguf(llama_gguf).is_relative_to(tmp_path / "xdg" / "lorabatch")
+
+
+Damage = Callable[[dict[str, np.ndarray]], object]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda t: t.pop("blk.1.attn_k.weight"), ModelFilesError, r"missing tensors: blk\.1\.attn_k\.weight"),
+        (
+            lambda t: t.update({"blk.0.ffn_gate_exps.weight": np.ones((2, 4), np.float32)}),
+            UnsupportedModelError,
+            r"blk\.0\.ffn_gate_exps\.weight",
+        ),
+    ],
+)
+def test_missing_and_unknown_tensors_are_named(llama, tmp_path, damage: Damage, error, message):
+    tensors = gguf_tensors(llama, is_llama=True)
+    damage(tensors)
+    with pytest.raises(error, match=message):
+        convert_gguf(write_gguf(tmp_path / "damaged.gguf", tensors), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.type='yarn'"),
+        ({"llama.rope.dimension_count": 8}, r"rope\.dimension_count=8"),
+        ({"tokenizer.ggml.pre": "tekken"}, r"tokenizer\.ggml\.pre='tekken'"),
+    ],
+)
+def test_settings_that_would_not_be_exact_are_refused(llama, tmp_path, metadata, message):
+    path = write_gguf(tmp_path / "odd.gguf", gguf_tensors(llama, is_llama=True), metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert_gguf(path, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_another_architecture_is_refused_by_name(llama, tmp_path):
+    path = write_gguf(tmp_path / "mamba.gguf", gguf_tensors(llama, is_llama=True), "mamba")
+    with pytest.raises(UnsupportedModelError, match="'mamba' is not supported"):
+        convert_gguf(path, tmp_path / "model")
+
+
+def test_a_file_that_is_not_gguf_or_is_cut_short_is_refused(llama_gguf, tmp_path):
+    text = tmp_path / "text.gguf"
+    text.write_text("hello")
+    with pytest.raises(ModelFilesError, match="not a GGUF file"):
+        convert_gguf(text, tmp_path / "model")
+    with pytest.raises(ModelFilesError, match="cannot be read"):
+        convert_gguf(tmp_path / "absent.gguf", tmp_path / "model")
+    whole = llama_gguf.read_bytes()
+    for length in (4, 100, len(whole) // 3, len(whole) - 1000):
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ModelFilesError, match="damaged or cut short"):
+            convert_gguf(cut, tmp_path / "model")

@@ -1,0 +1,86 @@
+"""Mode `exact` is refused where it would promise nothing, and what it promises less is said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.errors import ExactModeError
+from lorabatch.engine.models.exact import check_exact_promise, is_arithmetic_fixed
+from lorabatch.kernels.native import native_build, native_function
+from lorabatch.kernels.packed_weight import onednn
+
+CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(native_build() is None, reason="compiled kernels were not built on this machine")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("lorabatch.kernels.native._library", lambda: None)
+    native_function.cache_clear()
+    yield
+    native_function.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_engine_refuses_types_whose_products_round_by_the_number_of_rows(tiny_llama: Path, dtype: str) -> None:
+    with pytest.raises(ExactModeError, match=f"mode='exact', dtype='{dtype}'.*dtype='float32'"):
+        Engine(tiny_llama, EngineConfig(mode="exact", device="cpu", dtype=dtype, pool_bytes=1 << 20))
+
+
+@compiled
+def test_with_compiled_kernels_there_is_nothing_to_say(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Engine(tiny_llama, EngineConfig(mode="exact", device="cpu", pool_bytes=1 << 20))
+    assert not caplog.records
+
+
+@compiled
+def test_heads_that_torch_attends_to_are_told(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = replace(read_model_config(tiny_llama), head_dim=40)
+    check_exact_promise(model, CPU, torch.float32)
+    assert "heads of 40 numbers" in caplog.text
+    assert not is_arithmetic_fixed(model, CPU, torch.float32)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_without_compiled_kernels_less_is_promised_and_without_onednn_nothing(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(mode="exact", device="cpu", pool_bytes=1 << 20)
+    Engine(tiny_llama, config)
+    (said,) = [record for record in caplog.records if "mode='exact'" in record.message]
+    assert said.levelno == logging.WARNING
+    assert "give engine_threads" in said.message
+    monkeypatch.setattr("lorabatch.kernels.packed_weight.has_onednn", lambda: False)
+    with pytest.raises(ExactModeError, match="C compiler"):
+        Engine(tiny_llama, config)
+
+
+def test_on_a_gpu_nothing_is_promised_and_that_is_said(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = read_model_config(tiny_llama)
+    check_exact_promise(model, torch.device("cuda"), torch.float32)
+    assert "promised on CPUs in float32 only" in caplog.text
+    assert not is_arithmetic_fixed(model, torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_onednn_rounds_alike_for_any_number_of_rows(num_threads: int) -> None:
+    """What stands in for compiled kernels."""
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    weight = onednn.OneDnnWeight(torch.randn(960, 576, generator=generator))
+    x = torch.randn(130, 576, generator=generator)
+    try:
+        torch.set_num_threads(num_threads)
+        whole = weight.multiply(x, None)
+        for num_rows in (1, 2, 3, 4, 15, 16, 17, 33, 64, 100):
+            assert torch.equal(weight.multiply(x[:num_rows].clone(), None), whole[:num_rows]), num_rows
+    finally:
+        torch.set_num_threads(before)

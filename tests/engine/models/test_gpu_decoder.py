@@ -1,0 +1,181 @@
+"""The whole engine on GPU kernels gives the CPU engine's tokens: prompts in chunks, decoding, adapters, families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.models.gpu_step import DeviceStep, StepBuffer
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.engine.runner import gpu_runner as device_runner
+from lorabatch.engine.runner.gpu_runner import DeviceRunner
+from lorabatch.kernels.launch import is_interpreted
+
+CONFIG = EngineConfig(
+    max_batch_rows=8, max_step_tokens=24, page_tokens=4, pool_bytes=8 << 20, device="cpu", mode="unmerged"
+)
+# Triton's interpreter on CPU tensors, or with TRITON_INTERPRET=0 a GPU
+ON_DEVICE: dict[str, Any] = {"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"}
+GARBAGE = 0x7F7F7F7F
+
+
+def requests(adapter_ids: list[str | None], **sampling: Any) -> list[Request]:
+    """Rows of different lengths, one longer than a step."""
+    lengths = [5, 26, 1, 9, 4]
+    settings = SamplingParams(**({"max_tokens": 2, "ignore_eos": True, "logprobs": True} | sampling))
+    return [
+        Request(str(i), tuple((7 * i + 3 * j) % 250 for j in range(lengths[i % 5])), adapter_id, settings, i)
+        for i, adapter_id in enumerate(adapter_ids)
+    ]
+
+
+def run(folder: Path, adapters: dict[str, Path], rows: list[Request], config: EngineConfig) -> list[Result]:
+    engine = Engine(folder, config)
+    for adapter_id, path in adapters.items():
+        engine.register_adapter(adapter_id, path)
+    if isinstance(engine._runner, DeviceRunner):
+        memory = engine._runner._memory
+        for scratch in (memory.scratch, memory.partials.values, memory.partials.stats):
+            scratch.fill_(torch.nan)
+    results = sorted(engine.run(rows), key=lambda result: int(result.request_id))
+    engine.check_integrity()
+    return results
+
+
+def assert_equal(found: list[Result], expected: list[Result]) -> None:
+    assert [r.error for r in found] == [None] * len(found)
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+    assert [(r.text, r.finish_reason, r.mode) for r in found] == [(r.text, r.finish_reason, r.mode) for r in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[DeviceStep]:
+    """The steps that devices compute. What their lists leave free, on host and device, holds garbage."""
+    seen: list[DeviceStep] = []
+    compute = DeviceRunner._compute
+    create = StepBuffer.__init__
+
+    def noted(runner: DeviceRunner, step: DeviceStep) -> None:
+        seen.append(step)
+        compute(runner, step)
+
+    def poisoned(buffer: StepBuffer, sizes: Any, memory: torch.Tensor) -> None:
+        create(buffer, sizes, memory.fill_(GARBAGE))
+
+    monkeypatch.setattr(DeviceRunner, "_compute", noted)
+    monkeypatch.setattr(StepBuffer, "__init__", poisoned)
+    return seen
+
+
+@pytest.fixture
+def compare(steps: list[DeviceStep]) -> Callable[..., list[Result]]:
+    """`compare(model_folder, adapter_folders, rows_of_ids, **config)`: the same rows on both engines."""
+
+    def check(
+        folder: Path, adapters: list[Path], make_rows: Callable[..., list[Request]] = requests, **config: Any
+    ) -> list[Result]:
+        model = read_model_config(folder)
+        ids = {audit_adapter(path, model, path.name).content_sha256 or "": path for path in adapters}
+        rows = make_rows([None, *ids])
+        expected = run(folder, ids, rows, replace(CONFIG, **config))
+        found = run(folder, ids, rows, replace(CONFIG, **ON_DEVICE, **config))
+        assert_equal(found, expected)
+        return found
+
+    return check
+
+
+def test_many_adapters_and_the_base_in_one_batch(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], compare: Callable[..., object], steps: list[DeviceStep]
+) -> None:
+    """Ranks 1, 8, 20 and 64, greedy and drawn, with and without `min_tokens`."""
+
+    def rows(ids: list[str | None]) -> list[Request]:
+        drawn = {"temperature": 0.9, "seed": 5}
+        settings = [{}, {**drawn, "top_k": 7}, {"min_tokens": 3, "ignore_eos": False}, {**drawn, "top_p": 0.8}, drawn]
+        made = requests(ids, max_tokens=3)
+        return [replace(r, sampling=replace(r.sampling, **s)) for r, s in zip(made, settings, strict=True)]
+
+    compare(tiny_llama, list(tiny_adapters.values()), rows)
+    residents = {tile.plus for step in steps for tile in step.segments.tiles_list()}
+    assert -1 in residents
+    assert len(residents) == 5
+    assert any(len(step.token_ids) == CONFIG.max_step_tokens for step in steps), "no prompt came in chunks"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {"head_dim": 20}),
+        ("gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+        ("phi3", {}),
+    ],
+)
+def test_families_with_other_norms_ropes_windows_and_activations(
+    family: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    make_model: Callable[..., Path],
+    make_adapter: Callable[..., Path],
+    compare: Callable[..., object],
+) -> None:
+    folder = make_model(tmp_path / "base", family, **settings)
+    compare(folder, [make_adapter(tmp_path / "adapter", folder, r=20)])
+
+
+def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
+    tiny_llama: Path,
+    tmp_path: Path,
+    make_adapter: Callable[..., Path],
+    compare: Callable[..., object],
+    steps: list[DeviceStep],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_runner, "_FIRST_SCRATCH_ROWS", 16)
+    monkeypatch.setattr(device_runner, "_FIRST_CHUNKS", 4)
+    wide = make_adapter(tmp_path / "wide", tiny_llama, r=272, target_modules=["q_proj"])
+    compare(tiny_llama, [wide], lambda ids: requests(ids)[::-1])
+    assert max(step.segments.limits.scratch_rows for step in steps) > 16
+
+
+def test_merging_by_the_kernel_and_parameter_by_parameter(
+    tiny_llama: Path,
+    tiny_adapters: dict[str, Path],
+    tmp_path: Path,
+    make_adapter: Callable[..., Path],
+    compare: Callable[..., list[Result]],
+) -> None:
+    """Plain pairs of two adapters, one after the other, then DoRA, which is more than a pair."""
+    dora = make_adapter(tmp_path / "dora", tiny_llama, r=4, use_dora=True, target_modules=["v_proj", "down_proj"])
+    results = compare(tiny_llama, [tiny_adapters["rank8"], tiny_adapters["rank20"], dora], mode="merged")
+    assert [result.mode for result in results] == ["base", "merged", "merged", "merged"]
+
+
+def test_any_number_of_switches_leaves_the_weights_bit_for_bit(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_llama, replace(CONFIG, **(ON_DEVICE | {"mode": "merged"})))
+    before, forgotten = engine.weights_sha256(), []
+    executor = engine._runner._executor
+    monkeypatch.setattr(executor, "forget", lambda: forgotten.append(True))
+    for path in (tiny_adapters["rank8"], tiny_adapters["rank1"], tiny_adapters["rank8"]):
+        content = audit_adapter(path, engine.model, path.name).content_sha256 or ""
+        engine.register_adapter(content, path)
+        list(engine.run(replace(row, adapter_id=content) for row in requests([None])))
+        assert engine.weights_sha256() != before
+    with torch.inference_mode():
+        engine._live.restore()
+    assert engine.weights_sha256() == before
+    # rank8 gives q and v their live buffers, rank1 all others; the second rank8 finds every address as it was
+    assert len(forgotten) == 2

@@ -1,0 +1,103 @@
+"""Every kind of adapter in one mixed batch through the real engine, row by row equal to PEFT."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request, SamplingParams
+
+NUM_TOKENS = 6
+ZOO: dict[str, dict[str, Any]] = {
+    "plain": {"target_modules": "all-linear"},
+    "patterns": {
+        "target_modules": ["q_proj", "down_proj"],
+        "use_rslora": True,
+        "rank_pattern": {"down_proj": 6},
+        "alpha_pattern": {"layers.1.*": 9},
+    },
+    "one layer": {"layers_to_transform": [1], "target_modules": ["v_proj", "up_proj"]},
+    "dora": {"use_dora": True, "target_modules": "all-linear"},
+    "lora_bias": {"lora_bias": True, "target_modules": ["q_proj", "o_proj", "lm_head"]},
+    "bias": {"bias": "all", "target_modules": ["q_proj", "o_proj"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "embedding and head, tied": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+    "saved head and norms": {"modules_to_save": ["lm_head", "norm"]},
+    "saved embedding": {"modules_to_save": ["embed_tokens"]},
+    "saved block": {"modules_to_save": ["mlp", "k_proj"]},
+    "tokens": {"trainable_token_indices": [7, 30, 31, 32]},
+    "tokens of the head": {"trainable_token_indices": {"lm_head": list(range(40, 60))}},
+    "larger vocabulary": {"vocab_size": 331},
+    "larger vocabulary, adapted": {"vocab_size": 325, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+}
+
+
+@torch.no_grad()
+def check_row(trained: Any, prompt: tuple[int, ...], result: Any, model: Any) -> None:
+    """The row's greedy tokens and their log-probabilities are PEFT's."""
+    tokens = [*prompt, *result.token_ids]
+    expected = model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    assert result.finish_reason == "length", result.error
+    for step, (token, logprob) in enumerate(zip(result.token_ids, result.token_logprobs, strict=True)):
+        best = float(expected[step].max())
+        assert abs(float(expected[step, token]) - best) < 1e-3, f"{trained}: token {step} is not the likeliest"
+        assert abs(logprob - best) < 1e-3, f"{trained}: log-probability of token {step}"
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_a_mixed_batch_of_every_kind_equals_peft_row_by_row(
+    served_base: Any, train: Any, family: str, is_tied: bool
+) -> None:
+    base = served_base(family, is_tied)
+    zoo = {name: train(base, name=name, **settings) for name, settings in ZOO.items()}
+    options = EngineConfig(mode="auto", max_batch_rows=8, max_step_tokens=32, pool_bytes=4 << 20)
+    engine = Engine(base.folder, options)
+    models: dict[str, tuple[str | None, Any]] = {"base": (None, base.model)}
+    for name, trained in zoo.items():
+        audit = trained.audit()
+        assert audit.content_sha256, audit.reasons
+        engine.register_adapter(audit.content_sha256, trained.folder, name)
+        models[name] = (audit.content_sha256, trained.model)
+    dice = random.Random(5)
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, logprobs=True, ignore_eos=True)
+    shared = tuple(dice.randrange(3, 320) for _ in range(20))  # the same prompt must not share a cache
+    prompts = {f"{i} {name}": (*shared, 5 + i) for i in range(2) for name in models}
+    requests = [Request(key, prompt, models[key.partition(" ")[2]][0], sampling) for key, prompt in prompts.items()]
+    dice.shuffle(requests)
+    engine.add(requests)
+    results = {}
+    while engine.num_unfinished:
+        results |= {result.request_id: result for result in engine.step()}
+        engine.check_integrity()
+    assert results.keys() == prompts.keys()
+    for key, prompt in prompts.items():
+        check_row(key, prompt, results[key], models[key.partition(" ")[2]][1])
+    assert {results[f"0 {name}"].mode for name in ("dora", "tokens", "larger vocabulary")} == {"merged"}
+
+
+def test_a_merge_that_fails_half_way_leaves_the_base_as_it_was(served_base: Any, train: Any) -> None:
+    import numpy as np
+
+    from lorabatch.engine.errors import AdapterRefusedError
+    from lorabatch.engine.peft.weights import load_adapter
+
+    base = served_base("llama", True)
+    trained = train(base, target_modules="all-linear")
+    tensors = trained.tensors()
+    for key, value in tensors.items():
+        if "layers.1.mlp.down_proj" in key:
+            tensors[key] = value * np.float32(1e25)
+    trained.write(tensors)
+    engine = Engine(base.folder, EngineConfig(pool_bytes=4 << 20))
+    before = engine.weights_sha256()
+    weights = load_adapter(trained.audit(), "cpu")
+    with pytest.raises(AdapterRefusedError, match=r"layers\.1\.mlp\.down_proj\.weight merged in .* is not finite"):
+        engine._live.merge("broken", weights)
+    assert engine.weights_sha256() == before
+    assert engine._live.merged_adapter_id is None

@@ -1,0 +1,88 @@
+"""The device table holds the adapters in use, at their exact places in the pool, and gives rows of others away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lorabatch.engine.config import read_model_config
+from lorabatch.engine.memory.residency import ResidentAdapter
+from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
+from lorabatch.engine.runner.gpu_adapters import DeviceAdapters
+from lorabatch.kernels.segment_lora import LoraMember, LoraSiteWeights
+
+
+def resident(memory: torch.Tensor, model: ModelConfig, order: int, rank: int) -> ResidentAdapter:
+    """An adapter on q and v of layer 0, its matrices at a place of its own in `memory`."""
+    start = order * 20_000
+    q, k, v = (shape for shape in model.members_of_site("qkv").values())
+    a = memory[start : start + 2 * rank * q[1]].view(2 * rank, q[1])
+    b_q = memory[start + a.numel() :][: rank * q[0]].view(rank, q[0])
+    b_v = memory[start + a.numel() + b_q.numel() :][: rank * v[0]].view(rank, v[0])
+    members = (
+        LoraMember(0, rank, 0, q[0], b_q, 2.0),
+        LoraMember(rank, 2 * rank, q[0] + k[0], q[0] + k[0] + v[0], b_v, 0.5),
+    )
+    of_layers = ({"qkv": LoraSiteWeights(a, members)}, *({} for _ in range(model.num_layers - 1)))
+    return ResidentAdapter(f"adapter {order}", order, of_layers, num_elements=0)
+
+
+@pytest.fixture
+def model(tiny_llama: Path) -> ModelConfig:
+    return read_model_config(tiny_llama)
+
+
+@pytest.fixture
+def memory() -> torch.Tensor:
+    return torch.arange(100_000, dtype=torch.float32)
+
+
+def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch.Tensor) -> None:
+    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=20)
+    one = resident(memory, model, order=1, rank=20)
+    row = adapters.rows_of([one])[1]
+    weights = one.sites[0]["qkv"]
+    first, count, *_ = adapters.table.sites[row, 0, PACKED_SITES.index("qkv")].tolist()
+    assert count == 4, "20 rank rows are a chunk of 16 and one of 4, for each of two members"
+    assert adapters.chunk_counts[row].tolist() == [4, 0, 0, 0]
+    expected = [
+        (weights.a[start : start + rows], member.b[start - member.rank_start :][:rows], member)
+        for member in weights.members
+        for start, rows in ((member.rank_start, 16), (member.rank_start + 16, 4))
+    ]
+    for index, (a, b, member) in enumerate(expected, start=first):
+        a_at, b_at, rows, column, width = adapters.table.chunks[index].tolist()
+        assert memory[a_at : a_at + a.numel()].equal(a.flatten())
+        assert memory[b_at : b_at + b.numel()].equal(b.flatten())
+        assert (rows, column, width) == (len(a), member.column_start, b.shape[1])
+        assert float(adapters.table.scales[index]) == member.scaling
+
+
+def test_the_adapter_unused_for_longest_gives_its_row_away(model: ModelConfig, memory: torch.Tensor) -> None:
+    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=20)
+    zero, one, two = (resident(memory, model, order, rank=8) for order in range(3))
+    first = adapters.rows_of([zero, one])
+    adapters.rows_of([zero])
+    assert adapters.rows_of([two]) == {2: first[1]}
+    assert adapters.rows_of([zero]) == {0: first[0]}, "an adapter in use keeps its row"
+
+
+def test_chunks_may_run_out_before_rows_do(model: ModelConfig, memory: torch.Tensor) -> None:
+    adapters = DeviceAdapters(memory, model, num_rows=5, num_chunks=5)
+    big, small = resident(memory, model, 0, rank=20), resident(memory, model, 1, rank=16)
+    adapters.rows_of([big])
+    assert adapters.rows_of([small]).keys() == {1}
+
+
+def test_a_step_of_more_adapters_than_the_table_holds_gets_a_larger_table(
+    model: ModelConfig, memory: torch.Tensor
+) -> None:
+    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=2)
+    first = adapters.table
+    rows = adapters.rows_of([resident(memory, model, order, rank=20) for order in range(5)])
+    assert adapters.table is not first
+    assert sorted(rows) == [0, 1, 2, 3, 4]
+    assert len(set(rows.values())) == 5
+    assert [adapters.chunk_counts[row].tolist() for row in rows.values()] == [[4, 0, 0, 0]] * 5

@@ -1,0 +1,281 @@
+"""Running ahead of the host: padding, pending tokens, late ends, and launching without waiting."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft_oracle import register_all
+from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.memory import allocation as memory_plan
+from lorabatch.engine.memory.allocation import serves_by_kernels
+from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.engine.runner import gpu_runner as device_runner
+from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphKey
+from lorabatch.engine.runner.gpu_runner import DeviceRunner
+from lorabatch.engine.runner.runner import LaunchedStep
+from lorabatch.kernels.launch import is_interpreted
+from lorabatch.scheduler.batching import BatchView, StepPlan
+
+PROMPT = (5, 6, 7, 8, 9)
+
+
+def make_engine(folder: Path, **config: Any) -> Engine:
+    settings: dict[str, Any] = {"max_batch_rows": 12, "max_step_tokens": 64, "page_tokens": 4, "pool_bytes": 4 << 20}
+    settings |= {"device": "cpu", "mode": "unmerged", "uses_prefix_cache": False}
+    return Engine(folder, EngineConfig(**(settings | config)))
+
+
+def device_engine(folder: Path, **config: Any) -> Engine:
+    on_device = {"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"}
+    return make_engine(folder, **on_device, **config)
+
+
+def rows(count: int, **sampling: Any) -> list[Request]:
+    return [Request(f"{i}", (*PROMPT, i + 3), None, SamplingParams(**sampling), i) for i in range(count)]
+
+
+def by_id(results: list[Result]) -> dict[str, Result]:
+    return {result.request_id: result for result in results}
+
+
+def test_rows_beside_a_merged_adapter_take_it_out_again(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
+    names = ["rank8", "rank20"]
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    found = {}
+    for kind in ("unmerged", "mixture"):
+        if kind == "unmerged":
+            engine = make_engine(tiny_llama)
+        else:
+            engine = device_engine(tiny_llama, mode="auto")
+            engine._batcher = MergesFirst()
+        ids = register_all(engine, {name: tiny_adapters[name] for name in names})
+        adapters = [None, *ids.values()]
+        requests = [Request(f"{i}", (*PROMPT, i + 3), adapters[i % 3], sampling) for i in range(6)]
+        found[kind] = by_id(list(engine.run(requests)))
+    tokens = {kind: {key: result.token_ids for key, result in results.items()} for kind, results in found.items()}
+    assert tokens["mixture"] == tokens["unmerged"]
+    assert [found["mixture"][f"{i}"].mode for i in range(3)] == ["mixture", "merged", "mixture"]
+
+
+class MergesFirst:
+    """Merges the first adapter and serves everybody beside it."""
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        everybody = np.ones(len(view.running_adapter), bool)
+        return StepPlan("mixture", 0, everybody, np.arange(len(view.waiting_adapter)))
+
+
+class Noting(EagerExecutor):
+    """Runs at once, as the interpreter must, and notes which graphs a GPU would have had."""
+
+    def __init__(self) -> None:
+        self.keys: list[GraphKey] = []
+
+    def run(self, key: GraphKey, work: Any) -> None:
+        self.keys.append(key)
+        super().run(key, work)
+
+
+def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> None:
+    engine = device_engine(tiny_llama)
+    engine._runner._executor = noting = Noting()
+    requests = [*rows(8, max_tokens=2, ignore_eos=True), *rows(9, max_tokens=3, ignore_eos=True)[8:]]
+    found = by_id(list(engine.run(requests)))
+    expected = by_id(list(make_engine(tiny_llama).run(requests)))
+    assert {key: r.token_ids for key, r in found.items()} == {key: r.token_ids for key, r in expected.items()}
+    assert noting.keys == [GraphKey(10, False, False), GraphKey(1, False, False)], "9 rows run in a bucket of 10"
+
+
+def test_the_next_step_is_launched_before_the_last_is_read(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    launch, launched = DeviceRunner.launch, DeviceRunner._launched
+
+    def noting_launch(runner: DeviceRunner, entries: Any) -> Any:
+        told.append("launch")
+        return launch(runner, entries)
+
+    def noting_read(runner: DeviceRunner, *step: Any) -> Any:
+        made = launched(runner, *step)
+        return type(made)(made.sampled, lambda: (told.append("read"), made.read())[1])
+
+    monkeypatch.setattr(DeviceRunner, "launch", noting_launch)
+    monkeypatch.setattr(DeviceRunner, "_launched", noting_read)
+    ahead = list(device_engine(tiny_llama).run(rows(1, max_tokens=3, ignore_eos=True)))
+    assert told == ["launch", "launch", "read", "launch", "read", "read"]
+    told.clear()
+    behind = list(device_engine(tiny_llama, launches_ahead=False).run(rows(1, max_tokens=3, ignore_eos=True)))
+    assert told == ["launch", "read"] * 3
+    assert ahead == behind
+
+
+def test_a_row_that_ends_early_costs_one_row_of_one_step_and_no_token(tiny_llama: Path) -> None:
+    """The second token of row 0 ends it, the host learns of it when the third is being computed."""
+    whole = by_id(list(make_engine(tiny_llama).run(rows(2, max_tokens=5, ignore_eos=True))))
+    stop = next(c for c in whole["0"].text[1:] if c not in whole["0"].text[0])
+    requests = [*rows(1, max_tokens=5, ignore_eos=True, stop=(stop,)), rows(2, max_tokens=5, ignore_eos=True)[1]]
+    expected_engine, engine = make_engine(tiny_llama), device_engine(tiny_llama)
+    expected, found = by_id(list(expected_engine.run(requests))), by_id(list(engine.run(requests)))
+    assert expected["0"].finish_reason == "stop"
+    assert found == expected
+    engine.check_integrity()
+    assert engine.telemetry().pages_used == 0
+    assert engine.telemetry().generated_tokens == expected_engine.telemetry().generated_tokens
+
+
+def test_a_row_taken_out_in_flight_leaves_nothing_and_may_come_again(tiny_llama: Path) -> None:
+    engine = device_engine(tiny_llama)
+    requests = rows(2, max_tokens=4, ignore_eos=True)
+    expected = by_id(list(make_engine(tiny_llama).run(requests)))
+    engine.add(requests)
+    engine.step()
+    engine.step()
+    engine.abort(["0"])
+    engine.add([requests[0]])
+    found: list[Result] = []
+    while engine.num_unfinished:
+        found += engine.step()
+        engine.check_integrity()
+    assert by_id(found) == expected
+
+
+def test_rows_share_prefixes_page_by_page(tiny_llama: Path) -> None:
+    shared = tuple(range(5, 25))
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [Request(str(i), (*shared, i + 3), None, sampling) for i in range(3)]
+    engine = device_engine(tiny_llama, uses_prefix_cache=True)
+    engine.add(requests)
+    found, pages = [], []
+    while engine.num_unfinished:
+        found += engine.step()
+        engine.check_integrity()
+        pages.append(engine.telemetry().pages_used)
+    assert by_id(found) == by_id(list(make_engine(tiny_llama).run(requests)))
+    assert [by_id(found)[str(i)].reused_prompt_tokens for i in range(3)] == [0, 20, 20]
+    assert engine.telemetry().reused_prompt_tokens == 2 * 20
+    assert pages[:2] == [3 * 6, 5 + 3], "a row enters with six pages of four tokens, five of them become everybody's"
+
+
+class _HostOnly(TorchFunctionMode):
+    """Raises where Python asks a tensor for its numbers: on a GPU the host would wait."""
+
+    _WAITING = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in self._WAITING, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class _DeviceOnly(TorchDispatchMode):
+    """Raises for operators whose result's shape or value must be known on the host."""
+
+    _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self._WAITING, f"{name} waits for the device"
+        if name in ("index", "index_put_", "_index_put_impl_"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), "a mask's count must be known on the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="a GPU's graphs and copies are watched by the benchmark's own check")
+def test_launching_waits_for_nothing(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, decode, an adapter new to the device: no number comes back to the host before it is read."""
+    engine = device_engine(tiny_llama)
+    for name in ("rank1", "rank20"):
+        engine.register_adapter(content_of(engine, tiny_adapters[name]), tiny_adapters[name])
+    ids = [None, *engine._registry._audits]
+    sampling = SamplingParams(max_tokens=100, min_tokens=100, logprobs=True, temperature=0.5, top_k=3)
+    engine.add([Request(str(i), PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])
+    launched: list[int] = []
+    launch = DeviceRunner.launch
+
+    def watched(runner: DeviceRunner, entries: Any) -> Any:
+        with _HostOnly(), _DeviceOnly():
+            launched.append(len(entries))
+            return launch(runner, entries)
+
+    # the interpreter reads what a GPU would: launches themselves are not what is watched
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
+    monkeypatch.setattr(device_runner, "sample_tokens", lambda logits, rows: logits.argmax(-1))
+    monkeypatch.setattr(DeviceRunner, "launch", watched)
+    # adapters are read in a thread: their rows join when they have come
+    while engine.num_unfinished and launched[-2:] != [3, 3]:
+        engine.step()
+    assert launched[-2:] == [3, 3]
+
+
+def content_of(engine: Engine, folder: Path) -> str:
+    from lorabatch.engine.peft import audit_adapter
+
+    return audit_adapter(folder, engine.model, folder.name).content_sha256 or ""
+
+
+def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory_plan, "is_interpreted", lambda: True)
+    assert serves_by_kernels(EngineConfig(kernels="triton"), cpu)
+    assert not serves_by_kernels(EngineConfig(), cpu)
+    assert serves_by_kernels(EngineConfig(), torch.device("cuda"))
+    monkeypatch.setattr(memory_plan, "is_interpreted", lambda: False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        serves_by_kernels(EngineConfig(kernels="triton"), cpu)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns
+def test_a_row_whose_numbers_overflow_is_an_error_and_the_rows_beside_it_go_on(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    huge = tmp_path / "huge"
+    shutil.copytree(tiny_adapters["rank1"], huge)
+    tensors = load_file(huge / "adapter_model.safetensors")
+    save_file({name: tensor * 1e25 for name, tensor in tensors.items()}, huge / "adapter_model.safetensors")
+    engine = device_engine(tiny_llama)
+    (bad_id,) = register_all(engine, {"huge": huge}).values()
+    good = rows(2, max_tokens=3, ignore_eos=True)
+    bad = Request("bad", PROMPT, bad_id, SamplingParams(max_tokens=3, temperature=1.0))
+    results = by_id(list(engine.run([good[0], bad, good[1]])))
+    expected = by_id(list(make_engine(tiny_llama).run(good)))
+    assert "NaN or infinite" in (results["bad"].error or "")
+    assert {key: results[key].token_ids for key in expected} == {key: r.token_ids for key, r in expected.items()}
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="a GPU refuses by itself")
+def test_what_steps_are_computed_from_lies_on_the_device(
+    weightless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without numbers: operators refuse to mix its tensors with the host's, and no number can be asked of it.
+    Prefill, decode, adapters of two ranks, drawn tokens with log-probabilities."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
+    copied: list[int] = []
+
+    def read_nothing(runner: DeviceRunner, sampled: Any, wants_logprobs: bool) -> LaunchedStep:
+        assert runner._told_tokens.device.type == runner._logprobs.device.type == "meta"
+        copied.append(len(sampled))
+        return LaunchedStep(sampled, lambda: ([1] * len(sampled), [0.0] * len(sampled)))
+
+    monkeypatch.setattr(DeviceRunner, "_launched", read_nothing)
+    config = {"device": "meta", "load_format": "dummy", "kernels": "triton", "page_tokens": 16}
+    engine = make_engine(weightless_model, **config)
+    ids = [None, engine.register_dummy_adapter("a", 3), engine.register_dummy_adapter("b", 20)]
+    sampling = SamplingParams(max_tokens=4, min_tokens=4, logprobs=True, temperature=0.5, top_k=3)
+    engine.add([Request(f"{i}", PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])
+    results = []
+    while engine.num_unfinished:
+        results += engine.step()
+    assert [result.error for result in results] == [None] * 3
+    assert max(copied) == 3

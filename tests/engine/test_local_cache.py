@@ -1,0 +1,84 @@
+"""The lock among processes: one holder at a time, none for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lorabatch.engine import local_cache as module
+from lorabatch.engine.local_cache import file_lock
+
+# Adds one to a number in a file, which goes wrong when two do it at once.
+_COUNT = """
+import sys
+from pathlib import Path
+from lorabatch.engine.local_cache import file_lock
+lock, counter = map(Path, sys.argv[1:3])
+for _ in range(int(sys.argv[3])):
+    with file_lock(lock):
+        number = int(counter.read_text())
+        counter.write_text(str(number + 1))
+"""
+_HOLD = """
+import sys
+from pathlib import Path
+from lorabatch.engine.local_cache import file_lock
+with file_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_processes_take_turns_and_leave_no_file(tmp_path: Path) -> None:
+    lock, counter = tmp_path / "new" / "a.lock", tmp_path / "counter"
+    counter.write_text("0")
+    command = [sys.executable, "-c", _COUNT, str(lock), str(counter), "300"]
+    processes = [subprocess.Popen(command) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    assert counter.read_text() == "1200"
+    assert not lock.exists()
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    inside: list[int] = []
+    pause = threading.Event()
+
+    def enter(_: int) -> None:
+        with file_lock(tmp_path / "a.lock"):
+            inside.append(1)
+            pause.wait(0.001)
+            assert len(inside) == 1
+            inside.pop()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(enter, range(200)))
+
+
+def test_a_killed_holder_stands_in_nobodys_way(tmp_path: Path) -> None:
+    lock = tmp_path / "a.lock"
+    holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with holder, ThreadPoolExecutor(1) as pool:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        waiting = pool.submit(lambda: file_lock(lock).__enter__())
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        holder.kill()
+        waiting.result(timeout=20)
+
+
+def test_where_no_lock_can_be_had_the_work_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    with file_lock(tmp_path / "a.lock"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "file" / "a.lock"):
+        raise ZeroDivisionError

@@ -1,0 +1,87 @@
+"""Templates render as in transformers, and reach nothing but the messages."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
+from lorabatch.engine.text.chat_template import ChatTemplate
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <kind> & 'brief'."},
+    {"role": "user", "content": "Hi", "name": None},
+    {"role": "assistant", "content": "Hello", "thinking": "greet back"},
+    {"role": "user", "content": [{"type": "text", "text": "More é"}]},
+]
+TEMPLATES = {
+    "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }},{% endfor %}",
+    "json": "{{ messages | tojson }} {{ messages[0] | tojson(indent=2) }}",
+    "blocks are trimmed": "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}\n",
+    "generation blocks": "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}",
+    "assignments in generation blocks": (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% generation %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+        "{% endgeneration %}{% endfor %}{{ ns.n }}"
+    ),
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}",
+    "tools and documents": "{{ tools is none }}{{ documents is none }}{{ tools is defined }}",
+    "special tokens": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}",
+    "generation prompt": "{% if add_generation_prompt %}assistant:{% endif %}",
+    "missing keys": "{% for m in messages %}{{ 'name' in m }}{{ m.name is defined }}{% endfor %}",
+    "slices": "{% set rest = messages[1:] %}{{ rest | length }}{{ rest[-1]['content'][0]['text'].strip() }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_as_transformers_renders_them(name: str) -> None:
+    plain = [{key: value for key, value in message.items() if value is not None} for message in MESSAGES]
+    expected, _ = render_jinja_template([plain], chat_template=TEMPLATES[name], add_generation_prompt=True, **SPECIAL)
+    assert ChatTemplate(TEMPLATES[name], SPECIAL).render(MESSAGES) == expected[0]
+
+
+def test_the_time_is_the_jobs_own_so_that_a_resumed_job_asks_the_same() -> None:
+    now = datetime(2025, 3, 4, 5, 6, tzinfo=UTC)
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", SPECIAL, now)
+    assert template.render(MESSAGES) == "04 Mar 2025"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append({'role': 'user'}) }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{% for i in range(10000000000) %}{% endfor %}",
+        "{{ open('/etc/passwd') }}",
+        "{{ '%s' | format(messages.__class__) | attr('__class__') | attr('mro') }}",
+    ],
+)
+def test_templates_cannot_reach_python(attack: str) -> None:
+    try:
+        text = ChatTemplate(attack, SPECIAL).render(MESSAGES)
+    except ChatTemplateError:
+        return
+    assert text.strip() == ""
+
+
+def test_a_refusal_of_the_template_is_told_in_its_own_words() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL)
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        template.render(MESSAGES)
+
+
+def test_a_template_that_fails_on_the_messages_is_a_refusal_too() -> None:
+    with pytest.raises(ChatTemplateError, match="refuses them"):
+        ChatTemplate("{{ messages[0].content + 1 }}", SPECIAL).render(MESSAGES)
+
+
+def test_text_that_is_no_template_is_refused_when_it_is_read() -> None:
+    with pytest.raises(ModelFilesError, match="not a valid jinja2 template"):
+        ChatTemplate("{% for %}", SPECIAL)

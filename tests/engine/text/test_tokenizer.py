@@ -1,0 +1,205 @@
+"""Tokens and text equal transformers' own, for byte-level and sentencepiece-like tokenizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as TokenizerFile
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
+from lorabatch.engine.text.tokenizer import Tokenizer
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "héllo wörld, 漢字 and 😀 emoji", "SELECT 1 FROM rows;"] * 4
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hi <b>é 😀</b>\n\n  there"}]
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def byte_level(folder: Path) -> Path:
+    backend = TokenizerFile(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=["<|end|>", "<|start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", bos_token="<|start|>")
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def sentencepiece_like(folder: Path) -> Path:
+    """Llama-2's construction: metaspace by normalisation, byte fallback, `<s>` before every prompt."""
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    learner = TokenizerFile(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    learner.train_from_iterator(CORPUS[:1], trainers.BpeTrainer(vocab_size=330, show_progress=False))
+    learned = json.loads(learner.to_str())["model"]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*specials, *learned["vocab"]]))}
+    merges = [tuple(merge) for merge in learned["merges"]]
+    backend = TokenizerFile(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+KINDS = {"byte level": byte_level, "sentencepiece like": sentencepiece_like}
+FOLDERS: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param not in FOLDERS:
+        FOLDERS[request.param] = KINDS[request.param](tmp_path_factory.mktemp("tokenizer"))
+    return FOLDERS[request.param]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_plain_prompts_encode_and_decode_as_transformers_does(folder: Path, text: str) -> None:
+    ours, oracle = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    tokens = ours.encode_prompt(text)
+    assert tokens == oracle(text)["input_ids"]
+    assert ours.decode(tokens) == oracle.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert ours.encode_batch([text, "x"], is_rendered=False)[0] == tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_text_in_pieces_is_the_text_of_all_tokens_whatever_the_tokens(folder: Path, data: st.DataObject) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    text = data.draw(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30))
+    tokens = tokenizer.encode_batch([text], is_rendered=True)[0]
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.add(token) for token in tokens]
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(tokens)
+
+
+def test_tokens_that_never_become_text_are_let_go_instead_of_held_for_ever(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    lone_byte = next(t for t in range(tokenizer.vocab_size) if tokenizer.decode([t]) == "\ufffd")
+    detokenizer = tokenizer.detokenizer()
+    text = "".join(detokenizer.add(lone_byte) for _ in range(12)) + detokenizer.finish()
+    assert text == "\ufffd" * 12
+
+
+def test_a_space_after_a_special_token_is_kept(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    word = tokenizer.encode_batch(["the fox"], is_rendered=True)[0]
+    tokens = [*word, *tokenizer.eos_token_ids, *word[1:]]
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(map(detokenizer.add, tokens)) + detokenizer.finish() == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("flags", [{"add_bos_token": True}, {"add_eos_token": True}, {"add_bos_token": False}])
+def test_flags_in_the_configuration_change_nothing_beside_a_tokenizer_file(
+    tmp_path: Path, flags: dict[str, bool]
+) -> None:
+    for name, make in KINDS.items():
+        folder = make(tmp_path / name)
+        edit_config(folder, **flags)
+        oracle = AutoTokenizer.from_pretrained(folder)
+        assert Tokenizer.from_folder(folder).encode_prompt("the dog") == oracle("the dog")["input_ids"], name
+
+
+def test_messages_are_rendered_once_and_special_tokens_are_not_doubled(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    edit_config(tmp_path, chat_template=template)
+    tokenizer, oracle = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.has_chat_template
+    assert tokenizer.render(MESSAGES) == oracle.apply_chat_template(MESSAGES, tokenize=False)
+    tokens = tokenizer.encode_messages(MESSAGES)
+    assert tokens == oracle.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)
+    bos = oracle.bos_token_id
+    assert tokens.count(bos) == 1
+
+
+def test_the_template_file_wins_over_the_configuration(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_config(tmp_path, chat_template="old")
+    assert Tokenizer.from_folder(tmp_path).render(MESSAGES) == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert Tokenizer.from_folder(tmp_path).render(MESSAGES) == "new"
+
+
+def test_of_named_templates_the_default_one_is_taken(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    edit_config(tmp_path, chat_template=named)
+    assert Tokenizer.from_folder(tmp_path).render(MESSAGES) == "plain"
+    edit_config(tmp_path, chat_template=7)
+    with pytest.raises(ModelFilesError, match="found int"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_eos_and_special_tokens_are_read_in_both_spellings(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    oracle = AutoTokenizer.from_pretrained(folder)
+    assert Tokenizer.from_folder(folder).eos_token_ids == (oracle.eos_token_id,)
+    edit_config(tmp_path, eos_token={"content": oracle.eos_token, "lstrip": False})
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == (oracle.eos_token_id,)
+
+
+def test_settings_for_training_do_not_cut_or_fill_prompts(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    backend = TokenizerFile.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=64)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    text = "the quick brown fox"
+    assert Tokenizer.from_folder(tmp_path).encode_prompt(text) == Tokenizer.from_folder(folder).encode_prompt(text)
+
+
+def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match=r"tokenizer\.json: missing.*save_pretrained"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFilesError, match=r"tokenizer\.json: not a tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_messages_without_a_template_are_refused_with_the_way_out(folder: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="give a prompt instead"):
+        Tokenizer.from_folder(folder).render(MESSAGES)
+
+
+@pytest.mark.real_model
+def test_the_demo_model_tokenises_as_transformers_does() -> None:
+    from lorabatch.demo.base_model import base_model_folder
+
+    folder = base_model_folder()
+    ours, oracle = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    texts = ["", " a  b\n\n\tc", "12345 don't 漢字 😀 é", "<|im_start|>user\nhi<|im_end|>", "def f(x):\n    return x"]
+    for text in texts:
+        assert ours.encode_prompt(text) == oracle(text)["input_ids"]
+    for messages in (MESSAGES, MESSAGES[1:]):
+        expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ours.encode_messages(messages) == expected
+    assert ours.eos_token_ids == (oracle.eos_token_id,)

@@ -1,0 +1,183 @@
+"""Which files are the input, and what is wrong with those that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema, unpack_schema, would_read
+
+TABLE = pa.table({"prompt": ["a", "b", "c"]})
+
+
+def write(path: Path, table: pa.Table = TABLE, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, **options)
+    return path
+
+
+def names(url: Any) -> list[str]:
+    return [footer.file.name for footer in read_footers(str(url), {})]
+
+
+def test_a_file_a_folder_and_a_glob_are_inputs(tmp_path: Path) -> None:
+    for name in ("b.parquet", "a.parquet", "deep/c.PARQUET", "deep/er/d.pq"):
+        write(tmp_path / name)
+    assert names(tmp_path / "b.parquet") == ["b.parquet"]
+    assert names(tmp_path) == ["a.parquet", "b.parquet", "c.PARQUET", "d.pq"]
+    assert names(f"{tmp_path}/") == names(tmp_path)
+    assert names(tmp_path / "*.parquet") == ["a.parquet", "b.parquet"]
+    assert names(tmp_path / "deep/**") == ["c.PARQUET", "d.pq"]
+
+
+def test_a_file_is_taken_whatever_its_ending(tmp_path: Path) -> None:
+    assert names(write(tmp_path / "rows.data")) == ["rows.data"]
+
+
+def test_brackets_in_a_real_path_are_not_a_glob(tmp_path: Path) -> None:
+    assert names(write(tmp_path / "run[1]" / "x.parquet").parent) == ["x.parquet"]
+
+
+def test_hidden_files_and_our_own_output_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "part-00000.parquet")
+    for name in ("_lorabatch/rows/x.parquet", ".tmp/y.parquet", "_z.parquet", ".w.parquet"):
+        write(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no Parquet")
+    assert names(tmp_path) == ["part-00000.parquet"]
+
+
+def test_files_of_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for folder in ("x/one", "x/two"):
+        write(tmp_path / folder / "part-0.parquet")
+    assert names(tmp_path) == ["one/part-0.parquet", "two/part-0.parquet"]
+
+
+def test_row_groups_sizes_and_footers_are_recorded(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", row_group_size=2)
+    (footer,) = read_footers(str(path), {})
+    assert footer.file.row_group_rows == (2, 1)
+    assert footer.file.size_bytes == path.stat().st_size
+    assert footer.schema.equals(TABLE.schema)
+    before = footer.file.footer_sha256
+    write(path, pa.table({"prompt": ["a", "b", "d"]}), row_group_size=2)
+    (changed,) = read_footers(str(path), {})
+    assert changed.file.footer_sha256 != before
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "0 bytes are too few"),
+        (b"id,prompt\n1,hello\n2,world\n", "it does not end as Parquet files do"),
+        (b"PAR1" + b"x" * 20 + b"\xff\xff\xff\x7fPAR1", "is larger than the file"),
+        (b"PAR1" + b"x" * 20 + b"\x08\x00\x00\x00PAR1", "not a readable Parquet file"),
+        (b"PAR1" + b"x" * 20 + b"\x08\x00\x00\x00PARE", "encrypted"),
+    ],
+)
+def test_every_file_that_is_no_parquet_is_named(tmp_path: Path, content: bytes, expected: str) -> None:
+    write(tmp_path / "good.parquet")
+    for name in ("bad-1.parquet", "bad-2.parquet"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(JobRequestError) as caught:
+        read_footers(str(tmp_path), {})
+    assert len(caught.value.problems) == 2
+    for name, problem in zip(("bad-1.parquet", "bad-2.parquet"), caught.value.problems, strict=True):
+        assert f"input file {name!r}" in problem
+        assert expected in problem
+
+
+def test_a_thousand_bad_files_do_not_fill_the_screen(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number}.parquet").write_bytes(b"no")
+    with pytest.raises(JobRequestError, match="20 more files cannot be read"):
+        read_footers(str(tmp_path), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("missing", "not found"),
+        ("missing/*.parquet", "no Parquet files there"),
+        ("empty", "no Parquet files there"),
+        ("zzz://bucket/x", "Protocol not known: zzz"),
+    ],
+)
+def test_an_input_that_is_not_there_is_explained(tmp_path: Path, name: str, expected: str) -> None:
+    (tmp_path / "empty").mkdir()
+    url = name if "://" in name else str(tmp_path / name)
+    with pytest.raises(JobRequestError, match="input=") as caught:
+        read_footers(url, {})
+    assert expected in str(caught.value)
+
+
+def test_columns_kept_in_folder_names_are_refused_rather_than_lost(tmp_path: Path) -> None:
+    write(tmp_path / "adapter=pirate" / "x.parquet")
+    with pytest.raises(JobRequestError, match="partitioned by 'adapter'"):
+        read_footers(str(tmp_path), {})
+
+
+def test_files_in_a_bucket_are_found_and_read(s3_options: dict[str, Any], tmp_path: Path) -> None:
+    fs = fsspec.filesystem("s3", **s3_options)
+    fs.mkdir("input-bucket")
+    fs.put(str(write(tmp_path / "x.parquet")), "input-bucket/data/x.parquet")
+    (footer,) = read_footers("s3://input-bucket/data", s3_options)
+    assert (footer.file.url, footer.file.name) == ("s3://input-bucket/data/x.parquet", "x.parquet")
+    with pytest.raises(JobRequestError, match="not found"):
+        read_footers("s3://no-such-bucket-here/data", s3_options)
+
+
+def test_one_schema_holds_the_columns_of_all_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", pa.table({"prompt": ["x"], "late": pa.nulls(1)}))
+    required = pa.schema([pa.field("prompt", pa.string()), pa.field("n", pa.int8(), nullable=False)])
+    write(tmp_path / "b.parquet", pa.table({"prompt": ["x"], "n": pa.array([1], pa.int8())}, schema=required))
+    write(tmp_path / "c.parquet", pa.table({"late": ["y"], "prompt": ["x"]}))
+    schema = unified_schema(read_footers(str(tmp_path), {}))
+    assert schema == pa.schema(
+        [pa.field("prompt", pa.string()), pa.field("late", pa.string()), pa.field("n", pa.int8())]
+    )
+    assert unpack_schema(pack_schema(schema)).equals(schema)
+
+
+def test_files_that_disagree_on_a_type_are_named_with_both_types(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", pa.table({"prompt": ["x"], "n": [1]}))
+    write(tmp_path / "b.parquet", pa.table({"prompt": ["x"], "n": ["1"]}))
+    with pytest.raises(JobRequestError, match=r"'b\.parquet': column 'n' is string, but int64 in 'a\.parquet'"):
+        unified_schema(read_footers(str(tmp_path), {}))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    doubled = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["prompt", "prompt"])
+    write(tmp_path / "a.parquet", doubled)
+    with pytest.raises(JobRequestError, match="several columns named 'prompt'"):
+        unified_schema(read_footers(str(tmp_path), {}))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_read"),
+    [
+        ("/data", True),
+        ("/data/answers/", True),
+        ("/data/ans", False),
+        ("/data/in.parquet", False),
+        ("/data/*.parquet", False),
+        ("/data/**/*.parquet", True),
+        ("file:///data/*/part-*.parquet", True),
+        ("s3://bucket/data", False),
+    ],
+)
+def test_a_file_below_a_folder_or_matched_by_a_glob_would_be_read(url: str, is_read: bool) -> None:
+    assert would_read(url, "/data/answers/part-00000.parquet") == is_read
+
+
+def test_links_lead_to_the_same_place_and_hidden_names_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert would_read(str(tmp_path / "data"), str(tmp_path / "link" / "answers" / "part-00000.parquet"))
+    assert not would_read("/data", "/data/_answers/part-00000.parquet")
+    assert not would_read("s3://b/rows/", "s3://b/rows/.tmp/part-00000.parquet")

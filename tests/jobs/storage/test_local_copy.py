@@ -1,0 +1,243 @@
+"""Folders from anywhere become local folders, fetched once.
+
+The same content is the same model, wherever it lies; other content is another.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorabatch.jobs.errors import StorageError
+from lorabatch.jobs.storage import local_copy
+from lorabatch.jobs.storage.local_copy import local_folder, model_sha256
+from lorabatch.jobs.storage.location import Location
+
+Place = tuple[str, dict[str, Any]]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_folder_is_copied_whole_and_once(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, options = place
+    remote = Location(url, options)
+    files = {"config.json": b"{}", "sub/weights.safetensors": b"w" * 1000}
+    for name, data in files.items():
+        remote.write(name, data)
+    folder = local_folder(url, options, tmp_path / "cache")
+    assert contents(folder) == files
+    if remote.is_local:
+        assert folder == Path(url)
+        return
+    monkeypatch.setattr(local_copy, "_fetch", None)
+    assert local_folder(url + "/", options, tmp_path / "cache") == folder
+
+
+def test_a_changed_folder_is_copied_anew(place: Place, tmp_path: Path) -> None:
+    url, options = place
+    remote = Location(url, options)
+    remote.write("config.json", b"old")
+    first = local_folder(url, options, tmp_path / "cache")
+    remote.write("config.json", b"new content")
+    second = local_folder(url, options, tmp_path / "cache")
+    assert contents(second) == {"config.json": b"new content"}
+    assert (first == second) == remote.is_local
+
+
+def test_pickles_are_named_and_never_fetched(s3_options: dict[str, Any], tmp_path: Path) -> None:
+    remote = Location("memory://pickles/adapter")
+    remote.write("adapter_config.json", b"{}")
+    remote.write("adapter_model.bin", b"cos\nsystem\n")
+    folder = local_folder(remote.url, {}, tmp_path)
+    assert contents(folder) == {"adapter_config.json": b"{}", "adapter_model.bin": b""}
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Location("memory://half/model")
+    remote.write("a.json", b"1")
+    remote.write("b.json", b"2")
+    copy = type(remote.fs).get_file
+    copied: list[str] = []
+
+    def fail_second(fs: Any, source: str, target: str, **options: Any) -> None:
+        copied.append(source)
+        if len(copied) == 2:
+            raise PermissionError("Access Denied")
+        copy(fs, source, target, **options)
+
+    monkeypatch.setattr(type(remote.fs), "get_file", fail_second)
+    with pytest.raises(StorageError, match=r"memory://half/model.*access was refused"):
+        local_folder(remote.url, {}, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
+    assert contents(local_folder(remote.url, {}, tmp_path)) == {"a.json": b"1", "b.json": b"2"}
+
+
+# A store that writes down what is read from it, and lets nobody read while a file named `gate` is missing.
+_ASK = """
+import sys, time
+from pathlib import Path
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from lorabatch.jobs.storage.local_copy import local_folder
+
+source, cache = map(Path, sys.argv[1:])
+
+class Watched(LocalFileSystem):
+    protocol = "watched"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("watched://"))
+
+    def get_file(self, file, target):
+        with (source.parent / "reads").open("a") as reads:
+            reads.write(Path(file).name + "\\n")
+        while not (source.parent / "gate").exists():
+            time.sleep(0.01)
+        super().get_file(file, target)
+
+fsspec.register_implementation("watched", Watched)
+print("ready", flush=True)
+sys.stdin.readline()
+print(local_folder(f"watched://{source}", {}, cache), flush=True)
+"""
+
+
+def ask(folder: Path) -> subprocess.Popen[str]:
+    """A process that will ask for the copy of `folder/source` once it is told to."""
+    command = [sys.executable, "-c", _ASK, str(folder / "source"), str(folder / "cache")]
+    asking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert asking.stdout is not None
+    assert asking.stdout.readline() == "ready\n"
+    return asking
+
+
+def tell(asking: subprocess.Popen[str]) -> None:
+    assert asking.stdin is not None
+    asking.stdin.write("go\n")
+    asking.stdin.flush()
+
+
+def wait_for_reads(folder: Path) -> None:
+    pause, give_up_s = threading.Event(), time.monotonic() + 30
+    while not (folder / "reads").exists():
+        assert time.monotonic() < give_up_s
+        pause.wait(0.01)
+
+
+def test_processes_that_ask_at_once_read_the_source_once(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    files = {"a.json": b"1", "b.json": b"2"}
+    for name, data in files.items():
+        (tmp_path / "source" / name).write_bytes(data)
+    asking = [ask(tmp_path) for _ in range(4)]
+    for process in asking:
+        tell(process)
+    wait_for_reads(tmp_path)
+    (tmp_path / "gate").touch()
+    (folder,) = {process.communicate(timeout=60)[0] for process in asking}
+    assert contents(Path(folder.strip())) == files
+    assert sorted((tmp_path / "reads").read_text().split()) == sorted(files)
+
+
+def test_a_process_killed_while_it_fetches_stands_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.json").write_bytes(b"1")
+    killed, next_one = ask(tmp_path), ask(tmp_path)
+    tell(killed)
+    wait_for_reads(tmp_path)
+    tell(next_one)
+    with pytest.raises(subprocess.TimeoutExpired):
+        next_one.wait(0.5)
+    assert (tmp_path / "reads").read_text().split() == ["a.json"]
+    killed.kill()
+    killed.communicate()
+    (tmp_path / "gate").touch()
+    told, _ = next_one.communicate(timeout=60)
+    assert contents(Path(told.strip())) == {"a.json": b"1"}
+
+
+def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
+    class Evil:
+        def get_file(self, source: str, target: str) -> None:
+            raise AssertionError(f"{source} would be written to {target}")
+
+    with pytest.raises(ValueError, match="outside its folder"):
+        local_copy._fetch(Evil(), "/remote", ["/remote/../../evil.json"], tmp_path / "cache" / "copy")
+
+
+@pytest.mark.parametrize("url", ["/no/such/folder", "memory://nothing/here"])
+def test_what_is_not_there_is_said(url: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nothing there|not found"):
+        local_folder(url, {}, tmp_path)
+
+
+def test_a_file_where_a_folder_is_expected_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("x")
+    with pytest.raises(StorageError, match="expected a folder, found a file"):
+        local_folder(str(tmp_path / "model.bin"), {}, tmp_path)
+
+
+def test_a_hub_name_without_the_hub_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(StorageError, match=r"'org/model': no such local folder.*lorabatch\[hub\]"):
+        local_folder("org/model", {}, tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "a.safetensors", "b.safetensors"):
+        (folder / name).write_text(name)
+    return folder
+
+
+def test_a_copy_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "copy")
+    (tmp_path / "copy" / "README.md").write_text("does not count")
+    assert model_sha256(model, cache_root=tmp_path) == model_sha256(tmp_path / "copy", cache_root=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "b.safetensors", "chat_template.jinja"])
+def test_any_change_is_another_model(model: Path, tmp_path: Path, name: str) -> None:
+    before = model_sha256(model, cache_root=tmp_path)
+    (model / name).write_text("other")
+    assert model_sha256(model, cache_root=tmp_path) != before
+
+
+def test_weights_are_read_once_until_they_change(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = model_sha256(model, cache_root=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", None)
+        assert model_sha256(model, cache_root=tmp_path) == before
+    path = model / "a.safetensors"
+    facts = path.stat()
+    path.write_text("A.safetensors")
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
+    assert model_sha256(model, cache_root=tmp_path) != before
+
+
+def test_weights_do_not_count_when_none_are_loaded(model: Path, tmp_path: Path) -> None:
+    before = model_sha256(model, with_weights=False, cache_root=tmp_path)
+    (model / "a.safetensors").unlink()
+    assert model_sha256(model, with_weights=False, cache_root=tmp_path) == before
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(model: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the cache folder should be")
+    assert model_sha256(model, cache_root=blocked) == model_sha256(model, cache_root=tmp_path)

@@ -1,0 +1,171 @@
+"""Finding a cluster, and saying what is wrong with it.
+
+A scheduler that speaks to all its clients while one connects, and what is said while one begins to listen.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import active_children
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster, SchedulerPlugin
+
+from lorabatch.jobs.errors import JobFailedError, JobRequestError
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.pipeline.cluster import connect as cluster
+from lorabatch.pipeline.cluster.connect import (
+    _ATTEMPTS,
+    connected,
+    loss_told,
+    open_client,
+    subscribe,
+    threads_per_engine,
+)
+
+
+def make_spec(**options: Any) -> JobSpec:
+    return JobSpec(**{"model": "m", "input": "i", "output": "o"} | options)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://x", "tcp://127.0.0.1"])
+def test_an_address_where_nobody_answers_is_a_wrong_request(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorabatch.pipeline.cluster.connect._CONNECT_TIMEOUT", "1s")
+    with (
+        pytest.raises(JobRequestError, match=r"cluster='.*no Dask scheduler answers"),
+        connected(make_spec(cluster=address)),
+    ):
+        raise AssertionError("connected to nothing")
+
+
+def test_an_embedded_cluster_shares_the_cores_and_other_clusters_decide_for_themselves() -> None:
+    one, many = (threads_per_engine(make_spec(), num_workers=n) for n in (1, 10_000))
+    assert one is not None
+    assert one >= 1
+    assert many == 1
+    assert threads_per_engine(make_spec(engine_threads=3), num_workers=10) == 3
+    assert threads_per_engine(make_spec(cluster="tcp://somewhere:8786"), num_workers=2) is None
+
+
+def test_an_embedded_cluster_whose_worker_dies_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deaths = [RuntimeError("Nanny failed to start.")]
+
+    class MortalCluster:
+        def __init__(self) -> None:
+            if deaths:
+                raise deaths.pop()
+
+    monkeypatch.setattr(cluster, "LocalCluster", MortalCluster)
+    assert isinstance(cluster._start(), MortalCluster)
+    deaths += [RuntimeError("Nanny failed to start.")] * 9
+    with pytest.raises(JobFailedError, match=r"could not be started \(Nanny failed to start\.\)"):
+        cluster._start()
+
+
+@pytest.mark.chaos
+def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "_WORKER_START_LIMIT_S", 20.0)
+    pause, stopped = threading.Event(), []
+
+    def stop_the_first() -> None:
+        while not (workers := active_children()):
+            pause.wait(0.01)
+        os.kill(workers[0].pid or 0, signal.SIGSTOP)
+        stopped.append(workers[0])
+
+    thread = threading.Thread(target=stop_the_first)
+    thread.start()
+    with connected(make_spec(workers=1)) as client:
+        assert client.submit(os.getpid).result(timeout=60) not in (os.getpid(), stopped[0].pid)
+    thread.join()
+    stopped[0].join(timeout=10)
+    assert not stopped[0].is_alive()
+    # What is left of the first complains now if it was not closed.
+    gc.collect()
+
+
+class LostClient:
+    status = "closed"
+
+
+class RunningClient:
+    status = "running"
+
+
+def test_what_fails_because_the_scheduler_is_gone_says_so() -> None:
+    with pytest.raises(JobFailedError, match=r"scheduler is gone \(stream closed\)"), loss_told(LostClient()):  # type: ignore[arg-type]
+        raise OSError("stream closed")
+    with pytest.raises(OSError, match="stream closed"), loss_told(RunningClient()):  # type: ignore[arg-type]
+        raise OSError("stream closed")
+    with pytest.raises(JobRequestError), loss_told(LostClient()):  # type: ignore[arg-type]
+        raise JobRequestError("wrong")
+
+
+class Talkative(SchedulerPlugin):
+    """Tells the next clients something as soon as they can be told."""
+
+    def __init__(self, num_clients: int) -> None:
+        self._left = num_clients
+
+    def add_client(self, scheduler: Any, client: str) -> None:
+        if self._left:
+            self._left -= 1
+            scheduler.loop.add_callback(lambda: scheduler.client_comms[client].send({"op": "lost-data", "key": "k"}))
+
+
+@pytest.fixture
+def scheduler() -> Iterator[LocalCluster]:
+    with LocalCluster(n_workers=0, dashboard_address=None, host="127.0.0.1") as cluster:
+        yield cluster
+
+
+def _register(scheduler: LocalCluster, plugin: SchedulerPlugin) -> None:
+    scheduler.scheduler.add_plugin(plugin, name="talkative")
+
+
+def test_a_scheduler_that_says_more_than_its_greeting_is_asked_again(scheduler: LocalCluster) -> None:
+    _register(scheduler, Talkative(2))
+    with open_client(scheduler.scheduler_address) as client:
+        assert client.status == "running"
+        assert client.run_on_scheduler(lambda: "answered") == "answered"
+
+
+def test_one_that_never_stops_talking_is_given_up(scheduler: LocalCluster) -> None:
+    _register(scheduler, Talkative(_ATTEMPTS))
+    with pytest.raises(AssertionError):
+        open_client(scheduler.scheduler_address)
+
+
+@pytest.mark.parametrize("address", ["carrier-pigeon://127.0.0.1:1", "tls://127.0.0.1:1", "tcp://127.0.0.1:1"])
+def test_one_that_could_not_connect_is_closed_and_not_left_to_its_finaliser(address: str) -> None:
+    with pytest.raises((ValueError, TypeError, OSError)) as told:
+        open_client(address, timeout="1s")
+    # not isinstance: torch has an object that warns when asked for its class
+    tried = [found for found in gc.get_objects() if type(found) is Client and found._start_arg == address]
+    assert [client.status for client in tried] == ["closed"], told
+
+
+def test_what_is_said_right_after_somebody_listens_is_heard(scheduler: LocalCluster) -> None:
+    heard: list[str] = []
+    has_heard = threading.Event()
+
+    def hear(event: tuple[float, str]) -> None:
+        heard.append(event[1])
+        if len(heard) == 20:
+            has_heard.set()
+
+    with open_client(scheduler.scheduler_address) as listener, open_client(scheduler.scheduler_address) as speaker:
+        for turn in range(20):
+            subscribe(listener, f"topic-{turn}", hear)
+            speaker.log_event(f"topic-{turn}", f"said {turn}")
+        has_heard.wait(timeout=10)
+    assert sorted(heard) == sorted(f"said {turn}" for turn in range(20))

@@ -1,0 +1,32 @@
+"""GPUs counted without CUDA, and shared out among embedded workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lorabatch.pipeline.cluster.worker_process import gpu_of_worker, visible_gpus
+
+
+def test_every_device_file_is_a_gpu_and_control_files_are_none(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+    assert visible_gpus({}, tmp_path / "elsewhere") == ()
+
+
+@pytest.mark.parametrize(
+    ("told", "gpus"),
+    [("2,3", ("2", "3")), ("GPU-ab, 1", ("GPU-ab", "1")), ("", ()), ("-1", ()), ("0,-1,1", ("0",)), ("none", ())],
+)
+def test_what_the_environment_allows_counts_more_than_what_is_there(
+    told: str, gpus: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": told}, tmp_path) == gpus
+
+
+def test_workers_take_gpus_in_turn() -> None:
+    assert [gpu_of_worker(i, ("4", "7")) for i in range(3)] == ["4", "7", "4"]
+    assert gpu_of_worker(0, ()) is None

@@ -1,0 +1,152 @@
+"""Why a coordinator stops when its worker has lost its task: on real workers of a real scheduler.
+
+A hung worker is noticed by its silence, and is back as soon as it speaks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from distributed import Client, Future, LocalCluster, Reschedule, get_worker, secede
+
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.coordinator.control import SILENCE_LIMIT_S, DisplacedError, JobControl, RollCall, ask_to_stop
+from lorabatch.pipeline.coordinator.lease import CoordinatorLease
+from lorabatch.pipeline.messages import new_run_id
+
+KEY = "lora_job-run"
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """Two workers in this process."""
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        yield client
+
+
+def coordinate(address: str, folder: Path, output: str, run_id: str) -> str:
+    """The first attempt goes on until its control stops it, and leaves why; the second returns where it is."""
+    secede()
+    worker: Any = get_worker()
+    try:
+        (folder / "first").touch(exist_ok=False)
+    except FileExistsError:
+        return str(worker.address)
+    with (
+        Client(address, set_as_default=False) as own,
+        CoordinatorLease(own, run_id, 60.0) as lease,
+        JobControl(own, worker, JobStore(output), run_id, KEY, lease) as control,
+    ):
+        (folder / "first").write_text(str(worker.address))
+        try:
+            while True:
+                control.check()
+                threading.Event().wait(0.02)
+        except Exception as error:
+            (folder / "why").write_text(f"{type(error).__name__} {control.is_displaced}")
+            raise Reschedule from None
+
+
+@pytest.fixture
+def job(prepare_job: Callable[..., Any]) -> Any:
+    """Frozen in its output."""
+    return prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
+
+
+def start(client: Client, folder: Path, job: Any, run_id: str) -> Future[str]:
+    asked = (client.scheduler_info()["address"], folder, job.store.url, run_id)
+    return client.submit(coordinate, *asked, key=KEY, pure=False)
+
+
+def wait_for(path: Path) -> str:
+    pause = threading.Event()
+    while not path.exists() or not path.read_text():
+        pause.wait(0.02)
+    return path.read_text()
+
+
+def move(dask_scheduler: Any, away_from: str) -> None:
+    """As Dask does when it has found a better worker."""
+    task = dask_scheduler.tasks[KEY]
+    task.worker_restrictions = set(dask_scheduler.workers) - {away_from}
+    dask_scheduler._reschedule(KEY, away_from, stimulus_id="test")
+
+
+def test_a_coordinator_whose_task_was_moved_leaves_the_job_to_the_next(
+    client: Client, job: Any, tmp_path: Path
+) -> None:
+    future = start(client, tmp_path, job, new_run_id(job.record.job_id))
+    first = wait_for(tmp_path / "first")
+    client.run_on_scheduler(move, away_from=first)
+    assert wait_for(tmp_path / "why") == f"{DisplacedError.__name__} True"
+    assert future.result(timeout=30) != first
+
+
+def test_a_coordinator_whose_task_nobody_wants_any_more_ends_the_job(client: Client, job: Any, tmp_path: Path) -> None:
+    future = start(client, tmp_path, job, new_run_id(job.record.job_id))
+    wait_for(tmp_path / "first")
+    future.cancel()
+    assert wait_for(tmp_path / "why") == "JobInterruptedError False"
+
+
+def test_a_coordinator_that_is_asked_to_stop_ends_the_job(client: Client, job: Any, tmp_path: Path) -> None:
+    run_id = new_run_id(job.record.job_id)
+    future = start(client, tmp_path, job, run_id)
+    wait_for(tmp_path / "first")
+    ask_to_stop(client, run_id)
+    assert wait_for(tmp_path / "why") == "JobInterruptedError False"
+    with suppress(Exception):
+        future.result(timeout=30)
+
+
+def test_a_coordinator_whose_output_was_started_over_leaves_it_alone(client: Client, job: Any, tmp_path: Path) -> None:
+    future = start(client, tmp_path, job, new_run_id(job.record.job_id))
+    wait_for(tmp_path / "first")
+    job.store.replace_record(job.record.model_copy(update={"job_id": "another"}))
+    assert wait_for(tmp_path / "why") == "OutputConflictError False"
+    with suppress(Exception):
+        future.result(timeout=30)
+
+
+STEP_S = 2
+
+
+def silent_after(roll: RollCall, workers: set[str], from_s: int, to_s: int, speaking: str | None = None) -> set[str]:
+    """Who is silent at the end, when all of this time the roll was called and `speaking` answered."""
+    silent: set[str] = set()
+    for now_s in range(from_s, to_s + 1, STEP_S):
+        if speaking:
+            roll.heard(speaking, float(now_s))
+        silent = roll.silent(workers, float(now_s))
+    return silent
+
+
+def test_who_does_not_speak_is_silent_after_a_while_and_others_are_not() -> None:
+    roll = RollCall(0.0)
+    limit_s = int(SILENCE_LIMIT_S)
+    assert silent_after(roll, {"a", "b"}, 0, limit_s, speaking="a") == set()
+    assert silent_after(roll, {"a", "b"}, limit_s + STEP_S, limit_s + STEP_S, speaking="a") == {"b"}
+    roll.heard("b", limit_s + 3.0)
+    assert roll.silent({"a", "b"}, limit_s + 4.0) == set()
+
+
+def test_a_worker_that_left_and_comes_back_starts_anew() -> None:
+    roll = RollCall(0.0)
+    assert silent_after(roll, {"a"}, 0, 10) == set()
+    assert silent_after(roll, set(), 12, 40) == set()
+    assert silent_after(roll, {"a"}, 42, 44) == set()
+
+
+def test_a_caller_that_slept_itself_blames_nobody_before_it_has_listened_again() -> None:
+    roll = RollCall(0.0)
+    assert silent_after(roll, {"a"}, 0, 10) == set()
+    assert roll.silent({"a"}, 300.0) == set()
+    assert silent_after(roll, {"a"}, 302, 308) == set()
+    assert silent_after(roll, {"a"}, 310, 330) == {"a"}

@@ -1,0 +1,318 @@
+"""Every row of the input is in the index once; what is wrong with a row is that row's sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.dataset.chunk import IndexJob
+from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
+from lorabatch.pipeline.dataset.schema import BATCH_ROWS, arrow_file, passthrough_schema
+
+CORRECT = "Correct the row, or leave it null for the job's value."
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def prepared(store: JobStore, chunk_id: int = 0) -> list[dict[str, Any]]:
+    with arrow_file(store.rows_source(chunk_id)) as reader:
+        rows: list[dict[str, Any]] = reader.read_all().to_pylist()
+    return rows
+
+
+def column(store: JobStore, name: str) -> list[Any]:
+    with arrow_file(store.rows_source(0)) as reader:
+        values: list[Any] = reader.read_all().column(name).to_pylist()
+    return values
+
+
+def errors(store: JobStore) -> dict[Any, str | None]:
+    return {row["id"]: row["__lb_error"] for row in prepared(store)}
+
+
+def test_prompts_are_tokenised_as_the_models_own_tokenizer_does(prepare_job: Callable[..., Any]) -> None:
+    texts = ["the quick brown fox", "héllo 😀\n", " a"]
+    job = prepare_job(pa.table({"id": [1, 2, 3], "prompt": texts}))
+    (summary,) = job.index()
+    tokenizer = Tokenizer.from_folder(job.spec.model)
+    rows = {row["id"]: row["__lb_tokens"] for row in prepared(job.store)}
+    assert rows == {i + 1: tokenizer.encode_prompt(text) for i, text in enumerate(texts)}
+    assert (summary.num_rows, summary.prompt_tokens) == (3, sum(map(len, rows.values())))
+    assert summary.errors == {}
+
+
+def test_messages_go_through_the_chat_template_as_structs_and_as_json(prepare_job: Callable[..., Any]) -> None:
+    chats = [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+    ]
+    as_structs = prepare_job(pa.table({"id": [0, 1], "messages": pa.array(chats, MESSAGES)}))
+    as_json = prepare_job(pa.table({"id": [0, 1], "messages": [json.dumps(chat) for chat in chats]}))
+    tokenizer = Tokenizer.from_folder(as_json.spec.model)
+    for job in (as_structs, as_json):
+        job.index()
+        tokens = [row["__lb_tokens"] for row in prepared(job.store)]
+        assert tokens == [tokenizer.encode_messages(chat) for chat in chats]
+
+
+def test_bad_rows_get_a_sentence_each_and_good_rows_none(prepare_job: Callable[..., Any]) -> None:
+    table = pa.table(
+        {
+            "id": ["ok", "null", "empty", "long", "tokens", "cold", "many", None],
+            "prompt": ["a", None, "", "fox " * 200, "a", "a", "a", "a"],
+            "max_tokens": pa.array([None, 1, 1, 1, 0, 1, 127, 1], pa.int64()),
+            "temperature": [None, 0.5, 0.5, 0.5, 0.5, -1.0, 0.5, 0.5],
+        }
+    )
+    job = prepare_job(table)
+    (summary,) = job.index()
+    found = errors(job.store)
+    assert found["ok"] is None
+    assert found["null"] == "prompt=null: expected text that is not empty. Fill it or drop the row."
+    assert found["empty"] == "prompt='': expected text that is not empty. Fill it or drop the row."
+    assert "more than the context of 128 tokens" in found["long"]
+    assert found["tokens"] == "max_tokens=0: must be at least 1. " + CORRECT
+    assert found["cold"] == ("temperature=-1.0: must be 0 (greedy) or a positive finite number. " + CORRECT)
+    assert found["many"] is None
+    assert found[None] == "id=null: expected a value of its own for every row. Fill it in."
+    assert summary.errors == {"prompt": 2, "too_long": 1, "sampling": 2, "id": 1}
+
+
+def test_several_problems_of_one_row_are_told_together(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(pa.table({"id": [1], "prompt": [""], "top_p": [2.0], "top_k": [-1]}))
+    job.index()
+    sentence = errors(job.store)[1]
+    assert sentence is not None
+    assert all(part in sentence for part in ("prompt=''", "top_p=2.0", "top_k=-1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("not json", "messages='not json': not JSON"),
+        ("[]", "expected a list with at least one message"),
+        ('{"role": "user"}', "expected a list with at least one message"),
+        ('["hi"]', "messages[0]='hi': expected an object with role and content."),
+        ('[{"content": "x"}]', "messages[0].role=null: expected text such as 'user'."),
+        ('[{"role": "user", "content": 3}]', "messages[0].content=3: expected text."),
+        ('[{"role": "user", "content": "\\ud800"}]', "messages: not valid Unicode text"),
+        ("[" * 100_000, "messages="),
+        (None, "messages=null"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_say_where(
+    prepare_job: Callable[..., Any], text: str | None, expected: str
+) -> None:
+    good = '[{"role": "user", "content": "x"}]'
+    job = prepare_job(pa.table({"id": [0, 1], "messages": pa.array([text, good], pa.string())}))
+    job.index()
+    found = errors(job.store)
+    assert found[0] is not None
+    assert expected in found[0]
+    assert found[1] is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [([], "expected a list with at least one token"), (None, "prompt_token_ids=null"), ([1, 10**6], "[1]=1000000")],
+)
+def test_token_prompts_are_checked_against_the_vocabulary(
+    prepare_job: Callable[..., Any], tokens: list[int] | None, expected: str
+) -> None:
+    prompts = pa.array([tokens, [5, 6]], pa.list_(pa.int64()))
+    job = prepare_job(pa.table({"id": [0, 1], "prompt_token_ids": prompts}))
+    job.index()
+    rows = {row["id"]: row for row in prepared(job.store)}
+    assert expected in rows[0]["__lb_error"]
+    assert (rows[1]["__lb_error"], rows[1]["__lb_tokens"]) == (None, [5, 6])
+
+
+def test_text_that_is_not_utf8_costs_its_own_row_only(prepare_job: Callable[..., Any]) -> None:
+    raw = pa.array([b"good", b"b\xff\xfed", b"fine"], pa.binary())
+    text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    job = prepare_job(pa.table({"id": [0, 1, 2], "prompt": text}))
+    job.index()
+    found = column(job.store, "__lb_error")
+    assert (found[0], found[2]) == (None, None)
+    assert "not valid UTF-8" in found[1]
+
+
+def test_rows_without_ids_get_one_from_file_and_row(prepare_job: Callable[..., Any]) -> None:
+    files = {f"{name}/x.parquet": pa.table({"prompt": ["a", "b", "c"]}) for name in ("m", "n")}
+    job = prepare_job(files, row_group_rows=2)
+    job.index()
+    ids = [row["id"] for chunk in list_chunks(job.record) for row in prepared(job.store, chunk.chunk_id)]
+    assert ids == [f"{name}/x.parquet:{row}" for name in ("m", "n") for row in range(3)]
+
+
+def test_rows_are_sorted_by_adapter_in_batches_of_one_adapter_each(prepare_job: Callable[..., Any]) -> None:
+    num_rows = 3 * BATCH_ROWS + 7
+    names = [(None, "beta", "", "alpha")[row % 4] if row < 900 else None for row in range(num_rows)]
+    job = prepare_job(pa.table({"id": range(num_rows), "prompt": ["a"] * num_rows, "adapter": names}))
+    (summary,) = job.index()
+    with arrow_file(job.store.rows_source(0)) as reader:
+        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    adapters = [set(batch.column("__lb_adapter").to_pylist()) for batch in batches]
+    assert all(len(found) == 1 for found in adapters)
+    assert all(batch.num_rows <= BATCH_ROWS for batch in batches)
+    order = [next(iter(found)) or "" for found in adapters]
+    assert order == sorted(order)
+    ids = [i for batch in batches for i in batch.column("id").to_pylist()]
+    assert sorted(ids) == list(range(num_rows))
+    assert summary.rows_per_adapter["alpha"] == names.count("alpha")
+    with arrow_file(job.store.index_source(0)) as reader:
+        places = reader.read_all().select(["batch", "row"]).to_pylist()
+    assert places == [{"batch": b, "row": r} for b, batch in enumerate(batches) for r in range(batch.num_rows)]
+
+
+def nested_table(num_rows: int) -> pa.Table:
+    """Columns of every awkward type that Parquet keeps."""
+    when = datetime(2024, 2, 29, 12, 30, 15, 123456, tzinfo=UTC)
+    return pa.table(
+        {
+            "id": pa.array([f"row {i}" for i in range(num_rows)]),
+            "prompt": pa.array(["the fox"] * num_rows, pa.large_string()),
+            "adapter": pa.array([("alpha", "beta", None)[i % 3] for i in range(num_rows)]).dictionary_encode(),
+            "zoned": pa.array([when + timedelta(hours=i) for i in range(num_rows)], pa.timestamp("us", "Europe/Paris")),
+            "nanos": pa.array(range(num_rows), pa.timestamp("ns")),
+            "money": pa.array([Decimal(i) / 100 for i in range(num_rows)], pa.decimal128(12, 2)),
+            "deep": pa.array(
+                [[{"k": [i, None], "v": {"x": f"{i}"}}] if i % 2 else None for i in range(num_rows)],
+                pa.list_(pa.struct([("k", pa.large_list(pa.int16())), ("v", pa.struct([("x", pa.string())]))])),
+            ),
+            "map": pa.array([[("a", i % 100)] for i in range(num_rows)], pa.map_(pa.string(), pa.int8())),
+            "half": pa.array([float(i) for i in range(num_rows)], pa.float16()),
+            "bytes": pa.array([bytes([i % 256]) for i in range(num_rows)], pa.binary(1)),
+            "vector": pa.array([[i, i] for i in range(num_rows)], pa.list_(pa.float32(), 2)),
+            "nothing": pa.nulls(num_rows),
+            "lasting": pa.array(range(num_rows), pa.duration("ms")),
+            "tag": pa.array([f"t{i % 5}" for i in range(num_rows)]).dictionary_encode(),
+        }
+    )
+
+
+def test_every_passthrough_type_survives_preparation(prepare_job: Callable[..., Any]) -> None:
+    table = nested_table(2500)
+    job = prepare_job(table, row_group_rows=2000)
+    job.index()
+    expected = pq.read_table(job.spec.input).to_pylist()
+    with arrow_file(job.store.rows_source(0)) as first, arrow_file(job.store.rows_source(1)) as second:
+        assert passthrough_schema(first.schema).equals(passthrough_schema(table.schema))
+        rows = [*first.read_all().to_pylist(), *second.read_all().to_pylist()]
+    found = {row["id"]: {name: row[name] for name in table.column_names} for row in rows}
+    assert found == {row["id"]: row for row in expected}
+
+
+def test_files_with_fewer_columns_are_filled_with_nulls(prepare_job: Callable[..., Any]) -> None:
+    files = {
+        "a.parquet": pa.table({"id": [1], "prompt": ["x"], "extra": [1.5], "late": pa.nulls(1)}),
+        "b.parquet": pa.table({"late": ["now"], "prompt": ["y"], "id": [2]}),
+    }
+    job = prepare_job(files)
+    job.index()
+    rows = [prepared(job.store, chunk)[0] for chunk in (0, 1)]
+    assert [(row["id"], row["extra"], row["late"]) for row in rows] == [(1, 1.5, None), (2, None, "now")]
+
+
+def test_fingerprints_tell_id_prompt_and_sampling_apart_and_nothing_else(prepare_job: Callable[..., Any]) -> None:
+    def fingerprints(**columns: list[Any]) -> list[bytes]:
+        job = prepare_job(pa.table({"id": [1], "prompt": ["a"], **columns}), name="other")
+        job.index()
+        return [row["__lb_fingerprint"] for row in prepared(job.store)]
+
+    plain = fingerprints()
+    assert fingerprints(note=["passes through"], adapter=["beta"], max_tokens=[8]) == plain
+    changed = [
+        fingerprints(id=[2]),
+        fingerprints(id=["1"]),
+        fingerprints(prompt=["b"]),
+        fingerprints(seed=[1]),
+        fingerprints(max_tokens=[9]),
+        fingerprints(stop=["x"]),
+    ]
+    assert len({tuple(found) for found in [plain, *changed]}) == 7
+
+
+def test_prompts_that_begin_alike_share_a_prefix_hash(prepare_job: Callable[..., Any]) -> None:
+    shared = list(range(10, 80))
+    prompts = [[*shared, 1], [*shared, 2, 3], [9, *shared], shared[:20], shared[:18], [1, 2]]
+    job = prepare_job(pa.table({"id": range(6), "prompt_token_ids": prompts}))
+    job.index()
+    with arrow_file(job.store.index_source(0)) as reader:
+        hashes = reader.read_all().column("prefix_hash").to_pylist()
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert hashes[3] == hashes[4]
+    assert hashes[5] == 0
+
+
+def damaged(path: Any, where: float) -> None:
+    data = bytearray(path.read_bytes())
+    start = int(len(data) * where)
+    data[start : start + 64] = bytes(255 - b for b in data[start : start + 64])
+    path.write_bytes(data)
+
+
+def test_a_file_that_changed_after_the_job_was_frozen_is_not_taken_for_the_one_that_was(
+    prepare_job: Callable[..., Any],
+) -> None:
+    job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), row_group_rows=1)
+    path = job.store.location.local_path("../in/rows.parquet")
+    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), path, row_group_size=1)
+    (said,) = {summary.damage for summary in job.index()}
+    assert said == (
+        "input file 'rows.parquet': has changed since the job was started. Put back what it was, or start over with "
+        "--overwrite."
+    )
+
+
+def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Callable[..., Any]) -> None:
+    num_rows = 4000
+    texts = [f"{i} " + "fox " * (i % 7) for i in range(num_rows)]
+    job = prepare_job(pa.table({"id": range(num_rows), "prompt": texts}), row_group_rows=1000)
+    damaged(job.store.location.local_path("../in/rows.parquet"), 0.4)
+    summaries = job.index()
+    bad = [summary for summary in summaries if summary.damage]
+    assert len(bad) == 1
+    assert "input file 'rows.parquet', row group 1 (rows 1000 to 1999): cannot be read" in bad[0].damage
+    assert sum(summary.num_rows for summary in summaries) == 3000
+    assert not job.store.has_index(1)
+
+
+def test_a_file_that_vanishes_after_the_check_is_named(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
+    job.store.location.local_path("../in/rows.parquet").unlink()
+    (summary,) = job.index()
+    assert summary.damage is not None
+    assert "rows.parquet" in summary.damage
+
+
+def test_a_chunk_is_indexed_once_and_again_only_when_the_job_asks_differently(
+    prepare_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", ""]}))
+    first = job.index()
+    writes: list[int] = []
+    write = JobStore.write_rows
+    monkeypatch.setattr(JobStore, "write_rows", lambda s, c, d: (writes.append(c), write(s, c, d)))
+    assert job.index() == first
+    assert writes == []
+    chunk = list_chunks(job.record)[0]
+    other = IndexJob.from_record(job.record.model_copy(update={"created_at": "2020-01-01T00:00:00+00:00"}), job.spec)
+    index_chunk(chunk, other, job.store)
+    assert writes == [0]
+    job.store.clean_up()
+    index_chunk(chunk, other, job.store)
+    assert writes == [0, 0]
+
+
+def test_an_empty_input_has_no_chunks(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(pa.table({"id": pa.array([], pa.int64()), "prompt": pa.array([], pa.string())}))
+    assert list_chunks(job.record) == ()

@@ -1,0 +1,177 @@
+"""A shard's rows come back in the plan's order, as the requests that the input asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.jobs.errors import DamagedRecordError, MissingFileError
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.dataset.reader import RowError, read_shard
+from lorabatch.pipeline.dataset.schema import arrow_file
+
+
+def test_requests_say_what_the_rows_ask(prepare_job: Callable[..., Any]) -> None:
+    table = pa.table(
+        {
+            "id": ["base", "a", "b"],
+            "adapter": [None, "alpha", "beta"],
+            "prompt": ["x", "y", "z"],
+            "temperature": pa.array([None, 1, None], pa.int64()),
+            "stop": [None, ["end", "\n"], None],
+            "logprobs": [None, True, None],
+            "seed": pa.array([None, 7, None], pa.int8()),
+        }
+    )
+    job = prepare_job(table, temperature=0.5, top_k=4, stop="halt")
+    tokenizer = Tokenizer.from_folder(job.spec.model)
+    found = {
+        id_: request
+        for shard in job.shards()
+        for id_, request in zip(shard.table.column("id").to_pylist(), shard.requests, strict=True)
+    }
+    job_sampling = SamplingParams(max_tokens=8, temperature=0.5, top_k=4, stop=("halt",))
+    own = SamplingParams(max_tokens=8, temperature=1.0, top_k=4, stop=("end", "\n"), logprobs=True, seed=7)
+    assert {id_: request.sampling for id_, request in found.items()} == {
+        "base": job_sampling,
+        "a": own,
+        "b": job_sampling,
+    }
+    assert isinstance(found["a"].sampling.temperature, float)
+    assert {id_: request.adapter_id for id_, request in found.items()} == {
+        "base": None,
+        "a": "a" * 64,
+        "b": "b" * 64,
+    }
+    assert list(found["b"].prompt_token_ids) == tokenizer.encode_prompt("z")
+    assert len({request.stream_id for request in found.values()}) == 3
+    assert all(0 <= request.stream_id < 2**64 for request in found.values())
+
+
+def test_the_random_stream_belongs_to_the_row_wherever_it_lies(prepare_job: Callable[..., Any]) -> None:
+    def streams(table: pa.Table, **given: Any) -> dict[int, int]:
+        job = prepare_job(table, **given)
+        return {
+            id_: request.stream_id
+            for shard in job.shards()
+            for id_, request in zip(shard.table.column("id").to_pylist(), shard.requests, strict=True)
+        }
+
+    table = pa.table({"id": range(40), "prompt": [f"p{i}" for i in range(40)]})
+    reversed_rows = table.take(pa.array(range(39, -1, -1)))
+    assert streams(table) == streams(reversed_rows, row_group_rows=3, rows_per_shard=2)
+
+
+def test_rows_that_nobody_can_answer_carry_their_sentences(prepare_job: Callable[..., Any]) -> None:
+    adapters = ["zzz", "alpah", "broken", "alpha"]
+    job = prepare_job(pa.table({"id": range(4), "prompt": ["a", "a", "", ""], "adapter": adapters}))
+    sentences = {}
+    for shard in job.shards():
+        for id_, request in zip(shard.table.column("id").to_pylist(), shard.requests, strict=True):
+            assert isinstance(request, RowError)
+            sentences[id_] = request.sentence
+    assert sentences[0] == "adapter='zzz': not among this job's adapters; known: alpha, beta, broken."
+    assert "did you mean 'alpha'?" in sentences[1]
+    assert sentences[2].startswith("prompt=''")
+    assert sentences[2].endswith("adapter='broken': refused. all of lora_B is zero.")
+    assert sentences[3] == "prompt='': expected text that is not empty. Fill it or drop the row."
+
+
+def test_a_repaired_adapter_needs_no_new_index(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(pa.table({"id": [1], "prompt": ["a"], "adapter": ["broken"]}))
+    job.plan()
+    repaired = job.record.adapters[2].model_copy(update={"verdict": "exact", "sha256": "c" * 64})
+    record = job.record.model_copy(update={"adapters": (*job.record.adapters[:2], repaired)})
+    (request,) = read_shard(job.store, record, 0).requests
+    assert isinstance(request, Request)
+    assert request.adapter_id == "c" * 64
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_rows=st.integers(1, 90),
+    row_group_rows=st.integers(1, 50),
+    rows_per_shard=st.integers(1, 60),
+    seed=st.integers(0, 99),
+)
+def test_rows_keep_their_values_whatever_the_chunks_and_shards(
+    prepare_job: Callable[..., Any], num_rows: int, row_group_rows: int, rows_per_shard: int, seed: int
+) -> None:
+    names = [("alpha", "beta", None, "gamma")[(i * (seed + 1) + seed) % 4] for i in range(num_rows)]
+    tags = pa.array([f"tag {i % 3}" for i in range(num_rows)]).dictionary_encode()
+    table = pa.table(
+        {
+            "id": range(num_rows),
+            "prompt": [f"prompt {i}" for i in range(num_rows)],
+            "adapter": names,
+            "tag": tags,
+            "nested": [[{"n": i, "t": None}] for i in range(num_rows)],
+        }
+    )
+    job = prepare_job(table, row_group_rows=row_group_rows, rows_per_shard=rows_per_shard)
+    shards = job.shards()
+    found = pa.concat_tables([shard.table.select(table.column_names) for shard in shards], promote_options="default")
+    assert found.schema.equals(table.schema)
+    assert found.sort_by("id").to_pylist() == table.to_pylist()
+    for shard in shards:
+        places = [request.request_id for request in shard.requests]
+        assert places == shard.table.column("__lb_request_id").to_pylist()
+        assert list(shard.fingerprints) == shard.table.column("__lb_fingerprint").to_pylist()
+        adapters = shard.table.column("adapter").to_pylist()
+        for name, request in zip(adapters, shard.requests, strict=True):
+            assert isinstance(request, RowError) == (name == "gamma")
+
+
+def test_rows_of_a_shard_are_read_without_the_rest_of_the_chunk(
+    prepare_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["alpha"] * 2000 + ["beta"] * 10
+    job = prepare_job(pa.table({"id": range(2010), "prompt": ["a"] * 2010, "adapter": names}), row_group_rows=5000)
+    plan = job.plan()
+    batches: list[int] = []
+
+    class Counting:
+        def __init__(self, reader: Any) -> None:
+            self.get_batch = lambda number: (batches.append(number), reader.get_batch(number))[1]
+
+    @contextmanager
+    def counted(source: Any) -> Any:
+        with arrow_file(source) as reader:
+            yield Counting(reader)
+
+    monkeypatch.setattr("lorabatch.pipeline.dataset.reader.prepared.arrow_file", counted)
+    shard_id = next(s.shard_id for s in plan.shards if s.adapters == ("beta",))
+    rows = read_shard(job.store, job.record, shard_id)
+    # One batch of the plan, one of the prepared rows.
+    assert len(batches) == 2
+    assert rows.num_rows == 10
+
+
+def test_shards_read_from_remote_storage_are_the_same(prepare_job: Callable[..., Any], tmp_path: Any) -> None:
+    table = pa.table({"id": range(50), "prompt": [f"p{i}" for i in range(50)], "adapter": ["alpha", None] * 25})
+    local = prepare_job(table, row_group_rows=4, rows_per_shard=9)
+    remote = prepare_job(table, row_group_rows=4, rows_per_shard=9, output=f"memory://{tmp_path}/out")
+    expected, found = local.shards(), remote.shards()
+    assert not remote.store.location.is_local
+    assert [shard.table for shard in found] == [shard.table for shard in expected]
+    assert [shard.requests for shard in found] == [shard.requests for shard in expected]
+
+
+def test_prepared_rows_that_are_gone_or_damaged_are_named(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
+    job.plan()
+    path = job.store.location.local_path("_lorabatch/rows/chunk-00000.arrow")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DamagedRecordError, match=r"chunk-00000\.arrow"):
+        read_shard(job.store, job.record, 0)
+    job.store.clean_up()
+    with pytest.raises(MissingFileError, match="chunk-00000"):
+        read_shard(JobStore(job.store.url), job.record, 0)

@@ -1,0 +1,169 @@
+"""Parts that any Parquet reader takes as one table: input columns untouched, answers beside them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from lorabatch.jobs.errors import DamagedRecordError
+from lorabatch.pipeline.coordinator.summary import account_parts
+from lorabatch.pipeline.dataset.reader import RowError
+from lorabatch.pipeline.dataset.writer import ANSWER_FIELDS, LOGPROB_FIELDS, answers_in_part, part_bytes, part_schema
+
+Prepare = Callable[..., Any]
+Echo = Callable[..., Any]
+
+
+def mixed_table(num_rows: int = 24) -> pa.Table:
+    """Good rows, a refused adapter's and an empty prompt's, with nested and dictionary columns."""
+    return pa.table(
+        {
+            "id": [f"r{i}" for i in range(num_rows)],
+            "adapter": [("alpha", "beta", None, "broken")[i % 4] for i in range(num_rows)],
+            "prompt": ["" if i % 9 == 8 else f"p {i}" for i in range(num_rows)],
+            "tag": pa.array([f"t{i % 3}" for i in range(num_rows)]).dictionary_encode(),
+            "deep": [[{"a": i, "b": [str(i)]}] if i % 2 else None for i in range(num_rows)],
+            "when": pa.array(range(num_rows), pa.timestamp("ns", "Asia/Tokyo")),
+        }
+    )
+
+
+def write_all(job: Any, answer_by_echo: Echo) -> None:
+    for rows in job.shards():
+        part = part_bytes(rows, answer_by_echo(rows), job.record)
+        assert job.store.commit_part(rows.shard_id, part)
+    job.store.mark_success()
+
+
+def test_all_parts_together_are_the_input_answered_once(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    table = mixed_table()
+    job = prepare_job(table, row_group_rows=5, rows_per_shard=3)
+    write_all(job, answer_by_echo)
+    output = ds.dataset(job.store.url, format="parquet").to_table().sort_by("id")
+    expected = table.sort_by("id")
+    assert output.select(table.column_names).to_pylist() == expected.to_pylist()
+    names = [field.name for field in ANSWER_FIELDS]
+    assert output.column_names == [*table.column_names, *names]
+    for row in output.to_pylist():
+        is_bad = row["adapter"] == "broken" or row["prompt"] == ""
+        assert (row["error"] is not None) == is_bad
+        assert row["finish_reason"] == ("error" if is_bad else "stop")
+        assert (row["completion"] is None) == is_bad
+        assert row["adapter_sha256"] == {"alpha": "a" * 64, "beta": "b" * 64}.get(row["adapter"])
+        assert row["mode"] == (None if is_bad else "unmerged" if row["adapter"] else "base")
+        assert row["attempts"] == (0 if is_bad else 1)
+
+
+def test_every_part_has_the_same_schema_and_exact_types(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    table = mixed_table()
+    job = prepare_job(table, row_group_rows=4, rows_per_shard=2)
+    write_all(job, answer_by_echo)
+    parts = sorted(Path(job.store.url).glob("part-*.parquet"))
+    schemas = [pq.read_schema(part) for part in parts]
+    assert len(parts) > 3
+    assert all(schema.equals(schemas[0], check_metadata=True) for schema in schemas)
+    assert [schemas[0].field(name).type for name in table.column_names] == table.schema.types
+    only_errors = [rows for rows in job.shards() if all(isinstance(r, RowError) for r in rows.requests)]
+    assert only_errors
+    assert pq.read_metadata(parts[0]).row_group(0).column(0).compression == "ZSTD"
+
+
+def test_duckdb_reads_the_folder_without_knowing_us(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    job = prepare_job(mixed_table(), rows_per_shard=4)
+    write_all(job, answer_by_echo)
+    query = f"select count(*), count(distinct id), count(error), max(deep[1].a) from '{job.store.url}/*.parquet'"
+    rows, ids, errors, deepest = duckdb.sql(query).fetchall()[0]
+    assert (rows, ids, deepest) == (24, 24, 23)
+    assert errors == sum(row["adapter"] == "broken" or row["prompt"] == "" for row in mixed_table().to_pylist())
+
+
+def test_logprobs_add_their_columns_to_every_part(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    asks = [True, None, False] * 4
+    job = prepare_job(pa.table({"id": range(12), "prompt": ["a"] * 12, "logprobs": asks}), rows_per_shard=2)
+    assert job.record.with_logprobs
+    write_all(job, answer_by_echo)
+    output = ds.dataset(job.store.url, format="parquet").to_table()
+    for field in LOGPROB_FIELDS:
+        assert output.schema.field(field.name).type == field.type
+    for row in output.to_pylist():
+        assert (row["token_ids"] is not None) == bool(row["logprobs"])
+        assert (row["token_logprobs"] is not None) == bool(row["logprobs"])
+
+
+def test_a_part_without_all_answers_is_not_written(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9)
+    (rows,) = job.shards()
+    answers = answer_by_echo(rows)
+    answers.popitem()
+    with pytest.raises(AssertionError, match="1 rows have no answer"):
+        part_bytes(rows, answers, job.record)
+
+
+def test_a_made_up_id_is_a_column_of_the_output(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    job = prepare_job(pa.table({"prompt": ["a", "b"]}))
+    write_all(job, answer_by_echo)
+    output = ds.dataset(job.store.url, format="parquet").to_table()
+    assert sorted(output.column("id").to_pylist()) == ["rows.parquet:0", "rows.parquet:1"]
+
+
+def test_answers_read_from_a_part_are_those_written(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    for logprobs in (False, True):
+        job = prepare_job(mixed_table(), logprobs=logprobs)
+        for rows in job.shards():
+            answers = answer_by_echo(rows, attempts=3)
+            part = part_bytes(rows, answers, job.record)
+            assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
+
+
+def test_answers_of_an_adapter_that_changed_do_not_hold(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    job = prepare_job(pa.table({"id": range(4), "prompt": ["a"] * 4, "adapter": ["alpha", "beta"] * 2}))
+    job.plan()
+    alpha = job.record.adapters[0].model_copy(update={"sha256": "d" * 64})
+    changed = job.record.model_copy(update={"adapters": (alpha, *job.record.adapters[1:])})
+    from lorabatch.pipeline.dataset.reader import read_shard
+
+    kept = []
+    for rows in job.shards():
+        part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), job.record))
+        kept += answers_in_part(part, read_shard(job.store, changed, rows.shard_id), changed).values()
+    assert [answer.adapter_sha256 for answer in kept] == ["b" * 64] * 2
+
+
+def test_a_part_of_other_rows_is_refused(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9)
+    (ours,) = job.shards()
+    (other,) = prepare_job(pa.table({"id": [1, 3], "prompt": ["a", "b"]}), rows_per_shard=9).shards()
+    part = part_bytes(other, answer_by_echo(other), job.record)
+    with pytest.raises(DamagedRecordError, match="compared by 'id'"):
+        answers_in_part(io.BytesIO(part), ours, job.record)
+    with pytest.raises(DamagedRecordError, match="cannot be read back"):
+        answers_in_part(io.BytesIO(bytes(part)[:40]), ours, job.record)
+
+
+def test_a_part_that_another_job_wrote_is_refused_by_name(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    # A worker that did not hear of `--overwrite` answers the same rows with the sampling of then.
+    table = pa.table({"id": [1, 2], "prompt": ["a", "b"]})
+    before, now = prepare_job(table, rows_per_shard=9), prepare_job(table, rows_per_shard=9, temperature=0.5)
+    ((ours,), (theirs,)) = (now.shards(), before.shards())
+    part = part_bytes(theirs, answer_by_echo(theirs), before.record)
+    expected = f"part-00000.parquet: written by {before.record.job_id}, not by {now.record.job_id}"
+    with pytest.raises(DamagedRecordError, match=expected):
+        answers_in_part(io.BytesIO(part), ours, now.record)
+    now.store.commit_part(0, part)
+    with pytest.raises(DamagedRecordError, match=expected):
+        account_parts([0], now.store, now.record)
+
+
+def test_the_part_schema_is_known_before_any_row_is_answered(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    job = prepare_job(mixed_table())
+    for rows in job.shards():
+        part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), job.record))
+        assert pq.read_schema(part).equals(part_schema(rows.table.schema, with_logprobs=False))

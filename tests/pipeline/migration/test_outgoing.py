@@ -1,0 +1,170 @@
+"""Rows on loan between two real engines: they come back answered, or as they are, whoever leaves or falls silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from echo_host import TOKENS, Host, finish, open_shard, until
+
+from lorabatch.engine.server.wire import unpack_exported_row
+from lorabatch.pipeline.messages import ShardAbandonedError
+from lorabatch.pipeline.migration.incoming import Guests
+from lorabatch.pipeline.migration.outgoing import Loans
+from lorabatch.pipeline.migration.peers import PeerLostError
+
+
+class Line:
+    """The way from an owner to a helper: questions and answers as msgpack carries them, until it `is_cut`."""
+
+    def __init__(self, guests: Guests) -> None:
+        self._guests = guests
+        self.is_cut = False
+        self.asked: list[str] = []
+
+    async def ask(self, address: str, question: str, timeout_s: float = 4.0, **content: Any) -> dict[str, Any]:
+        self.asked.append(question)
+        if self.is_cut:
+            raise PeerLostError(f"{address} does not answer")
+        given = msgpack.unpackb(msgpack.packb(content), raw=False)
+        try:
+            answer = self._answer(question, given)
+        except Exception as error:
+            raise PeerLostError(f"{address}: {error}") from None
+        return msgpack.unpackb(msgpack.packb(answer), raw=False)  # type: ignore[no-any-return]
+
+    def _answer(self, question: str, given: dict[str, Any]) -> dict[str, Any]:
+        match question:
+            case "receive":
+                self._guests.receive(given["loan_id"], [unpack_exported_row(raw) for raw in given["rows"]], [])
+            case "results":
+                return self._guests.results(**given)
+            case "recall":
+                self._guests.recall(**given)
+            case "drop":
+                self._guests.drop(**given)
+        return {}
+
+
+@asynccontextmanager
+async def lending(owner: Host, helper: Host, num_rows: int) -> AsyncIterator[tuple[Line, Awaitable[None]]]:
+    """A loan of rows of shard 7 from owner to helper that has begun."""
+    await until(lambda: any(report.running_rows for report in owner.reports))
+    line = Line(Guests(helper.share, patience_s=1.0))
+    loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
+    task = asyncio.create_task(loans.lend(7, num_rows, "tcp://helper"))
+    await until(lambda: "results" in line.asked)
+    yield line, task
+    await asyncio.wait_for(task, 60)
+
+
+def test_lent_rows_are_answered_by_the_helper(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    async def story() -> None:
+        owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(step_s=0.01)
+        shard = open_shard(owner, 6)
+        async with lending(owner, helper, 4) as (_, task):
+            await task
+        # The owner's own engine has not made one step.
+        await until(lambda: shard.num_unfinished == 2)
+        (tmp_path / "gate").touch()
+        await finish(shard, 6)
+
+    asyncio.run(story())
+
+
+def test_a_helper_that_leaves_gives_rows_back_with_what_it_has_generated(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    async def story() -> None:
+        owner = hosts(gate=str(tmp_path / "gate"), trace=str(tmp_path / "by-owner"))
+        helper = hosts(step_s=0.1, trace=str(tmp_path / "by-helper"))
+        shard = open_shard(owner, 4)
+        async with lending(owner, helper, 4) as (line, task):
+            await until((tmp_path / "by-helper").exists)
+            await asyncio.to_thread(helper.keeper.leave, "run", 10)
+            await task
+            assert line.asked[-1] == "results"
+        (tmp_path / "gate").touch()
+        await finish(shard, 4)
+        generated = {name: sum(map(int, (tmp_path / name).read_text().split())) for name in ("by-owner", "by-helper")}
+        assert generated["by-helper"] > 0
+        assert sum(generated.values()) == 4 * TOKENS
+
+    asyncio.run(story())
+
+
+def test_rows_of_a_helper_that_falls_silent_go_on_at_the_owner(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    async def story() -> None:
+        owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))
+        shard = open_shard(owner, 4)
+        async with lending(owner, helper, 3) as (line, task):
+            line.is_cut = True
+            await task
+        (tmp_path / "gate").touch()
+        await finish(shard, 4)
+        # Nobody asks for the guests any more: they leave the helper's engine.
+        await until(lambda: bool(helper.reports) and helper.reports[-1].guest_rows == 0)
+
+    asyncio.run(story())
+
+
+def test_guests_whose_shard_was_given_up_are_dropped(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    async def story() -> None:
+        owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))
+        shard = open_shard(owner, 4)
+        async with lending(owner, helper, 3) as (line, task):
+            owner.share.abandon(shard)
+            await task
+            assert line.asked[-1] == "drop"
+        await until(lambda: helper.reports[-1].guest_rows == 0)
+
+    asyncio.run(story())
+
+
+def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    async def story() -> None:
+        owner = hosts(gate=str(tmp_path / "gate"))
+        helper = hosts(step_s=0.1, trace=str(tmp_path / "by-helper"))
+        shard = open_shard(owner, 4)
+        await until(lambda: any(report.running_rows for report in owner.reports))
+        line = Line(Guests(helper.share))
+        loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
+        loans.begin(7, 4, "tcp://helper")
+        await until((tmp_path / "by-helper").exists)
+        await loans.call_back(60)
+        assert line.asked.count("recall") == 1
+        await asyncio.to_thread(owner.keeper.leave, "run", 10)
+        with pytest.raises(ShardAbandonedError):
+            shard.take(0)
+        generated = sum(map(int, (tmp_path / "by-helper").read_text().split()))
+        assert 0 < sum(len(row.token_ids) for row in shard.begun) == generated < 4 * TOKENS
+        # Nothing is lent any more.
+        loans.begin(7, 4, "tcp://helper")
+        assert line.asked.count("receive") == 1
+        await until(lambda: helper.reports[-1].guest_rows == 0)
+
+    asyncio.run(story())
+
+
+def test_a_helper_that_does_not_give_rows_back_is_not_waited_for(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    async def story() -> None:
+        owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))
+        shard = open_shard(owner, 4)
+        await until(lambda: any(report.running_rows for report in owner.reports))
+        line = Line(Guests(helper.share, patience_s=1.0))
+        loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
+        loans.begin(7, 3, "tcp://helper")
+        await until(lambda: "results" in line.asked)
+        line.is_cut = True
+        await loans.call_back(0.0)
+        (tmp_path / "gate").touch()
+        await finish(shard, 4)
+
+    asyncio.run(story())

@@ -1,0 +1,90 @@
+"""Log lines reach the job's logs, whole, and also the last ones.
+
+What a process logs while it runs jobs, one or several at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.monitoring import logs as log_shipper
+from lorabatch.pipeline.monitoring.logs import LogShipper, job_log
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(str(tmp_path / "output"))
+
+
+def test_everything_is_there_after_closing_even_a_line_without_an_end(store: JobStore, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    shipper = LogShipper(store, {"engine": log, "never": tmp_path / "never.log"})
+    log.write_text("one\ntwo\nthr")
+    shipper.close()
+    assert store.read_logs() == {"engine": "one\ntwo\nthr"}
+
+
+def test_what_was_shipped_is_not_shipped_again(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_shipper, "LOCAL_INTERVAL_S", 0.01)
+    log = tmp_path / "engine.log"
+    shipper = LogShipper(store, {"engine": log})
+    for number in range(50):
+        with log.open("a") as file:
+            file.write(f"line {number}\n")
+    shipper.close()
+    assert store.read_logs()["engine"].splitlines() == [f"line {number}" for number in range(50)]
+
+
+def test_more_than_one_shipment_is_cut_into_several(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_shipper, "MAX_SHIPMENT_BYTES", 100)
+    log = tmp_path / "engine.log"
+    log.write_text("".join(f"line {number}\n" for number in range(200)))
+    LogShipper(store, {"engine": log}).close()
+    assert store.read_logs()["engine"] == log.read_text()
+
+
+def test_of_a_log_that_others_have_written_to_only_the_rest_is_shipped(store: JobStore, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("of another job\n")
+    shipper = LogShipper(store, {"engine": log, "later": tmp_path / "later.log"}, shared=("engine", "later"))
+    for name in ("engine", "later"):
+        with (tmp_path / f"{name}.log").open("a") as file:
+            file.write("of ours\n")
+    shipper.close()
+    assert store.read_logs() == {"engine": "of ours\n", "later": "of ours\n"}
+
+
+def test_lines_of_a_job_go_to_its_log_and_loggers_are_as_before_afterwards(tmp_path: Path) -> None:
+    logger = logging.getLogger("lorabatch")
+    before = (logger.handlers[:], logger.propagate, logger.level)
+    with job_log(JobStore(str(tmp_path))):
+        logger.info("hello")
+        logging.getLogger("distributed").error("from below")
+    assert (logger.handlers[:], logger.propagate, logger.level) == before
+    text = JobStore(str(tmp_path)).read_logs()["client"]
+    assert "hello" in text
+    assert "from below" in text
+
+
+def test_jobs_of_one_process_may_overlap_in_any_order(tmp_path: Path) -> None:
+    logger = logging.getLogger("lorabatch")
+    before = (logger.handlers[:], logger.propagate, logger.level)
+    stores = [JobStore(str(tmp_path / name)) for name in ("first", "second", "third")]
+    logs = [ExitStack() for _ in stores]
+    for store, log in zip(stores, logs, strict=True):
+        log.enter_context(job_log(store))
+    for number in (0, 2, 1):
+        logger.info("before %d ends", number)
+        logs[number].close()
+    assert (logger.handlers[:], logger.propagate, logger.level) == before
+    found = [store.read_logs()["client"] for store in stores]
+    assert [text.count("ends") for text in found] == [1, 3, 2]

@@ -1,0 +1,121 @@
+"""Telling where a job stands, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lorabatch.jobs.errors import ErrorBudgetError, JobCancelledError, JobFailedError, JobInterruptedError, StorageError
+from lorabatch.jobs.record import JobState
+from lorabatch.jobs.spec import ErrorBudget
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.monitoring.reporter import JobReporter, SilentProgress
+from lorabatch.pipeline.result import JobResult
+
+RESULT = JobResult("/out", "job-1", 10, 0, 1, 400, 90, errors=(), adapters=(), seconds=2.0, num_reused=0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(str(tmp_path / "output"))
+
+
+def make_reporter(store: JobStore, budget: str = "10%") -> JobReporter:
+    return JobReporter(store, SilentProgress(), ErrorBudget.parse(budget))
+
+
+def test_every_state_is_written_down(store: JobStore) -> None:
+    state = JobState("running", 1.0, rows=10, rows_done=3)
+    make_reporter(store)(state)
+    assert store.read_state() == state
+
+
+def test_what_is_known_of_prompts_outlives_the_run(store: JobStore) -> None:
+    make_reporter(store).done(replace(RESULT, prefix_hit_rate=0.6))
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.workers, state.prefix_hit_rate) == ("done", (), 0.6)
+
+
+def test_a_finished_job_is_tidy_before_anybody_is_told(store: JobStore) -> None:
+    """Telling goes through the scheduler, which may hang until it is killed, and the coordinator with it."""
+    left: list[list[str]] = []
+
+    class Looking(SilentProgress):
+        def update(self, state: JobState) -> None:
+            left.append(sorted(name for name in ("rows", "wip", "tmp") if store.location.list(f"_lorabatch/{name}")))
+
+    store.location.write("_lorabatch/rows/chunk-00000.arrow", b"rows")
+    store.location.write("_lorabatch/wip/shard-00000.arrow", b"answers")
+    reporter = JobReporter(store, Looking(), ErrorBudget.parse("10%"))
+    reporter(JobState("finishing", 1.0))
+    reporter.done(RESULT)
+    assert left == [["rows", "wip"], []]
+    state = store.read_state()
+    assert state is not None
+    assert state.phase == "done"
+    assert not list(Path(store.url).glob("_lorabatch/*/"))
+
+
+def test_a_stage_of_many_small_steps_is_not_told_step_by_step(store: JobStore) -> None:
+    """Every state is a write to storage; the first and the last of a stage are always told."""
+    told: list[int] = []
+
+    class Watching(SilentProgress):
+        def update(self, state: JobState) -> None:
+            told.append(state.rows_done)
+
+    reporter = JobReporter(store, Watching(), ErrorBudget.parse("10%"))
+    for done in range(1001):
+        reporter.phase("indexing", 1000, done)
+    assert (told[0], told[-1]) == (0, 1000)
+    assert len(told) < 500
+    reporter.phase("planning", 1000)
+    assert len(told) == len(set(told)) + 1
+
+
+def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:
+    reporter = make_reporter(store, "2")
+    reporter(JobState("running", 1.0, rows=10, rows_error=2))
+    with pytest.raises(ErrorBudgetError, match="3 of 10 rows"):
+        reporter(JobState("running", 2.0, rows=10, rows_error=3))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "phase"),
+    [
+        (KeyboardInterrupt(), JobInterruptedError, "interrupted"),
+        (JobCancelledError("cancelled on request"), JobCancelledError, "cancelled"),
+        (JobInterruptedError("stopped"), JobInterruptedError, "interrupted"),
+        (JobFailedError("no engine works"), JobFailedError, "failed"),
+        (ZeroDivisionError("a defect"), ZeroDivisionError, "failed"),
+    ],
+)
+def test_the_last_state_says_how_it_ended(
+    store: JobStore, error: BaseException, raised: type[BaseException], phase: str
+) -> None:
+    reporter = make_reporter(store)
+    reporter(JobState("running", 1.0, rows=10, rows_done=3))
+    with pytest.raises(raised), reporter.ending_recorded():
+        raise error
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.rows_done) == (phase, 3)
+    assert state.message
+
+
+def test_storage_that_fails_for_a_moment_costs_one_update(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = make_reporter(store)
+    with monkeypatch.context() as broken:
+
+        def refuse(state: JobState) -> None:
+            raise StorageError("the network is down")
+
+        broken.setattr(store, "write_state", refuse)
+        reporter(JobState("running", 1.0, rows=10, rows_done=3))
+    reporter(JobState("running", 2.0, rows=10, rows_done=4))
+    state = store.read_state()
+    assert state is not None
+    assert state.rows_done == 4

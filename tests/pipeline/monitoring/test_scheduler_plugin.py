@@ -1,0 +1,103 @@
+"""What we rely on in Dask's dashboard, on a real scheduler with and without a page."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, shown_text
+from distributed import Client, LocalCluster
+
+from lorabatch.jobs.record import JobState
+from lorabatch.pipeline.messages import HostReport, report_topic
+from lorabatch.pipeline.monitoring.reporter import ToldProgress
+from lorabatch.pipeline.monitoring.scheduler_plugin import LoraHub, ScalingSettings, show_jobs, wanted_workers
+
+
+@pytest.fixture(params=[True, False], ids=["bokeh", "no bokeh"])
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    """A scheduler with its web server in this process."""
+    if not request.param:
+        for name in [*[n for n in sys.modules if n.startswith(("distributed.dashboard", "bokeh"))], "bokeh"]:
+            monkeypatch.setitem(sys.modules, name, None)
+    options = {
+        "n_workers": 0,
+        "processes": False,
+        "protocol": "tcp",
+        "dashboard_address": "127.0.0.1:0",
+        "host": "127.0.0.1",
+    }
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        client.has_bokeh = request.param
+        yield client
+
+
+def address(client: Client, path: str) -> str:
+    return f"http://127.0.0.1:{client.scheduler_info(n_workers=0)['services']['dashboard']}{path}"
+
+
+def fetch(client: Client, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(address(client, path), timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+
+
+def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
+    show_jobs(client)
+    show_jobs(client)
+    ToldProgress(client, "night-1", "/out").update(JobState("running", 1.0, rows=60, rows_done=30))
+    client.log_event(report_topic("night-1"), HostReport("tcp://w0", "ready", 8, tokens_per_s=12.5).to_plain())
+    status, text = fetch(client, "/lora.json")
+    (job,) = json.loads(text)["jobs"]
+    assert (status, job["state"]["rows_done"], job["workers"][0]["worker"]) == (200, 30, "tcp://w0")
+    assert 'lorabatch_engine_tokens_per_s{job="night-1",worker="tcp://w0"} 12.5' in fetch(client, "/lora/metrics")[1]
+    status, page = fetch(client, "/lora")
+    assert status == (200 if client.has_bokeh else 404)
+    if client.has_bokeh:
+        # A tab on it and on the stock pages.
+        assert 'href="lora"' in page
+        assert 'href="lora"' in fetch(client, "/workers")[1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("client", [True], indirect=True)
+def test_a_browser_shows_jobs_and_workers_as_they_change(client: Client, tmp_path: Path) -> None:
+    show_jobs(client)
+    told = ToldProgress(client, "night-1", "/out")
+    told.update(JobState("running", 1.0, rows=60, rows_done=30))
+    client.log_event(report_topic("night-1"), HostReport("tcp://w0", "ready", 8, tokens_per_s=12.5).to_plain())
+    text = shown_text(address(client, "/lora"), tmp_path, until="30 of 60 rows")
+    assert "night-1" in text
+    assert "tcp://w0" in text
+
+
+def test_events_of_others_are_nothing_to_us(client: Client) -> None:
+    show_jobs(client)
+    client.log_event("lorabatch-control-x", {"op": "stop"})
+    client.log_event("all", {"action": "something"})
+    assert json.loads(fetch(client, "/lora.json")[1]) == {"jobs": []}
+
+
+def test_the_hub_is_registered_once_per_version() -> None:
+    assert LoraHub.idempotent
+    assert LoraHub.name.startswith("lorabatch-hub-")
+
+
+SETTINGS = ScalingSettings(batches_per_worker=4.0)
+
+
+def test_a_worker_for_each_four_batches():
+    assert wanted_workers(256, 64, 1, SETTINGS) == 1
+    assert wanted_workers(257, 64, 1, SETTINGS) == 2
+    assert wanted_workers(10_000, 64, 3, SETTINGS) == 40
+
+
+def test_a_job_keeps_one_worker_to_its_end_and_no_job_needs_none():
+    assert wanted_workers(0, 64, 1, SETTINGS) == 1
+    assert wanted_workers(500, 64, 0, SETTINGS) == 0

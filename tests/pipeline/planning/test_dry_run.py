@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from lorabatch.console.plan_tables import plan_json, print_plan
+from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
+from lorabatch.pipeline.planning.dry_run import dry_run
+
+NAMES = (None, "rank1", "rank8", "rank20")
+
+
+@pytest.fixture
+def options(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+    """A job of 80 rows over three adapters and the base model; its output does not exist."""
+    rows = [{"id": i, "adapter": NAMES[i % 4], "prompt": f"the quick brown fox {i}"} for i in range(80)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet", row_group_size=32)
+    return {
+        "model": str(tiny_llama),
+        "adapters": str(next(iter(tiny_adapters.values())).parent),
+        "input": str(tmp_path / "input.parquet"),
+        "output": str(tmp_path / "output"),
+        "workers": 2,
+        "batch_rows": 8,
+        "max_tokens": 16,
+    }
+
+
+def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+    found = plan_json(dry_run(options), gpu_hour_price=3.6)
+    assert not (tmp_path / "output").exists()
+    assert found["rows"] == sum(a["num_rows"] for a in found["adapters"]) == 80
+    assert sum(wave["num_rows"] for wave in found["waves"]) == 80
+    assert sum(worker["num_rows"] for worker in found["placement"]) == 80
+    assert {a["name"]: a["rank"] for a in found["adapters"]} == {"": 0, "rank1": 1, "rank8": 8, "rank20": 20}
+    assert [a["verdict"] for a in found["audit"]] == ["exact"] * 4
+    # Half of max_tokens is expected while nobody knows better.
+    assert found["predicted_output_tokens"] == 80 * 8
+    assert found["lower_bound_s"] <= found["placement_s"]
+    assert found["price"] == pytest.approx(found["predicted_s"] * 2 / 1000)
+    json.dumps(found)
+
+
+def test_lengths_are_known_when_the_stop_token_is_ignored(options: dict[str, Any]) -> None:
+    found = plan_json(dry_run(options | {"ignore_eos": True}), None)
+    assert found["predicted_output_tokens"] == 80 * 16
+    assert found["price"] is None
+    assert found["predicted_range_s"] is None
+
+
+def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_may_be_off(
+    options: dict[str, Any],
+) -> None:
+    found = dry_run(options)
+    shortest_s, longest_s = plan_json(found, None)["predicted_range_s"]
+    assert shortest_s < found.forecast.predicted_s < longest_s
+    known = dry_run(options | {"ignore_eos": True})
+    assert longest_s == pytest.approx(known.forecast.predicted_s)
+    console = Console(width=150, record=True)
+    print_plan(found, 2.0, console)
+    text = " ".join(console.export_text().split())
+    assert "half of max_tokens long" in text
+    assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
+
+
+def test_beginnings_that_rows_of_an_adapter_share_are_predicted_once(options: dict[str, Any]) -> None:
+    rows = [{"id": i, "adapter": "rank8", "prompt_token_ids": [*range(5, 45), 60 + i]} for i in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), options["input"])
+    found = plan_json(dry_run(options), None)
+    # Two whole pages of 16 tokens, in all rows but one.
+    assert found["shared_prompt_tokens"] == 19 * 32
+    exact = plan_json(dry_run(options | {"mode": "exact"}), None)
+    assert exact["shared_prompt_tokens"] == 19 * 32
+    on_gpu = plan_json(dry_run(options | {"mode": "exact", "device": "cuda"}), None)
+    assert on_gpu["shared_prompt_tokens"] == 0
+    rows = [row | {"prompt_token_ids": row["prompt_token_ids"][::-1]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), options["input"])
+    apart = plan_json(dry_run(options), None)
+    assert apart["shared_prompt_tokens"] == 0
+    assert found["predicted_s"] < apart["predicted_s"]
+
+
+def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_and_totals(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(options))
+    console = Console(width=150, record=True)
+    print_plan(dry_run({}, tmp_path / "job.yaml"), None, console)
+    text = console.export_text()
+    assert "4 adapters: 4 exact" in text
+    assert all(word in text for word in ("rank20", "(base model)", "unmerged", "80 rows", "gap", "a guess from"))
+
+
+def test_what_run_would_refuse_plan_refuses(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(JobRequestError, match="max_tokens=0"):
+        dry_run(options | {"max_tokens": 0})
+    rows = [{"id": i, "adapter": "nobody", "prompt": "x"} for i in range(10)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet")
+    with pytest.raises(ErrorBudgetError, match="10 of 10 rows"):
+        dry_run(options)
+
+
+def test_a_cost_model_that_is_none_is_refused_with_everything_else(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text("{}")
+    with pytest.raises(JobRequestError) as caught:
+        dry_run(options | {"cost_model": str(tmp_path / "cost.json"), "input": str(tmp_path / "nothing")})
+    assert len(caught.value.problems) == 2
+    assert "not a file that `lorabatch profile` wrote" in str(caught.value)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lorabatch.console.tables import print_profile
+from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.jobs.cost_profile import read_profile
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.storage.local_copy import model_sha256
+from lorabatch.pipeline.planning.forecast import choose_cost
+from lorabatch.pipeline.planning.profile import ProfileRequest, probe_grid, profile_engine, profile_model
+from lorabatch.scheduler.cost import StepLoad
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def spec(model: Path, **more: object) -> JobSpec:
+    return JobSpec(model=str(model), input="/in", output="/out", **more)
+
+
+def test_a_measured_machine_is_found_by_jobs_of_that_model_and_those_threads(tiny_llama: Path) -> None:
+    request = ProfileRequest(str(tiny_llama), num_engines=1, engine_threads=1, batch_rows=4, step_tokens=32)
+    profile, path = profile_model(request)
+    assert read_profile(path) == profile
+    assert profile.quality.keys() == {"prefill", "decode", "unmerged"}
+    sha256, config = model_sha256(tiny_llama, with_weights=True), read_model_config(tiny_llama)
+    found = choose_cost(spec(tiny_llama), sha256, config, 1)
+    assert (found.cost, str(path) in found.origin) == (profile.cost, True)
+    others = [choose_cost(spec(tiny_llama), sha256, config, 2), choose_cost(spec(tiny_llama), "0" * 64, config, 1)]
+    assert all("a guess from a 135M model" in other.origin for other in others)
+    console = Console(width=120, record=True)
+    print_profile(profile, path, console)
+    text = console.export_text()
+    assert all(word in text for word in ("R²", "decode_row_s", "merge_s", "1 engines at once on cpu"))
+
+
+def test_a_profile_given_by_name_is_used_whatever_it_was_measured_for(tiny_llama: Path, tmp_path: Path) -> None:
+    request = ProfileRequest(str(tiny_llama), 1, 1, batch_rows=4, step_tokens=32, max_seconds=0.0)
+    profile, path = profile_model(request, tmp_path / "mine.json")
+    assert path == tmp_path / "mine.json"
+    chosen = choose_cost(spec(tiny_llama, cost_model=str(path)), "", read_model_config(tiny_llama), None)
+    assert chosen.cost == profile.cost
+
+
+def test_a_guess_grows_with_the_model_and_shrinks_with_threads(tiny_llama: Path) -> None:
+    config = read_model_config(tiny_llama)
+    one, four = (choose_cost(spec(tiny_llama), "", config, threads).cost for threads in (1, 4))
+    assert one.decode_row_s == pytest.approx(4 * four.decode_row_s)
+    gpu = choose_cost(spec(tiny_llama, device="cuda:1"), "", config, None)
+    assert "H200" in gpu.origin
+
+
+CONFIG = EngineConfig(max_batch_rows=8, max_step_tokens=64, pool_bytes=1 << 24, num_threads=1)
+
+
+def total(steps: list[StepLoad], name: str) -> float:
+    return sum(getattr(load, name) for load in steps)
+
+
+def test_the_grid_exercises_every_term_and_stays_within_the_engines_limits() -> None:
+    grid = probe_grid(64, 512, 8192)
+    assert {probe.num_rows for probe in grid} >= {1, 16, 32, 64}
+    assert {len(probe.ranks) for probe in grid} >= {0, 1, 4, 8}
+    assert max(probe.prompt_tokens for probe in grid) == 512
+    assert max(probe.prompt_tokens + probe.output_tokens for probe in probe_grid(4, 512, 100)) <= 100
+
+
+def test_every_token_of_every_probe_is_in_some_measured_step(tiny_llama: Path) -> None:
+    found = profile_engine(tiny_llama, CONFIG)
+    loads = [sample.load for _, sample in found.steps]
+    grid = probe_grid(8, 64, 256)
+    assert total(loads, "prefill_tokens") == sum(probe.num_rows * probe.prompt_tokens for probe in grid)
+    assert total(loads, "decode_rows") == sum(probe.num_rows * (probe.output_tokens - 1) for probe in grid)
+    assert {kind for kind, _ in found.steps} == {"prefill", "decode", "unmerged"}
+    assert max(load.rank_sum for load in loads) == 128
+    pairs = sum(probe.num_rows * probe.prompt_tokens * (probe.prompt_tokens + 1) / 2 for probe in grid)
+    assert total(loads, "prefill_pairs") == pairs
+    tokens = sum(p.num_rows * (p.prompt_tokens + p.output_tokens - 1) for p in grid if p.ranks)
+    assert total(loads, "lora_tokens") == tokens
+    assert any(load.prefill_tokens and load.decode_rows for load in loads)
+    assert all(sample.seconds > 0 for _, sample in found.steps)
+    assert len(found.merge_s) == 5
+    assert len({weight_bytes for weight_bytes, _ in found.loads}) == 2
+    assert (found.device, found.dtype) == ("cpu", "float32")
+
+
+def test_time_that_is_up_leaves_the_dear_probes_out(tiny_llama: Path) -> None:
+    found = profile_engine(tiny_llama, CONFIG, max_seconds=0.0)
+    assert 0 < sum(sample.load.prefill_tokens for _, sample in found.steps) <= 24

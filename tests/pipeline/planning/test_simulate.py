@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lorabatch.console.tables import print_simulation
+from lorabatch.jobs.errors import JobRequestError
+from lorabatch.pipeline.planning.simulate import SimulationRequest, make_job, read_trace_lengths, simulate_job
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,{100 + i},{10 + i}\n" for i in range(50))
+
+
+def request(folder: Path, **changes: object) -> SimulationRequest:
+    """A small job of log-normal lengths on two workers."""
+    values = {
+        "job_file": None,
+        "trace": None,
+        "rows": 60,
+        "adapters": 4,
+        "skew": 1.0,
+        "workers": 2,
+        "policies": ("planner", "s-lora"),
+        "cost_model": "h200-llama-3-8b",
+        "batch_rows": 8,
+        "seed": 0,
+        "output": folder / "out",
+    }
+    return SimulationRequest(**values | changes)  # type: ignore[arg-type]
+
+
+def test_policies_are_compared_in_a_table_a_file_and_two_pictures(tmp_path: Path) -> None:
+    console = Console(width=140, record=True)
+    print_simulation(simulate_job(request(tmp_path)), console)
+    text = console.export_text()
+    assert "planner" in text
+    assert "s-lora" in text
+    written = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert written["policies"].keys() == {"planner", "s-lora"}
+    for name in ("makespan.png", "rows-over-time.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_gives_the_same_seconds(tmp_path: Path) -> None:
+    first, second = (simulate_job(request(tmp_path, seed=3)).runs for _ in range(2))
+    assert [run.metrics for run in first] == [run.metrics for run in second]
+
+
+def test_lengths_come_from_a_trace_in_pairs(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    found = make_job(request(tmp_path, trace=tmp_path / "trace.csv", adapters=0))
+    assert found.output_tokens is not None
+    assert (found.prompt_tokens - found.output_tokens == 90).all()
+    assert (found.adapter_index == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"policies": ("magic",)}, "policy='magic': expected one of planner"),
+        ({"cost_model": "abacus"}, "neither a file nor a known machine. Machines: cpu-smollm2-135m"),
+        ({"trace": Path("/nowhere.csv")}, "trace='/nowhere.csv': cannot be read"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(JobRequestError, match=expected):
+        simulate_job(request(tmp_path, **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_lengths_are_read_in_pairs_and_are_at_least_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023,374,44\n2023,396,0\n")
+    prompt, output = read_trace_lengths(path)
+    assert (prompt.tolist(), output.tolist()) == ([374, 396], [44, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a,b\n1,2\n", "no column ContextTokens and no column GeneratedTokens"),
+        ("ContextTokens,GeneratedTokens\n", "holds no requests"),
+        ("ContextTokens,GeneratedTokens\n1,2\n3,many\n", "line 3 holds no number"),
+        ("ContextTokens,GeneratedTokens\n1\n", "line 2 holds no number"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(JobRequestError, match=expected):
+        read_trace_lengths(tmp_path / "trace.csv")

@@ -1,0 +1,135 @@
+"""When a dead engine process is worth another start.
+
+A hung engine is noticed, a busy one is left alone.
+"""
+
+from __future__ import annotations
+
+from lorabatch.pipeline.supervisor.health import (
+    FIRST_DELAY_S,
+    MAX_BLAMED_ROWS,
+    MAX_DELAY_S,
+    MAX_FAILED_STARTS,
+    MAX_FRUITLESS_DEATHS,
+    SILENCE_LIMIT_S,
+    START_SILENCE_LIMIT_S,
+    STEP_LIMIT_S,
+    EnginePulse,
+    GiveUp,
+    Restart,
+    RestartPolicy,
+)
+
+
+def test_a_process_that_dies_at_work_is_started_again_at_once() -> None:
+    policy = RestartPolicy()
+    policy.started()
+    assert policy.died("it was killed by signal 9", is_permanent=False) == Restart(FIRST_DELAY_S)
+
+
+def test_pauses_grow_while_nothing_gets_done_and_start_over_with_the_first_row() -> None:
+    policy = RestartPolicy()
+    delays = []
+    for _ in range(8):
+        policy.started()
+        verdict = policy.died("a crash", is_permanent=False)
+        assert isinstance(verdict, Restart)
+        delays.append(verdict.delay_s)
+    assert delays == sorted(delays)
+    assert delays[-1] == MAX_DELAY_S
+    policy.started()
+    policy.row_finished()
+    assert policy.died("a crash", is_permanent=False) == Restart(FIRST_DELAY_S)
+
+
+def test_what_the_process_calls_permanent_is_final() -> None:
+    assert RestartPolicy().died("config.json: missing", is_permanent=True) == GiveUp("config.json: missing")
+
+
+def test_starts_that_fail_are_counted_in_a_row() -> None:
+    policy = RestartPolicy()
+    for _ in range(MAX_FAILED_STARTS - 1):
+        assert isinstance(policy.died("no memory", is_permanent=False), Restart)
+    policy.started()
+    policy.row_finished()
+    # The first death is of the process that worked; the starts after it fail.
+    for _ in range(1 + MAX_FAILED_STARTS):
+        verdict = policy.died("no memory", is_permanent=False)
+    assert verdict == GiveUp(f"the engine process could not be started {MAX_FAILED_STARTS} times: no memory")
+
+
+def test_crashing_for_ever_without_a_row_ends_one_day() -> None:
+    policy = RestartPolicy()
+    for _ in range(MAX_FRUITLESS_DEATHS):
+        policy.started()
+        verdict = policy.died("a crash", is_permanent=False)
+    assert isinstance(verdict, GiveUp)
+    assert "without finishing a row" in verdict.reason
+
+
+def test_deaths_that_bring_the_search_for_a_poison_row_on_are_not_counted_and_cost_no_pause() -> None:
+    policy = RestartPolicy()
+    for _ in range(10 * MAX_FRUITLESS_DEATHS):
+        policy.started()
+        assert policy.died("a crash", is_permanent=False, is_of_search=True) == Restart(FIRST_DELAY_S)
+
+
+def test_rows_blamed_in_succession_end_one_day_and_a_finished_row_clears_them() -> None:
+    policy = RestartPolicy()
+    for num_blamed in [1] * (MAX_BLAMED_ROWS - 1):
+        policy.started()
+        assert isinstance(policy.died("a crash", False, is_of_search=True, num_blamed=num_blamed), Restart)
+    policy.row_finished()
+    for _ in range(MAX_BLAMED_ROWS):
+        policy.started()
+        verdict = policy.died("a crash", False, is_of_search=True, num_blamed=1)
+    assert isinstance(verdict, GiveUp)
+    assert "rows in succession" in verdict.reason
+
+
+def test_a_search_does_not_excuse_processes_that_cannot_be_started() -> None:
+    policy = RestartPolicy()
+    policy.started()
+    policy.died("a crash", is_permanent=False, is_of_search=True)
+    for _ in range(MAX_FAILED_STARTS):
+        verdict = policy.died("no memory", is_permanent=False)
+    assert isinstance(verdict, GiveUp)
+
+
+def watched(pulse: EnginePulse, from_s: float, to_s: float, *, is_ready: bool) -> str | None:
+    """The first problem seen by somebody who looks every second."""
+    for now_s in range(int(from_s), int(to_s) + 1):
+        if problem := pulse.problem(float(now_s), is_ready=is_ready):
+            return problem
+    return None
+
+
+def test_silence_of_a_ready_engine_is_noticed_after_seconds_and_of_a_starting_one_after_minutes() -> None:
+    assert watched(EnginePulse(0.0), 0, SILENCE_LIMIT_S, is_ready=True) is None
+    assert "no sign of life" in str(watched(EnginePulse(0.0), 0, SILENCE_LIMIT_S + 1, is_ready=True))
+    assert watched(EnginePulse(0.0), 0, START_SILENCE_LIMIT_S, is_ready=False) is None
+    assert watched(EnginePulse(0.0), 0, START_SILENCE_LIMIT_S + 1, is_ready=False) is not None
+
+
+def test_an_engine_in_a_long_step_is_left_alone_until_the_step_is_absurd() -> None:
+    pulse = EnginePulse(0.0)
+    for now_s in range(int(STEP_LIMIT_S) + 1):
+        pulse.heard(float(now_s), step_s=float(now_s))
+        assert pulse.problem(float(now_s), is_ready=True) is None
+    pulse.heard(STEP_LIMIT_S + 1, step_s=STEP_LIMIT_S + 1)
+    assert "one step took" in str(pulse.problem(STEP_LIMIT_S + 1, is_ready=True))
+
+
+def test_a_watcher_that_slept_itself_holds_nothing_against_the_engine() -> None:
+    pulse = EnginePulse(0.0)
+    assert watched(pulse, 0, 10, is_ready=True) is None
+    assert pulse.problem(500.0, is_ready=True) is None
+    assert watched(pulse, 501, 504, is_ready=True) is None
+    assert watched(pulse, 505, 520, is_ready=True) is not None
+
+
+def test_a_new_process_starts_with_a_clean_slate() -> None:
+    pulse = EnginePulse(0.0)
+    pulse.heard(1.0, step_s=10_000.0)
+    pulse.start(2.0)
+    assert pulse.problem(2.5, is_ready=True) is None

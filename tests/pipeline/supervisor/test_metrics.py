@@ -1,0 +1,85 @@
+"""Reports of one host: rates, restarts, and rows counted once."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from lorabatch.engine.request import EngineTelemetry, ExportedRow, Request, SamplingParams
+from lorabatch.pipeline.messages import FinishedRows, HostReport
+from lorabatch.pipeline.supervisor.metrics import HostMeter
+from lorabatch.pipeline.supervisor.open_shard import OpenShard
+
+SNAPSHOT = EngineTelemetry(
+    num_running=3,
+    num_waiting=1,
+    resident_adapter_ids=("sha-a",),
+    mode="unmerged",
+    pages_used=7,
+    pages_total=9,
+    prompt_tokens=100,
+    generated_tokens=50,
+    num_steps=5,
+    reused_prompt_tokens=300,
+    adapter_loads=2,
+    adapter_stall_s=0.5,
+)
+
+
+def test_a_run_is_told_its_share_of_what_the_engine_does() -> None:
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.process_started(1)
+    meter.engine_said(SNAPSHOT)
+    whole, third = meter.report([]), meter.report([], share=1 / 3)
+    assert (whole.running_rows, third.running_rows) == (3, 1)
+    assert third.tokens_per_s == pytest.approx(whole.tokens_per_s / 3)
+    assert third.pages_used == whole.pages_used
+
+
+def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.process_started(1)
+    meter.engine_said(SNAPSHOT)
+    assert meter.latest.tokens_per_s > 0
+    latest = meter.latest
+    assert (latest.prefix_hit_rate, latest.adapter_loads, latest.adapter_stall_s) == (0.75, 2, 0.5)
+    meter.process_died("it was killed by signal 9")
+    assert (meter.latest.state, meter.latest.tokens_per_s, meter.latest.num_crashes) == ("restarting", 0.0, 1)
+    assert meter.latest.resident_adapter_ids == ()
+    meter.process_started(2)
+    meter.engine_said(SNAPSHOT)
+    assert meter.latest.tokens_per_s > 0
+    assert meter.latest.engine_pid == 2
+
+
+def test_places_are_used_by_rows_in_steps_and_offered_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.process_started(1)
+    now_s = 102.0
+    meter.engine_said(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5))
+    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 2.0)
+    now_s = 103.0
+    meter.engine_said(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5))
+    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 3.0)
+    now_s = 110.0
+    meter.process_started(2)
+    now_s = 111.0
+    meter.engine_said(replace(SNAPSHOT, num_steps=4, num_step_rows=32, busy_s=1.0))
+    assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (9 + 8 * 1.0, 8 * 4.0)
+
+
+def test_a_report_survives_the_way_through_dask() -> None:
+    meter = HostMeter("tcp://w", batch_rows=8)
+    meter.process_started(1)
+    meter.engine_said(SNAPSHOT)
+    shard = OpenShard(4, [ExportedRow(Request("r", (1,), None, SamplingParams()))])
+    report = meter.report([shard], (FinishedRows("sha-a", 1, 5),))
+    assert report.open_rows == 1
+    assert HostReport.from_plain(msgpack.unpackb(msgpack.packb(report.to_plain()))) == report
+    assert HostReport.from_plain(json.loads(json.dumps(report.to_plain()))) == report

@@ -1,0 +1,73 @@
+"""Messages to a process that reads, to one that does not, and to one that is gone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import IO
+
+import pytest
+
+from lorabatch.engine.server.wire import read_frame
+from lorabatch.pipeline.supervisor.process import FrameWriter, engine_environment
+
+# Together a megabyte: a pipe takes 64 KiB.
+MESSAGES = [{"op": "test", "number": i, "filling": "x" * 1000} for i in range(1000)]
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """What a process would read, and what its host writes to."""
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb") as inlet, os.fdopen(writes, "wb") as outlet:
+        yield inlet, outlet
+
+
+def test_messages_arrive_whole_and_in_order_however_late_they_are_read(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
+    inlet, outlet = pipe
+    writer = FrameWriter(outlet)
+    for message in MESSAGES:
+        writer.send(message)
+    writer.close()
+    assert not outlet.closed
+    assert [read_frame(inlet) for _ in MESSAGES] == MESSAGES
+    assert read_frame(inlet) is None
+    writer.join(10)
+    assert outlet.closed
+
+
+def test_a_write_that_waits_ends_with_its_reader(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
+    inlet, outlet = pipe
+    before = set(threading.enumerate())
+    writer = FrameWriter(outlet)
+    (thread,) = set(threading.enumerate()) - before
+    for message in MESSAGES:
+        writer.send(message)
+    assert thread.is_alive()
+    inlet.close()
+    writer.join(10)
+    assert not thread.is_alive()
+    assert outlet.closed
+    # Nobody hears it, nobody minds.
+    writer.send(MESSAGES[0])
+    writer.close()
+
+
+def test_what_cannot_be_packed_is_the_senders_error(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
+    writer = FrameWriter(pipe[1])
+    with pytest.raises(TypeError):
+        writer.send({"op": object()})
+    writer.close()
+    writer.join(10)
+
+
+def test_an_engine_has_its_own_threads_and_keeps_its_memory() -> None:
+    worker = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    found = engine_environment(worker, 4)
+    assert (found["PATH"], found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("/bin", "4", "4")
+    assert "MALLOC_TRIM_THRESHOLD_" not in found
+
+
+def test_without_a_number_of_threads_the_workers_are_left_as_they_are() -> None:
+    assert engine_environment({"OMP_NUM_THREADS": "1"}, None) == {"OMP_NUM_THREADS": "1"}

@@ -1,0 +1,439 @@
+"""One engine process under its keeper: answers, crashes, restarts, poison rows, an honest failure, shared by runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_engine
+import pytest
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
+from lorabatch.pipeline.messages import (
+    AdapterSource,
+    EngineFailedError,
+    EngineSettings,
+    HostReport,
+    LocalAdapter,
+    ShardAbandonedError,
+)
+from lorabatch.pipeline.supervisor import health as engine_pulse
+from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
+from lorabatch.pipeline.supervisor.supervisor import EngineKeeper, EngineShare
+
+POISON = 13
+
+
+class Reports:
+    """What the keeper reports, and a way to wait for a report."""
+
+    def __init__(self) -> None:
+        self.all: list[HostReport] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, report: HostReport) -> None:
+        with self._changed:
+            self.all.append(report)
+            self._changed.notify_all()
+
+    def wait_for(self, claim: Callable[[HostReport], bool]) -> HostReport:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(map(claim, self.all)), timeout=30)
+            return next(report for report in reversed(self.all) if claim(report))
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[EngineKeeper]]:
+    """Those that `start` has made."""
+    made: list[EngineKeeper] = []
+    yield made
+    for keeper in made:
+        keeper.close(10)
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, reports: Reports, keepers: list[EngineKeeper], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., EngineShare]:
+    """Start an engine with the echo engine's options; the share of a run that reports to `reports`."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
+
+    def start_with(batch_rows: int = 64, **options: Any) -> EngineShare:
+        (tmp_path / "echo.json").write_text(json.dumps(options))
+        settings = EngineSettings(
+            "model", EngineConfig(num_threads=1, max_batch_rows=batch_rows), factory="echo_engine:EchoEngine"
+        )
+        keepers.append(EngineKeeper(settings, lambda: tmp_path, tmp_path, "tcp://worker"))
+        return keepers[-1].join("run", reports)
+
+    return start_with
+
+
+def make_requests(prompts: range, adapter_id: str | None = None, max_tokens: int = 2) -> list[Request]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return [Request(f"row-{i}", (i,), adapter_id, sampling, stream_id=i) for i in prompts]
+
+
+def open_shard(engine: EngineShare, shard_id: int, requests: list[Request], adapters: list[LocalAdapter]) -> OpenShard:
+    return engine.open(shard_id, map(ExportedRow, requests), adapters)
+
+
+def collect(shard: OpenShard) -> dict[str, ServedRow]:
+    rows: dict[str, ServedRow] = {}
+    while True:
+        done = shard.num_unfinished == 0
+        fresh = shard.take(timeout_s=30)
+        rows.update({row.result.request_id: row for row in fresh})
+        if done:
+            return rows
+
+
+def assert_right(requests: list[Request], rows: dict[str, ServedRow]) -> None:
+    assert rows.keys() == {request.request_id for request in requests}
+    for request in requests:
+        expected = echo_engine.answer(request.prompt_token_ids, request.adapter_id, request.sampling.max_tokens)
+        assert rows[request.request_id].result.text == expected
+
+
+def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineShare]) -> None:
+    engine = start()
+    first, second = make_requests(range(20)), make_requests(range(20, 50), adapter_id="sha-a")
+    adapter = LocalAdapter(AdapterSource("sha-a", "a", "/nowhere"), Path("/nowhere"))
+    shards = [open_shard(engine, 0, first, []), open_shard(engine, 1, second, [adapter])]
+    assert_right(first, collect(shards[0]))
+    assert_right(second, collect(shards[1]))
+
+
+def test_reports_tell_what_is_open_and_count_each_finished_row_once(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    engine = start(gate=str(gate))
+    requests = make_requests(range(40), max_tokens=40)
+    shard = open_shard(engine, 7, requests, [])
+    open_report = reports.wait_for(lambda report: report.running_rows > 0)
+    assert open_report.state == "ready"
+    assert open_report.open_shards == ((7, 40),)
+    gate.touch()
+    collect(shard)
+    reports.wait_for(lambda report: report.open_shards == () and report.engine_pid is not None)
+    finished = [rows for report in reports.all for rows in report.finished]
+    assert sum(rows.num_rows for rows in finished) == 40
+    assert sum(rows.output_tokens for rows in finished) == 40 * 40
+    assert {rows.adapter_id for rows in finished} == {""}
+
+
+def test_a_killed_engine_is_replaced_and_its_rows_start_again(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    engine = start(gate=str(gate), batch_rows=4)
+    requests = make_requests(range(24), max_tokens=10)
+    shard = open_shard(engine, 0, requests, [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGKILL)
+    gate.touch()
+    rows = collect(shard)
+    assert_right(requests, rows)
+    assert max(row.num_crashes for row in rows.values()) == 1
+    died = reports.wait_for(lambda report: report.num_crashes == 1)
+    assert died.error == "it was killed by signal 9"
+
+
+@pytest.mark.parametrize("failure", ["crash_on_token", "raise_on_token"])
+def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineShare], failure: str) -> None:
+    engine = start(batch_rows=8, **{failure: POISON})
+    requests = make_requests(range(16))
+    rows = collect(open_shard(engine, 0, requests, []))
+    poisoned = rows.pop(f"row-{POISON}").result
+    assert poisoned.finish_reason == "error"
+    assert "died each time" in str(poisoned.error)
+    assert_right([request for request in requests if POISON not in request.prompt_token_ids], rows)
+
+
+def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_blamed(
+    start: Callable[..., EngineShare], reports: Reports
+) -> None:
+    engine = start(room_for_rows=3)
+    requests = make_requests(range(100))
+    rows = collect(open_shard(engine, 0, requests, []))
+    assert_right(requests, rows)
+    assert {row.num_crashes for row in rows.values()} == {0}
+    assert reports.wait_for(lambda report: report.batch_rows < 64).batch_rows in (32, 16, 8, 4, 2)
+    assert reports.wait_for(lambda report: report.batch_rows == 2).num_crashes == 5
+
+
+def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineShare]) -> None:
+    engine = start(room_for_rows=0)
+    rows = collect(open_shard(engine, 0, make_requests(range(2)), []))
+    assert {row.result.finish_reason for row in rows.values()} == {"error"}
+    assert all("no room for 1 rows" in str(row.result.error) for row in rows.values())
+
+
+def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
+    gate = tmp_path / "gate"
+    engine = start(gate=str(gate), batch_rows=4)
+    requests = make_requests(range(24))
+    shard = open_shard(engine, 0, requests, [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGSTOP)
+    gate.touch()
+    assert_right(requests, collect(shard))
+    assert "no sign of life" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
+    with pytest.raises(ProcessLookupError):
+        os.kill(running.engine_pid, 0)
+
+
+def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_takes(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
+    gate = tmp_path / "gate"
+    engine = start(gate=str(gate))
+    requests = make_requests(range(5000))
+    first = open_shard(engine, 0, requests[:10], [])
+    pid = reports.wait_for(lambda report: report.running_rows > 0).engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    gate.touch()
+    try:
+        # Half a megabyte.
+        second = open_shard(engine, 1, requests[10:], [])
+        assert "no sign of life" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
+        assert_right(requests, collect(first) | collect(second))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_keeper_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    engine = start(gate=str(tmp_path / "never"))
+    pid = reports.wait_for(lambda report: report.state == "ready").engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        shard = open_shard(engine, 0, make_requests(range(5000)), [])
+        reports.wait_for(lambda report: report.open_shards == ((0, 5000),))
+        keepers[0].close(10)
+        with pytest.raises(ShardAbandonedError):
+            shard.take(0)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_later(
+    start: Callable[..., EngineShare], reports: Reports
+) -> None:
+    engine = start(fail_start="config.json: missing")
+    for _ in range(2):
+        with pytest.raises(EngineFailedError, match=r"config\.json: missing"):
+            collect(open_shard(engine, 0, make_requests(range(3)), []))
+    assert reports.wait_for(lambda report: report.state == "failed").error == "config.json: missing"
+
+
+def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineShare]) -> None:
+    engine = start(refuse_adapters=["sha-b"])
+    adapter = LocalAdapter(AdapterSource("sha-b", "b", "/nowhere"), Path("/nowhere"))
+    rows = collect(open_shard(engine, 0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
+    assert {row.result.error for row in rows.values()} == {"adapter sha-b: refused for the test"}
+
+
+def test_closing_hands_out_finished_rows_before_it_says_that_the_rest_is_given_up(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+) -> None:
+    engine = start(step_s=0.01, batch_rows=2)
+    shard = open_shard(engine, 0, make_requests(range(100), max_tokens=4), [])
+    reports.wait_for(lambda report: bool(report.finished))
+    keepers[0].close(10)
+    finished = shard.take(timeout_s=0)
+    assert 0 < len(finished) < 100
+    with pytest.raises(ShardAbandonedError):
+        shard.take(timeout_s=0)
+
+
+def test_an_abandoned_shard_leaves_the_engine(start: Callable[..., EngineShare], reports: Reports) -> None:
+    engine = start(step_s=0.01, batch_rows=2)
+    engine.abandon(open_shard(engine, 0, make_requests(range(1000), max_tokens=1000), []))
+    requests = make_requests(range(1000, 1004))
+    assert_right(requests, collect(open_shard(engine, 1, requests, [])))
+    assert reports.wait_for(lambda report: report.state == "ready").worker == "tcp://worker"
+
+
+def test_the_engine_process_ends_with_its_keeper(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+) -> None:
+    start()
+    pid = reports.wait_for(lambda report: report.engine_pid is not None).engine_pid
+    assert pid is not None
+    began_s = time.monotonic()
+    keepers[0].close(10)
+    assert time.monotonic() - began_s < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    engine = start(gate=str(gate), batch_rows=4)
+    requests = make_requests(range(10), max_tokens=3)
+    shard = open_shard(engine, 5, requests, [])
+    reports.wait_for(lambda report: report.running_rows > 0)
+    loan = engine.lend(5, 4).result(10)
+    assert [row.request.request_id for row in loan.rows] == [f"run/row-{i}" for i in range(6, 10)]
+    assert reports.wait_for(lambda report: report.lent_rows == 4).open_shards == ((5, 10),)
+    engine.answered([served(row.request, num_crashes=2) for row in loan.rows[:2]])
+    engine.reclaim([row.request.request_id for row in loan.rows])
+    gate.touch()
+    rows = collect(shard)
+    assert_right(requests, rows)
+    assert {name for name, row in rows.items() if row.num_crashes} == {"row-6", "row-7"}
+    assert reports.wait_for(lambda report: not report.open_shards and bool(report.engine_pid)).lent_rows == 0
+
+
+def served(request: Request, num_crashes: int = 0) -> ServedRow:
+    """What any engine answers to a request."""
+    text = echo_engine.answer(request.prompt_token_ids, request.adapter_id, request.sampling.max_tokens)
+    return ServedRow(Result(request.request_id, (0, 1, 2), text, "length", 1, "base"), num_crashes)
+
+
+def test_guests_go_on_where_they_were_and_are_no_shard_of_this_worker(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    engine = start(gate=str(gate))
+    requests = make_requests(range(3), max_tokens=4)
+    guests = engine.open(None, [ExportedRow(request, (0, 1)) for request in requests], [])
+    report = reports.wait_for(lambda report: report.running_rows == 3)
+    assert (report.guest_rows, report.open_shards) == (3, ())
+    gate.touch()
+    assert_right(requests, collect(guests))
+
+
+def test_nothing_is_lent_of_a_shard_that_is_not_open_or_by_an_engine_that_is_gone(
+    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+) -> None:
+    engine = start(gate=str(tmp_path / "never"))
+    open_shard(engine, 0, make_requests(range(3)), [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert engine.lend(1, 2).result(10).rows == ()
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGSTOP)
+    asked = engine.lend(0, 2)
+    os.kill(running.engine_pid, signal.SIGKILL)
+    assert asked.result(10).rows == ()
+
+
+def finish_order(shards: dict[str, OpenShard], num_rows: int) -> list[str]:
+    """Whose rows finish, in order, for so many rows."""
+    order: list[str] = []
+    pause = threading.Event()
+    while len(order) < num_rows:
+        order += [name for name, shard in shards.items() for _ in shard.take(0)]
+        pause.wait(0.01)
+    return order
+
+
+def test_runs_that_share_an_engine_get_equal_service_from_the_moment_the_second_comes(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first = start(batch_rows=4, gate=str(gate), step_s=0.01)
+    shards = {"first": open_shard(first, 0, make_requests(range(200)), [])}
+    reports.wait_for(lambda report: report.running_rows == 4)
+    second = keepers[0].join("second", Reports())
+    # The same shard id and request ids as the first: they are of another run.
+    shards["second"] = open_shard(second, 0, make_requests(range(40)), [])
+    gate.touch()
+    order = finish_order(shards, 80)
+    # The batch that ran and what was to enter next belong to the first; then they take turns.
+    assert 28 <= order.count("second") <= 40, order
+    for shard, num_rows in ((shards["first"], 200), (shards["second"], 40)):
+        collect(shard)
+        assert shard.num_unfinished == 0, num_rows
+    pids = {report.engine_pid for report in reports.all if report.engine_pid}
+    assert len(pids) == 1
+
+
+def test_a_run_that_leaves_gives_its_rows_up_and_the_others_go_on(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first = start(batch_rows=4, gate=str(gate))
+    requests = make_requests(range(30))
+    shard = open_shard(first, 3, requests, [])
+    others = Reports()
+    second = keepers[0].join("second", others)
+    left = open_shard(second, 3, make_requests(range(30), max_tokens=500), [])
+    running = others.wait_for(lambda report: report.running_rows > 0)
+    keepers[0].leave("second", 10)
+    with pytest.raises(ShardAbandonedError):
+        left.take(0)
+    gate.touch()
+    assert_right(requests, collect(shard))
+    done = reports.wait_for(lambda report: report.state == "ready" and not report.open_shards)
+    assert (done.engine_pid, done.num_crashes) == (running.engine_pid, 0)
+
+
+def test_a_row_that_kills_the_engine_costs_other_runs_no_row(
+    start: Callable[..., EngineShare], keepers: list[EngineKeeper]
+) -> None:
+    first = start(batch_rows=8, crash_on_token=POISON)
+    second = keepers[0].join("second", Reports())
+    poisoned = open_shard(first, 0, make_requests(range(16)), [])
+    innocent = make_requests(range(20, 40))
+    assert_right(innocent, collect(open_shard(second, 0, innocent, [])))
+    rows = collect(poisoned)
+    assert [name for name, row in rows.items() if row.result.error is not None] == [f"row-{POISON}"]
+
+
+def test_a_run_that_leaves_takes_along_what_was_generated_for_it(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+) -> None:
+    engine = start(step_s=0.02, batch_rows=4)
+    shard = open_shard(engine, 0, make_requests(range(8), max_tokens=1000), [])
+    reports.wait_for(lambda report: report.tokens_per_s > 0)
+    keepers[0].leave("run", 10)
+    with pytest.raises(ShardAbandonedError):
+        shard.take(0)
+    assert [row.request.request_id for row in shard.begun] == ["row-0", "row-1", "row-2", "row-3"]
+    for row in shard.begun:
+        assert row.token_ids == tuple(range(len(row.token_ids)))
+        assert len(row.token_ids) > 0
+
+
+def test_a_run_may_leave_an_engine_that_does_not_answer(
+    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+) -> None:
+    shard = open_shard(start(gate=str(tmp_path / "never")), 0, make_requests(range(8)), [])
+    running = reports.wait_for(lambda report: report.running_rows > 0)
+    assert running.engine_pid is not None
+    os.kill(running.engine_pid, signal.SIGSTOP)
+    keepers[0].leave("run", 0.5)
+    with pytest.raises(ShardAbandonedError):
+        shard.take(0)
+    assert shard.begun == ()

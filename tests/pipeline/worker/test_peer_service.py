@@ -1,0 +1,211 @@
+"""What workers answer one another, on real Dask workers with real engines: rows that move, and their adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from distributed import Scheduler, Worker
+from echo_host import Host, finish, open_shard, until
+
+from lorabatch.jobs.errors import StorageError
+from lorabatch.jobs.record import AdapterRecord
+from lorabatch.pipeline.migration.peers import Answer, PeerLostError, Peers, answer_peers
+from lorabatch.pipeline.worker.adapters import AdapterShelf
+from lorabatch.pipeline.worker.peer_service import RowExchange
+
+RUN = "run"
+ALPHA = "sha-alpha"
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"\x00weights"}
+NOWHERE = "memory://nowhere/alpha"
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An adapter where every worker of this process would have to fetch it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fs = fsspec.filesystem("memory")
+    for name, content in FILES.items():
+        fs.pipe_file(f"/bucket/alpha/{name}", content)
+    return "memory://bucket/alpha"
+
+
+@dataclass
+class Site:
+    """A worker with an engine, its adapters and what it answers."""
+
+    worker: Worker
+    host: Host
+    shelf: AdapterShelf
+    exchange: RowExchange = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.exchange = RowExchange(self.worker, RUN, self.host.share, lambda: self.shelf)
+
+    async def ask(self, other: Site, question: str, **content: Any) -> Answer:
+        return await Peers(self.worker, RUN).ask(other.worker.address, question, **content)
+
+    def adapters(self) -> dict[str, bytes]:
+        """The files of alpha as they lie here."""
+        (adapter,) = self.shelf.local([ALPHA])
+        return {path.name: path.read_bytes() for path in adapter.folder.iterdir()}
+
+
+def shelf_of(folder: Path, url: str) -> AdapterShelf:
+    record = AdapterRecord.model_validate({"name": "alpha", "url": url, "verdict": "exact", "sha256": ALPHA})
+    return AdapterShelf([record], {}, folder)
+
+
+@asynccontextmanager
+async def sites(tmp_path: Path, urls: list[str], hosts: list[Host]) -> AsyncIterator[list[Site]]:
+    """A worker for each host, with alpha where its url says."""
+    options: dict[str, Any] = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    async with AsyncExitStack() as stack:
+        scheduler = await stack.enter_async_context(Scheduler(port=0, **options))
+        found = []
+        for number, (url, host) in enumerate(zip(urls, hosts, strict=True)):
+            local = tmp_path / f"worker-{number}"
+            local.mkdir()
+            made = Worker(scheduler.address, nthreads=1, local_directory=str(local), **options)
+            worker = await stack.enter_async_context(made)
+            found.append(Site(worker, host, shelf_of(local / "adapters", url)))
+        yield found
+
+
+def test_rows_go_with_their_adapter_to_a_helper_that_cannot_get_it_elsewhere(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        engines = [hosts(gate=str(tmp_path / "gate")), hosts(step_s=0.01)]
+        async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
+            shard = open_shard(owner.host, 6, *await asyncio.to_thread(owner.shelf.local, [ALPHA]))
+            await until(lambda: any(report.running_rows for report in owner.host.reports))
+            # As the coordinator does, from whatever worker it is on.
+            await helper.ask(owner, "lend", shard_id=7, num_rows=4, helper=helper.worker.address)
+            await until(lambda: shard.num_unfinished == 2)
+            assert helper.adapters() == FILES
+            (tmp_path / "gate").touch()
+            await finish(shard, 6, ALPHA)
+
+    asyncio.run(story())
+
+
+def test_rows_whose_adapter_a_helper_cannot_get_stay_with_their_owner(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        engines = [hosts(gate=str(tmp_path / "gate")), hosts()]
+        async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
+            adapters = await asyncio.to_thread(owner.shelf.local, [ALPHA])
+            shard = open_shard(owner.host, 4, *adapters)
+            await until(lambda: any(report.running_rows for report in owner.host.reports))
+            adapters[0].folder.rename(tmp_path / "taken-away")
+            await helper.ask(owner, "lend", shard_id=7, num_rows=3, helper=helper.worker.address)
+            await until(lambda: not owner.shelf.is_coming(ALPHA) and owner.host.reports[-1].lent_rows == 0)
+            (tmp_path / "gate").touch()
+            await finish(shard, 4, ALPHA)
+            assert not any(report.guest_rows for report in helper.host.reports)
+
+    asyncio.run(story())
+
+
+def test_an_adapter_comes_from_the_named_worker_which_fetches_it_first(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with sites(tmp_path, [storage, NOWHERE], [hosts(), hosts()]) as (first, second):
+            await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+            assert second.adapters() == first.adapters() == FILES
+
+    asyncio.run(story())
+
+
+def test_an_adapter_that_the_named_worker_does_not_give_comes_from_storage(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with sites(tmp_path, [NOWHERE, storage], [hosts(), hosts()]) as (first, second):
+            await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+            assert second.adapters() == FILES
+
+    asyncio.run(story())
+
+
+def test_files_that_would_lie_elsewhere_are_not_taken_from_anybody(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
+
+            async def answer(question: str, content: Answer) -> Answer:
+                return {"files": {"../outside": b"x"}}
+
+            answer_peers(first.worker, RUN, answer)
+            await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+            assert second.adapters() == FILES
+            assert not list(tmp_path.rglob("outside"))
+
+    asyncio.run(story())
+
+
+def test_an_adapter_that_nobody_has_is_an_error_that_names_it(hosts: Callable[..., Host], tmp_path: Path) -> None:
+    async def story() -> None:
+        async with sites(tmp_path, [NOWHERE, NOWHERE], [hosts(), hosts()]) as (first, second):
+            with pytest.raises(StorageError, match="nowhere/alpha"):
+                await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+
+    asyncio.run(story())
+
+
+def test_guests_are_given_back_when_their_owner_calls_and_when_their_host_leaves(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        engines = [hosts(gate=str(tmp_path / "gate")), hosts(step_s=0.05, trace=str(tmp_path / "by-helper"))]
+        async with sites(tmp_path, [storage, storage], engines) as (owner, helper):
+            shard = open_shard(owner.host, 4)
+            await until(lambda: any(report.running_rows for report in owner.host.reports))
+            await helper.ask(owner, "lend", shard_id=7, num_rows=4, helper=helper.worker.address)
+            await until((tmp_path / "by-helper").exists)
+            await owner.exchange.call_back(60)
+            await helper.exchange.depart(60)
+            await asyncio.to_thread(owner.host.keeper.leave, RUN, 10)
+            begun = {row.request.request_id: len(row.token_ids) for row in shard.begun}
+            assert sum(begun.values()) == sum(map(int, (tmp_path / "by-helper").read_text().split())) > 0
+
+    asyncio.run(story())
+
+
+def test_questions_nobody_knows_or_of_another_run_are_errors_and_the_host_goes_on(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
+            with pytest.raises(PeerLostError, match="unknown question 'dance'"):
+                await first.ask(second, "dance")
+            with pytest.raises(PeerLostError, match="KeyError"):
+                await first.ask(second, "results", loan_id="of nobody", acknowledged=[])
+            with pytest.raises(PeerLostError, match="no engine of this run"):
+                await Peers(first.worker, "another-run").ask(second.worker.address, "results")
+            # Loans that are over may be dropped and recalled again.
+            assert await first.ask(second, "drop", loan_id="of nobody") == {}
+            assert await first.ask(second, "recall", loan_id="of nobody") == {}
+            assert (await first.ask(second, "adapter", adapter_id=ALPHA))["files"] == FILES
+
+    asyncio.run(story())
+
+
+def test_a_host_that_is_closed_answers_nobody(hosts: Callable[..., Host], storage: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
+            second.exchange.close()
+            with pytest.raises(PeerLostError, match="no engine of this run"):
+                await first.ask(second, "adapter", adapter_id=ALPHA)
+
+    asyncio.run(story())

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorabatch.scheduler.baselines.batchers import FcfsBatcher, MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
+from lorabatch.scheduler.batching import BatchView
+
+
+def make_view(running, waiting, *, batch=4, merged=None):
+    return BatchView(np.asarray(running, np.int32), np.asarray(waiting, np.int32), batch, merged)
+
+
+def run_to_end(batcher, arrivals, *, batch, steps_each=1):
+    """Adapters served in each step, every row needing `steps_each` steps."""
+    waiting, running, history, merged = list(arrivals), [], [], None
+    while waiting or running:
+        view = make_view([a for a, _ in running], waiting, batch=batch, merged=merged)
+        plan = batcher.next_step(view)
+        plan.check_integrity(view)
+        merged = plan.merged_adapter
+        served = [i for i in range(len(running)) if plan.serve[i]]
+        admitted = plan.admit.tolist()
+        history.append(sorted([running[i][0] for i in served] + [waiting[i] for i in admitted]))
+        assert history[-1], "an idle step"
+        running = [(a, left - (i in served)) for i, (a, left) in enumerate(running)]
+        running += [(waiting[i], steps_each - 1) for i in admitted]
+        waiting = [a for i, a in enumerate(waiting) if i not in admitted]
+        running = [(a, left) for a, left in running if left > 0]
+    return history
+
+
+def test_the_papers_figure_2a_one_adapter_at_a_time_needs_two_batches():
+    assert run_to_end(OneAtATimeBatcher(), [0, 1, 1], batch=3) == [[0], [1, 1]]
+    assert run_to_end(UnmergedBatcher(), [0, 1, 1], batch=3) == [[0, 1, 1]]
+
+
+def test_unmerged_is_first_come_first_served():
+    assert UnmergedBatcher().next_step(make_view([5], [3, 1, 2, 1])).admit.tolist() == [0, 1, 2]
+
+
+def test_fcfs_passes_over_an_adapter_too_many():
+    assert FcfsBatcher(max_resident=2).next_step(make_view([5], [3, 1, -1, 3])).admit.tolist() == [0, 2, 3]
+
+
+def test_merged_only_serves_one_adapter_and_then_the_oldest_waiting():
+    assert run_to_end(MergedBatcher(), [0, 1, 0, 2, 1], batch=4) == [[0, 0], [1, 1], [2]]
+
+
+def test_merged_only_gives_others_a_turn_after_its_patience():
+    batcher = MergedBatcher(patience=3)
+    merged = []
+    for _ in range(5):
+        merged.append(batcher.next_step(make_view([], [0] * 9 + [1], merged=merged[-1] if merged else None)))
+        merged[-1] = merged[-1].merged_adapter
+    assert merged == [0, 0, 0, 1, 1]
+
+
+def test_a_closed_batch_admits_nobody_until_it_is_done():
+    plan = OneAtATimeBatcher().next_step(make_view([0], [0, 0]))
+    assert len(plan.admit) == 0
+
+
+def test_base_rows_are_merged_with_nothing():
+    plan = MergedBatcher().next_step(make_view([], [-1, -1, 0]))
+    assert (plan.mode, plan.admit.tolist()) == ("unmerged", [0, 1])
+
+
+@pytest.mark.parametrize("make", [UnmergedBatcher, lambda: FcfsBatcher(1), MergedBatcher, OneAtATimeBatcher], ids=str)
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(-1, 3), max_size=30), st.integers(1, 6), st.integers(1, 3))
+def test_every_row_is_served_in_the_end(make, arrivals, batch, steps_each):
+    history = run_to_end(make(), arrivals, batch=batch, steps_each=steps_each)
+    assert sum(len(step) for step in history) == len(arrivals) * steps_each

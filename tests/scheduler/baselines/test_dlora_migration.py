@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorabatch.scheduler.baselines.dlora_migration import (
+    CoMigrationModel,
+    MigrationSettings,
+    Move,
+    ReplicaLoad,
+    RowGroup,
+    level_s,
+    longest_after,
+    move_greedily,
+    near_the_bound,
+    plan_migration,
+    select,
+    transport,
+)
+from lorabatch.scheduler.placement import solve
+
+
+def make_replica(name, *groups, resident=(), **more):
+    return ReplicaLoad(
+        name, tuple(RowGroup(adapter, rows, seconds) for adapter, rows, seconds in groups), frozenset(resident), **more
+    )
+
+
+def random_cluster(seed, num_replicas=16, num_adapters=8):
+    rng = np.random.default_rng(seed)
+    replicas = []
+    for i in range(num_replicas):
+        held = sorted(rng.choice(num_adapters, 3, replace=False).tolist())
+        groups = [(f"a{k}", int(rng.integers(1, 40) * (1 + 3 * (i % 2))), 0.1) for k in held]
+        replicas.append(make_replica(f"r{i:02}", *groups, resident=[f"a{k}" for k in held]))
+    return replicas
+
+
+def test_an_even_cluster_is_left_alone():
+    plan = plan_migration([make_replica("a", ("x", 10, 1.0)), make_replica("b", ("x", 10, 1.0))], {})
+    assert (plan.moves, plan.method) == ((), "not needed")
+
+
+def test_no_replicas_and_one_replica_have_nothing_to_move():
+    assert plan_migration([], {}).method == "not needed"
+    assert plan_migration([make_replica("a", ("x", 10, 1.0))], {}).method == "not needed"
+
+
+def test_figure_8_rows_of_the_full_replica_go_to_the_empty_one():
+    replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle")]
+    plan = plan_migration(replicas, {"x": 1.0}, MigrationSettings(gamma=1.0))
+    assert plan.method == "transport"
+    assert plan.moves == (Move("x", "full", "idle", 10),)
+    assert plan.after_s == 10.0
+
+
+def test_moved_rows_cost_gamma_so_fewer_move():
+    replicas = [make_replica("full", ("x", 30, 1.0), resident="x"), make_replica("idle", resident="x")]
+    (move,) = plan_migration(replicas, {}, MigrationSettings(gamma=2.0)).moves
+    assert move.num_rows == 10
+
+
+def test_copies_of_adapters_are_avoided_when_eta_is_high():
+    replicas = [
+        make_replica("full", ("x", 10, 1.0), ("y", 10, 1.0), resident="xy"),
+        make_replica("idle", resident="y"),
+    ]
+    plan = plan_migration(replicas, {}, MigrationSettings(gamma=1.0, eta_s=5.0))
+    assert {move.adapter for move in plan.moves} == {"y"}
+
+
+def test_memory_that_would_be_swapped_keeps_rows_away():
+    groups = (RowGroup("x", 20, 1.0, row_bytes=10.0),)
+    full = ReplicaLoad("full", groups, frozenset("x"))
+    idle = ReplicaLoad("idle", (), frozenset("x"), memory_bytes=40.0)
+    swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
+    plan = plan_migration([full, idle], {}, swapping)
+    (move,) = plan.moves
+    assert (plan.method, move.num_rows < 7) == ("ilp", True)
+
+
+def test_a_gain_too_small_is_not_worth_moving():
+    replicas = [make_replica("full", ("x", 2, 1.0), fixed_s=100.0), make_replica("idle")]
+    plan = plan_migration(replicas, {}, MigrationSettings(least_gain=0.5))
+    assert (plan.moves, plan.method) == ((), "nothing pays")
+
+
+def test_only_the_top_k_on_each_side_take_part():
+    over, under = select(random_cluster(0), MigrationSettings(top_k=3))
+    assert (len(over), len(under)) == (3, 3)
+    assert min(r.pending_s for r in over) >= max(r.pending_s for r in under)
+
+
+def test_an_infeasible_model_falls_back_by_name(monkeypatch):
+    original = CoMigrationModel.__init__
+
+    def contradictory(self, *given):
+        original(self, *given)
+        self.problem += self.longest <= -1.0
+
+    monkeypatch.setattr(CoMigrationModel, "__init__", contradictory)
+    # Limited memory is what the model is asked for.
+    replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle", memory_bytes=1e9)]
+    plan = plan_migration(replicas, {})
+    assert plan.method == "greedy (ilp infeasible)"
+    assert plan.after_s < plan.before_s
+
+
+def test_the_greedy_rule_prefers_adapters_that_are_there():
+    full = make_replica("full", ("x", 10, 1.0), ("y", 10, 1.0))
+    moves = move_greedily([full], [make_replica("idle", resident="y")], MigrationSettings(gamma=1.0))
+    assert moves[0].adapter == "y"
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10**6))
+def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
+    replicas = random_cluster(seed, num_replicas=8)
+    plan = plan_migration(replicas, {f"a{k}": 1.0 for k in range(8)})
+    held = {(r.replica_id, g.adapter): g.num_rows for r in replicas for g in r.groups}
+    for move in plan.moves:
+        assert move.num_rows > 0
+        held[move.from_replica_id, move.adapter] -= move.num_rows
+    assert min(held.values()) >= 0
+    if plan.moves:
+        assert plan.after_s == pytest.approx(longest_after(replicas, plan.moves, MigrationSettings()))
+        assert plan.after_s < plan.before_s
+
+
+def test_the_same_cluster_always_gets_the_same_plan():
+    assert plan_migration(random_cluster(3), {}) == plan_migration(random_cluster(3), {})
+
+
+def priced(over, under, moves, chosen):
+    """The paper's objective: the longest pending time, and eta for every adapter copy."""
+    resident = {replica.replica_id: replica.resident for replica in under}
+    copies = {(m.adapter, m.to_replica_id) for m in moves if m.adapter not in resident[m.to_replica_id]}
+    return longest_after([*over, *under], moves, chosen) + chosen.eta_s * len(copies)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_at_k_8_the_transport_is_as_good_as_the_papers_program(seed):
+    chosen = MigrationSettings()
+    over, under = select(random_cluster(seed, num_replicas=32, num_adapters=32), chosen)
+    assert (len(over), len(under)) == (8, 8)
+    model = CoMigrationModel(over, under, {}, chosen)
+    assert solve(model.problem, max_nodes=chosen.max_nodes, relative_gap=0.02) in ("optimal", "feasible")
+    moves, _ = transport(over, under, chosen)
+    assert priced(over, under, moves, chosen) <= 1.02 * priced(over, under, model.decode(), chosen)
+    assert near_the_bound(over, under, chosen) == moves
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_answer_of_the_papers_program_lies_below_the_level(seed):
+    chosen = MigrationSettings()
+    over, under = select(random_cluster(seed), chosen)
+    model = CoMigrationModel(over, under, {}, chosen)
+    solve(model.problem, max_nodes=1000)
+    assert model.longest.value() >= level_s(over, under, chosen.gamma) * (1 - 1e-6)
+
+
+def test_copies_that_cost_more_than_they_win_leave_the_decision_to_the_program():
+    replicas = [
+        make_replica("full", *((f"a{k}", 1, 1.0) for k in range(20)), resident=[f"a{k}" for k in range(20)]),
+        make_replica("idle"),
+    ]
+    plan = plan_migration(replicas, {}, MigrationSettings(gamma=1.0, eta_s=0.4))
+    assert plan.method == "ilp"
+    assert 0 < len(plan.moves) <= 10
+
+
+def test_the_model_is_never_worse_than_the_greedy_rule_at_k_8():
+    for seed in range(3):
+        replicas = random_cluster(seed)
+        over, under = select(replicas, MigrationSettings())
+        greedy_s = longest_after(replicas, move_greedily(over, under, MigrationSettings()), MigrationSettings())
+        assert plan_migration(replicas, {}).after_s <= greedy_s * 1.02
