@@ -17,7 +17,7 @@ def multiply(a, b, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_fields(tiles, tile):
-    """row_start, num_rows, plus, minus, scratch_row of a tile (see `kernels.segments`)."""
+    """row_start, num_rows, plus, minus, scratch_row of a tile (see `kernels.layouts.segments`)."""
     at = tiles + tile * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 

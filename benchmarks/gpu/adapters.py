@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lorabatch.benchmarks.gpu.shapes import ModelShape
-from lorabatch.kernels.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
+from lorabatch.kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
 
 _ALIGNMENT = 8
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lorabatch.benchmarks.gpu.layer import DecodeLayer
+from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, QKV
 from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_gate_up import reference as gate_up_reference
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_residual import reference as residual_reference
 from lorabatch.kernels.lora_shrink import lora_shrink
 from lorabatch.kernels.lora_shrink import reference as shrink_reference
-from lorabatch.kernels.lora_table import DOWN, GATE_UP, QKV
+from lorabatch.kernels.paged_attention import attend_pages
 from lorabatch.kernels.paged_attention import reference as attention_reference
-from lorabatch.kernels.paged_attention.gpu import attend_pages
 from lorabatch.kernels.rms_norm import reference as norm_reference
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
 

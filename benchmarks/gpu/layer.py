@@ -12,16 +12,16 @@ from torch.nn.functional import linear
 
 from lorabatch.benchmarks.gpu.adapters import random_table
 from lorabatch.benchmarks.gpu.shapes import PAGE_TOKENS, ModelShape
+from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, NUM_SITES, O_PROJ, QKV, LoraTable
+from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
 from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish, lora_qkv_
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_shrink import lora_shrink
-from lorabatch.kernels.lora_table import DOWN, GATE_UP, NUM_SITES, O_PROJ, QKV, LoraTable
 from lorabatch.kernels.merge import MergeJob, MergePair
-from lorabatch.kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
+from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
 from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
-from lorabatch.kernels.segments import SegmentLimits, Segments, plan_segments
 
 _EPS = 1e-5
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorabatch.kernels.lora_qkv import HeadLayout
+from lorabatch.kernels.layouts.heads import HeadLayout
 
 PAGE_TOKENS = 16
 

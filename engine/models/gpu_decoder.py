@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.layouts.heads import HeadLayout
+from ...kernels.layouts.lora_table import CHUNK_RANK, LoraTable
 from ...kernels.lora_gate_up import Activation, lora_gate_up
-from ...kernels.lora_qkv import HeadFinish, HeadLayout, lora_qkv_
+from ...kernels.lora_qkv import HeadFinish, lora_qkv_
 from ...kernels.lora_residual import lora_residual_
 from ...kernels.lora_shrink import lora_shrink
-from ...kernels.lora_table import CHUNK_RANK, LoraTable
-from ...kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
+from ...kernels.paged_attention import AttentionRule, Partials, attend_pages
 from ...kernels.rms_norm.fused import add_rms_norm
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
 from .decoder import Decoder, DecoderLayer

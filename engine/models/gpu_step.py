@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.layouts.segments import SegmentLimits, Segments
 from ...kernels.paged_attention.work import AttentionWork, WorkLimits
 from ...kernels.sampling import SamplingRows
-from ...kernels.segments import SegmentLimits, Segments
 from ..model_config.model import ModelConfig
 from .rope import RowLengths
 

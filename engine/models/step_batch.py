@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.paged_attention import AttentionPlan, DecodeGroup, PrefillChunk
-from ...kernels.paged_attention.compiled import SpanTable, can_attend_compiled
+from ...kernels.paged_attention.compiled import can_attend_compiled
+from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, PrefillChunk, SpanTable
 from ..memory.pool import PageLayout, PageRun
 from ..memory.residency import MergedShare, ResidentAdapter
 from ..model_config.model import ModelConfig

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...kernels.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
+from ...kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
 from ...kernels.segment_lora import LoraSiteWeights
 from ..memory.pool import PagePool
 from ..memory.residency import ResidentAdapter

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layouts.segments import SegmentLimits, plan_segments
 from ...kernels.paged_attention.work import Span, WorkLimits, plan_attention
 from ...kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
-from ...kernels.segments import SegmentLimits, plan_segments
 from ..models.gpu_step import StepBuffer, StepSizes
 from ..models.step_batch import StepEntry
 from ..request import SamplingParams, Sequence
 from .sampler import StopTokens
 
 SPLIT_KEYS = 512  # see kernels.paged_attention.triton
-DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.segments
+DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.layouts.segments
 _MOST_INT32 = 2**31 - 1
 _Int32s = NDArray[np.int32]
 _Int64s = NDArray[np.int64]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned, num_persistent_programs
-from ...kernels.paged_attention.gpu import Partials
+from ...kernels.layouts.segments import SegmentLimits
+from ...kernels.paged_attention.types import Partials
 from ...kernels.paged_attention.work import WorkLimits
 from ...kernels.sampling import sample_tokens
-from ...kernels.segments import SegmentLimits
 from ..config import EngineConfig
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig

@@ -11,8 +11,8 @@ from typing import Literal
 from torch import Tensor
 
 from ..launch import uses_triton
-from ..lora_table import LoraTable
-from ..segments import Segments
+from ..layouts.lora_table import LoraTable
+from ..layouts.segments import Segments
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from ..lora_table import GATE_UP, LoraTable
-from ..lora_table.reference import expanded
-from ..segments import Segments
+from ..layouts.lora_table import GATE_UP, LoraTable
+from ..layouts.reference import expanded
+from ..layouts.segments import Segments
 
 
 def gate_up(

@@ -4,50 +4,19 @@
 of D = head_dim. Query heads are finished in place; keys and values go to the pool only. Rotation is that of
 `kernels.rotary`, on the first `2 * cos.shape[1]` features of a head; the rest pass (partial rotary; none for OPT).
 Norms over a head (Qwen3, Gemma 3): `x / sqrt(mean(x^2) + eps) * (weight + norm_offset)`, offset 1 for Gemma.
-
-A page holds `[num_layers, 2 (key, value), K, page_tokens, D]`; slot = page * page_tokens + place in the page.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..launch import uses_triton
-from ..lora_table import LoraTable
-from ..segments import Segments
+from ..layouts.heads import HeadLayout
+from ..layouts.lora_table import LoraTable
+from ..layouts.segments import Segments
+from .types import HeadFinish
 
-
-@dataclass(frozen=True, slots=True)
-class HeadLayout:
-    """Heads of a layer and its place in a page."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_layers: int
-    page_tokens: int
-
-    @property
-    def page_elements(self) -> int:
-        """Numbers in a page."""
-        return self.num_layers * 2 * self.num_kv_heads * self.page_tokens * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class HeadFinish:
-    """What happens to a head after the linear layer. `cos`, `sin`: fp32 [num_tokens, rotary_dim // 2]; norm
-    weights [head_dim] or None. `slots`: int32 [num_tokens], -1 stores nothing."""
-
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-    bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
+__all__ = ["HeadFinish", "lora_qkv_"]
 
 
 def lora_qkv_(

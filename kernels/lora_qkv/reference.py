@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..lora_table import QKV, LoraTable
-from ..lora_table.reference import expanded
-from ..segments import Segments
-from . import HeadFinish, HeadLayout
+from ..layouts.heads import HeadLayout
+from ..layouts.lora_table import QKV, LoraTable
+from ..layouts.reference import expanded
+from ..layouts.segments import Segments
+from .types import HeadFinish
 
 
 def qkv(

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..blocks import finish_columns, lora_columns, tile_fields
 from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
-from ..lora_table import NUM_SITES, QKV, LoraTable
-from ..segments import SPLITS_AT, Segments
-from . import HeadFinish, HeadLayout
+from ..layouts.heads import HeadLayout
+from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
+from ..layouts.segments import SPLITS_AT, Segments
+from .types import HeadFinish
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 _SUMS_PER_THREAD = 32

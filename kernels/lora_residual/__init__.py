@@ -1,7 +1,7 @@
 """The end of a row-parallel linear layer (o, down): `out = residual + factor * (y + LoRA) + biases`, in place.
 
 `y` [num_tokens, out_features] is the layer's base product without bias, `residual` the stream it joins (None where
-a norm stands between them: then `y` is overwritten). LoRA comes from scratch; see `kernels.lora_table`.
+a norm stands between them: then `y` is overwritten). LoRA comes from scratch; see `kernels.layouts.lora_table`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..launch import uses_triton
-from ..lora_table import LoraTable
-from ..segments import Segments
+from ..layouts.lora_table import LoraTable
+from ..layouts.segments import Segments
 
 
 def lora_residual_(

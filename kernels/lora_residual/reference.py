@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..lora_table import LoraTable
-from ..lora_table.reference import expanded
-from ..segments import Segments
+from ..layouts.lora_table import LoraTable
+from ..layouts.reference import expanded
+from ..layouts.segments import Segments
 
 
 def add_residual(

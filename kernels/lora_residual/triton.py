@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..blocks import finish_columns, lora_columns, tile_fields
 from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
-from ..lora_table import NUM_SITES, LoraTable
-from ..segments import SPLITS_AT, Segments
+from ..layouts.lora_table import NUM_SITES, LoraTable
+from ..layouts.segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 _BLOCK_N = 128

@@ -1,6 +1,6 @@
 """LoRA shrink: `H[tile, c] = x[rows of the tile] A_c^T` for every chunk of every tile's adapters.
 
-`x` [num_tokens, in_features]; the result lies in scratch planes, fp32, as `kernels.segments` says. Contraction is
+`x` [num_tokens, in_features]; the result goes to scratch planes, fp32, as `kernels.layouts.segments` says. The sum is
 split over planes that the expand adds up in a fixed order: no atomics, nothing to clear.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..launch import uses_triton
-from ..lora_table import LoraTable
-from ..segments import Segments
+from ..layouts.lora_table import LoraTable
+from ..layouts.segments import Segments
 
 
 def lora_shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:

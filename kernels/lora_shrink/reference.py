@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..lora_table import LoraTable
-from ..lora_table.reference import shrunk_rows
-from ..segments import SPLITS_AT, Segments
+from ..layouts.lora_table import LoraTable
+from ..layouts.reference import shrunk_rows
+from ..layouts.segments import SPLITS_AT, Segments
 
 
 def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:

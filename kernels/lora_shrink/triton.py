@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..blocks import multiply, site_chunks, tile_fields
 from ..launch import is_exact_dot, num_persistent_programs
-from ..lora_table import NUM_SITES, LoraTable
-from ..segments import ITEMS_AT, SPLITS_AT, Segments
+from ..layouts.lora_table import NUM_SITES, LoraTable
+from ..layouts.segments import ITEMS_AT, SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 _BLOCK_K = 128

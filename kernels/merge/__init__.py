@@ -8,30 +8,14 @@ once, so any number of merges gives the bits of the last one alone. Unmerging is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..launch import uses_triton
+from .types import MergeJob, MergePair
 
-
-@dataclass(frozen=True, slots=True)
-class MergePair:
-    """One adapter's contribution to one layer."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class MergeJob:
-    """One layer, or rows of a packed one: `live` and `base` are contiguous views of equal shape."""
-
-    live: Tensor
-    base: Tensor
-    pairs: tuple[MergePair, ...]
+__all__ = ["MergeJob", "MergePair", "merge_weights"]
 
 
 def merge_weights(jobs: Sequence[MergeJob]) -> Tensor:

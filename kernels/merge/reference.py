@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import MergeJob
+from .types import MergeJob
 
 
 def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: Tensor) -> None:

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..blocks import multiply
 from ..launch import is_exact_dot, num_persistent_programs, to_device
-from . import MergeJob
+from .types import MergeJob
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 _BLOCK_OUT, _BLOCK_IN, _BLOCK_RANK = 64, 128, 16

@@ -1,66 +1,44 @@
-"""Causal attention over keys and values that lie in the page pool.
+"""Attention over pages: decoding sequences and prefill chunks by one operator.
 
-A sequence's keys and values lie in *extents*: runs of pages whose memory is laid out as
-`[num_layers, 2 (key, value), num_kv_heads, capacity_tokens, head_dim]`. On CPU a sequence owns one extent that
-holds it whole, so attention reads views; on a GPU every extent is a single page (`capacity_tokens` = page size).
+    out[t, h] = softmax over keys j of the token's sequence, j <= position(t) and j > position(t) - window, of
+                softcap(scale * q[t, h] . k[j, h // G])  times  v[j, h // G]
 
-Legend: T tokens of the step, H query heads, K key/value heads, G = H / K queries per key head, D head_dim.
+with G = H / K query heads per key head and softcap(s) = cap * tanh(s / cap). `q`, `out` [num_tokens, H, head_dim];
+`block_tables` int32 [num_sequences, max_pages]: page of key j is entry j // page_tokens. Keys and values of the
+step's own tokens must be in the pool already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
+import torch
 from torch import Tensor
 
-from .compiled import SpanTable
+from ..launch import uses_triton
+from ..layouts.heads import HeadLayout
+from .types import AttentionRule, Partials
+from .work import AttentionWork
+
+__all__ = ["AttentionRule", "Partials", "attend_pages"]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decoding sequences whose extents lie evenly spaced in memory: one attention call serves all of them.
-
-    `rows`: positions in the permuted decode order, `start:end`. `offset`, `stride`: first extent and distance
-    between extents, in elements of the pool. `mask`: additive, [rows, 1, 1, max_context], or None if all
-    contexts are equally long.
-    """
-
-    start: int
-    end: int
-    offset: int
-    stride: int
-    capacity_tokens: int
-    max_context: int
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Consecutive new tokens of one sequence: step rows `start:end`, after `num_past` tokens already stored.
-
-    `mask`: additive, [end - start, context or more], or None when plain causal masking from position 0 is meant.
-    """
-
-    start: int
-    end: int
-    offset: int
-    capacity_tokens: int
-    num_past: int
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """How one step attends. `decode_rows` [S]: step rows of decoding sequences, in the order of the groups.
-
-    Where the compiled kernel serves, `spans` says it all and the rest is empty. `is_exact`: all rows come as chunks
-    with masks, and a token's result has the same bits in whatever chunk it stands.
-    """
-
-    decode_rows: Tensor | None = None
-    groups: Sequence[DecodeGroup] = ()
-    chunks: Sequence[PrefillChunk] = ()
-    spans: SpanTable | None = None
-    window: int | None = None
-    is_exact: bool = False
+def attend_pages(
+    q: Tensor,
+    pool: Tensor,
+    block_tables: Tensor,
+    work: AttentionWork,
+    partials: Partials,
+    layout: HeadLayout,
+    layer: int,
+    rule: AttentionRule,
+) -> Tensor:
+    """New tensor [num_tokens, H * head_dim]. `q` may be a view into a packed product; its features are contiguous."""
+    assert q.stride(2) == 1, "features of a query must be contiguous"
+    assert q.stride(1) == q.shape[2], "query heads of a token must lie side by side"
+    assert q.shape[1:] == (layout.num_heads, layout.head_dim), f"q is {list(q.shape)}, layout {layout}"
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if uses_triton(q.device):
+        from .triton import attend
+    else:
+        from .reference import attend
+    attend(out, q, pool, block_tables, work, partials, layout, layer, rule)
+    return out.view(len(q), -1)

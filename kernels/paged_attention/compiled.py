@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, NUMBER, native_function
+from .types import BLOCK_TOKENS, SpanTable
 
-_BLOCK_TOKENS = 4  # BLOCK_TOKENS in cpu.c
 _LANES = 16  # of the widest vectors
-
-
-@dataclass(frozen=True, slots=True)
-class SpanTable:
-    """New tokens of each sequence of a step.
-
-    `rows` int64 [num_spans, 5]: first step row, number of tokens, tokens stored before, offset of the sequence's
-    extent in elements of the pool, its capacity in tokens. `block_starts` [num_spans + 1]: blocks before each span.
-    """
-
-    rows: NDArray[np.int64]
-    block_starts: NDArray[np.int64]
-    longest_context: int
-
-    @classmethod
-    def of(cls, spans: Sequence[tuple[int, int, int, int, int]]) -> SpanTable:
-        """From the rows as tuples."""
-        rows = np.array(spans, dtype=np.int64)
-        blocks = -(-rows[:, 1] // _BLOCK_TOKENS)
-        return cls(rows, np.concatenate([[0], np.cumsum(blocks)]), int((rows[:, 1] + rows[:, 2]).max()))
 
 
 def can_attend_compiled(head_dim: int, dtype: torch.dtype) -> bool:
@@ -60,7 +37,7 @@ def attend_spans(
     per_kv = num_heads // num_kv_heads
     # whole vectors of scores are written, from wherever a window begins
     stride = table.longest_context + _LANES
-    scratch = torch.empty(torch.get_num_threads() * _BLOCK_TOKENS * per_kv * stride)
+    scratch = torch.empty(torch.get_num_threads() * BLOCK_TOKENS * per_kv * stride)
     out = torch.empty(num_tokens, num_heads * head_dim)
     compiled(
         out.data_ptr(), q.data_ptr(), q.stride(0), pool.data_ptr(), table.rows.ctypes.data,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
-from . import AttentionPlan, DecodeGroup, PrefillChunk
 from .compiled import attend_spans
+from .types import AttentionPlan, DecodeGroup, PrefillChunk
 
 _EXACT_ROWS = 16
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..lora_qkv import HeadLayout
-from .gpu import AttentionRule, Partials
+from ..layouts.heads import HeadLayout
+from .types import AttentionRule, Partials
 from .work import AttentionWork
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..blocks import multiply
 from ..launch import is_exact_dot, is_interpreted, num_persistent_programs, num_warps_for
-from ..lora_qkv import HeadLayout
-from .gpu import AttentionRule, Partials
+from ..layouts.heads import HeadLayout
+from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
 PROGRAMS_PER_MULTIPROCESSOR = 4  # 108 registers x 128 threads, 38 KiB of shared memory each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import SamplingRows
+from .types import SamplingRows
 
 _MASK = (1 << 64) - 1
 

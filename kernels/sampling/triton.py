@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import SamplingRows
+from .types import SamplingRows
 
 _BLOCK = 1024
 

@@ -11,55 +11,14 @@ Shapes: `x` [num_tokens, in_features], `y` [num_tokens, out_features of the pack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cpu import SegmentTable, SiteRecord
+from .cpu import SegmentTable
+from .types import LoraMember, LoraSegment, LoraSiteWeights
 
-
-@dataclass(frozen=True, slots=True)
-class LoraMember:
-    """One linear layer's share of a packed layer: rows of the stacked A, columns of the packed output."""
-
-    rank_start: int
-    rank_end: int
-    column_start: int
-    column_end: int
-    b: Tensor  # [rank, out_features of the member]; or panels of its transpose, flat
-    scaling: float
-
-
-@dataclass(frozen=True)
-class LoraSiteWeights:
-    """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
-
-    `in_panels`: A and the transposed B lie in panels (`kernels.packed_weight`), flat in fp32, as compiled kernels read
-    them.
-    """
-
-    a: Tensor
-    members: tuple[LoraMember, ...]
-    in_panels: bool = False
-
-    @cached_property
-    def record(self) -> SiteRecord | None:
-        """What compiled kernels read, or None where matrices do not lie in panels."""
-        if not self.in_panels:
-            return None
-        members = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b, m.scaling) for m in self.members]
-        return SiteRecord.of(self.a, sum(m.rank_end - m.rank_start for m in self.members), members)
-
-
-class LoraSegment(NamedTuple):
-    """Rows `start:end` of the step belong to one adapter; None where it leaves this layer alone."""
-
-    start: int
-    end: int
-    site: LoraSiteWeights | None
+__all__ = ["LoraMember", "LoraSegment", "LoraSiteWeights", "PreparedLora", "add_lora_", "add_lora_by_torch_"]
 
 
 class PreparedLora:

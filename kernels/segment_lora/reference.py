@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import LoraSegment
+from .types import LoraSegment
 
 
 def add_lora_reference(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> Tensor:

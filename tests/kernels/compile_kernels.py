@@ -21,21 +21,22 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
+from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
+from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments, rows_of
 from lorabatch.kernels.lora_gate_up import triton as gate_up
-from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout
+from lorabatch.kernels.lora_qkv import HeadFinish
 from lorabatch.kernels.lora_qkv import triton as qkv
 from lorabatch.kernels.lora_residual import triton as residual
 from lorabatch.kernels.lora_shrink import triton as shrink
-from lorabatch.kernels.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
 from lorabatch.kernels.merge import MergeJob, MergePair
 from lorabatch.kernels.merge import triton as merge
 from lorabatch.kernels.paged_attention import triton as attention
-from lorabatch.kernels.paged_attention.gpu import AttentionRule, Partials
+from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
 from lorabatch.kernels.rms_norm import triton as rms_norm
 from lorabatch.kernels.sampling import SamplingRows
 from lorabatch.kernels.sampling import triton as sampling
-from lorabatch.kernels.segments import SegmentLimits, Segments, plan_segments, rows_of
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LAYOUT = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, page_tokens=16)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lorabatch.kernels.launch import is_interpreted
-from lorabatch.kernels.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
-from lorabatch.kernels.segments import SegmentLimits, Segments, plan_segments, rows_of
+from lorabatch.kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
+from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments, rows_of
 
 # Largest allowed error relative to the largest expected number: a few roundings of the dtype (the interpreter's
 # bf16 products are wrong, so bf16 is tested on devices only).

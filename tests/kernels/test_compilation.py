@@ -25,7 +25,7 @@ PERSISTENT = {
 }
 TILED = {"_shrink", "_add_residual", "_gate_up", "_qkv", "_attend"}  # other programs for steps with prompts
 PREFILL = {f"{name} in prefill" for name in TILED | {"_combine"}}
-OTHERS = {"_write", "_norm", "_sample", "_merge of fp32 pairs"}
+OTHERS = {"_norm", "_sample", "_merge of fp32 pairs"}
 
 
 @pytest.fixture(scope="module")

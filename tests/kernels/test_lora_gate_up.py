@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lorabatch.kernels.layouts.lora_table import GATE_UP, LoraTable
+from lorabatch.kernels.layouts.segments import Segments
 from lorabatch.kernels.lora_gate_up import Activation, lora_gate_up
 from lorabatch.kernels.lora_gate_up.reference import gate_up
 from lorabatch.kernels.lora_shrink import lora_shrink
-from lorabatch.kernels.lora_table import GATE_UP, LoraTable
-from lorabatch.kernels.segments import Segments
 
 IN, INTERMEDIATE = 24, 140
 SEPARATE = [(0, INTERMEDIATE), (INTERMEDIATE, 2 * INTERMEDIATE)]

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout, lora_qkv_
+from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.lora_table import QKV, LoraTable
+from lorabatch.kernels.layouts.segments import Segments
+from lorabatch.kernels.lora_qkv import HeadFinish, lora_qkv_
 from lorabatch.kernels.lora_qkv.reference import qkv
 from lorabatch.kernels.lora_shrink import lora_shrink
-from lorabatch.kernels.lora_table import QKV, LoraTable
-from lorabatch.kernels.segments import Segments
 
 IN = 24
 LAYOUT = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=8, num_layers=2, page_tokens=4)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lorabatch.kernels.layouts.lora_table import DOWN, LoraTable
+from lorabatch.kernels.layouts.segments import Segments
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_residual.reference import add_residual
 from lorabatch.kernels.lora_shrink import lora_shrink
-from lorabatch.kernels.lora_table import DOWN, LoraTable
-from lorabatch.kernels.segments import Segments
 
 IN, OUT = 40, 300
 RANKS = [(1,), (8,), (20,), (64,)]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lorabatch.kernels.layouts.lora_table import O_PROJ, QKV, LoraTable
+from lorabatch.kernels.layouts.segments import SPLITS_AT, Segments
 from lorabatch.kernels.lora_shrink import lora_shrink, reference
-from lorabatch.kernels.lora_table import O_PROJ, QKV, LoraTable
-from lorabatch.kernels.segments import SPLITS_AT, Segments
 
 MEMBERS = [(0, 12), (12, 20), (20, 28)]
 RANKS = [(1, 1, 1), (8, None, 8), (20, 3, 64), (None, None, 5)]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from lorabatch.kernels.lora_qkv import HeadLayout
-from lorabatch.kernels.paged_attention.gpu import AttentionRule, Partials, attend_pages
+from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
 

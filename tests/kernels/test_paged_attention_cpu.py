@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lorabatch.kernels.paged_attention.compiled import SpanTable, attend_spans, can_attend_compiled
+from lorabatch.kernels.paged_attention.compiled import attend_spans, can_attend_compiled
+from lorabatch.kernels.paged_attention.types import SpanTable
 
 pytestmark = pytest.mark.skipif(
     not can_attend_compiled(64, torch.float32), reason="compiled kernels were not built on this machine"

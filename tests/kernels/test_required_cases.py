@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, QKV, LoraTable
+from lorabatch.kernels.layouts.segments import SPLITS_AT, Segments
 from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_gate_up import reference as gate_up_reference
-from lorabatch.kernels.lora_qkv import HeadFinish, HeadLayout, lora_qkv_
+from lorabatch.kernels.lora_qkv import HeadFinish, lora_qkv_
 from lorabatch.kernels.lora_qkv import reference as qkv_reference
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_residual import reference as residual_reference
 from lorabatch.kernels.lora_shrink import lora_shrink
 from lorabatch.kernels.lora_shrink import reference as shrink_reference
-from lorabatch.kernels.lora_table import DOWN, GATE_UP, QKV, LoraTable
-from lorabatch.kernels.segments import SPLITS_AT, Segments
 
 IN, LAYER = 24, 1
 LAYOUT = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=8, num_layers=2, page_tokens=4)

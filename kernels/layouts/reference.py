@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..segments import SPLITS_AT, Segments, Tile
-from . import LoraTable
+from .lora_table import LoraTable
+from .segments import SPLITS_AT, Segments, Tile
 
 
 def shrunk_rows(x: Tensor, table: LoraTable, place: tuple[int, int, int]) -> list[Tensor]:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..lora_table import CHUNK_RANK, NUM_SITES
+from .lora_table import CHUNK_RANK, NUM_SITES
 
 HEADER_LENGTH = 16
 ITEMS_AT = 1  # header[ITEMS_AT + site]: items of a site

@@ -1,0 +1,84 @@
+"""Adapters at packed layers, and the rows of a step that belong to each."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..native import ADDRESS, COUNT
+
+MAX_MEMBERS = 4
+
+
+class MemberRecord(ctypes.Structure):
+    """`Member` of `cpu.c`."""
+
+    _fields_ = (
+        ("rank_start", COUNT),
+        ("rank_end", COUNT),
+        ("column_start", COUNT),
+        ("column_end", COUNT),
+        ("b", ADDRESS),
+        ("scaling", ctypes.c_double),
+    )
+
+
+class SiteRecord(ctypes.Structure):
+    """`Site` of `cpu.c`: one adapter at one packed layer. Valid as long as the tensors it names."""
+
+    _fields_ = (("a", ADDRESS), ("rank", COUNT), ("num_members", COUNT), ("members", MemberRecord * MAX_MEMBERS))
+
+    rank: int
+
+    @classmethod
+    def of(cls, a: Tensor, rank: int, members: Sequence[tuple[int, int, int, int, Tensor, float]]) -> SiteRecord:
+        """`members`, at most `MAX_MEMBERS`: rank start and end, column start and end, B, scaling. A and B in panels."""
+        assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
+        records = [MemberRecord(*places, b.data_ptr(), scaling) for *places, b, scaling in members]
+        return cls(a.data_ptr(), rank, len(records), (MemberRecord * MAX_MEMBERS)(*records))
+
+
+@dataclass(frozen=True, slots=True)
+class LoraMember:
+    """One linear layer's share of a packed layer: rows of the stacked A, columns of the packed output."""
+
+    rank_start: int
+    rank_end: int
+    column_start: int
+    column_end: int
+    b: Tensor  # [rank, out_features of the member]; or panels of its transpose, flat
+    scaling: float
+
+
+@dataclass(frozen=True)
+class LoraSiteWeights:
+    """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
+
+    `in_panels`: A and the transposed B lie in panels (`kernels.packed_weight`), flat in fp32, as compiled kernels read
+    them.
+    """
+
+    a: Tensor
+    members: tuple[LoraMember, ...]
+    in_panels: bool = False
+
+    @cached_property
+    def record(self) -> SiteRecord | None:
+        """What compiled kernels read, or None where matrices do not lie in panels."""
+        if not self.in_panels:
+            return None
+        members = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b, m.scaling) for m in self.members]
+        return SiteRecord.of(self.a, sum(m.rank_end - m.rank_start for m in self.members), members)
+
+
+class LoraSegment(NamedTuple):
+    """Rows `start:end` of the step belong to one adapter; None where it leaves this layer alone."""
+
+    start: int
+    end: int
+    site: LoraSiteWeights | None
