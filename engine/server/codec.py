@@ -1,0 +1,142 @@
+"""Encodes messages between processes, frozen dataclasses, as plain values, and decodes them.
+
+    FRAMES = Codec(Start, Add, Cancel)
+    plain = FRAMES.encode(Add(rows))      # {"type": "Add", "rows": [...]}: as msgpack and JSON carry it
+    FRAMES.decode(plain) == Add(rows)
+
+The annotations of a message's fields say how its values travel: numbers, strings, bytes and `Any` as they are, a tuple
+as a list, a mapping as a dict, a dataclass as a dict of its fields. Only plain values travel, so neither side can make
+the other run code. Both sides have the same version of lorabatch, so every field must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ...scheduler.cost import CostModel
+
+MessageT = TypeVar("MessageT")
+_Convert = Callable[[Any], Any]
+#: Types that annotations name for type checkers only: importing them takes numpy.
+_NOT_IMPORTED = {"CostModel": CostModel}
+_PLAIN = (bool, int, float, str, bytes, NoneType, Any)
+
+
+class MessageError(ValueError):
+    """Plain values that are no message of a codec: of an unknown type, or with other fields than the type has."""
+
+
+class Codec(Generic[MessageT]):
+    """Encodes and decodes the messages of one protocol. `types`: frozen dataclasses with names of their own.
+
+    Raises TypeError for a type with a field that cannot travel.
+    """
+
+    def __init__(self, *types: type[MessageT]) -> None:
+        self._types = {kind.__name__: kind for kind in types}
+        for kind in self._types.values():
+            _converters(kind, kind.__name__)
+
+    def encode(self, message: MessageT) -> dict[str, Any]:
+        """The message as plain values, its type's name under `type`. Raises `MessageError` for another type's."""
+        name = type(message).__name__
+        if self._types.get(name) is not type(message):
+            raise MessageError(f"type={name!r}: expected one of {', '.join(self._types)}")
+        return {"type": name, **to_plain(message)}
+
+    def decode(self, plain: Any) -> MessageT:
+        """The message that `encode` was given. Raises `MessageError`."""
+        if not isinstance(plain, Mapping) or "type" not in plain:
+            raise MessageError(f"{plain!r}: expected a message with its type")
+        kind = self._types.get(plain["type"])
+        if kind is None:
+            raise MessageError(f"type={plain['type']!r}: expected one of {', '.join(self._types)}")
+        message: MessageT = from_plain(kind, {name: value for name, value in plain.items() if name != "type"})
+        return message
+
+
+def to_plain(value: Any) -> dict[str, Any]:
+    """A dataclass as a dict of its fields, nested ones too."""
+    kind: Any = type(value)
+    encoders, _ = _dataclass_converters(kind)
+    return {name: encode(getattr(value, name)) for name, encode in encoders.items()}
+
+
+def from_plain(kind: Any, plain: Mapping[str, Any]) -> Any:
+    """The dataclass of type `kind` that `to_plain` was given. Raises `MessageError`."""
+    _, decoders = _dataclass_converters(kind)
+    if plain.keys() != decoders.keys():
+        missing, unknown = sorted(decoders.keys() - plain.keys()), sorted(plain.keys() - decoders.keys())
+        raise MessageError(f"{kind.__name__}: missing fields {missing}, unknown fields {unknown}")
+    return kind(**{name: decode(plain[name]) for name, decode in decoders.items()})
+
+
+@cache
+def _dataclass_converters(kind: Any) -> tuple[dict[str, _Convert], dict[str, _Convert]]:
+    """How each field of a dataclass is encoded and decoded."""
+    hints = get_type_hints(kind, localns=_NOT_IMPORTED)
+    converters = {field.name: _converters(hints[field.name], f"{kind.__name__}.{field.name}") for field in fields(kind)}
+    return {name: pair[0] for name, pair in converters.items()}, {name: pair[1] for name, pair in converters.items()}
+
+
+def _converters(hint: Any, place: str) -> tuple[_Convert, _Convert]:
+    """How a value with this annotation is encoded and decoded. `place`: of the annotation."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _PLAIN or origin is Literal:
+        return _same, _same
+    if isinstance(hint, type) and is_dataclass(hint):
+        described: Any = hint
+        _dataclass_converters(described)
+        return to_plain, partial(from_plain, hint)
+    if origin in (Union, UnionType):
+        return _optional(arguments, place)
+    if origin is tuple and arguments[1:] == (...,):
+        encode, decode = _converters(arguments[0], place)
+        if decode is _same:
+            return list, tuple
+        return partial(_list_of, encode), partial(_tuple_of, decode)
+    if origin is tuple:
+        each = [_converters(argument, place) for argument in arguments]
+        return partial(_zipped, list, [pair[0] for pair in each]), partial(_zipped, tuple, [pair[1] for pair in each])
+    if origin in (Mapping, dict):
+        encode, decode = _converters(arguments[1], place)
+        return partial(_dict_of, encode), partial(_dict_of, decode)
+    raise TypeError(f"{place}: {hint!r} cannot travel in a message")
+
+
+def _optional(arguments: tuple[Any, ...], place: str) -> tuple[_Convert, _Convert]:
+    converters = [_converters(argument, place) for argument in arguments if argument is not NoneType]
+    if all(pair == (_same, _same) for pair in converters):
+        return _same, _same
+    if len(converters) > 1:
+        raise TypeError(f"{place}: a union of more than one structured type cannot travel in a message")
+    encode, decode = converters[0]
+    return partial(_unless_none, encode), partial(_unless_none, decode)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _list_of(encode: _Convert, values: Any) -> list[Any]:
+    return [encode(value) for value in values]
+
+
+def _tuple_of(decode: _Convert, values: Any) -> tuple[Any, ...]:
+    return tuple(decode(value) for value in values)
+
+
+def _zipped(container: Callable[[Any], Any], converters: list[_Convert], values: Any) -> Any:
+    return container(convert(value) for convert, value in zip(converters, values, strict=True))
+
+
+def _dict_of(convert: _Convert, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: convert(value) for name, value in values.items()}
+
+
+def _unless_none(convert: _Convert, value: Any) -> Any:
+    return None if value is None else convert(value)
