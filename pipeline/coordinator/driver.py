@@ -52,7 +52,7 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.waves import Shard
 from ..cluster.connect import subscribe
 from ..messages import EngineFailedError, HostReport, ShardAbandonedError, ShardOutcome, ShardTask, report_topic
-from ..migration.peers import Peers
+from ..migration.peers import LendRows, Peers
 from ..monitoring.job_monitor import JobMonitor
 from ..worker.run_shard import run_shard
 from .control import SILENCE_LIMIT_S, JobControl, RollCall
@@ -263,13 +263,8 @@ class Coordinator:
             case Recall():
                 self._cancel(lambda shard_id, worker: shard_id == command.shard_id)
             case MigrateRows():
-                self._peers.tell(
-                    command.from_replica_id,
-                    "lend",
-                    shard_id=command.shard_id,
-                    num_rows=command.num_rows,
-                    helper=command.to_replica_id,
-                )
+                lend = LendRows(command.shard_id, command.num_rows, command.to_replica_id)
+                self._peers.send(command.from_replica_id, lend)
             case LoadAdapter():
                 self._briefing.load(command)
             case FinishJob() | FailJob():

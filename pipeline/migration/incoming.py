@@ -11,14 +11,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ...engine.request import ExportedRow
-from ...engine.server.wire import pack_exported_row, pack_result
 from ...jobs.errors import JobFailedError
 from ..messages import LocalAdapter
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.supervisor import EngineShare
+from .peers import LoanResults
 
 logger = logging.getLogger(__name__)
 # Longer than an owner tries to reach a helper before it takes its rows back.
@@ -54,7 +53,7 @@ class Guests:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
 
-    def results(self, loan_id: str, acknowledged: Sequence[str]) -> dict[str, Any]:
+    def results(self, loan_id: str, acknowledged: Sequence[str]) -> LoanResults:
         """What has finished and was not acknowledged yet (`rows`). When the owner has acknowledged all, the loan is
         over; it is over too when this engine cannot go on, or was asked for the rows (`is_over`), and the rest is
         `returned` as it is.
@@ -73,13 +72,12 @@ class Guests:
             is_over = True
         if is_over or (not party.untold and not party.shard.num_unfinished):
             del self._parties[loan_id]
-        rows = [
-            {"result": pack_result(replace(served.result, request_id=name)), "num_crashes": served.num_crashes}
-            for name, served in party.untold.items()
-        ]
+        rows = (
+            replace(served, result=replace(served.result, request_id=name)) for name, served in party.untold.items()
+        )
         begun = party.shard.begun if is_over else ()
-        returned = [_renamed(row, row.request.request_id.removeprefix(f"{loan_id}/")) for row in begun]
-        return {"rows": rows, "is_over": is_over, "returned": [pack_exported_row(row) for row in returned]}
+        returned = (_renamed(row, row.request.request_id.removeprefix(f"{loan_id}/")) for row in begun)
+        return LoanResults(tuple(rows), is_over, tuple(returned))
 
     def recall(self, loan_id: str) -> None:
         """Their owner wants the rows back as they are: soon the loan is over. It may be over already."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import Any
 
-from ...engine.server.wire import pack_exported_row, unpack_exported_row, unpack_result
-from ..supervisor.open_shard import ServedRow
 from ..supervisor.requests import Loan
 from ..supervisor.supervisor import EngineShare
-from .peers import Answer, PeerLostError, Peers
+from .peers import DropRows, FetchResults, LoanResults, PeerLostError, Peers, RecallRows, ReceiveRows
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -75,47 +72,36 @@ class Loans:
 
     async def _see_through(self, loan: Loan, helper: str) -> None:
         loan_id = uuid.uuid4().hex[:12]
-        await self._peers.ask(
-            helper,
-            "receive",
-            timeout_s=_RECEIVE_TIMEOUT_S,
-            loan_id=loan_id,
-            owner=self._address,
-            rows=[pack_exported_row(row) for row in loan.rows],
-        )
+        lent = ReceiveRows(loan_id, self._address, tuple(loan.rows))
+        await self._peers.ask(helper, lent, timeout_s=_RECEIVE_TIMEOUT_S)
         logger.info("%d rows lent to %s", len(loan.rows), helper)
         waiting = {row.request.request_id for row in loan.rows}
-        acknowledged: list[str] = []
+        acknowledged: tuple[str, ...] = ()
         is_recalled = False
         while waiting:
             if loan.shard is not None and loan.shard.is_abandoned:
-                await self._peers.ask(helper, "drop", loan_id=loan_id)
+                await self._peers.ask(helper, DropRows(loan_id))
                 return
             if self._is_leaving and not is_recalled:
                 is_recalled = True
-                await self._peers.ask(helper, "recall", loan_id=loan_id)
+                await self._peers.ask(helper, RecallRows(loan_id))
             await asyncio.sleep(POLL_INTERVAL_S)
-            answer = await self._patiently(helper, "results", loan_id=loan_id, acknowledged=acknowledged)
-            served = [_served(raw) for raw in answer["rows"]]
-            self._engine.answered(served)
-            acknowledged = [row.result.request_id for row in served]
+            results = await self._patiently(helper, FetchResults(loan_id, acknowledged))
+            self._engine.answered(results.rows)
+            acknowledged = tuple(row.result.request_id for row in results.rows)
             waiting.difference_update(acknowledged)
-            if answer["is_over"]:
-                self._engine.returned(map(unpack_exported_row, answer["returned"]))
-                logger.info("%s gives rows back, %d of them begun", helper, len(answer["returned"]))
+            if results.is_over:
+                self._engine.returned(results.returned)
+                logger.info("%s gives rows back, %d of them begun", helper, len(results.returned))
                 return
-        await self._peers.ask(helper, "results", loan_id=loan_id, acknowledged=acknowledged)
+        await self._peers.ask(helper, FetchResults(loan_id, acknowledged))
 
-    async def _patiently(self, helper: str, question: str, **content: Any) -> Answer:
+    async def _patiently(self, helper: str, request: FetchResults) -> LoanResults:
         """Ask several times: one lost connection is no lost helper."""
         for silences in range(MAX_SILENCES):
             try:
-                return await self._peers.ask(helper, question, **content)
+                return await self._peers.ask(helper, request)
             except PeerLostError:
                 if silences == MAX_SILENCES - 1:
                     raise
         raise AssertionError("unreachable")
-
-
-def _served(raw: dict[str, Any]) -> ServedRow:
-    return ServedRow(unpack_result(raw["result"]), raw["num_crashes"])

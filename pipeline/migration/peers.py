@@ -1,28 +1,112 @@
-"""Direct questions between the engine hosts of one run: worker to worker, past the Dask scheduler."""
+"""Requests between the workers of one run, past the Dask scheduler: one typed request, one typed reply."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import msgpack
 from distributed import Worker
 
+from ...engine.request import ExportedRow
+from ...engine.server.codec import Codec
+from ..supervisor.open_shard import ServedRow
+
 logger = logging.getLogger(__name__)
-Answer = dict[str, Any]
-Answerer = Callable[[str, Answer], Coroutine[Any, Any, Answer]]
-# A worker that is stopped accepts connections and never answers.
+# A worker that is stopped accepts connections and never replies.
 _TIMEOUT_S = 4.0
+ReplyT = TypeVar("ReplyT")
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The reply to a request that asks for no data."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoanResults:
+    """Results of lent rows that the owner has not acknowledged. `is_over`: no more will come; `returned` are the rows
+    without a result, as far as they were generated.
+    """
+
+    rows: tuple[ServedRow, ...]
+    is_over: bool
+    returned: tuple[ExportedRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter, by name."""
+
+    files: Mapping[str, bytes]
+
+
+class PeerRequest(Generic[ReplyT]):
+    """Base of all requests; the parameter is the type of the reply."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LendRows(PeerRequest[Accepted]):
+    """To an owner: lend rows of an open shard to the worker `helper`."""
+
+    shard_id: int
+    num_rows: int
+    helper: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRows(PeerRequest[Accepted]):
+    """To a helper: work on these rows of the worker `owner`."""
+
+    loan_id: str
+    owner: str
+    rows: tuple[ExportedRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResults(PeerRequest[LoanResults]):
+    """To a helper: results of lent rows. `acknowledged`: request ids whose results have arrived."""
+
+    loan_id: str
+    acknowledged: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecallRows(PeerRequest[Accepted]):
+    """To a helper: give lent rows back as they are, with the next results."""
+
+    loan_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropRows(PeerRequest[Accepted]):
+    """To a helper: lent rows are no longer needed."""
+
+    loan_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAdapter(PeerRequest[AdapterFiles]):
+    """To a worker that has an adapter, by its content hash."""
+
+    adapter_id: str
+
+
+_REQUESTS: Codec[Any] = Codec(LendRows, ReceiveRows, FetchResults, RecallRows, DropRows, FetchAdapter)
+_REPLIES: Codec[Any] = Codec(Accepted, LoanResults, AdapterFiles)
 
 
 class PeerLostError(Exception):
-    """A worker does not answer, or not as a host of this run."""
+    """A worker does not reply, or not as a worker of this run."""
 
 
 class Peers:
-    """The other hosts of a run, as one worker reaches them."""
+    """The other workers of a run, as one worker reaches them."""
 
     def __init__(self, worker: Worker, run_id: str) -> None:
         self._worker = worker
@@ -33,49 +117,57 @@ class Peers:
         """Of the worker itself."""
         return str(self._worker.address)
 
-    async def ask(self, address: str, question: str, timeout_s: float = _TIMEOUT_S, **content: Any) -> Answer:
-        """The answer of another host. `content`: what msgpack can carry. Raises `PeerLostError`."""
+    async def ask(self, address: str, request: PeerRequest[ReplyT], timeout_s: float = _TIMEOUT_S) -> ReplyT:
+        """The reply of another worker. Raises `PeerLostError`."""
         call = getattr(self._worker.rpc(address), _op(self._run_id))
-        body = msgpack.packb(content, use_bin_type=True)
+        body = _packed(_REQUESTS, request)
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await call(question=question, body=body)
+                answer = await call(body=body)
         except Exception as error:
             raise PeerLostError(f"{address} does not answer ({error or type(error).__name__})") from None
-        if not isinstance(reply, dict) or reply["error"] is not None:
-            reason = reply["error"] if isinstance(reply, dict) else "it has no engine of this run"
+        if not isinstance(answer, dict) or answer["error"] is not None:
+            reason = answer["error"] if isinstance(answer, dict) else "it has no engine of this run"
             raise PeerLostError(f"{address}: {reason}")
-        answer: Answer = msgpack.unpackb(reply["body"], raw=False)
-        return answer
+        return cast(ReplyT, _unpacked(_REPLIES, answer["body"]))
 
-    def tell(self, address: str, question: str, **content: Any) -> None:
-        """Ask from any thread without waiting for an answer; a lost host is only logged."""
-        self._worker.loop.add_callback(self._tell, address, question, content)
+    def send(self, address: str, request: PeerRequest[Accepted]) -> None:
+        """Send a request from any thread without waiting for the reply; a lost worker is only logged."""
+        self._worker.loop.add_callback(self._send, address, request)
 
-    async def _tell(self, address: str, question: str, content: Answer) -> None:
+    async def _send(self, address: str, request: PeerRequest[Accepted]) -> None:
         try:
-            await self.ask(address, question, **content)
+            await self.ask(address, request)
         except PeerLostError as error:
-            logger.warning("%s: %s", question, error)
+            logger.warning("%s: %s", type(request).__name__, error)
 
 
-def answer_peers(worker: Worker, run_id: str, answer: Answerer) -> None:
-    """Have `answer(question, content)` answer what hosts of this run ask this worker."""
+def serve_peers(worker: Worker, run_id: str, reply_to: Callable[[Any], Awaitable[object]]) -> None:
+    """Have `reply_to(request)` reply to what workers of this run ask this worker."""
 
-    async def receive(question: str, body: bytes) -> dict[str, Any]:
+    async def receive(body: bytes) -> dict[str, Any]:
+        request = None
         try:
-            found = await answer(question, msgpack.unpackb(body, raw=False))
+            request = _unpacked(_REQUESTS, body)
+            return {"error": None, "body": _packed(_REPLIES, await reply_to(request))}
         except Exception as error:
-            logger.exception("cannot answer %s", question)
+            logger.exception("no reply to %s", type(request).__name__)
             return {"error": f"{type(error).__name__}: {error}", "body": b""}
-        return {"error": None, "body": msgpack.packb(found, use_bin_type=True)}
 
     worker.handlers[_op(run_id)] = receive
 
 
-def ignore_peers(worker: Worker, run_id: str) -> None:
-    """This run's host is gone."""
+def stop_serving_peers(worker: Worker, run_id: str) -> None:
+    """Reply to no worker of this run any more."""
     worker.handlers.pop(_op(run_id), None)
+
+
+def _packed(codec: Codec[Any], message: object) -> bytes:
+    return cast(bytes, msgpack.packb(codec.encode(message), use_bin_type=True))
+
+
+def _unpacked(codec: Codec[Any], body: bytes) -> Any:
+    return codec.decode(msgpack.unpackb(body, raw=False))
 
 
 def _op(run_id: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from ...jobs.record import AdapterRecord
 from ...jobs.storage.local_copy import local_folder
 from ..messages import AdapterSource, LocalAdapter
-from ..migration.peers import PeerLostError, Peers
+from ..migration.peers import FetchAdapter, PeerLostError, Peers
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ class AdapterSupply:
 
     async def _bring(self, shelf: AdapterShelf, adapter_id: str, source: str) -> None:
         try:
-            answer = await self._peers.ask(source, "adapter", timeout_s=_ADAPTER_TIMEOUT_S, adapter_id=adapter_id)
-            await asyncio.to_thread(shelf.put, adapter_id, answer["files"])
+            found = await self._peers.ask(source, FetchAdapter(adapter_id), timeout_s=_ADAPTER_TIMEOUT_S)
+            await asyncio.to_thread(shelf.put, adapter_id, found.files)
         except (PeerLostError, ValueError) as error:
             logger.warning("adapter %s comes from storage: %s", adapter_id[:12], error)
 

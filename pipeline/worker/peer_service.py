@@ -1,18 +1,29 @@
-"""What one worker answers the others of a run: rows it lends, rows it works on for them, and the adapters they need."""
+"""`PeerService`: replies to the other workers of a run about rows that this one lends or works on, and adapters."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from distributed import Worker
 
-from ...engine.server.wire import unpack_exported_row
 from ..migration.incoming import Guests
 from ..migration.outgoing import Loans
-from ..migration.peers import Answer, Peers, answer_peers, ignore_peers
+from ..migration.peers import (
+    Accepted,
+    AdapterFiles,
+    DropRows,
+    FetchAdapter,
+    FetchResults,
+    LendRows,
+    LoanResults,
+    Peers,
+    RecallRows,
+    ReceiveRows,
+    serve_peers,
+    stop_serving_peers,
+)
 from ..supervisor.supervisor import EngineShare
 from .adapters import AdapterShelf, AdapterSupply
 
@@ -20,8 +31,8 @@ from .adapters import AdapterShelf, AdapterSupply
 _TAKE_OVER_LIMIT_S = 30.0
 
 
-class RowExchange:
-    """Answers what the coordinator and other hosts ask. `find_shelf` may read from storage on its first call."""
+class PeerService:
+    """Serves the coordinator and other workers. `find_shelf` may read from storage on its first call."""
 
     def __init__(
         self, worker: Worker, run_id: str, engine: EngineShare, find_shelf: Callable[[], AdapterShelf]
@@ -32,7 +43,7 @@ class RowExchange:
         self._supply = AdapterSupply(peers, find_shelf)
         self._loans = Loans(engine, peers, worker.address)
         self._guests = Guests(engine)
-        answer_peers(worker, run_id, self._answer)
+        serve_peers(worker, run_id, self._reply_to)
 
     def take_over(self, sources: Mapping[str, str]) -> None:
         """`AdapterSupply.take_over` for a thread that is not the event loop's: it waits, but not for ever, as the loop
@@ -47,34 +58,34 @@ class RowExchange:
         await self._loans.call_back(timeout_s)
 
     async def depart(self, timeout_s: float) -> None:
-        """Wait until owners have fetched guests that this worker had to give up, but no longer than this."""
+        """Wait until owners have fetched rows that this worker had to give up, but no longer than this."""
         await self._guests.depart(timeout_s)
 
     def close(self) -> None:
-        """Answer nobody any more."""
-        ignore_peers(self._worker, self._run_id)
+        """Reply to no worker any more."""
+        stop_serving_peers(self._worker, self._run_id)
 
-    async def _answer(self, question: str, content: Answer) -> Answer:
-        match question:
-            case "lend":
-                self._loans.begin(**content)
-            case "receive":
-                await self._receive(**content)
-            case "results":
-                return self._guests.results(**content)
-            case "recall":
-                self._guests.recall(**content)
-            case "drop":
-                self._guests.drop(**content)
-            case "adapter":
-                return {"files": await self._supply.files(**content)}
+    async def _reply_to(self, request: object) -> Accepted | LoanResults | AdapterFiles:
+        match request:
+            case LendRows():
+                self._loans.begin(request.shard_id, request.num_rows, request.helper)
+            case ReceiveRows():
+                await self._receive(request)
+            case FetchResults():
+                return self._guests.results(request.loan_id, request.acknowledged)
+            case RecallRows():
+                self._guests.recall(request.loan_id)
+            case DropRows():
+                self._guests.drop(request.loan_id)
+            case FetchAdapter():
+                return AdapterFiles(await self._supply.files(request.adapter_id))
             case _:
-                raise AssertionError(f"unknown question {question!r}")
-        return {}
+                raise AssertionError(f"no way to reply to {request!r}")
+        return Accepted()
 
-    async def _receive(self, loan_id: str, owner: str, rows: list[dict[str, Any]]) -> None:
-        guests = [unpack_exported_row(raw) for raw in rows]
-        named = (row.request.adapter_id for row in guests)
+    async def _receive(self, request: ReceiveRows) -> None:
+        named = (row.request.adapter_id for row in request.rows)
         # The owner has them at hand.
+        owner = request.owner
         adapters = await self._supply.take_over({adapter_id: owner for adapter_id in named if adapter_id is not None})
-        self._guests.receive(loan_id, guests, adapters)
+        self._guests.receive(request.loan_id, request.rows, adapters)

@@ -42,7 +42,7 @@ from ..messages import (
 from ..monitoring.logs import LogShipper
 from ..supervisor.supervisor import EngineKeeper, EngineShare, Reporter
 from .adapters import AdapterShelf
-from .peer_service import RowExchange
+from .peer_service import PeerService
 
 _CLOSE_TIMEOUT_S = 4.0
 # A helper's step, and the time between two questions. What has not come back by then begins where it was lent.
@@ -85,17 +85,17 @@ class EngineHost(WorkerPlugin):
         tag = worker_tag(worker.address)
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self._store, logs, shared=logs)
-        self._exchange = RowExchange(worker, self._run_id, self.engine, self._find_shelf)
+        self._peer_service = PeerService(worker, self._run_id, self.engine, self._find_shelf)
         leave_on_sigterm(worker)
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
         Rows on loan are called back before, guests go back to their owners.
         """
-        await self._exchange.call_back(_RECALL_TIMEOUT_S)
+        await self._peer_service.call_back(_RECALL_TIMEOUT_S)
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
-        await self._exchange.depart(_RETURN_TIMEOUT_S)
-        self._exchange.close()
+        await self._peer_service.depart(_RETURN_TIMEOUT_S)
+        self._peer_service.close()
         await asyncio.to_thread(self._close, folder)
 
     def _close(self, folder: TemporaryDirectory[str] | None) -> None:
@@ -160,7 +160,7 @@ class EngineHost(WorkerPlugin):
         named = {shelf.id_of(name): worker for name, worker in sources.items()}
         far = {a: named[a] for a in adapter_ids if a in named and shelf.is_far(a)}
         if far:
-            self._exchange.take_over(far)
+            self._peer_service.take_over(far)
         return shelf.local(adapter_ids)
 
     def _find_shelf(self) -> AdapterShelf:

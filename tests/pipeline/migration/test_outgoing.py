@@ -6,49 +6,54 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import msgpack
 import pytest
 from echo_host import TOKENS, Host, finish, open_shard, until
 
-from lorabatch.engine.server.wire import unpack_exported_row
 from lorabatch.pipeline.messages import ShardAbandonedError
 from lorabatch.pipeline.migration.incoming import Guests
 from lorabatch.pipeline.migration.outgoing import Loans
-from lorabatch.pipeline.migration.peers import PeerLostError
+from lorabatch.pipeline.migration.peers import (
+    Accepted,
+    DropRows,
+    FetchResults,
+    PeerLostError,
+    PeerRequest,
+    RecallRows,
+    ReceiveRows,
+    ReplyT,
+)
 
 
 class Line:
-    """The way from an owner to a helper: questions and answers as msgpack carries them, until it `is_cut`."""
+    """The way from an owner to a helper: requests and replies, until it `is_cut`."""
 
     def __init__(self, guests: Guests) -> None:
         self._guests = guests
         self.is_cut = False
-        self.asked: list[str] = []
+        self.asked: list[type[PeerRequest[Any]]] = []
 
-    async def ask(self, address: str, question: str, timeout_s: float = 4.0, **content: Any) -> dict[str, Any]:
-        self.asked.append(question)
+    async def ask(self, address: str, request: PeerRequest[ReplyT], timeout_s: float = 4.0) -> ReplyT:
+        self.asked.append(type(request))
         if self.is_cut:
             raise PeerLostError(f"{address} does not answer")
-        given = msgpack.unpackb(msgpack.packb(content), raw=False)
         try:
-            answer = self._answer(question, given)
+            return cast(ReplyT, self._reply_to(request))
         except Exception as error:
             raise PeerLostError(f"{address}: {error}") from None
-        return msgpack.unpackb(msgpack.packb(answer), raw=False)  # type: ignore[no-any-return]
 
-    def _answer(self, question: str, given: dict[str, Any]) -> dict[str, Any]:
-        match question:
-            case "receive":
-                self._guests.receive(given["loan_id"], [unpack_exported_row(raw) for raw in given["rows"]], [])
-            case "results":
-                return self._guests.results(**given)
-            case "recall":
-                self._guests.recall(**given)
-            case "drop":
-                self._guests.drop(**given)
-        return {}
+    def _reply_to(self, request: object) -> object:
+        match request:
+            case ReceiveRows():
+                self._guests.receive(request.loan_id, request.rows, [])
+            case FetchResults():
+                return self._guests.results(request.loan_id, request.acknowledged)
+            case RecallRows():
+                self._guests.recall(request.loan_id)
+            case DropRows():
+                self._guests.drop(request.loan_id)
+        return Accepted()
 
 
 @asynccontextmanager
@@ -58,7 +63,7 @@ async def lending(owner: Host, helper: Host, num_rows: int) -> AsyncIterator[tup
     line = Line(Guests(helper.share, patience_s=1.0))
     loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
     task = asyncio.create_task(loans.lend(7, num_rows, "tcp://helper"))
-    await until(lambda: "results" in line.asked)
+    await until(lambda: FetchResults in line.asked)
     yield line, task
     await asyncio.wait_for(task, 60)
 
@@ -88,7 +93,7 @@ def test_a_helper_that_leaves_gives_rows_back_with_what_it_has_generated(
             await until((tmp_path / "by-helper").exists)
             await asyncio.to_thread(helper.keeper.leave, "run", 10)
             await task
-            assert line.asked[-1] == "results"
+            assert line.asked[-1] is FetchResults
         (tmp_path / "gate").touch()
         await finish(shard, 4)
         generated = {name: sum(map(int, (tmp_path / name).read_text().split())) for name in ("by-owner", "by-helper")}
@@ -120,7 +125,7 @@ def test_guests_whose_shard_was_given_up_are_dropped(hosts: Callable[..., Host],
         async with lending(owner, helper, 3) as (line, task):
             owner.share.abandon(shard)
             await task
-            assert line.asked[-1] == "drop"
+            assert line.asked[-1] is DropRows
         await until(lambda: helper.reports[-1].guest_rows == 0)
 
     asyncio.run(story())
@@ -139,7 +144,7 @@ def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
         loans.begin(7, 4, "tcp://helper")
         await until((tmp_path / "by-helper").exists)
         await loans.call_back(60)
-        assert line.asked.count("recall") == 1
+        assert line.asked.count(RecallRows) == 1
         await asyncio.to_thread(owner.keeper.leave, "run", 10)
         with pytest.raises(ShardAbandonedError):
             shard.take(0)
@@ -147,7 +152,7 @@ def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
         assert 0 < sum(len(row.token_ids) for row in shard.begun) == generated < 4 * TOKENS
         # Nothing is lent any more.
         loans.begin(7, 4, "tcp://helper")
-        assert line.asked.count("receive") == 1
+        assert line.asked.count(ReceiveRows) == 1
         await until(lambda: helper.reports[-1].guest_rows == 0)
 
     asyncio.run(story())
@@ -161,7 +166,7 @@ def test_a_helper_that_does_not_give_rows_back_is_not_waited_for(hosts: Callable
         line = Line(Guests(helper.share, patience_s=1.0))
         loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
         loans.begin(7, 3, "tcp://helper")
-        await until(lambda: "results" in line.asked)
+        await until(lambda: FetchResults in line.asked)
         line.is_cut = True
         await loans.call_back(0.0)
         (tmp_path / "gate").touch()

@@ -14,11 +14,25 @@ import pytest
 from distributed import Scheduler, Worker
 from echo_host import Host, finish, open_shard, until
 
+from lorabatch.engine.server.codec import MessageError
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
-from lorabatch.pipeline.migration.peers import Answer, PeerLostError, Peers, answer_peers
+from lorabatch.pipeline.migration.peers import (
+    Accepted,
+    AdapterFiles,
+    DropRows,
+    FetchAdapter,
+    FetchResults,
+    LendRows,
+    PeerLostError,
+    PeerRequest,
+    Peers,
+    RecallRows,
+    ReplyT,
+    serve_peers,
+)
 from lorabatch.pipeline.worker.adapters import AdapterShelf
-from lorabatch.pipeline.worker.peer_service import RowExchange
+from lorabatch.pipeline.worker.peer_service import PeerService
 
 RUN = "run"
 ALPHA = "sha-alpha"
@@ -36,6 +50,10 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "memory://bucket/alpha"
 
 
+class Dance(PeerRequest[Accepted]):
+    """A request of another protocol."""
+
+
 @dataclass
 class Site:
     """A worker with an engine, its adapters and what it answers."""
@@ -43,13 +61,13 @@ class Site:
     worker: Worker
     host: Host
     shelf: AdapterShelf
-    exchange: RowExchange = field(init=False)
+    service: PeerService = field(init=False)
 
     def __post_init__(self) -> None:
-        self.exchange = RowExchange(self.worker, RUN, self.host.share, lambda: self.shelf)
+        self.service = PeerService(self.worker, RUN, self.host.share, lambda: self.shelf)
 
-    async def ask(self, other: Site, question: str, **content: Any) -> Answer:
-        return await Peers(self.worker, RUN).ask(other.worker.address, question, **content)
+    async def ask(self, other: Site, request: PeerRequest[ReplyT]) -> ReplyT:
+        return await Peers(self.worker, RUN).ask(other.worker.address, request)
 
     def adapters(self) -> dict[str, bytes]:
         """The files of alpha as they lie here."""
@@ -87,7 +105,7 @@ def test_rows_go_with_their_adapter_to_a_helper_that_cannot_get_it_elsewhere(
             shard = open_shard(owner.host, 6, *await asyncio.to_thread(owner.shelf.local, [ALPHA]))
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             # As the coordinator does, from whatever worker it is on.
-            await helper.ask(owner, "lend", shard_id=7, num_rows=4, helper=helper.worker.address)
+            await helper.ask(owner, LendRows(7, 4, helper.worker.address))
             await until(lambda: shard.num_unfinished == 2)
             assert helper.adapters() == FILES
             (tmp_path / "gate").touch()
@@ -106,7 +124,7 @@ def test_rows_whose_adapter_a_helper_cannot_get_stay_with_their_owner(
             shard = open_shard(owner.host, 4, *adapters)
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             adapters[0].folder.rename(tmp_path / "taken-away")
-            await helper.ask(owner, "lend", shard_id=7, num_rows=3, helper=helper.worker.address)
+            await helper.ask(owner, LendRows(7, 3, helper.worker.address))
             await until(lambda: not owner.shelf.is_coming(ALPHA) and owner.host.reports[-1].lent_rows == 0)
             (tmp_path / "gate").touch()
             await finish(shard, 4, ALPHA)
@@ -120,7 +138,7 @@ def test_an_adapter_comes_from_the_named_worker_which_fetches_it_first(
 ) -> None:
     async def story() -> None:
         async with sites(tmp_path, [storage, NOWHERE], [hosts(), hosts()]) as (first, second):
-            await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+            await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
             assert second.adapters() == first.adapters() == FILES
 
     asyncio.run(story())
@@ -131,7 +149,7 @@ def test_an_adapter_that_the_named_worker_does_not_give_comes_from_storage(
 ) -> None:
     async def story() -> None:
         async with sites(tmp_path, [NOWHERE, storage], [hosts(), hosts()]) as (first, second):
-            await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+            await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
             assert second.adapters() == FILES
 
     asyncio.run(story())
@@ -143,11 +161,11 @@ def test_files_that_would_lie_elsewhere_are_not_taken_from_anybody(
     async def story() -> None:
         async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
 
-            async def answer(question: str, content: Answer) -> Answer:
-                return {"files": {"../outside": b"x"}}
+            async def reply_to(request: object) -> AdapterFiles:
+                return AdapterFiles({"../outside": b"x"})
 
-            answer_peers(first.worker, RUN, answer)
-            await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+            serve_peers(first.worker, RUN, reply_to)
+            await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
             assert second.adapters() == FILES
             assert not list(tmp_path.rglob("outside"))
 
@@ -158,7 +176,7 @@ def test_an_adapter_that_nobody_has_is_an_error_that_names_it(hosts: Callable[..
     async def story() -> None:
         async with sites(tmp_path, [NOWHERE, NOWHERE], [hosts(), hosts()]) as (first, second):
             with pytest.raises(StorageError, match="nowhere/alpha"):
-                await asyncio.to_thread(second.exchange.take_over, {ALPHA: first.worker.address})
+                await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
 
     asyncio.run(story())
 
@@ -171,10 +189,10 @@ def test_guests_are_given_back_when_their_owner_calls_and_when_their_host_leaves
         async with sites(tmp_path, [storage, storage], engines) as (owner, helper):
             shard = open_shard(owner.host, 4)
             await until(lambda: any(report.running_rows for report in owner.host.reports))
-            await helper.ask(owner, "lend", shard_id=7, num_rows=4, helper=helper.worker.address)
+            await helper.ask(owner, LendRows(7, 4, helper.worker.address))
             await until((tmp_path / "by-helper").exists)
-            await owner.exchange.call_back(60)
-            await helper.exchange.depart(60)
+            await owner.service.call_back(60)
+            await helper.service.depart(60)
             await asyncio.to_thread(owner.host.keeper.leave, RUN, 10)
             begun = {row.request.request_id: len(row.token_ids) for row in shard.begun}
             assert sum(begun.values()) == sum(map(int, (tmp_path / "by-helper").read_text().split())) > 0
@@ -182,30 +200,30 @@ def test_guests_are_given_back_when_their_owner_calls_and_when_their_host_leaves
     asyncio.run(story())
 
 
-def test_questions_nobody_knows_or_of_another_run_are_errors_and_the_host_goes_on(
+def test_unknown_requests_and_those_of_another_run_are_errors_and_the_service_goes_on(
     hosts: Callable[..., Host], storage: str, tmp_path: Path
 ) -> None:
     async def story() -> None:
         async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
-            with pytest.raises(PeerLostError, match="unknown question 'dance'"):
-                await first.ask(second, "dance")
+            with pytest.raises(MessageError, match="type='Dance': expected one of LendRows"):
+                await first.ask(second, Dance())
             with pytest.raises(PeerLostError, match="KeyError"):
-                await first.ask(second, "results", loan_id="of nobody", acknowledged=[])
+                await first.ask(second, FetchResults("unknown", ()))
             with pytest.raises(PeerLostError, match="no engine of this run"):
-                await Peers(first.worker, "another-run").ask(second.worker.address, "results")
+                await Peers(first.worker, "another-run").ask(second.worker.address, FetchAdapter(ALPHA))
             # Loans that are over may be dropped and recalled again.
-            assert await first.ask(second, "drop", loan_id="of nobody") == {}
-            assert await first.ask(second, "recall", loan_id="of nobody") == {}
-            assert (await first.ask(second, "adapter", adapter_id=ALPHA))["files"] == FILES
+            assert await first.ask(second, DropRows("unknown")) == Accepted()
+            assert await first.ask(second, RecallRows("unknown")) == Accepted()
+            assert (await first.ask(second, FetchAdapter(ALPHA))).files == FILES
 
     asyncio.run(story())
 
 
-def test_a_host_that_is_closed_answers_nobody(hosts: Callable[..., Host], storage: str, tmp_path: Path) -> None:
+def test_a_closed_service_replies_to_no_worker(hosts: Callable[..., Host], storage: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
-            second.exchange.close()
+            second.service.close()
             with pytest.raises(PeerLostError, match="no engine of this run"):
-                await first.ask(second, "adapter", adapter_id=ALPHA)
+                await first.ask(second, FetchAdapter(ALPHA))
 
     asyncio.run(story())
