@@ -34,8 +34,8 @@ class BenchRow:
 class EngineWorkload:
     """Rows, the base model's folder and the adapters' folders by name.
 
-    `limit_tokens`: None where every system knows how long each answer will be. Otherwise all it is told of any answer;
-    rows end at their own lengths, as if a stop token had come.
+    `limit_tokens`: None where every system knows how long each answer will be. Otherwise the one limit that every
+    system is given; rows end at their own lengths, as at a stop token.
     """
 
     model: str
@@ -66,7 +66,7 @@ def make_workload(
     model_folder: Path, folder: Path, num_rows: int, num_adapters: int, lengths: Lengths = "uniform", seed: int = 0
 ) -> EngineWorkload:
     """Rows over adapters of ranks 8 to 64 on all linear layers, with prompts of 16 to 160 tokens, in random order of
-    adapters. Answers have 16 to 72 tokens, or long-tailed lengths that no system is told. Adapters are written below
+    adapters. Answers have 16 to 72 tokens, or long-tailed lengths that no system knows. Adapters are written below
     `folder`."""
     model: ModelConfig = read_model_config(model_folder)
     rng = random.Random(seed)

@@ -3,8 +3,8 @@
 python -m lorabatch.benchmarks.fidelity --cost-model PROFILE.json --save RESULTS.json [--job NAME …]
 
 Most jobs' answers have known lengths (the stop token is ignored), so that what differs is the model of the engine and
-of the cluster, not a guess of lengths. The last one is the demo, whose lengths nobody knows: it is also predicted
-afterwards, with the lengths that came out. Measured: from the first shard opened to the last part written. Results of
+of the cluster, not a guess of lengths. The last one is the demo, whose lengths are unknown: it is also predicted
+afterwards, with the measured lengths. Measured: from the first shard opened to the last part written. Results of
 several calls are collected in one file.
 """
 

@@ -34,7 +34,7 @@ def run_all(
     result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device), "seconds": {}}
     for section in SECTIONS:
         began = time.monotonic()
-        # the shares are a GPU's; in the interpreter nobody knows what takes how long
+        # the shares are a GPU's; in the interpreter durations mean nothing
         left = deadline.within(section.seconds if device.type == "cuda" else seconds).left_s
         print(f"{section.name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
         if left > 0:

@@ -1,6 +1,6 @@
 """vLLM beside it, where it is installed: the same shapes, random weights and decode lengths.
 
-Its own settings are left as they come, but for `max_loras` and `max_lora_rank`, which it must be told. Never run so
+Its default settings are used, except `max_loras` and `max_lora_rank`, which have no fitting default. Not run so
 far: no machine had both a GPU and vLLM.
 """
 

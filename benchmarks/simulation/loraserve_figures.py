@@ -217,7 +217,7 @@ def figure_21(lengths: Lengths, num_rows: int) -> Figure:
         (Claim("LoRAServe", "in proportion", 1.0, RATE, higher_is_better=True),),
         "The paper's default trace: Poisson arrivals, uniform popularity, 25 adapters per four servers. The paper: 32, "
         f"64 and 96 requests per second on 4, 8 and 12 servers. Ours keeps {kept[1]} of the proportion on 8 and "
-        f"{kept[2]} on 12. Told each adapter's demand, the same placement keeps {known[1]} and {known[2]}: what is "
+        f"{kept[2]} on 12. With known demand, the same placement keeps {known[1]} and {known[2]}: what is "
         "lost is in the estimates, lines through time steps in which an adapter has a few dozen requests. Requests "
         f"arrive for {num_rows / rates['LoRAServe'][0]:.0f} s; in shorter runs, where queues cannot grow, rates are "
         "higher.",
