@@ -1,65 +1,26 @@
 """The command line: parse, one call, print, exit code.
 
-Heavy packages (torch, dask, pyarrow) are imported inside the commands that need them, so that `--help` and
-`status` answer at once.
-
-`told_errors.py` lists the exit codes.
-
-Commands of `lorabatch bench`.
-
-What a command says when it fails, and its exit code.
-
-0 done; 1 the job failed or its error budget ran out; 2 the request itself was wrong; 130 interrupted.
+Heavy packages (torch, dask, pyarrow) are imported inside the commands that need them, so that `--help` and `status`
+answer at once. Exit codes: 0 done; 1 the job failed or its error budget ran out; 2 the request itself was wrong;
+130 interrupted.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console.options import JOB_OPTIONS, PLAN_OPTIONS, job_command
+from .console.options import job_command, shared_option
 from .version import __version__
 
 if TYPE_CHECKING:
     from .jobs.spec import JobSpec
     from .jobs.store import JobStore
-
-bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
-
-
-@bench_app.command("engine")
-def bench_engine(
-    model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
-    vs: Annotated[
-        list[str] | None,
-        typer.Option(help="Peers to run beside: peft, vllm, none; by default those installed. Repeatable."),
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1)] = 64,
-    adapters: Annotated[int, typer.Option(min=1)] = 8,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
-    runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
-    lengths: Annotated[list[str] | None, typer.Option(help="uniform or long-tailed answers; by default both.")] = None,
-) -> None:
-    """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
-    with errors_told():
-        from .benchmarks.engine_bench import main as run_benchmark
-        from .benchmarks.engine_bench import peers_of
-        from .benchmarks.engine_workload import ALL_LENGTHS
-
-        try:
-            kinds = tuple(lengths or ALL_LENGTHS)
-            run_benchmark(model, peers_of(vs), rows, adapters, repeats, save, runs, kinds)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -67,16 +28,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Offline batch inference for many LoRA adapters over one base model, on Dask.",
 )
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
 app.add_typer(bench_app, name="bench")
+
 OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]
-StorageOption = Annotated[str | None, typer.Option("--storage-options", help="JSON object for fsspec.")]
-TlsCaOption = Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_ca"][1])]
-TlsCertOption = Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_cert"][1])]
-TlsKeyOption = Annotated[str | None, typer.Option(help=JOB_OPTIONS["tls_key"][1])]
+ModelOption = Annotated[str, shared_option("model")]
+StorageOption = Annotated[str | None, shared_option("storage_options")]
+ClusterOption = Annotated[str | None, shared_option("cluster")]
+TlsCaOption = Annotated[str | None, shared_option("tls_ca")]
+TlsCertOption = Annotated[str | None, shared_option("tls_cert")]
+TlsKeyOption = Annotated[str | None, shared_option("tls_key")]
+PriceOption = Annotated[float | None, typer.Option(min=0, help="Price of one worker for an hour: adds the job's cost.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 def main() -> None:
-    """Entry point of the console script. SIGTERM, as batch systems and Kubernetes send it, is Ctrl-C."""
+    """Entry point of the console script. SIGTERM, as batch systems and Kubernetes send it, acts as Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 
@@ -92,7 +59,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @job_command
 def run(job_file: Path | None, options: dict[str, Any]) -> None:
     """Run a job in the foreground with live progress. The same command again resumes it."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .jobs.validation import requested_job
 
         _run(requested_job(options, job_file))
@@ -105,29 +72,28 @@ def demo(
     overwrite: Annotated[bool, typer.Option(help="Start over if the folder holds an earlier run.")] = False,
 ) -> None:
     """The main job on a small real model: trained adapters, a Parquet file of prompts, two workers."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .console.tables import print_answers
         from .demo.job import demo_spec
 
-        spec = demo_spec(output, workers=workers, overwrite=overwrite)
-        _run(spec)
+        _run(demo_spec(output, workers=workers, overwrite=overwrite))
         print_answers(output)
 
 
 @app.command("plan")
-@partial(job_command, more=PLAN_OPTIONS)
-def plan(job_file: Path | None, options: dict[str, Any]) -> None:
+@job_command
+def plan(
+    job_file: Path | None,
+    options: dict[str, Any],
+    gpu_hour_price: PriceOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Dry run: adapters, rows and tokens, waves, placement, memory, predicted seconds and money. Runs nothing."""
-    with errors_told():
-        from .console.plan_tables import plan_json, print_plan
+    with errors_as_exit_codes():
+        from .console.plan_tables import print_plan
         from .pipeline.planning.dry_run import dry_run
 
-        as_json, price = options.pop("json", False), options.pop("gpu_hour_price", None)
-        found = dry_run(options, job_file)
-        if as_json:
-            typer.echo(json.dumps(plan_json(found, price), indent=1))
-        else:
-            print_plan(found, price)
+        print_plan(dry_run(options, job_file), gpu_hour_price, as_json=as_json)
 
 
 @app.command()
@@ -145,7 +111,7 @@ def simulate(
     output: Annotated[Path, typer.Option(help="Folder for table and plots.")] = Path("simulation"),
 ) -> None:
     """The scheduler's own code on simulated workers: policies compared on one job, as a table and as plots."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .console.tables import print_simulation
         from .pipeline.planning.simulate import SimulationRequest, simulate_job
 
@@ -158,7 +124,7 @@ def simulate(
 
 @app.command()
 def profile(
-    model: Annotated[str, typer.Option(help="Base model: folder, GGUF file, hub id or URL.")],
+    model: ModelOption,
     workers: Annotated[int | None, typer.Option(min=1, help="Engines at once; 2, or 1 on a GPU.")] = None,
     engine_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each; shared out.")] = None,
     batch_rows: Annotated[int, typer.Option(min=1)] = 64,
@@ -167,7 +133,7 @@ def profile(
     save: Annotated[Path | None, typer.Option(help="JSON file; by default where jobs find it.")] = None,
 ) -> None:
     """Measure this machine's cost model: prefill, decode, LoRA by rank, merge, adapter load. About two minutes."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .console.tables import print_profile
         from .pipeline.planning.profile import ProfileRequest, profile_model
 
@@ -178,7 +144,7 @@ def profile(
 @app.command()
 def audit(
     adapters: Annotated[list[str], typer.Argument(help="Adapter folders, or folders of them; paths or URLs.")],
-    model: Annotated[str, typer.Option(help="Base model: folder, GGUF file, hub id or URL.")],
+    model: ModelOption,
     storage_options: StorageOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every key and tensor as JSON.")] = False,
     headers_only: Annotated[bool, typer.Option(help="Do not read weights: no check for NaN, no hash.")] = False,
@@ -187,39 +153,31 @@ def audit(
 
     Exit code 1 when any is refused.
     """
-    with errors_told():
+    with errors_as_exit_codes():
         from .console.tables import print_audits
         from .jobs.adapters import audit_folders
 
-        options = _storage_options(storage_options)
-        audits = audit_folders(adapters, model, options, check_values=not headers_only)
-        if as_json:
-            typer.echo(json.dumps([found.to_json() for found in audits], indent=1))
-        else:
-            print_audits(audits)
+        audits = audit_folders(adapters, model, _storage_options(storage_options), check_values=not headers_only)
+        print_audits(audits, as_json=as_json)
     if any(found.verdict == "refused" for found in audits):
         raise typer.Exit(1)
 
 
 @app.command()
-def status(
-    output: OutputArgument,
-    storage_options: StorageOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-) -> None:
+def status(output: OutputArgument, storage_options: StorageOption = None, as_json: JsonOption = False) -> None:
     """Where a job stands, from its output location alone."""
-    with errors_told():
-        from .jobs.status import read_status, status_lines
+    with errors_as_exit_codes():
+        from .console.progress import print_status
+        from .jobs.status import read_status
 
-        found = read_status(_store(output, storage_options))
-        typer.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(status_lines(found)))
+        print_status(read_status(_store(output, storage_options)), as_json=as_json)
 
 
 @app.command("submit")
 @job_command
 def submit(job_file: Path | None, options: dict[str, Any]) -> None:
     """Start a job that goes on without this command: on a cluster, or on one in the background of this machine."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .jobs.validation import requested_job
         from .pipeline.submit import submit as submit_job
 
@@ -229,18 +187,18 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
 @app.command()
 def resume(
     output: OutputArgument,
-    cluster: Annotated[str | None, typer.Option(help="local, local-cuda, or the address of a Dask scheduler.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers of a local cluster.")] = None,
+    cluster: ClusterOption = None,
+    workers: Annotated[int | None, shared_option("workers")] = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
-    max_errors: Annotated[str | None, typer.Option(help="Rows, or percentage of rows, that may be errors.")] = None,
+    max_errors: Annotated[str | None, shared_option("max_errors")] = None,
     storage_options: StorageOption = None,
 ) -> None:
     """Go on with a job from its output alone, as it last ran but for what is given. Changed adapters answer anew."""
     where = {"output": output, "cluster": cluster, "workers": workers}
     given = where | {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
-    with errors_told():
+    with errors_as_exit_codes():
         from .jobs.status import read_status
 
         record = read_status(_store(output, storage_options)).record
@@ -249,16 +207,16 @@ def resume(
 
 @app.command()
 def cancel(output: OutputArgument, storage_options: StorageOption = None) -> None:
-    """Ask whoever runs a job to stop. Finished rows are kept; `resume` goes on."""
-    with errors_told():
-        from .jobs.status import read_status
+    """Ask the run of a job to stop. Finished rows are kept; `resume` goes on."""
+    with errors_as_exit_codes():
+        from .jobs.status import request_cancel
 
-        store = _store(output, storage_options)
-        if read_status(store).is_over:
-            typer.echo("Nothing runs there. `lorabatch status` says how it ended.")
-            return
-        store.request_cancel()
-        typer.echo("Asked to stop. `lorabatch status` says when it has.")
+        is_running = request_cancel(_store(output, storage_options))
+        typer.echo(
+            "Asked to stop. `lorabatch status` says when it has."
+            if is_running
+            else "No run to stop: the job has ended. `lorabatch status` says how."
+        )
 
 
 @app.command()
@@ -268,7 +226,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
 ) -> None:
     """Print what client, workers and engines of a job have logged."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .jobs.status import log_lines
 
         for line in log_lines(_store(output, storage_options), follow=follow):
@@ -285,7 +243,7 @@ def list_jobs(
     tls_key: TlsKeyOption = None,
 ) -> None:
     """Jobs that a cluster runs or keeps."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .jobs.spec import TlsFiles
         from .pipeline.submit import list_jobs as jobs_of
 
@@ -297,19 +255,46 @@ def list_jobs(
 def report(
     output: OutputArgument,
     save: Annotated[Path, typer.Option(help="Where to put the page.")] = Path("report.html"),
-    gpu_hour_price: Annotated[float | None, typer.Option(min=0, help="Price of one worker for an hour.")] = None,
+    gpu_hour_price: PriceOption = None,
     storage_options: StorageOption = None,
 ) -> None:
     """One HTML file about a job: timeline of workers, modes and migrations, throughput, adapters, cost, errors."""
-    with errors_told():
+    with errors_as_exit_codes():
         from .jobs.report.page import save_report, write_report
 
-        page = write_report(_store(output, storage_options), gpu_hour_price)
-        save_report(page, save)
+        save_report(write_report(_store(output, storage_options), gpu_hour_price), save)
         typer.echo(f"Report: {save}")
 
 
+@bench_app.command("engine")
+def bench_engine(
+    model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
+    vs: Annotated[
+        list[str] | None,
+        typer.Option(help="Peers to run beside: peft, vllm, none; by default those installed. Repeatable."),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1)] = 64,
+    adapters: Annotated[int, typer.Option(min=1)] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
+    runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
+    lengths: Annotated[list[str] | None, typer.Option(help="uniform or long-tailed answers; by default both.")] = None,
+) -> None:
+    """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
+    with errors_as_exit_codes():
+        from .benchmarks.engine_bench import main as run_benchmark
+        from .benchmarks.engine_bench import peers_of
+        from .benchmarks.engine_workload import ALL_LENGTHS
+
+        try:
+            kinds = tuple(lengths or ALL_LENGTHS)
+            run_benchmark(model, peers_of(vs), rows, adapters, repeats, save, runs, kinds)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
 def _run(spec: JobSpec) -> None:
+    """Run a job in the foreground and print its summary."""
     from .console.progress import ConsoleProgress
     from .pipeline.run import run as run_job
 
@@ -325,21 +310,19 @@ def _store(output: str, storage_options: str | None) -> JobStore:
 
 
 def _storage_options(text: str | None) -> dict[str, Any]:
+    """The value of `--storage-options`. Raises `JobRequestError`."""
     from .jobs.errors import JobRequestError
+    from .jobs.spec import parse_storage_options
 
     try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        # The text may hold keys: it is not shown.
-        raise JobRequestError(f"storage_options: expected a JSON object; not JSON at character {error.pos}") from None
-    if not isinstance(value, dict):
-        raise JobRequestError(f"storage_options: expected a JSON object, found {type(value).__name__}")
-    return value
+        return parse_storage_options(text)
+    except ValueError as error:
+        raise JobRequestError(f'storage_options: {error}. Write for example \'{{"profile": "batch"}}\'.') from None
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
-    """An error of ours becomes its message and its exit code; anything else is a defect and shows its trace."""
+def errors_as_exit_codes() -> Iterator[None]:
+    """Turns an error of ours into its message and its exit code; anything else is a defect and shows its trace."""
     from .engine.errors import EngineError
     from .jobs.errors import JobError
 

@@ -106,7 +106,7 @@ def measure(mix: JobMix, model: Path, adapters: Path, cost_model: Path, folder: 
         "cost_model": str(cost_model),
     } | dict(mix.options)
     predicted_s = dry_run(options).forecast.predicted_s
-    run(JobSpec.from_values(options))
+    run(JobSpec(**options))
     return Fidelity(
         mix.name,
         len(rows),
@@ -122,7 +122,7 @@ def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
     spec = demo_spec(folder / "output", workers=NUM_WORKERS, overwrite=False)
     options = spec.model_dump(exclude={"columns"}) | {"cost_model": str(cost_model)}
     found = dry_run(options)
-    run(JobSpec.from_values(options))
+    run(JobSpec(**options))
     measured_s = measured_makespan_s(JobStore(str(folder / "output")))
     answers = ds.dataset(folder / "output", format="parquet").to_table(columns=["id", "adapter", "completion_tokens"])
     workload = replace(found.workload, output_tokens=_in_index_order(answers, spec))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -120,8 +122,13 @@ def price(found: DryRun, gpu_hour_price: float | None) -> float | None:
     return None if gpu_hour_price is None else found.forecast.replica_s / 3600 * gpu_hour_price
 
 
-def print_plan(found: DryRun, gpu_hour_price: float | None, console: Console | None = None) -> None:
-    """Tables of adapters, waves and workers, and the totals last."""
+def print_plan(
+    found: DryRun, gpu_hour_price: float | None, console: Console | None = None, *, as_json: bool = False
+) -> None:
+    """Prints tables of adapters, waves and workers, and the totals last; or everything as JSON."""
+    if as_json:
+        typer.echo(json.dumps(plan_json(found, gpu_hour_price), indent=1))
+        return
     console = console or Console()
     for line in adapter_notes(found.adapters):
         console.print(line, highlight=False, soft_wrap=True)

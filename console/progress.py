@@ -1,12 +1,14 @@
-"""Progress of a job for people: a live display in a terminal, a line every few seconds elsewhere."""
+"""What people see of a job: live progress in a terminal, a line every few seconds elsewhere, and its status."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from types import TracebackType
 from typing import Self
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -14,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..jobs.record import JobState
+from ..jobs.status import JobStatus
 
 _LINE_INTERVAL_S = 5.0
 _ADAPTERS_SHOWN = 4
@@ -108,6 +111,43 @@ def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> Rendera
             ", ".join(adapters) + (f" and {more} more" if more else ""),
         )
     return Group(head, table)
+
+
+def print_status(status: JobStatus, *, as_json: bool = False) -> None:
+    """Prints where a job stands, as lines of text or as JSON."""
+    typer.echo(json.dumps(status.to_json(), indent=1) if as_json else "\n".join(status_lines(status)))
+
+
+def status_lines(status: JobStatus) -> list[str]:
+    """A job's status as plain lines of text."""
+    state = status.state
+    lines = [
+        f"job       {status.record.job_id}, started {status.record.created_at}",
+        f"output    {status.output}",
+        f"state     {status.headline}",
+    ]
+    if state is not None:
+        share = f" ({state.rows_done / state.rows:.1%})" if state.rows else ""
+        lines.append(f"rows      {state.rows_done:,} of {state.rows:,}{share}, {state.rows_error:,} errors")
+        lines.append(f"parts     {status.num_parts:,} of {state.shards:,}")
+        lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
+    if state is not None and not (state.is_final or status.is_stale or status.is_finished):
+        remaining = "" if state.eta_s is None else f", about {_clock(state.eta_s)} to go"
+        lines.append(f"speed     {state.tokens_per_s:,.0f} generated tokens/s{remaining}")
+        lines += [
+            f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
+            f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"
+            for worker in state.workers
+        ]
+    if state is not None and state.batch_fill is not None:
+        lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
+    if state is not None and state.prefix_hit_rate is not None:
+        lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
+    if state is not None and state.message:
+        lines.append(f"message   {state.message}")
+    if status.next_step is not None:
+        lines.append(f"next      {status.next_step}")
+    return lines
 
 
 def _clock(seconds: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -25,8 +27,11 @@ _CELL_CHARACTERS = 160
 _VERDICT_STYLES = {"exact": "green", "exact-by-merge": "yellow", "refused": "red"}
 
 
-def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None) -> None:
-    """One line per adapter, verdicts in colour, and how many there are of each."""
+def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None, *, as_json: bool = False) -> None:
+    """Prints one line per adapter, verdicts in colour, and how many there are of each; or every finding as JSON."""
+    if as_json:
+        typer.echo(json.dumps([found.to_json() for found in audits], indent=1))
+        return
     table = Table()
     for column in AUDIT_COLUMNS:
         table.add_column(column, overflow="fold")

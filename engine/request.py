@@ -1,64 +1,114 @@
-"""A request, what is asked of it, and what comes back. Plain data: no torch, no Dask.
+"""What an engine is asked (`Request`), works on (`Sequence`), hands over (`ExportedRow`) and answers (`Result`).
 
-A `Request` is one input row, immutable. The engine works on it as a `Sequence`; its outcome is a `Result`.
-
-An unfinished row taken out of one engine, so that another can go on with it. Plain data: no torch.
-
-Keys and values stay behind: the next engine computes them anew from prompt and tokens. The random stream needs no
-state either: its position is the number of tokens (`random_stream`).
-
-What an engine says about itself about once a second. Plain data: no torch.
-
-A request while the engine works on it.
+Plain data: no torch, no Dask. `SamplingParams` declares every sampling option once; `EngineTelemetry` is what an engine
+reports about itself between two steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_type_hints
 
 FinishReason = Literal["stop", "length", "error"]
 ServedMode = Literal["base", "unmerged", "merged", "mixture"]
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the tokens of one request are chosen.
+class SamplingOption:
+    """One field of `SamplingParams` as every place that shows or checks it needs it.
 
-    `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` switch those filters off. `stop` strings end the
-    completion and are not part of it. `logprobs` asks for the log-probability of each chosen token. `seed` and
-    the request's own identity key its random stream, so a retried or moved request draws the same numbers.
+    Command line, job file, input columns, documentation and validation are made from these. `expected` completes
+    "expected …" for values that `is_valid` rejects. `is_column`: an input column of this name overrides it per row.
     """
 
-    max_tokens: int = 128
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    logprobs: bool = False
-    ignore_eos: bool = False
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    expected: str
+    is_valid: Callable[[Any], bool]
+    is_column: bool
+
+
+def _option(
+    default: Any,
+    help: str,
+    expected: str = "",
+    is_valid: Callable[[Any], bool] = lambda value: True,
+    *,
+    is_column: bool = True,
+) -> Any:
+    """The declaration of one sampling option; its name and type stand beside it."""
+    return field(
+        default=default,
+        metadata={"help": help, "expected": expected, "is_valid": is_valid, "is_column": is_column},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. A new option is one line here and its code in the samplers.
+
+    `stop` strings end the completion and are not part of it. `seed` and the request's own identity key its random
+    stream, so a retried or moved request draws the same numbers.
+    """
+
+    max_tokens: int = _option(128, "Most tokens of a completion.", "at least 1", lambda n: n >= 1)
+    min_tokens: int = _option(0, "Tokens before which a completion does not end.", "at least 0", lambda n: n >= 0)
+    temperature: float = _option(
+        0.0,
+        "Randomness of the draw; 0 is greedy.",
+        "0 (greedy) or a positive finite number",
+        lambda t: 0.0 <= t < float("inf"),
+    )
+    top_p: float = _option(
+        1.0,
+        "Draw from the likeliest tokens that together reach this probability; 1 is all.",
+        "above 0 and at most 1",
+        lambda p: 0.0 < p <= 1.0,
+    )
+    top_k: int = _option(
+        0, "Draw from this many likeliest tokens; 0 is all.", "0 (off) or a positive count", lambda k: k >= 0
+    )
+    seed: int = _option(
+        0, "With the row's identity, the key of its random stream.", "from 0 to 2**63 - 1", lambda s: 0 <= s < 2**63
+    )
+    stop: tuple[str, ...] = _option(
+        (),
+        "A string that ends a completion and is not part of it. Repeatable.",
+        "strings that are not empty",
+        lambda texts: all(isinstance(text, str) and text for text in texts),
+    )
+    logprobs: bool = _option(False, "Add token ids and their log-probabilities to the output.")
+    ignore_eos: bool = _option(False, "Continue after the model's end token, up to max_tokens.")
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """The parameters behind JSON or msgpack values: lists become tuples, missing options have their defaults."""
+        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        return cls(**known)
 
     def problems(self) -> list[str]:
         """Every field out of range, as `field=value: expectation`; empty when all is well."""
-        checks = [
-            (self.max_tokens >= 1, f"max_tokens={self.max_tokens}: must be at least 1"),
-            (self.min_tokens >= 0, f"min_tokens={self.min_tokens}: must be at least 0"),
-            (
-                self.min_tokens <= max(self.max_tokens, 1),
-                f"min_tokens={self.min_tokens}: must not exceed max_tokens={self.max_tokens}",
-            ),
-            (
-                0.0 <= self.temperature < float("inf"),
-                f"temperature={self.temperature}: must be 0 (greedy) or a positive finite number",
-            ),
-            (0.0 < self.top_p <= 1.0, f"top_p={self.top_p}: must be above 0 and at most 1"),
-            (self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or a positive count"),
-            (0 <= self.seed < 2**63, f"seed={self.seed}: must be from 0 to 2**63 - 1"),
-            (all(self.stop), f"stop={list(self.stop)!r}: an empty stop string would end every completion"),
+        values = {name: getattr(self, name) for name in SAMPLING_OPTIONS}
+        found = [
+            f"{name}={list(value) if isinstance(value, tuple) else value}: expected {SAMPLING_OPTIONS[name].expected}"
+            for name, value in values.items()
+            if not SAMPLING_OPTIONS[name].is_valid(value)
         ]
-        return [message for holds, message in checks if not holds]
+        if self.min_tokens > max(self.max_tokens, 1):
+            found.append(f"min_tokens={self.min_tokens}: expected at most max_tokens={self.max_tokens}")
+        return found
+
+
+def _sampling_options() -> dict[str, SamplingOption]:
+    kinds = get_type_hints(SamplingParams)
+    return {f.name: SamplingOption(f.name, kinds[f.name], f.default, **f.metadata) for f in fields(SamplingParams)}
+
+
+#: Option name -> its declaration, in the order of `SamplingParams`.
+SAMPLING_OPTIONS: Mapping[str, SamplingOption] = _sampling_options()
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
         ),
         adapters=audit_all(checked.adapters, checked.model.folder, config, spec.storage_options),
         input=checked.input,
-        with_logprobs=spec.logprobs or "logprobs" in checked.input.roles,
+        with_logprobs=spec.sampling.logprobs or "logprobs" in checked.input.roles,
     )
 
 

@@ -19,15 +19,15 @@ from unicodedata import normalize
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..engine.request import SamplingParams
+from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from .errors import DamagedRecordError
-from .spec import SAMPLING_FIELDS, TLS_FIELDS, JobSpec
+from .spec import TLS_FIELDS, JobSpec
 from .storage.redaction import redacted_url
 
 RECORD_FORMAT = 1
 _NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
-IDENTITY_FIELDS = ("input", "columns", *SAMPLING_FIELDS, "mode", "dtype", "load_format", "rows_per_shard")
+IDENTITY_FIELDS = ("input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard")
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
 
@@ -110,8 +110,7 @@ class JobRecord(_Frozen):
     @property
     def sampling(self) -> SamplingParams:
         """The sampling of rows that do not override it."""
-        values = {name: self.spec[name] for name in SAMPLING_FIELDS}
-        return SamplingParams(**values | {"stop": tuple(values["stop"])})
+        return SamplingParams.from_plain({name: self.spec[name] for name in SAMPLING_OPTIONS if name in self.spec})
 
     def to_json(self) -> bytes:
         """As stored."""
@@ -138,7 +137,7 @@ class JobRecord(_Frozen):
         if not (recorded | given)["cluster"].startswith("tls://"):
             # Those of the cluster it ran on before.
             recorded |= dict.fromkeys(TLS_FIELDS)
-        return JobSpec.from_values(recorded | {"storage_options": storage_options or {}} | given)
+        return JobSpec(**recorded | {"storage_options": storage_options or {}} | given)
 
 
 def public_spec(spec: JobSpec) -> dict[str, Any]:
@@ -158,10 +157,9 @@ def differences(old: JobRecord, new: JobRecord) -> list[str]:
 
     Adapters may change: their rows are recomputed. The base model, the input and what is asked may not.
     """
+    before, now = _asked(old), _asked(new)
     lines = [
-        f"{name}: was {old.spec.get(name)!r}, now {new.spec.get(name)!r}"
-        for name in IDENTITY_FIELDS
-        if old.spec.get(name) != new.spec.get(name)
+        f"{name}: was {before[name]!r}, now {now[name]!r}" for name in IDENTITY_FIELDS if before[name] != now[name]
     ]
     if old.model.sha256 != new.model.sha256:
         lines.append(f"model: the content of {old.model.url} is not the content of {new.model.url}")
@@ -187,6 +185,13 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
         )
     hint = f"did you mean {close[0]!r}?" if close else f"known: {known if adapters else 'none.'}"
     return f"adapter={name!r}: not among this job's adapters; {hint}"
+
+
+def _asked(record: JobRecord) -> dict[str, Any]:
+    """The values of `IDENTITY_FIELDS`; an option that is newer than the record has its default."""
+    defaults = {name: JobSpec.model_fields[name].default for name in IDENTITY_FIELDS}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return {name: record.spec.get(name, default) for name, default in plain.items()}
 
 
 def _content(recorded: InputRecord) -> tuple[Any, ...]:

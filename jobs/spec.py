@@ -1,15 +1,7 @@
-"""`JobSpec`: everything a job was asked to do. Every option of the command line is a field of the same name.
+"""`JobSpec`: everything a job was asked to do. Each field is declared once, with its help and its limits.
 
-Frozen. Built from a job file (`from_yaml`), from options (`from_values`) or in Python. Whatever is wrong with
-the values is raised at once, as one `JobRequestError`. Nothing here touches storage; `validation.py` does.
-
-How many rows of a job may end in errors: a count, or a percentage of its rows.
-
-The PEM files by which a client and a `tls://` cluster know each other.
-
-The job file: a YAML mapping of a job's options, as people write it. `JobSpec` judges what is in it.
-
-What is wrong with a job's options, in sentences: which one, its value, what is expected, where to look.
+The command line, the job file, the documentation and the messages about wrong values are made from these fields; those
+of sampling come from `engine.request.SamplingParams`. A spec is frozen and touches no storage; `validation.py` does.
 """
 
 from __future__ import annotations
@@ -22,92 +14,122 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic.fields import FieldInfo
 
 from ..engine.config import Mode
-from ..engine.request import SamplingParams
+from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from .errors import JobRequestError
 from .storage.location import absolute
 from .storage.redaction import redacted_url, scrubbed
 
-SAMPLING_FIELDS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop",
-    "logprobs",
-    "ignore_eos",
-)
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
-COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_FIELDS)
+SAMPLING_COLUMNS = tuple(name for name, option in SAMPLING_OPTIONS.items() if option.is_column)
+COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_COLUMNS)
+_REPEATABLE = tuple(name for name, option in SAMPLING_OPTIONS.items() if option.kind == tuple[str, ...])
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
-# Something for the fields without defaults, while the others are judged.
-_REQUIRED = {"model": "-", "input": "-", "output": "-"}
-# Options that people write in one spelling and we keep in another.
+TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
+# Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
+# Values for the required fields while the other fields are checked.
+_PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
 
 
-class JobSpec(BaseModel):
-    """What a job was asked to do.
+def _option(default: Any, help: str, *, expected: str = "", **rules: Any) -> Any:
+    """The declaration of one option. `expected`: what messages say where pydantic's own words would say little;
+    `rules`: as pydantic's `Field` takes them.
+    """
+    return Field(default, description=help, json_schema_extra={"expected": expected}, **rules)
 
-    `adapters`: a folder or URL with one PEFT folder per adapter, or a mapping name -> folder or URL.
-    `input`: Parquet file, folder or glob. `columns`: role -> name of the input column that plays it.
-    `storage_options`: keyword arguments for fsspec, for all URLs or one mapping per protocol; never recorded.
-    `max_errors`: rows (`"25"`) or share of rows (`"10%"`) that may end in errors.
-    `batch_rows`, `step_tokens`, `engine_threads`, `pool_bytes`: each engine; None is chosen for the machine.
-    `cluster`: `local`; `local-cuda`, which insists on GPUs; or the address of a Dask scheduler.
-    `workers`, `rows_per_shard`: None is chosen. `cost_model`: a file that `lorabatch profile` wrote.
-    `migration`: idle workers take over running rows of slow ones at the job's end.
 
-    Raises `JobRequestError` with every problem at once.
+if TYPE_CHECKING:
+    _SamplingFields = BaseModel
+else:
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        **{name: (o.kind, _option(o.default, o.help)) for name, o in SAMPLING_OPTIONS.items()},
+    )
+
+
+class JobSpec(_SamplingFields):
+    """What a job was asked to do. Raises `JobRequestError` with every problem at once.
+
+    The options of sampling are fields too, and `sampling` has them together. `storage_options` are never recorded.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    model: str = Field(min_length=1)
-    adapters: str | dict[str, str] | None = None
-    input: str = Field(min_length=1)
-    output: str = Field(min_length=1)
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    columns: dict[str, str] = Field(default={}, validation_alias=AliasChoices("columns", "column"))
+    model: str = _option(
+        ...,
+        "Base model: local folder, GGUF file, Hugging Face hub id or fsspec URL.",
+        expected="a folder, GGUF file, hub id or URL",
+        min_length=1,
+    )
+    adapters: str | dict[str, str] | None = _option(
+        None, "Folder or URL with one PEFT folder per adapter; or NAME=URL, repeated (in a job file a mapping)."
+    )
+    input: str = _option(
+        ...,
+        "Parquet file, folder or glob; any fsspec URL.",
+        expected="a Parquet file, folder, glob or URL",
+        min_length=1,
+    )
+    output: str = _option(..., "Folder or fsspec URL for the answers.", expected="a folder or URL", min_length=1)
+    name: str | None = _option(
+        None,
+        "A name for the job, the first part of its id.",
+        expected="1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+    )
+    columns: dict[str, str] = _option(
+        {}, "role=name: an input column under another name. Repeatable (in a job file a mapping)."
+    )
 
-    max_tokens: int = 128
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    logprobs: bool = False
-    ignore_eos: bool = False
+    cluster: str = _option(
+        "local",
+        "local, local-cuda (fails without a GPU), or the address of a Dask scheduler.",
+        expected="local, local-cuda, or an address such as tcp://10.0.0.5:8786",
+        pattern=rf"^({'|'.join(EMBEDDED_CLUSTERS)}|\w+://.+|[^\s/]+:\d+)$",
+    )
+    workers: int | None = _option(None, "Workers of a local cluster; by default one per GPU, or two.", ge=1)
+    tls_ca: str | None = _option(
+        None, "PEM file of the authority that signed the cluster's certificates, for a tls:// address."
+    )
+    tls_cert: str | None = _option(None, "PEM file of this client's certificate.")
+    tls_key: str | None = _option(None, "PEM file of this client's key.")
+    mode: Mode = _option("auto", "How adapters are applied; exact fixes the arithmetic of every row.")
+    max_errors: str = _option("10%", "Error rows that are allowed, as a count or a percentage.")
+    storage_options: dict[str, Any] = _option(
+        {}, "JSON object for fsspec (keys, endpoint); never recorded, so given again to resume.", repr=False
+    )
+    overwrite: bool = _option(False, "Remove the job that is in the output and start over.")
+    migration: bool = _option(True, "Move running rows from slow workers to idle ones.")
+    rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1)
+    cost_model: str | None = _option(
+        None,
+        "File that `lorabatch profile` wrote, to plan with; by default this machine's, else a guess.",
+    )
 
-    cluster: str = Field(default="local", pattern=rf"^({'|'.join(EMBEDDED_CLUSTERS)}|\w+://.+|[^\s/]+:\d+)$")
-    workers: int | None = Field(default=None, ge=1)
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    mode: Mode = "auto"
-    max_errors: str = "10%"
-    storage_options: dict[str, Any] = Field(default={}, repr=False)
-    overwrite: bool = False
-    migration: bool = True
-    rows_per_shard: int | None = Field(default=None, ge=1)
-    cost_model: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Number format of the base model.")
+    device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1)
+    tensor_parallel: int = _option(1, "Devices per engine; only 1 is served yet.", ge=1)
+    load_format: Literal["auto", "dummy"] = _option("auto", "How weights are read; dummy makes random ones.")
+    batch_rows: int | None = _option(
+        None, "Rows that an engine decodes together; by default 64, on a GPU by its memory.", ge=1
+    )
+    step_tokens: int | None = _option(
+        None, "Most tokens of one forward pass; by default 512, on a GPU by its memory.", ge=16
+    )
+    engine_threads: int | None = _option(None, "CPU threads of an engine; by default its share of all.", ge=1)
+    pool_bytes: int | None = _option(None, "Memory of an engine's page pool; chosen by default.", ge=1)
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = Field(default="auto", min_length=1)
-    tensor_parallel: int = Field(default=1, ge=1)
-    load_format: Literal["auto", "dummy"] = "auto"
-    batch_rows: int | None = Field(default=None, ge=1)
-    step_tokens: int | None = Field(default=None, ge=16)
-    engine_threads: int | None = Field(default=None, ge=1)
-    pool_bytes: int | None = Field(default=None, ge=1)
+    def __init__(self, **values: Any) -> None:
+        problems, _ = self._set_fields(values)
+        if problems:
+            raise JobRequestError(*problems)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Without what opens URLs: Dask logs the arguments of tasks that fail."""
+        """Leaves out what opens URLs: Dask logs the arguments of tasks that fail."""
         for name, value in super().__repr_args__():
             if isinstance(value, str):
                 value = redacted_url(value)
@@ -115,54 +137,41 @@ class JobSpec(BaseModel):
                 value = {adapter: redacted_url(url) for adapter, url in value.items()}
             yield name, value
 
-    if not TYPE_CHECKING:
-
-        def __init__(self, **values: Any) -> None:
-            problems, _ = self._take_on(values)
-            if problems:
-                raise JobRequestError(*problems)
-
-    @classmethod
-    def judged(cls, values: Mapping[str, Any]) -> tuple[JobSpec, list[str], frozenset[str]]:
-        """The job as far as its values can be used, every problem, and the fields that have no value of their own
-        for it.
-        """
-        job = cls.__new__(cls)
-        return job, *job._take_on({name.replace("-", "_"): value for name, value in values.items()})
-
-    def _take_on(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
-        """Set the fields whose values can be used. Returns what is wrong, and the fields that it is wrong with."""
-        values = {_SPELLINGS.get(name, name): value for name, value in values.items()}
-        problems, wrong = unknown_options(values, tuple(JobSpec.model_fields)), frozenset[str]()
-        known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
-        try:
-            super().__init__(**known)
-        except ValidationError as error:
-            problems += value_problems(error, known)
-            # the other fields are judged too, beside any value for those that are wrong
-            wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
-            super().__init__(**_REQUIRED | {name: value for name, value in known.items() if name not in wrong})
-        problems += [*self.sampling.problems(), *self.tls_files.problems(self.cluster), *self._unserved_problems()]
-        return list(map(with_next_step, problems)), wrong
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> JobSpec:
-        """From option names and values; hyphens in names are fine. Raises `JobRequestError`."""
-        return cls(**{name.replace("-", "_"): value for name, value in values.items()})
-
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobSpec:
-        """From a job file, with `overrides` (options given beside it) taking precedence.
+        """The job of a job file; `overrides` (options given beside it) win.
 
         Relative paths inside are relative to the working directory, as on the command line. Raises
         `JobRequestError` when the file is missing, is not a YAML mapping, or holds anything wrong.
         """
-        return cls.from_values(read_job_file(path, overrides))
+        return cls(**read_job_file(path, overrides))
+
+    @classmethod
+    def as_far_as_valid(cls, values: Mapping[str, Any]) -> tuple[JobSpec, list[str], frozenset[str]]:
+        """The job as far as its values can be used, every problem, and the fields that hold a placeholder."""
+        job = cls.__new__(cls)
+        return job, *job._set_fields(values)
+
+    def _set_fields(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
+        """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
+        values = {name.replace("-", "_"): value for name, value in values.items()}
+        values = {_SPELLINGS.get(name, name): value for name, value in values.items()}
+        known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
+        problems, wrong = _unknown_options(values), frozenset[str]()
+        try:
+            super().__init__(**known)
+        except ValidationError as error:
+            problems += _value_problems(error, known)
+            # the other fields are checked too, beside any value for those that are wrong
+            wrong = frozenset(str(found["loc"][0]) for found in error.errors() if found["loc"])
+            super().__init__(**_PLACEHOLDERS | {name: value for name, value in known.items() if name not in wrong})
+        problems += [*self.sampling.problems(), *self.tls_files.problems(self.cluster), *self._unserved_problems()]
+        return list(map(_with_next_step, problems)), wrong
 
     @property
     def sampling(self) -> SamplingParams:
         """The sampling of rows that do not override it."""
-        return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_FIELDS})
+        return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_OPTIONS})
 
     @property
     def tls_files(self) -> TlsFiles:
@@ -230,15 +239,16 @@ class JobSpec(BaseModel):
     @field_validator("columns")
     @classmethod
     def _column_roles(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = [with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
+        unknown = [_with_suggestion(f"{role!r} is not a role", role, COLUMN_ROLES) for role in value]
         wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
         return value
 
-    @field_validator("stop", mode="before")
+    @field_validator(*_REPEATABLE, mode="before")
     @classmethod
-    def _stop(cls, value: Any) -> Any:
+    def _repeatable(cls, value: Any) -> Any:
+        """One text stands for a list of it."""
         return (value,) if isinstance(value, str) else value
 
     @field_validator("max_errors", mode="before")
@@ -252,14 +262,19 @@ class JobSpec(BaseModel):
     @field_validator("storage_options", mode="before")
     @classmethod
     def _storage_options(cls, value: Any) -> Any:
-        if value is None:
-            return {}
-        if isinstance(value, str):
-            try:
-                return json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"expected a JSON object; not JSON at character {error.pos}") from None
-        return value
+        return parse_storage_options(value) if value is None or isinstance(value, str) else value
+
+
+def parse_storage_options(text: str | None) -> dict[str, Any]:
+    """Keyword arguments for fsspec from a JSON object; none from None. Raises ValueError without showing the text."""
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        # the text may hold keys
+        raise ValueError(f"expected a JSON object; not JSON at character {error.pos}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
+    return value
 
 
 def _absolute_if_there(url: str) -> str:
@@ -316,9 +331,6 @@ class ErrorBudget:
         return f"{self.percent:g}%" if self.percent is not None else f"{self.count} rows"
 
 
-TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
-
-
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
     """Paths on this machine; all three or none. `tls_ca`: of the authority that signed the cluster's certificates."""
@@ -363,45 +375,43 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return {str(name): item for name, item in value.items()}
 
 
-# Where pydantic's own words would say little.
-_EXPECTED = {
-    "name": "expected 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first",
-    "model": "expected a folder, GGUF file, hub id or URL",
-    "input": "expected a Parquet file, folder, glob or URL",
-    "output": "expected a folder or URL",
-    "cluster": "expected local, local-cuda, or an address such as tcp://10.0.0.5:8786",
-}
+def _unknown_options(values: Mapping[str, Any]) -> list[str]:
+    """One problem for each key that is not an option's name."""
+    names = tuple(JobSpec.model_fields)
+    return [_with_suggestion(f"{name}: not an option", name, names) for name in values if name not in names]
 
 
-def unknown_options(values: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
-    """One finding for each key that is not an option's name."""
-    return [with_suggestion(f"{name}: not an option", name, names) for name in values if name not in names]
-
-
-def with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
+def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
     """`text`, and which of the choices may have been meant."""
     close = difflib.get_close_matches(word, choices, n=2, cutoff=0.6)
     return f"{text}; did you mean {' or '.join(map(repr, close))}?" if close else text
 
 
-def with_next_step(problem: str) -> str:
-    """A finding about an option as a whole sentence that says where to look."""
+def _with_next_step(problem: str) -> str:
+    """A problem with an option as a whole sentence that says where to look."""
     return problem if problem.endswith((".", "?")) else f"{problem}. See `lorabatch run --help`."
 
 
-def value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+def _value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
     """pydantic's findings in our form: `field=value: expectation`; storage options without their values."""
     sentences = []
     for found in error.errors(include_url=False):
-        field = ".".join(str(part) for part in found["loc"][:1])
-        expectation = _EXPECTED.get(field) or found["msg"].removeprefix("Value error, ")
+        name = ".".join(str(part) for part in found["loc"][:1])
+        expectation = _expectation(JobSpec.model_fields[name]) or found["msg"].removeprefix("Value error, ")
         expectation = expectation.replace("Input should be", "expected").replace("greater than or equal to", "at least")
         if found["type"] == "missing":
-            option = f"--{field.replace('_', '-')}"
-            sentences.append(f"{field}: required and not given. Add {option}, or the key {field} in the job file.")
-        elif field == "storage_options":
-            sentences.append(f"{field}: {expectation}")
+            option = f"--{name.replace('_', '-')}"
+            sentences.append(f"{name}: required and not given. Add {option}, or the key {name} in the job file.")
+        elif name == "storage_options":
+            sentences.append(f"{name}: {expectation}")
         else:
-            sentences.append(f"{field}={values.get(field)!r}: {expectation}")
+            sentences.append(f"{name}={values.get(name)!r}: {expectation}")
     # values may be URLs
     return [scrubbed(sentence, {}) for sentence in dict.fromkeys(sentences)]
+
+
+def _expectation(field: FieldInfo) -> str:
+    """What the field's declaration says of wrong values; empty where pydantic's words serve."""
+    extra = field.json_schema_extra
+    expected = extra.get("expected") if isinstance(extra, dict) else None
+    return f"expected {expected}" if expected else ""

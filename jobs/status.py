@@ -100,43 +100,12 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
     )
 
 
-def status_lines(status: JobStatus) -> list[str]:
-    """The status as plain lines of text."""
-    state = status.state
-    lines = [
-        f"job       {status.record.job_id}, started {status.record.created_at}",
-        f"output    {status.output}",
-        f"state     {status.headline}",
-    ]
-    if state is not None:
-        share = f" ({state.rows_done / state.rows:.1%})" if state.rows else ""
-        lines.append(f"rows      {state.rows_done:,} of {state.rows:,}{share}, {state.rows_error:,} errors")
-        lines.append(f"parts     {status.num_parts:,} of {state.shards:,}")
-        lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
-    if state is not None and not (state.is_final or status.is_stale or status.is_finished):
-        lines.append(f"speed     {state.tokens_per_s:,.0f} generated tokens/s{_remaining(state.eta_s)}")
-        lines += [
-            f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
-            f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"
-            for worker in state.workers
-        ]
-    if state is not None and state.batch_fill is not None:
-        lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
-    if state is not None and state.prefix_hit_rate is not None:
-        lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
-    if state is not None and state.message:
-        lines.append(f"message   {state.message}")
-    if status.next_step is not None:
-        lines.append(f"next      {status.next_step}")
-    return lines
-
-
-def _remaining(eta_s: float | None) -> str:
-    if eta_s is None:
-        return ""
-    minutes, seconds = divmod(round(eta_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f", about {hours}:{minutes:02d}:{seconds:02d} to go"
+def request_cancel(store: JobStore) -> bool:
+    """Ask the run of a job to stop; False when it has ended already. Raises what `read_status` raises."""
+    if read_status(store).is_over:
+        return False
+    store.request_cancel()
+    return True
 
 
 _INTERVAL_S = 1.0

@@ -59,7 +59,7 @@ def requested_job(values: Mapping[str, Any], job_file: Path | None = None) -> Jo
 
     Raises `JobRequestError` with every problem of the values, and of what the right ones among them name.
     """
-    spec, problems, wrong = JobSpec.judged(read_job_file(job_file, values) if job_file else values)
+    spec, problems, wrong = JobSpec.as_far_as_valid(read_job_file(job_file, values) if job_file else values)
     if problems:
         # without its options, storage would refuse what is right
         if "storage_options" not in wrong:
@@ -167,9 +167,9 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
             f"input column {given.roles['messages']!r} (messages): the model at {redacted_url(spec.model)!r} has "
             "no chat template. Take an instruction-tuned model, or give a prompt column."
         )
-    if "max_tokens" not in given.roles and spec.max_tokens >= model.config.max_context_tokens:
+    if "max_tokens" not in given.roles and spec.sampling.max_tokens >= model.config.max_context_tokens:
         problems.append(
-            f"max_tokens={spec.max_tokens}: leaves no room for a prompt in the model's context of "
+            f"max_tokens={spec.sampling.max_tokens}: leaves no room for a prompt in the model's context of "
             f"{model.config.max_context_tokens} tokens. Lower it."
         )
     return problems

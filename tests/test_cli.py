@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 from lorabatch import __version__
 from lorabatch.cli import app
 from lorabatch.console.options import JOB_OPTIONS
+from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.spec import JobSpec
 
 HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "scipy"}
@@ -31,22 +31,24 @@ def test_help_lists_the_commands_and_run_lists_its_options() -> None:
     assert code == 0
     assert all(command in text for command in ("demo", "run", "audit", "status", "bench"))
     _, text = invoke("run", "--help")
-    assert all(f"--{name.replace('_', '-')}" in text for name in JOB_OPTIONS)
+    assert all(f"--{option.name.replace('_', '-')}" in text for option in JOB_OPTIONS.values())
 
 
-def test_every_option_of_run_is_a_key_of_the_job_file() -> None:
-    names = {"columns" if name == "column" else name for name in JOB_OPTIONS}
-    assert names <= JobSpec.model_fields.keys()
+def test_options_of_run_are_the_keys_of_the_job_file_and_every_sampling_option_is_one() -> None:
+    assert JOB_OPTIONS.keys() == JobSpec.model_fields.keys()
+    assert JOB_OPTIONS.keys() > SAMPLING_OPTIONS.keys()
+    for name, option in SAMPLING_OPTIONS.items():
+        assert (JOB_OPTIONS[name].help, JobSpec.model_fields[name].default) == (option.help, option.default)
 
 
 def test_the_defaults_that_help_shows_are_those_of_a_job() -> None:
     _, text = invoke("run", "--help")
-    told = {name: said for name, (_, help) in JOB_OPTIONS.items() for said in re.findall(r"\[default: ([^;]+)\]", help)}
-    assert len(told) > 10
-    for name, said in told.items():
-        assert f"[default: {said}]" in text
-        job = JobSpec(model="m", input="i", output="o", **{name: said})
-        assert getattr(job, name) == JobSpec.model_fields[name].default
+    shown = [option for option in JOB_OPTIONS.values() if option.default]
+    assert len(shown) > 10
+    for option in shown:
+        assert f"[default: {option.default}]" in text
+        job = JobSpec(model="m", input="i", output="o", **{option.key: option.default})
+        assert getattr(job, option.key) == JobSpec.model_fields[option.key].default
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["status", "{output}"]])

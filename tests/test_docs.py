@@ -17,7 +17,8 @@ import yaml
 from distributed.cli import dask_scheduler, dask_worker
 
 from lorabatch.cli import app
-from lorabatch.jobs.spec import JobSpec
+from lorabatch.console.options import JOB_OPTIONS
+from lorabatch.jobs.spec import SAMPLING_COLUMNS, JobSpec
 
 ROOT = Path(__file__).parents[1]
 TEXTS = sorted(
@@ -159,10 +160,27 @@ def test_files_that_are_linked_are_there(text: Path) -> None:
             assert (text.parent / target.partition("#")[0]).exists(), target
 
 
-def test_the_job_file_that_is_shown_is_a_job_and_every_key_is_explained() -> None:
+def table_lines(text: str, header: str) -> list[str]:
+    """The lines of the table with this header, without header and rule."""
+    return text[text.index(header) :].split("\n\n")[0].splitlines()[2:]
+
+
+def test_the_job_file_that_is_shown_is_a_job() -> None:
     text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     JobSpec(**yaml.safe_load(example))
-    table = text[text.index("| key | default |") :].split("\n\n")[0]
-    explained = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines())))
-    assert explained == set(JobSpec.model_fields)
+
+
+def test_the_table_of_the_job_file_says_what_the_options_of_the_command_line_say() -> None:
+    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    expected = [
+        f"| `{o.key}` | {'required' if o.is_required else o.default} | {o.help} |" for o in JOB_OPTIONS.values()
+    ]
+    # After a change of an option: these are the lines to put there.
+    assert table_lines(text, "| key | default |") == expected, "\n".join(expected)
+
+
+def test_the_sampling_columns_of_the_documented_input_are_those_that_rows_may_have() -> None:
+    text = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    (line,) = [line for line in table_lines(text, "| column | type |") if "| as in the job file |" in line]
+    assert tuple(re.findall(r"`(\w+)`", line)) == SAMPLING_COLUMNS

@@ -1,13 +1,16 @@
-"""Which input column plays which role, and whether its type can. Pure: an Arrow schema in, problems out."""
+"""Finds which input column plays which role, and checks its type: an Arrow schema in, roles and problems out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.types as t
 
-from ..spec import COLUMN_ROLES, PROMPT_ROLES
+from ...engine.request import SAMPLING_OPTIONS
+from ..spec import COLUMN_ROLES, PROMPT_ROLES, SAMPLING_COLUMNS
 
 # What the output adds; input columns must leave these names free.
 OUTPUT_COLUMNS = (
@@ -44,8 +47,12 @@ def find_roles(schema: pa.Schema, columns: Mapping[str, str]) -> tuple[dict[str,
             roles[role] = role
     problems += _prompt_problems(roles, schema)
     for role, name in roles.items():
-        if name in schema.names and not _ACCEPTS[role](_plain(schema.field(name).type)):
-            problems.append(f"column {name!r} ({role}): type {schema.field(name).type}, expected {_EXPECTED[role]}.")
+        expected = _TYPE_OF_ROLE[role]
+        if name in schema.names and not expected.accepts(_plain(schema.field(name).type)):
+            problems.append(
+                f"column {name!r} ({role}): type {schema.field(name).type}, expected {expected.expected}. Write the "
+                "column with that type, or name another one with --column."
+            )
     return roles, problems + _name_clashes(schema, roles)
 
 
@@ -106,35 +113,32 @@ def _is_boolean(kind: pa.DataType) -> bool:
     return bool(t.is_boolean(kind) or t.is_null(kind))
 
 
-_ACCEPTS: Mapping[str, Callable[[pa.DataType], bool]] = {
-    "id": lambda kind: _is_text(kind) or bool(t.is_integer(kind)),
-    "adapter": lambda kind: _is_text(kind) or bool(t.is_null(kind)),
-    "prompt": _is_text,
-    "messages": lambda kind: _is_text(kind) or _is_list_of(_is_message, kind),
-    "prompt_token_ids": lambda kind: _is_list_of(lambda item: bool(t.is_integer(item)), kind),
-    "max_tokens": _is_integer,
-    "min_tokens": _is_integer,
-    "temperature": _is_number,
-    "top_p": _is_number,
-    "top_k": _is_integer,
-    "seed": _is_integer,
-    "stop": lambda kind: _is_text(kind) or bool(t.is_null(kind)) or _is_list_of(_is_text, kind),
-    "logprobs": _is_boolean,
-    "ignore_eos": _is_boolean,
+@dataclass(frozen=True, slots=True)
+class _ColumnType:
+    """What the Arrow type of a column may be, as a test and in words."""
+
+    accepts: Callable[[pa.DataType], bool]
+    expected: str
+
+
+_TYPE_OF_KIND: Mapping[Any, _ColumnType] = {
+    int: _ColumnType(_is_integer, "integer"),
+    float: _ColumnType(_is_number, "number"),
+    bool: _ColumnType(_is_boolean, "boolean"),
+    tuple[str, ...]: _ColumnType(
+        lambda kind: _is_text(kind) or bool(t.is_null(kind)) or _is_list_of(_is_text, kind), "string or list of strings"
+    ),
 }
-_EXPECTED: Mapping[str, str] = {
-    "id": "string or integer",
-    "adapter": "string",
-    "prompt": "string",
-    "messages": "list<struct<role, content>>, or string with its JSON",
-    "prompt_token_ids": "list of integers",
-    "max_tokens": "integer",
-    "min_tokens": "integer",
-    "temperature": "number",
-    "top_p": "number",
-    "top_k": "integer",
-    "seed": "integer",
-    "stop": "string or list of strings",
-    "logprobs": "boolean",
-    "ignore_eos": "boolean",
+_TYPE_OF_ROLE: Mapping[str, _ColumnType] = {
+    "id": _ColumnType(lambda kind: _is_text(kind) or bool(t.is_integer(kind)), "string or integer"),
+    "adapter": _ColumnType(lambda kind: _is_text(kind) or bool(t.is_null(kind)), "string"),
+    "prompt": _ColumnType(_is_text, "string"),
+    "messages": _ColumnType(
+        lambda kind: _is_text(kind) or _is_list_of(_is_message, kind),
+        "list<struct<role, content>>, or string with its JSON",
+    ),
+    "prompt_token_ids": _ColumnType(
+        lambda kind: _is_list_of(lambda item: bool(t.is_integer(item)), kind), "list of integers"
+    ),
+    **{name: _TYPE_OF_KIND[SAMPLING_OPTIONS[name].kind] for name in SAMPLING_COLUMNS},
 }

@@ -25,7 +25,7 @@ from ...engine.text.tokenizer import Tokenizer
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.record import AdapterRecord, JobRecord, index_key
-from ...jobs.spec import PROMPT_ROLES, SAMPLING_FIELDS, JobSpec
+from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS, JobSpec
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
 from . import schema as prepared
@@ -188,7 +188,7 @@ class ChunkRows:
         return shared_tokens(adapters, prompts)
 
     def _drafts(self, columns: Mapping[str, list[Any]], adapters: list[str | None]) -> list[RowDraft]:
-        own = [name for name in SAMPLING_FIELDS if name in columns]
+        own = [name for name in SAMPLING_COLUMNS if name in columns]
         drafts = []
         for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)

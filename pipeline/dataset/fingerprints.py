@@ -15,9 +15,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...engine.request import SamplingParams
+from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 
 FINGERPRINT_BYTES = 16
+# The options of the first version are part of every fingerprint. A later one is part of it where it is not at its
+# default, so that new options leave the fingerprints of rows that do not use them as they were.
+_FIRST_OPTIONS = frozenset(
+    ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos")
+)
 # Prompts are compared by as many leading tokens as fit: short ones still meet, long ones do not split too early.
 _PREFIX_TOKENS = (64, 32, 16)
 
@@ -47,8 +52,10 @@ def prefix_hash(tokens: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _canonical(sampling: SamplingParams) -> str:
-    """Most rows of a job share a few combinations."""
-    return json.dumps(asdict(sampling), sort_keys=True)
+    """The sampling as JSON. Cached: most rows of a job share a few combinations."""
+    values = asdict(sampling)
+    asked = {n: v for n, v in values.items() if n in _FIRST_OPTIONS or v != SAMPLING_OPTIONS[n].default}
+    return json.dumps(asked, sort_keys=True)
 
 
 def _typed(row_id: str | int | None) -> list[str | int | None]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 from ...engine.errors import ChatTemplateError
-from ...engine.request import SamplingParams
-from ...jobs.spec import SAMPLING_FIELDS
+from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 
 _SHOWN_CHARS = 60
 
@@ -111,17 +110,17 @@ def check_length(draft: RowDraft, max_context_tokens: int) -> None:
 
 def read_sampling(job: SamplingParams, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
     """The job's sampling with a row's own values (null keeps the job's), and what is wrong with it."""
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    if "stop" in given:
-        stop = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
-        if not all(isinstance(text, str) for text in stop):
-            return job, [f"stop={list(stop)!r}: expected strings"]
-        given["stop"] = stop
-    for name in ("temperature", "top_p"):
-        if name in given:
-            given[name] = float(given[name])
+    given = {name: _as_declared(name, value) for name, value in values.items() if value is not None}
     sampling = replace(job, **given)
     return sampling, sampling.problems()
+
+
+def _as_declared(name: str, value: Any) -> Any:
+    """A column's value in the type of the option."""
+    kind = SAMPLING_OPTIONS[name].kind
+    if kind == tuple[str, ...]:
+        return (value,) if isinstance(value, str) else tuple(value)
+    return float(value) if kind is float else value
 
 
 def _set_text(draft: RowDraft, role: str, text: str) -> None:
@@ -159,9 +158,7 @@ def row_sampling(job: SamplingParams, overrides: str | None) -> SamplingParams:
     if overrides is None:
         return job
     values: dict[str, Any] = json.loads(overrides)
-    if "stop" in values:
-        values["stop"] = tuple(values["stop"])
-    return replace(job, **values)
+    return SamplingParams.from_plain(asdict(job) | values)
 
 
 def sampling_overrides(job: SamplingParams, row: SamplingParams) -> str | None:
@@ -169,5 +166,5 @@ def sampling_overrides(job: SamplingParams, row: SamplingParams) -> str | None:
     if row == job:
         return None
     return json.dumps(
-        {name: getattr(row, name) for name in SAMPLING_FIELDS if getattr(row, name) != getattr(job, name)}
+        {name: getattr(row, name) for name in SAMPLING_OPTIONS if getattr(row, name) != getattr(job, name)}
     )

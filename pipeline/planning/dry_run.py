@@ -66,7 +66,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
         predict = partial(forecaster, workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
         forecast = predict()
         range_s = None
-        if not spec.ignore_eos:
+        if not spec.sampling.ignore_eos:
             range_s = (predict(length_share=0.25).predicted_s, predict(length_share=1.0).predicted_s)
         weight_bytes = sum(file.stat().st_size for file in job.model_folder.glob("*.safetensors"))
         return DryRun(

@@ -172,7 +172,7 @@ def replica_settings(spec: JobSpec, model: ModelConfig) -> ReplicaSettings:
 
 def expected_share(spec: JobSpec) -> float:
     """How long answers are expected to be: half of `max_tokens`, or all of it when the stop token is ignored."""
-    return 1.0 if spec.ignore_eos else 0.5
+    return 1.0 if spec.sampling.ignore_eos else 0.5
 
 
 def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord, ...], cost: CostModel) -> Batcher:

@@ -15,9 +15,10 @@ import pytest
 from distributed import Client
 from echo_job import EchoJob, make_rows
 
+from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, OutputConflictError
 from lorabatch.jobs.report.page import write_report
-from lorabatch.jobs.status import read_status, status_lines
+from lorabatch.jobs.status import read_status
 from lorabatch.scheduler.messages import Command, Event, RunShard
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.record import JobRecord, JobState, Phase, WorkerState
-from lorabatch.jobs.status import STALE_AFTER_S, read_status, status_lines
+from lorabatch.jobs.status import STALE_AFTER_S, read_status
 from lorabatch.jobs.store import JobStore
 
 NOW_S = 1000.0

@@ -79,8 +79,8 @@ def test_bad_rows_get_a_sentence_each_and_good_rows_none(prepare_job: Callable[.
     assert found["null"] == "prompt=null: expected text that is not empty. Fill it or drop the row."
     assert found["empty"] == "prompt='': expected text that is not empty. Fill it or drop the row."
     assert "more than the context of 128 tokens" in found["long"]
-    assert found["tokens"] == "max_tokens=0: must be at least 1. " + CORRECT
-    assert found["cold"] == ("temperature=-1.0: must be 0 (greedy) or a positive finite number. " + CORRECT)
+    assert found["tokens"] == "max_tokens=0: expected at least 1. " + CORRECT
+    assert found["cold"] == ("temperature=-1.0: expected 0 (greedy) or a positive finite number. " + CORRECT)
     assert found["many"] is None
     assert found[None] == "id=null: expected a value of its own for every row. Fill it in."
     assert summary.errors == {"prompt": 2, "too_long": 1, "sampling": 2, "id": 1}
