@@ -1,17 +1,23 @@
-# The README's two commands: `make demo` and `make test`. Both set everything up by themselves.
+# `make demo` and `make test` are the README's two commands; `make test-all` adds the long forms of the tests.
+# Each sets up the virtual environment by itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are first imported: most of what is installed never is.
+PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 DEMO_OUTPUT ?= demo-output
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types imports clean
+.PHONY: demo test test-all lint types imports clean
 
 demo: $(VENV)/.demo
 	$(BIN)/lorabatch demo --output $(DEMO_OUTPUT) --overwrite
 
 test: $(VENV)/.test lint types imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not long"
+
+test-all: $(VENV)/.test lint types imports
+	$(BIN)/python -m pytest --hypothesis-profile=long
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -24,18 +30,19 @@ imports: $(VENV)/.test
 	$(BIN)/lint-imports
 
 # torch first and pinned: anything else would choose a build of several gigabytes
-$(VENV)/.base: constraints.txt
+$(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.base pyproject.toml
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) -e '.[demo]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo
+# with what the demo needs, so that `make demo` installs nothing afterwards
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(PIP) -e '.[demo,test]'
-	touch $@
+	touch $(VENV)/.demo $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -44,7 +44,7 @@ def _base(folder: Path, device: torch.device) -> Any:
     config = AutoConfig.for_model(**settings)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def _with_adapters(model: Any, num_adapters: int, rank: int) -> Any:

@@ -126,8 +126,7 @@ class Material:
             output = self.folder / f"undisturbed-{engine}"
             if (output / "_SUCCESS").exists():
                 return self._digests.setdefault(engine, digest(output))
-            model = self.model_of_one_job(engine, self.folder / f"model-{engine}")
-            options = self.options(engine) | {"model": model, "output": output, "workers": 1, "rows_per_shard": 64}
+            options = self.options(engine) | {"model": self.model, "output": output, "workers": 1, "rows_per_shard": 64}
             words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
             command = [sys.executable, *self.command_line(engine), "run", *words]
             subprocess.run(
