@@ -204,15 +204,15 @@ class EngineTelemetry:
     into the pool, `adapter_reads` those from storage; `adapter_stall_s` is how long steps waited for both.
     """
 
-    num_running: int
-    num_waiting: int
-    resident_adapter_ids: tuple[str, ...]
-    mode: ServedMode
-    pages_used: int
-    pages_total: int
-    prompt_tokens: int
-    generated_tokens: int
-    num_steps: int
+    num_running: int = 0
+    num_waiting: int = 0
+    resident_adapter_ids: tuple[str, ...] = ()
+    mode: ServedMode = "base"
+    pages_used: int = 0
+    pages_total: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    num_steps: int = 0
     reused_prompt_tokens: int = 0
     num_step_rows: int = 0
     busy_s: float = 0.0

@@ -221,7 +221,7 @@ FINAL_PHASES: tuple[Phase, ...] = ("done", "failed", "cancelled", "interrupted")
 @dataclass(frozen=True, slots=True)
 class WorkerState:
     """One worker, as last heard of. `mode`: how its latest step served its rows. `lent_rows`: of its open rows, those
-    that other workers' engines work on; `guest_rows`: rows of others that its engine works on. `prefix_hit_rate`:
+    that other workers' engines work on; `incoming_rows`: rows of others that its engine works on. `prefix_hit_rate`:
     share of prompt tokens copied instead of computed; `adapter_stall_s`: seconds its steps waited for adapters.
     """
 
@@ -232,7 +232,7 @@ class WorkerState:
     mode: str = ""
     resident_adapters: tuple[str, ...] = ()
     lent_rows: int = 0
-    guest_rows: int = 0
+    incoming_rows: int = 0
     prefix_hit_rate: float = 0.0
     adapter_loads: int = 0
     adapter_stall_s: float = 0.0

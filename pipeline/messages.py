@@ -1,26 +1,24 @@
-"""What travels between client, scheduler and workers: small, frozen, plain values. Prompts never do.
+"""Messages between client, scheduler and workers: frozen dataclasses of plain values. Prompts never pass through them.
 
-What can go wrong while shards run.
+Errors that travel from workers to the client, and names of a job's runs, are here too.
 
     JobFailedError (of jobs)
     ├── EngineFailedError       a worker's engine cannot be started, or keeps dying
-    └── ShardAbandonedError     the worker gave the shard up (it stops, or was told to); others go on with it
-
-All of them survive pickling: they travel from workers to the client.
-
-Names of a job's runs: the job's own name, and some letters that no other run has.
+    └── ShardAbandonedError     the worker gave the shard up, since it stops; other workers go on with it
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from ..engine.config import EngineConfig
+from ..engine.request import EngineTelemetry
 from ..jobs.errors import JobFailedError
+from ..jobs.record import JobState
 from .dataset.answers import RowAnswer
 
 
@@ -75,9 +73,7 @@ class PromptReuse:
 ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
 # Fewer tokens in a step save no memory worth having.
 MIN_STEP_TOKENS = 16
-# Followed by the run's id.
-REPORT_TOPIC = "lorabatch-report-"
-HostState = Literal["starting", "ready", "restarting", "failed", "left"]
+ReplicaState = Literal["starting", "ready", "restarting", "failed", "left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,38 +150,31 @@ class FinishedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class HostReport:
-    """One worker's state, about once a second.
+class WorkerReport:
+    """The state of one run's engine on one worker, about once a second.
 
-    `worker`: its Dask address. `open_shards`: (shard id, unfinished rows). `lent_shards`: (shard id, those among them
-    that other workers' engines work on); `guest_rows`: unfinished rows of other workers' shards. `running_tokens`: what
-    running rows have generated so far. `offered_place_s`: places in the batch times seconds, since the host began;
-    `used_place_s`: those that rows in steps had. `finished`: since the last report. `error`: why the host failed, or
-    why the last engine process ended. `num_crashes`: engine processes lost.
+    `worker`: its Dask address. `error`: why the engine was given up, or why its last process ended. `num_crashes`:
+    engine processes lost. `open_shards`: (shard id, unfinished rows). `lent_shards`: (shard id, those among them that
+    other workers' engines work on); `incoming_rows`: unfinished rows of other workers' shards. `telemetry`: the
+    engine's latest; where runs share the engine, its running rows and tokens in proportion to this run's rows. Rates
+    are over the time between two snapshots. `offered_place_s`: places in the batch times seconds, since the engine was
+    set up; `used_place_s`: those that rows in steps had. `finished`: since the last report.
     """
 
     worker: str
-    state: HostState
+    state: ReplicaState
     batch_rows: int
     error: str | None = None
     engine_pid: int | None = None
     num_crashes: int = 0
     open_shards: tuple[tuple[int, int], ...] = ()
     lent_shards: tuple[tuple[int, int], ...] = ()
-    guest_rows: int = 0
-    running_rows: int = 0
-    running_tokens: int = 0
-    used_place_s: float = 0.0
-    offered_place_s: float = 0.0
+    incoming_rows: int = 0
+    telemetry: EngineTelemetry = field(default_factory=EngineTelemetry)
     tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
-    mode: str = "base"
-    resident_adapter_ids: tuple[str, ...] = ()
-    pages_used: int = 0
-    pages_total: int = 0
-    prefix_hit_rate: float = 0.0
-    adapter_loads: int = 0
-    adapter_stall_s: float = 0.0
+    used_place_s: float = 0.0
+    offered_place_s: float = 0.0
     finished: tuple[FinishedRows, ...] = ()
 
     @property
@@ -198,19 +187,30 @@ class HostReport:
         """Unfinished rows that other workers' engines work on."""
         return sum(rows for _, rows in self.lent_shards)
 
-    def to_plain(self) -> dict[str, Any]:
-        """As msgpack can carry it."""
-        return asdict(self)
+    @property
+    def running_rows(self) -> int:
+        """Rows in the engine's batch."""
+        return self.telemetry.num_running
 
-    @classmethod
-    def from_plain(cls, raw: Mapping[str, Any]) -> HostReport:
-        """The report that `to_plain` wrote; lists become tuples again."""
-        known = {f.name: raw[f.name] for f in fields(cls)}
-        for pairs in ("open_shards", "lent_shards"):
-            known[pairs] = tuple((int(shard), int(rows)) for shard, rows in raw[pairs])
-        known["resident_adapter_ids"] = tuple(raw["resident_adapter_ids"])
-        known["finished"] = tuple(FinishedRows(**rows) for rows in raw["finished"])
-        return cls(**known)
+
+@dataclass(frozen=True, slots=True)
+class PublishedState:
+    """A job's state, from its coordinator to all who follow it. `output`: of the job, free of secrets."""
+
+    output: str
+    state: JobState
+
+
+@dataclass(frozen=True, slots=True)
+class StopRun:
+    """To the coordinator of a run, now or later: stop, keeping what is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorStarted:
+    """A coordinator of the run has started; coordinators before it must leave everything as it is."""
+
+    coordinator_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +225,6 @@ class ShardOutcome:
     prompt_tokens: int
     completion_tokens: int
     reuse: PromptReuse = field(default_factory=PromptReuse)
-
-
-def report_topic(run_id: str) -> str:
-    """The Dask event topic on which the hosts of a run report."""
-    return f"{REPORT_TOPIC}{run_id}"
 
 
 @dataclass(frozen=True, slots=True)

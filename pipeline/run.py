@@ -1,22 +1,17 @@
-"""A job from its spec to its result.
+"""`run`: opens a job, hands it to its Dask cluster and follows it there to its result.
 
-    open ── hand to a cluster ── follow
-
-On the cluster (`job_task`, `stages`): index ── plan ── coordinate ── count ── _SUCCESS. Every stage can be repeated:
-what is in the output already is not done again.
-
-A job handed to a cluster, and a client that follows it there.
+The coordinator's task on the cluster (`coordinator/task.py`) does the rest. Every stage can be repeated: what is in the
+output already is not done again.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from math import inf
+from typing import Any, Protocol
 
 import dask
 from dask.utils import parse_timedelta
@@ -25,21 +20,40 @@ from distributed import Client, Future, KilledWorker
 from ..jobs.adapters import adapter_notes
 from ..jobs.errors import JobFailedError, JobInterruptedError, JobRequestError
 from ..jobs.opening import OpenedJob, open_job
+from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
-from .cluster.connect import cluster_of, count_workers, loss_told, page_address, subscribe
-from .coordinator.control import ask_to_stop
+from .cluster.connect import SCHEDULER_LOST, cluster_of, count_workers, page_address, scheduler_loss_reported
 from .coordinator.lease import keep_leases
 from .coordinator.task import finished_before, run_job
-from .messages import ENGINE_FACTORY, job_key
+from .messages import ENGINE_FACTORY, StopRun, job_key
 from .monitoring.logs import job_log
-from .monitoring.reporter import INTERRUPTED, JobReporter, Progress, SilentProgress, state_of, state_topic
+from .monitoring.reporter import INTERRUPTED, JobReporter
 from .monitoring.scheduler_plugin import show_jobs
+from .monitoring.topics import CONTROL, STATES
 from .planning.forecast import Forecaster
 from .result import JobResult
-from .worker.registration import engine_settings, start_hosts, stop_hosts
+from .worker.registration import engine_settings, register_plugin, unregister_plugin
 
-logger = logging.getLogger(__name__)
+
+class Progress(Protocol):
+    """What shows a running job to its user."""
+
+    def update(self, state: JobState) -> None:
+        """Show the job's latest state; called about once a second and at each change of phase."""
+
+    def note(self, text: str) -> None:
+        """Show a sentence that stays on the screen."""
+
+
+class SilentProgress:
+    """A `Progress` that shows nothing."""
+
+    def update(self, state: JobState) -> None:
+        """See `Progress`."""
+
+    def note(self, text: str) -> None:
+        """See `Progress`."""
 
 
 def run(
@@ -65,12 +79,12 @@ def run(
     job.store.clear_cancel()
     for line in adapter_notes(job.record.adapters):
         watcher.note(line)
-    reporter = JobReporter(job.store, watcher, job.spec.error_budget)
+    reporter = JobReporter(job.store, watcher.update, job.spec.error_budget)
     with (
         reporter.ending_recorded(),
         job_log(job.store),
         cluster_of(job.spec, client) as dask,
-        loss_told(dask),
+        scheduler_loss_reported(dask),
     ):
         launched = launch(dask, job, engine_factory)
         if page := page_address(dask):
@@ -82,16 +96,15 @@ _JOB_PRIORITY = 100
 # Finished rows are flushed and engines stopped meanwhile.
 _STOP_PATIENCE_S = 45.0
 _POLL_S = 0.5
-# In Dask's configuration of whoever starts the job: how long a coordinator may be silent.
+# In Dask's configuration of the process that starts the job: how long a coordinator may be silent.
 LEASE_SETTING = "lorabatch.coordinator-lease"
 _LEASE = "20s"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
-    """A job that a cluster runs. `future`: of its coordinator; without anybody who holds it, the job stops."""
+    """A job that a cluster runs. `future`: of its coordinator; when no client holds it any more, the job stops."""
 
-    job: OpenedJob
     run_id: str
     future: Future[JobResult]
 
@@ -107,67 +120,58 @@ def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
     num_workers = count_workers(client)
     forecaster = Forecaster.of(job, num_workers)
     settings = engine_settings(job, num_workers, engine_factory, forecaster.cost.cost)
-    run_id = start_hosts(client, job.record.job_id, settings, job.store)
+    run_id = register_plugin(client, job.record.job_id, settings, job.store)
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
-    asked = (job, run_id, time.time(), forecaster, lease_s)
-    future = client.submit(run_job, *asked, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
-    return LaunchedJob(job, run_id, future)
+    arguments = (job, run_id, time.time(), forecaster, lease_s)
+    future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
+    return LaunchedJob(run_id, future)
 
 
 def follow(client: Client, launched: LaunchedJob, reporter: JobReporter) -> JobResult:
-    """Pass the job's states on until it ends; its result. Raises what the job raised.
+    """Report the job's states until it ends; its result. Raises what the job raised.
 
     Ctrl-C stops the job, waits until finished rows are kept, and raises `JobInterruptedError`.
     """
-    inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    topic = state_topic(launched.run_id)
-    subscribe(client, topic, lambda event: inbox.put(event[1]))
-    launched.future.add_done_callback(lambda _: inbox.put(None))
-    hear = partial(_hear_until_done, client, launched.future, inbox, reporter)
+    run_id, future = launched.run_id, launched.future
+    states: queue.SimpleQueue[JobState | None] = queue.SimpleQueue()
+    STATES.subscribe(client, run_id, lambda message: states.put(message.state))
+    future.add_done_callback(lambda _: states.put(None))
     try:
         try:
-            hear(None)
+            _report_until_done(client, future, states, reporter)
         except KeyboardInterrupt:
-            _stop(client, launched, hear)
-        return _result(launched.future)
+            CONTROL.publish(client, run_id, StopRun())
+            _report_until_done(client, future, states, reporter, _STOP_PATIENCE_S)
+            if not future.done():
+                # No worker runs the coordinator, or the one that does hangs.
+                future.cancel()
+                unregister_plugin(client, run_id)
+                raise JobInterruptedError(INTERRUPTED) from None
+        return _result(future)
     finally:
-        client.unsubscribe_topic(topic)
+        STATES.unsubscribe(client, run_id)
 
 
-def _hear_until_done(
+def _report_until_done(
     client: Client,
     future: Future[JobResult],
-    inbox: queue.SimpleQueue[dict[str, Any] | None],
+    states: queue.SimpleQueue[JobState | None],
     reporter: JobReporter,
-    patience_s: float | None,
+    patience_s: float = inf,
 ) -> None:
-    """Report states until the job's task is done and nothing is left to hear, or `patience_s` have passed."""
-    give_up_s = None if patience_s is None else time.monotonic() + patience_s
-    while give_up_s is None or time.monotonic() < give_up_s:
+    """Report states until the coordinator's task is done and none is left, or `patience_s` have passed."""
+    give_up_s = time.monotonic() + patience_s
+    while time.monotonic() < give_up_s:
         try:
-            message = inbox.get(timeout=_POLL_S)
+            state = states.get(timeout=_POLL_S)
         except queue.Empty:
             if future.done():
                 return
             if client.status == "closed":
-                raise JobFailedError(
-                    "The Dask scheduler is gone. Finished rows are kept; run the same command to go on."
-                ) from None
+                raise JobFailedError(SCHEDULER_LOST) from None
             continue
-        state = state_of(message) if message else None
         if state is not None:
-            reporter.heard(state)
-
-
-def _stop(client: Client, launched: LaunchedJob, hear: Any) -> None:
-    """Ask the job to stop and wait until it has."""
-    ask_to_stop(client, launched.run_id)
-    hear(_STOP_PATIENCE_S)
-    if not launched.future.done():
-        # No worker runs the coordinator, or the one that does hangs.
-        launched.future.cancel()
-        stop_hosts(client, launched.run_id)
-        raise JobInterruptedError(INTERRUPTED)
+            reporter.received(state)
 
 
 def _result(future: Future[JobResult]) -> JobResult:

@@ -1,4 +1,4 @@
-"""Jobs that run without their client: handed to a cluster that keeps them, and what runs on a cluster."""
+"""`submit` hands a job to a cluster that runs it without its client; `list_jobs` lists those of a cluster."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..jobs.storage.redaction import redacted_url
 from .cluster.background import background_client, find_cluster, state_file
 from .cluster.connect import existing, num_embedded_workers, security_of
 from .cluster.versions import check_scheduler, check_versions
-from .messages import ENGINE_FACTORY
-from .monitoring.reporter import STATE_TOPIC, state_of
+from .messages import ENGINE_FACTORY, job_of_run
+from .monitoring.topics import STATES
 from .run import launch
 
 
@@ -121,10 +121,10 @@ def _cluster_to_list(address: str | None, cluster_file: Path, security: Security
 
 
 def _listed(client: Client, run_id: str, worker: str) -> ListedJob:
-    messages = [message for _, message in client.get_events(f"{STATE_TOPIC}{run_id}")]
-    states = [message for message in messages if "state" in message]
-    output = states[-1]["output"] if states else ""
-    return ListedJob(run_id.rpartition("-")[0], output, worker, state_of(states[-1]) if states else None)
+    published = STATES.published(client, run_id)
+    latest = published[-1][1] if published else None
+    output, state = (latest.output, latest.state) if latest else ("", None)
+    return ListedJob(job_of_run(run_id), output, worker, state)
 
 
 def _coordinators(dask_scheduler: Any) -> dict[str, str]:

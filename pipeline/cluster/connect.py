@@ -1,14 +1,11 @@
-"""The Dask cluster a job runs on: embedded in this process, or one that runs already.
-
-Dask's own client where it stumbles: `open_client` connects again, `subscribe` leaves no gap.
-"""
+"""Connects a client to the Dask cluster of a job: one embedded in this process, or one that runs already."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children
 from typing import Any, cast
@@ -84,9 +81,12 @@ def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
         yield own
 
 
+SCHEDULER_LOST = "The Dask scheduler is gone. Finished rows are kept; run the same command to go on."
+
+
 @contextmanager
-def loss_told(client: Client) -> Iterator[None]:
-    """What fails because the Dask scheduler is gone becomes a `JobFailedError` that says so."""
+def scheduler_loss_reported(client: Client) -> Iterator[None]:
+    """Turn any error of the block into a `JobFailedError` that names its cause, if the Dask scheduler is gone."""
     try:
         yield
     except JobError:
@@ -291,14 +291,3 @@ def open_client(target: Any, **options: Any) -> Client:
         else:
             return client
     raise AssertionError("unreachable")
-
-
-def subscribe(client: Client, topic: str, handler: Callable[[Any], None]) -> None:
-    """Hear each event of a topic that is logged from now on. `Client.subscribe_topic` returns before the scheduler
-    knows, and events of those milliseconds would be lost."""
-    client.subscribe_topic(topic, handler)
-    client.run_on_scheduler(_subscribe, topic=topic, client_id=client.id)
-
-
-def _subscribe(dask_scheduler: Any, topic: str, client_id: str) -> None:
-    dask_scheduler.subscribe_topic(topic, client_id)

@@ -15,9 +15,10 @@ from distributed import Client, Status, Worker
 
 from ...jobs.errors import JobCancelledError, JobFailedError, JobInterruptedError
 from ...jobs.store import JobStore
-from ..cluster.connect import subscribe
-from ..messages import job_of_run
+from ..cluster.connect import SCHEDULER_LOST
+from ..messages import CoordinatorStarted, StopRun, job_of_run
 from ..monitoring.reporter import INTERRUPTED
+from ..monitoring.topics import CONTROL
 from .lease import CoordinatorLease
 
 # How often CANCEL is looked for in storage.
@@ -43,28 +44,30 @@ class JobControl:
         self._worker = worker
         self._store = store
         self._job_id = job_of_run(run_id)
-        self._topic = control_topic(run_id)
+        self._run_id = run_id
         self._task_key = task_key
         self._lease = lease
         self._is_stop_asked = self._is_replaced = False
         self._looked_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        subscribe(self._client, self._topic, self._hear)
-        self._client.log_event(self._topic, {"op": "coordinate", "coordinator_id": self.coordinator_id})
-        for event in self._client.get_events(self._topic):
-            self._is_stop_asked |= event[1]["op"] == "stop"
+        CONTROL.subscribe(self._client, self._run_id, self._received)
+        CONTROL.publish(self._client, self._run_id, CoordinatorStarted(self.coordinator_id))
+        published = CONTROL.published(self._client, self._run_id)
+        self._is_stop_asked |= any(isinstance(message, StopRun) for _, message in published)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._client.unsubscribe_topic(self._topic)
+        CONTROL.unsubscribe(self._client, self._run_id)
 
-    def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
-        message = event[1]
-        self._is_stop_asked |= message["op"] == "stop"
-        self._is_replaced |= message["op"] == "coordinate" and message["coordinator_id"] != self.coordinator_id
+    def _received(self, message: StopRun | CoordinatorStarted) -> None:
+        match message:
+            case StopRun():
+                self._is_stop_asked = True
+            case CoordinatorStarted(coordinator_id):
+                self._is_replaced |= coordinator_id != self.coordinator_id
 
     @property
     def is_displaced(self) -> bool:
@@ -80,7 +83,7 @@ class JobControl:
         if self.is_displaced:
             raise DisplacedError
         if self._client.status == "closed":
-            raise JobFailedError("The Dask scheduler is gone. Finished rows are kept; run the same command to go on.")
+            raise JobFailedError(SCHEDULER_LOST)
         if not self._is_stop_asked and self._is_disowned():
             # A busy worker may hear late that Dask has moved the task.
             self._is_replaced = self._client.run_on_scheduler(_is_wanted, key=self._task_key)
@@ -104,16 +107,6 @@ class JobControl:
 def _is_wanted(dask_scheduler: Any, key: Any) -> bool:
     task = dask_scheduler.tasks.get(key)
     return task is not None and bool(task.who_wants)
-
-
-def control_topic(run_id: str) -> str:
-    """The Dask event topic on which a run is told to stop and coordinators announce themselves."""
-    return f"lorabatch-control-{run_id}"
-
-
-def ask_to_stop(client: Client, run_id: str) -> None:
-    """Tell whoever coordinates this run, now or later, to stop."""
-    client.log_event(control_topic(run_id), {"op": "stop"})
 
 
 # Hosts report once a second. Dask gives up a silent worker after minutes; its rows need not wait so long.

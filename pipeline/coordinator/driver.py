@@ -50,10 +50,10 @@ from ...scheduler.messages import (
 )
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.waves import Shard
-from ..cluster.connect import subscribe
-from ..messages import EngineFailedError, HostReport, ShardAbandonedError, ShardOutcome, ShardTask, report_topic
+from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, ShardTask, WorkerReport
 from ..migration.peers import LendRows, Peers
 from ..monitoring.job_monitor import JobMonitor
+from ..monitoring.topics import REPORTS
 from ..worker.run_shard import run_shard
 from .control import SILENCE_LIMIT_S, JobControl, RollCall
 
@@ -103,7 +103,7 @@ class Coordinator:
         self._observe = observe
         self._control = control
         self._peers = peers
-        self._inbox: queue.SimpleQueue[HostReport | _ShardEnded] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WorkerReport | _ShardEnded] = queue.SimpleQueue()
         # (shard id, attempt) -> the task's future, and the worker it runs on.
         self._tasks: dict[tuple[int, int], tuple[Future[ShardOutcome], str]] = {}
         self._workers: set[str] = set()
@@ -120,21 +120,20 @@ class Coordinator:
         Raises `JobFailedError` when the job cannot be completed, and what `control` raises when it must stop; what
         is finished is kept in all cases.
         """
-        topic = report_topic(self._run_id)
-        subscribe(self._client, topic, self._hear)
+        REPORTS.subscribe(self._client, self._run_id, self._inbox.put)
         try:
-            # What was said before we listened: hosts set up earlier have told that they are ready.
-            self._found(latest_reports(self._client.get_events(topic)))
+            # Workers that were set up earlier have reported already that they are ready.
+            self._found(latest_reports(REPORTS.published(self._client, self._run_id)))
             while self._outcome is None:
                 self._next_event()
         finally:
-            self._client.unsubscribe_topic(topic)
+            REPORTS.unsubscribe(self._client, self._run_id)
             self._cancel(lambda shard_id, worker: True)
             self._journal.flush()
         if isinstance(self._outcome, FailJob):
             raise JobFailedError(f"{self._outcome.reason} Finished rows are kept; run the same command to go on.")
 
-    def _found(self, reports: list[HostReport]) -> None:
+    def _found(self, reports: list[WorkerReport]) -> None:
         """Take over what is there: ready workers and the shards they have open."""
         alive = self._alive_workers()
         ready = [report for report in reports if report.state == "ready" and report.worker in alive]
@@ -145,10 +144,6 @@ class Coordinator:
             if report.worker in alive:
                 self._inbox.put(report)
 
-    def _hear(self, event: tuple[float, dict[str, Any]]) -> None:
-        """Called by the client's thread for each report."""
-        self._inbox.put(HostReport.from_plain(event[1]))
-
     def _next_event(self) -> None:
         try:
             message = self._inbox.get(timeout=TICK_S / 2)
@@ -157,7 +152,7 @@ class Coordinator:
         # First of all: who has slept and was replaced meanwhile must not enact a thing.
         self._control.check()
         match message:
-            case HostReport():
+            case WorkerReport():
                 self._report(message)
             case _ShardEnded():
                 self._ended(message)
@@ -168,7 +163,7 @@ class Coordinator:
             self._observe(self._monitor.state("running", time.time()))
             self._journal.flush()
 
-    def _report(self, report: HostReport) -> None:
+    def _report(self, report: WorkerReport) -> None:
         self._monitor.reported(report, is_tail=not self._scheduler.num_queued)
         self._roll.heard(report.worker, time.monotonic())
         if report.state == "left":
@@ -182,7 +177,7 @@ class Coordinator:
             ours = {shard_id for (shard_id, _), (_, worker) in self._tasks.items() if worker == report.worker}
             self._handle(progress_of(report, self._now_s(), ours, self._monitor.adapter_name))
 
-    def _engine_failed(self, report: HostReport) -> None:
+    def _engine_failed(self, report: WorkerReport) -> None:
         """A worker whose engine cannot be kept alive is no replica; without any other the job is over."""
         self._failed_workers[report.worker] = report.error or "its engine failed"
         self._lose(report.worker)
@@ -304,22 +299,19 @@ class Coordinator:
         return time.monotonic() - self._start_s
 
 
-def latest_reports(events: Iterable[tuple[float, Mapping[str, Any]]]) -> list[HostReport]:
-    """The last report of each worker, from a topic's events: (seconds by the Dask scheduler's clock, report).
+def latest_reports(published: Iterable[tuple[float, WorkerReport]]) -> list[WorkerReport]:
+    """The last report of each worker, of reports with their times by the Dask scheduler's clock in seconds.
 
-    Workers that have been silent for long while others reported are left out: who was adopted with its shards would
+    Workers that have been silent for long while others reported are left out: one that is adopted with its shards would
     keep them until it is found to be silent.
     """
-    latest: dict[str, tuple[float, HostReport]] = {}
-    for told_s, message in events:
-        report = HostReport.from_plain(message)
-        latest[report.worker] = (told_s, report)
-    newest_s = max((told_s for told_s, _ in latest.values()), default=0.0)
-    return [report for told_s, report in latest.values() if newest_s - told_s <= SILENCE_LIMIT_S]
+    latest = {report.worker: (time_s, report) for time_s, report in published}
+    newest_s = max((time_s for time_s, _ in latest.values()), default=0.0)
+    return [report for time_s, report in latest.values() if newest_s - time_s <= SILENCE_LIMIT_S]
 
 
 def progress_of(
-    report: HostReport, time_s: float, shard_ids: Collection[int], adapter_name: Callable[[str], str]
+    report: WorkerReport, time_s: float, shard_ids: Collection[int], adapter_name: Callable[[str], str]
 ) -> Progress:
     """A report as the scheduler's event. `shard_ids`: of the shards that the worker has tasks of; a host may still list
     one whose task has just failed, which is not to be adopted as running.
@@ -328,17 +320,17 @@ def progress_of(
         time_s=time_s,
         replica_id=report.worker,
         open_rows=report.open_rows,
-        running_rows=report.running_rows,
+        running_rows=report.telemetry.num_running,
         tokens_per_s=report.tokens_per_s,
-        resident_adapters=tuple(map(adapter_name, report.resident_adapter_ids)),
+        resident_adapters=tuple(map(adapter_name, report.telemetry.resident_adapter_ids)),
         open_shards=tuple((shard_id, rows) for shard_id, rows in report.open_shards if shard_id in shard_ids),
         finished=tuple(
             (adapter_name(f.adapter_id) if f.adapter_id else "", f.num_rows, f.output_tokens) for f in report.finished
         ),
-        mode=report.mode,
-        running_tokens=report.running_tokens,
+        mode=report.telemetry.mode,
+        running_tokens=report.telemetry.running_tokens,
         lent_shards=report.lent_shards,
-        guest_rows=report.guest_rows,
+        guest_rows=report.incoming_rows,
     )
 
 

@@ -23,17 +23,17 @@ from ...jobs.storage.redaction import redacted_url
 from ...scheduler.dispatch import TrafficSettings
 from ...scheduler.migration import TailSettings
 from ...scheduler.scheduler import Scheduler, SchedulerSettings
-from ..cluster.connect import client_security, count_workers, loss_told, open_client
+from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor
-from ..monitoring.reporter import JobReporter, SilentProgress, ToldProgress
+from ..monitoring.reporter import JobReporter, state_publisher
 from ..planning.forecast import Forecaster
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards
 from ..result import JobResult
 from ..worker.adapters import is_remote
-from ..worker.registration import stop_hosts
+from ..worker.registration import unregister_plugin
 from .control import JobControl
 from .driver import Coordinator, ShardBriefing
 from .fan_out import Errands
@@ -60,11 +60,11 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
         JobControl(client, worker, job.store, run_id, key, lease) as control,
     ):
         client.run_on_scheduler(_forgive, key=key)
-        told = ToldProgress(client, run_id, redacted_url(job.spec.output))
-        reporter = JobReporter(job.store, told, job.spec.error_budget)
+        publish = state_publisher(client, run_id, redacted_url(job.spec.output))
+        reporter = JobReporter(job.store, publish, job.spec.error_budget)
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), forecaster)
         try:
-            with loss_told(client):
+            with scheduler_loss_reported(client):
                 result = _stages(run, began_s)
             lease.end()
             return result
@@ -72,7 +72,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
             if control.is_displaced:
                 logger.info("job %s goes on elsewhere", job.record.job_id)
                 raise Reschedule from None
-            stop_hosts(client, run_id)
+            unregister_plugin(client, run_id)
             lease.end()
             if isinstance(error, OutputConflictError):
                 raise  # what lies there, and its state, is another job's
@@ -98,7 +98,7 @@ def finished_before(job: OpenedJob) -> JobResult:
     result = JobResult.from_json(summary)
     state = job.store.read_state()
     if state is None or state.phase != "done":
-        JobReporter(job.store, SilentProgress(), job.spec.error_budget).done(result)
+        JobReporter(job.store, lambda state: None, job.spec.error_budget).done(result)
     else:
         job.store.clean_up()
     return result
@@ -109,7 +109,7 @@ def _stages(run: JobRun, began_s: float) -> JobResult:
     run.job.store.check_holder(run.job.record.job_id)
     plan = plan_shards(run, index_rows(run))
     done = coordinate(run, plan)
-    stop_hosts(run.client, run.run_id)
+    unregister_plugin(run.client, run.run_id)
     account = count_rows(run, plan)
     return finish(run, plan, account, done, time.time() - began_s)
 

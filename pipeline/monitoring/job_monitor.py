@@ -1,7 +1,4 @@
-"""`JobMonitor`: what is known of a running job, put together from reports and outcomes. Pure bookkeeping.
-
-How full the engines' batches were while rows were queued. Pure bookkeeping.
-"""
+"""`JobMonitor`: derives a running job's state from reports and outcomes. Pure bookkeeping, without a clock."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, Phase, WorkerState
 from ...scheduler.waves import Shard
-from ..messages import HostReport, PromptReuse, ShardOutcome
+from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
 # Rates and the time left are judged over this many seconds.
 _WINDOW_S = 30.0
@@ -33,7 +30,7 @@ class JobMonitor:
         self._errors_before = num_errors
         self._committed = set(committed_rows)
         self._outcomes: dict[int, ShardOutcome] = {}
-        self._reports: dict[str, HostReport] = {}
+        self._reports: dict[str, WorkerReport] = {}
         self._history: deque[tuple[float, int]] = deque()
         self._generated_tokens = 0
         self._fill = BatchFill()
@@ -44,7 +41,7 @@ class JobMonitor:
         return tuple(self._outcomes.values())
 
     def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
-        """For a part that is there although nobody could say what it holds; the final count reads it."""
+        """For a part that is there although its worker is gone; the final count reads what it holds."""
         return ShardOutcome(shard_id, worker, self._shards[shard_id].num_rows, 0, 0, 0, 0)
 
     def committed(self, outcome: ShardOutcome) -> None:
@@ -59,11 +56,11 @@ class JobMonitor:
 
     @property
     def prefix_hit_rate(self) -> float | None:
-        """Share of the prompt tokens of this run's shards that nobody had to compute; None before the first one."""
+        """Share of the prompt tokens of this run's shards that were reused; None before the first one."""
         return PromptReuse.total(outcome.reuse for outcome in self._outcomes.values()).share
 
-    def reported(self, report: HostReport, is_tail: bool = False) -> None:
-        """A worker told how it is. `is_tail`: no shard was queued any more."""
+    def reported(self, report: WorkerReport, is_tail: bool = False) -> None:
+        """Take in a report. `is_tail`: no shard was queued any more."""
         if not is_tail:
             self._fill.reported(report)
         self._reports[report.worker] = report
@@ -123,19 +120,20 @@ class JobMonitor:
             return None
         return rows_left * (last_s - first_s) / (last_rows - first_rows)
 
-    def _worker_state(self, report: HostReport) -> WorkerState:
+    def _worker_state(self, report: WorkerReport) -> WorkerState:
+        telemetry = report.telemetry
         return WorkerState(
             name=report.worker,
             tokens_per_s=report.tokens_per_s,
             open_rows=report.open_rows,
-            running_rows=report.running_rows,
-            mode=report.mode if report.state == "ready" else report.state,
-            resident_adapters=tuple(map(self.adapter_name, report.resident_adapter_ids)),
+            running_rows=telemetry.num_running,
+            mode=telemetry.mode if report.state == "ready" else report.state,
+            resident_adapters=tuple(map(self.adapter_name, telemetry.resident_adapter_ids)),
             lent_rows=report.lent_rows,
-            guest_rows=report.guest_rows,
-            prefix_hit_rate=report.prefix_hit_rate,
-            adapter_loads=report.adapter_loads,
-            adapter_stall_s=report.adapter_stall_s,
+            incoming_rows=report.incoming_rows,
+            prefix_hit_rate=telemetry.prefix_hit_rate,
+            adapter_loads=telemetry.adapter_loads,
+            adapter_stall_s=telemetry.adapter_stall_s,
         )
 
 
@@ -147,8 +145,8 @@ class BatchFill:
         self._first: dict[str, tuple[float, float]] = {}
         self._last: dict[str, tuple[float, float]] = {}
 
-    def reported(self, report: HostReport) -> None:
-        """A worker told how it is, while rows were queued."""
+    def reported(self, report: WorkerReport) -> None:
+        """Take in a report of a time when shards were queued."""
         if report.open_rows or report.worker in self._first:
             counted = (report.used_place_s, report.offered_place_s)
             self._first.setdefault(report.worker, counted)

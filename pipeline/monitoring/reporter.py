@@ -1,16 +1,15 @@
-"""Tells where a job stands: to whoever watches, and to `state.json` for everybody else.
+"""`JobReporter`: shows the latest state of a job and writes it to `state.json`.
 
-A job's states on their way from its coordinator to whoever follows it, by a Dask event topic.
+In the coordinator, to show a state is to publish it: the dashboard's page and the job's followers receive it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
 
 from distributed import Client
 
@@ -18,52 +17,34 @@ from ...jobs.errors import ErrorBudgetError, JobCancelledError, JobInterruptedEr
 from ...jobs.record import JobState, Phase
 from ...jobs.spec import ErrorBudget
 from ...jobs.store import JobStore
+from ..messages import PublishedState
 from ..result import JobResult
+from .topics import STATES
 
 logger = logging.getLogger(__name__)
-
-
-class Progress(Protocol):
-    """Whoever watches a job."""
-
-    def update(self, state: JobState) -> None:
-        """The job's latest state; called about once a second and at each change of phase."""
-
-    def note(self, text: str) -> None:
-        """A sentence worth keeping on the screen."""
-
-
-class SilentProgress:
-    """Watches nothing: what the Python API uses unless told otherwise."""
-
-    def update(self, state: JobState) -> None:
-        """See `Progress`."""
-
-    def note(self, text: str) -> None:
-        """See `Progress`."""
-
-
 _LEAST_INTERVAL_S = 0.2
 INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again to go on."
 
 
 class JobReporter:
-    """The latest state of one run. Calling it with a state is how the coordinator reports."""
+    """Reports the states of one run; called with each of them. `show`: shows one to those who follow the job."""
 
-    def __init__(self, store: JobStore, progress: Progress, budget: ErrorBudget) -> None:
+    def __init__(self, store: JobStore, show: Callable[[JobState], None], budget: ErrorBudget) -> None:
         self._store = store
-        self._progress = progress
+        self._show = show
         self._budget = budget
         self._latest = JobState("checking", time.time())
 
     def __call__(self, state: JobState) -> None:
-        """A new state. Raises `ErrorBudgetError` when it shows more errors than the job allows."""
+        """Report a state. Raises `ErrorBudgetError` when it has more errors than the job allows."""
         self._write(state)
-        self._progress.update(state)
+        self._show(state)
         self.check_budget(state.rows_error, state.rows)
 
     def phase(self, phase: Phase, rows: int, rows_done: int = 0) -> None:
-        """A stage of the job began, or got on. A state is a write to storage: of many small steps some are told."""
+        """Report that a stage of the job began, or how far it is. Each report is a write to storage, so that of many
+        small steps some are left out.
+        """
         is_news = phase != self._latest.phase or rows_done >= rows
         if not is_news and time.time() - self._latest.updated_at_s < _LEAST_INTERVAL_S:
             return
@@ -80,8 +61,9 @@ class JobReporter:
             )
 
     def done(self, result: JobResult) -> None:
-        """The last state of a job that has finished. What only a running job needs is removed before it is told: a
-        scheduler that hangs lets nobody tell anything, and takes the coordinator along when it is ended."""
+        """Report that the job has finished. What only a running job needs is removed before the state is shown: a Dask
+        scheduler that hangs holds up whatever is published, and ends the coordinator when it is ended itself.
+        """
         last = replace(
             self._latest,
             phase="done",
@@ -101,16 +83,16 @@ class JobReporter:
         )
         self._write(last)
         self._store.clean_up()
-        self._progress.update(last)
+        self._show(last)
 
-    def heard(self, state: JobState) -> None:
-        """A state that another process has told and written down."""
+    def received(self, state: JobState) -> None:
+        """Show a state that the coordinator has published, and written already."""
         self._latest = state
-        self._progress.update(state)
+        self._show(state)
 
     @contextmanager
     def ending_recorded(self) -> Iterator[None]:
-        """Whatever ends the run is the last state's message. Ctrl-C becomes `JobInterruptedError`."""
+        """Report the error that ends the block as the run's last state. Ctrl-C becomes `JobInterruptedError`."""
         try:
             yield
         except KeyboardInterrupt:
@@ -121,7 +103,7 @@ class JobReporter:
             raise
 
     def ended(self, error: Exception) -> None:
-        """The run ended by this error, unless its end was told before or the output is another job's."""
+        """Report that the run ended by this error, unless its end is reported or the output is another job's."""
         if self._latest.is_final:
             return
         match error:
@@ -146,40 +128,17 @@ class JobReporter:
     def _end(self, phase: Phase, message: str) -> None:
         last = replace(self._latest, phase=phase, updated_at_s=time.time(), message=message, workers=(), eta_s=None)
         self._latest = last
-        self._progress.update(last)
+        self._show(last)
         # What went wrong may be the storage itself.
         with suppress(StorageError):
             self._store.write_state(last)
 
 
-# Followed by the run's id.
-STATE_TOPIC = "lorabatch-state-"
+def state_publisher(client: Client, run_id: str, output: str) -> Callable[[JobState], None]:
+    """A function that publishes states to all who follow the run. `output`: of the job, free of secrets."""
 
+    def publish(state: JobState) -> None:
+        if client.status == "running":
+            STATES.publish(client, run_id, PublishedState(output, state))
 
-class ToldProgress:
-    """A `Progress` that tells followers on the cluster. `output`: of the job, free of secrets."""
-
-    def __init__(self, client: Client, run_id: str, output: str) -> None:
-        self._client = client
-        self._output = output
-        self._topic = state_topic(run_id)
-
-    def update(self, state: JobState) -> None:
-        """See `Progress`."""
-        if self._client.status == "running":
-            self._client.log_event(self._topic, {"state": state.to_json(), "output": self._output})
-
-    def note(self, text: str) -> None:
-        """See `Progress`."""
-        if self._client.status == "running":
-            self._client.log_event(self._topic, {"note": text})
-
-
-def state_topic(run_id: str) -> str:
-    """The Dask event topic of a run's states."""
-    return f"{STATE_TOPIC}{run_id}"
-
-
-def state_of(message: dict[str, Any]) -> JobState | None:
-    """The state in a message of the topic, if it carries one."""
-    return JobState.from_json(message["state"]) if "state" in message else None
+    return publish

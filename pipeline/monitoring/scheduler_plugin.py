@@ -1,12 +1,9 @@
-"""The Dask dashboard's page about our jobs: `/lora`, `/lora.json` and `/lora/metrics` on the scheduler.
+"""`JobsPlugin`: shows jobs on the Dask dashboard (`/lora`, `/lora.json`, `/lora/metrics`), and `JobAdaptive`, which
+scales a cluster with their backlog: `cluster.adapt(Adaptive=JobAdaptive, …)`.
 
-Everything that Dask does not document is here, and `tests/pipeline/test_hub.py` says what we rely on:
+What Dask does not document of its dashboard is used in this file only, and its test says what is relied on:
 `scheduler.http_application`, its `add_handlers` and `add_application`, and the list of pages in `template_variables`.
-Without Bokeh only the page is missing; without any of it the job runs all the same.
-
-Dask clusters that grow and shrink with the backlog of our jobs: `cluster.adapt(Adaptive=JobAdaptive, …)`.
-
-How many workers a backlog is worth, for clusters that grow and shrink.
+Without Bokeh only the page is missing; without any of it jobs run all the same.
 """
 
 from __future__ import annotations
@@ -25,28 +22,27 @@ from tornado import web
 from tornado.ioloop import IOLoop
 
 from ...version import __version__
-from ..messages import REPORT_TOPIC, HostReport
-from .reporter import STATE_TOPIC, state_of
-from .views import HubView
+from .topics import REPORTS, STATES
+from .views import JobsView
 
 logger = logging.getLogger(__name__)
 PAGE = "lora"
-# What the scheduler answers to whoever scales the cluster.
+# The scheduler's operation that `JobAdaptive` calls.
 BACKLOG_OP = "lorabatch_backlog"
 _PAGE_INTERVAL_MS = 1000
 _SAMPLES_SHOWN = 600
 
 
-class LoraHub(SchedulerPlugin):
-    """Hears what coordinators and hosts tell, and shows it."""
+class JobsPlugin(SchedulerPlugin):
+    """Shows what coordinators and workers publish, and protects busy workers when the cluster shrinks."""
 
-    name = f"lorabatch-hub-{__version__}"
-    # Registering it again, as each job does, must not forget what it has heard.
+    name = f"lorabatch-jobs-{__version__}"
+    # Registering it again, as each job does, must not forget what was published.
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
         """Called by Dask on the scheduler."""
-        self.view = HubView()
+        self.view = JobsView()
         scheduler.handlers[BACKLOG_OP] = _backlog_of(scheduler, self.view)
         try:
             _add_answers(scheduler, self.view)
@@ -55,13 +51,11 @@ class LoraHub(SchedulerPlugin):
             logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Every event of every topic; most are not ours."""
-        if topic.startswith(STATE_TOPIC):
-            state = state_of(msg)
-            if state is not None:
-                self.view.told(topic.removeprefix(STATE_TOPIC), msg["output"], state)
-        elif topic.startswith(REPORT_TOPIC):
-            self.view.reported(topic.removeprefix(REPORT_TOPIC), HostReport.from_plain(msg))
+        """Called by Dask for every event of every topic; most are not ours."""
+        if (run_id := STATES.run_of(topic)) is not None:
+            self.view.state_published(run_id, STATES.codec.decode(msg))
+        elif (run_id := REPORTS.run_of(topic)) is not None:
+            self.view.reported(run_id, REPORTS.codec.decode(msg))
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
         """Workers whose engines have no rows: those may be retired."""
@@ -76,13 +70,13 @@ class LoraHub(SchedulerPlugin):
 def show_jobs(client: Client) -> None:
     """Have the cluster's dashboard show our jobs. A dashboard that cannot is no reason to stop."""
     try:
-        client.register_plugin(LoraHub())
+        client.register_plugin(JobsPlugin())
     except Exception as error:
         logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
 
 
-def _backlog_of(scheduler: Scheduler, view: HubView) -> Callable[[], Coroutine[Any, Any, dict[str, int]]]:
-    """The answer to whoever scales: rows without an answer, of all jobs, and jobs that nobody coordinates yet too."""
+def _backlog_of(scheduler: Scheduler, view: JobsView) -> Callable[[], Coroutine[Any, Any, dict[str, int]]]:
+    """The reply to `JobAdaptive`: rows without an answer, and unfinished jobs, also those not started yet."""
 
     async def backlog() -> dict[str, int]:
         over = ("memory", "erred", "released")
@@ -106,7 +100,7 @@ class _Answer(web.RequestHandler):
         self.write(self._render())
 
 
-def _add_answers(scheduler: Scheduler, view: HubView) -> None:
+def _add_answers(scheduler: Scheduler, view: JobsView) -> None:
     prefix = _prefix(scheduler)
     text = "text/plain; version=0.0.4; charset=utf-8"
     answers = [
@@ -116,7 +110,7 @@ def _add_answers(scheduler: Scheduler, view: HubView) -> None:
     scheduler.http_application.add_handlers(r".*", answers)
 
 
-def _add_page(scheduler: Scheduler, view: HubView) -> None:
+def _add_page(scheduler: Scheduler, view: JobsView) -> None:
     from distributed.dashboard.core import BokehApplication
     from distributed.dashboard.scheduler import template_variables
 
@@ -137,7 +131,7 @@ def _prefix(scheduler: Scheduler) -> str:
     return next((str(app.prefix) for app in applications if getattr(app, "prefix", "")), "")
 
 
-def _document(view: HubView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
+def _document(view: JobsView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
     """Fill one browser's page and keep it fresh."""
     from bokeh.models import ColumnDataSource, DataRange1d
     from bokeh.models.widgets.markups import Div
@@ -173,7 +167,7 @@ def _document(view: HubView, scheduler: Scheduler, extra: dict[str, Any], doc: A
 class JobAdaptive(Adaptive):
     """As many workers as the rows left are worth, between `minimum` and `maximum`.
 
-    The scheduler's hub knows the rows and protects workers whose engines have some.
+    `JobsPlugin` on the scheduler knows the rows and protects workers whose engines have some.
     """
 
     def __init__(self, *args: Any, scaling: ScalingSettings | None = None, **options: Any) -> None:
@@ -181,11 +175,11 @@ class JobAdaptive(Adaptive):
         super().__init__(*args, **options)
 
     async def target(self) -> int:
-        """Workers wanted now. Without a hub, no job has come yet."""
+        """Workers wanted now; 0 before the first job, which sets up `JobsPlugin`."""
         try:
             backlog = await getattr(self.scheduler, BACKLOG_OP)()
         except OSError as error:
-            logger.warning("the scheduler does not tell its backlog: %s", error)
+            logger.warning("no reply of the scheduler about its backlog: %s", error)
             return len(self.plan)
         if not isinstance(backlog, dict):
             return 0

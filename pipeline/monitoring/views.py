@@ -1,17 +1,17 @@
-"""What the dashboard shows of the jobs on a cluster: JSON, Prometheus text and HTML of the latest that was told.
+"""`JobsView`: the jobs of a cluster as the dashboard shows them: JSON, Prometheus text and HTML.
 
-Display only, and bounded: of each run the last state and the last report of each worker, of ended runs a few.
+It keeps the last state of each run and the last report of each worker, and of ended runs only a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
 from ...jobs.record import JobState
-from ..messages import HostReport
+from ..messages import PublishedState, WorkerReport
 
 _RUNS_KEPT = 20
 _ADAPTERS_SHOWN = 6
@@ -24,11 +24,11 @@ class RunView:
     run_id: str
     output: str = ""
     state: JobState | None = None
-    reports: dict[str, HostReport] = field(default_factory=dict)
+    reports: dict[str, WorkerReport] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
-        """Whether its coordinator said its last word."""
+        """Whether its last state was published."""
         return self.state is not None and self.state.is_final
 
     @property
@@ -52,7 +52,7 @@ _COLUMNS = {
     "batch": _NUMBER,
     "open rows": _NUMBER,
     "lent": _NUMBER,
-    "guests": _NUMBER,
+    "incoming": _NUMBER,
     "mode": _TEXT,
     "prompt reused": _NUMBER,
     "pages": _NUMBER,
@@ -60,8 +60,22 @@ _COLUMNS = {
 }
 
 
-class HubView:
-    """Hears states and reports, and puts them into words for browsers and for Prometheus."""
+# Name of a metric of engines -> its help, its value.
+_ENGINE_METRICS: dict[str, tuple[str, Callable[[WorkerReport], float]]] = {
+    "tokens_per_s": ("Tokens an engine generates in a second.", lambda report: report.tokens_per_s),
+    "running_rows": ("Rows an engine decodes together.", lambda report: report.telemetry.num_running),
+    "batch_rows": ("Rows an engine can decode together.", lambda report: report.batch_rows),
+    "open_rows": ("Unfinished rows of open shards.", lambda report: report.open_rows),
+    "lent_rows": ("Open rows that other engines work on.", lambda report: report.lent_rows),
+    "incoming_rows": ("Rows of other workers' shards.", lambda report: report.incoming_rows),
+    "pages_used": ("Pages of the pool in use.", lambda report: report.telemetry.pages_used),
+    "pages_total": ("Pages of the pool.", lambda report: report.telemetry.pages_total),
+    "num_crashes": ("Engine processes lost.", lambda report: report.num_crashes),
+}
+
+
+class JobsView:
+    """Formats states and reports for browsers, programs and Prometheus."""
 
     def __init__(self) -> None:
         self._runs: dict[str, RunView] = {}
@@ -71,15 +85,15 @@ class HubView:
         """The latest first."""
         return list(reversed(self._runs.values()))
 
-    def told(self, run_id: str, output: str, state: JobState) -> None:
-        """A coordinator's state."""
+    def state_published(self, run_id: str, message: PublishedState) -> None:
+        """Take in a coordinator's state."""
         run = self._run(run_id)
-        run.output, run.state = output, state
+        run.output, run.state = message.output, message.state
         if run.is_over:
             run.reports.clear()
 
-    def reported(self, run_id: str, report: HostReport) -> None:
-        """A worker's report."""
+    def reported(self, run_id: str, report: WorkerReport) -> None:
+        """Take in a worker's report."""
         run = self._run(run_id)
         if not run.is_over:
             run.reports[report.worker] = report
@@ -92,7 +106,7 @@ class HubView:
     def busy_workers(self) -> set[str]:
         """Those with unfinished rows, their own or others'."""
         reports = (report for run in self._runs.values() for report in run.reports.values())
-        return {report.worker for report in reports if report.open_rows or report.guest_rows}
+        return {report.worker for report in reports if report.open_rows or report.incoming_rows}
 
     def _run(self, run_id: str) -> RunView:
         run = self._runs.setdefault(run_id, RunView(run_id))
@@ -109,7 +123,7 @@ class HubView:
                     "run_id": run.run_id,
                     "output": run.output,
                     "state": None if run.state is None else asdict(run.state),
-                    "workers": [report.to_plain() for report in run.reports.values()],
+                    "workers": [asdict(report) for report in run.reports.values()],
                 }
                 for run in self.runs
             ]
@@ -133,20 +147,9 @@ class HubView:
             ("completion_tokens", "Tokens generated in finished parts."),
         ):
             yield f"job_{name}", text, [({"job": run.run_id}, getattr(state, name)) for run, state in states]
-        for name, text in (
-            ("tokens_per_s", "Tokens an engine generates in a second."),
-            ("running_rows", "Rows an engine decodes together."),
-            ("batch_rows", "Rows an engine can decode together."),
-            ("open_rows", "Unfinished rows of open shards."),
-            ("lent_rows", "Open rows that other engines work on."),
-            ("guest_rows", "Rows of other workers' shards."),
-            ("pages_used", "Pages of the pool in use."),
-            ("pages_total", "Pages of the pool."),
-            ("num_crashes", "Engine processes lost."),
-        ):
-            reports = [(run, report) for run in self.runs for report in run.reports.values()]
-            samples = [({"job": r.run_id, "worker": w.worker}, float(getattr(w, name))) for r, w in reports]
-            yield f"engine_{name}", text, list(samples)
+        reports = [(run, report) for run in self.runs for report in run.reports.values()]
+        for name, (text, value) in _ENGINE_METRICS.items():
+            yield f"engine_{name}", text, [({"job": r.run_id, "worker": w.worker}, value(w)) for r, w in reports]
 
     def to_html(self) -> str:
         """Tables for people."""
@@ -171,21 +174,22 @@ def _run_html(run: RunView) -> str:
     return head + (f"<table style='border-collapse:collapse'><tr>{titles}</tr>{rows}</table>" if rows else "")
 
 
-def _worker_html(run: RunView, report: HostReport) -> str:
+def _worker_html(run: RunView, report: WorkerReport) -> str:
     names = {worker.name: worker.resident_adapters for worker in run.state.workers} if run.state else {}
+    telemetry = report.telemetry
     adapters = names.get(report.worker, ())
     more = len(adapters) - _ADAPTERS_SHOWN
     cells = (
         report.worker,
         report.state,
         f"{report.tokens_per_s:,.0f}",
-        f"{report.running_rows} of {report.batch_rows}",
+        f"{telemetry.num_running} of {report.batch_rows}",
         f"{report.open_rows:,}",
         str(report.lent_rows),
-        str(report.guest_rows),
-        report.mode,
-        f"{report.prefix_hit_rate:.0%}",
-        f"{report.pages_used:,} of {report.pages_total:,}",
+        str(report.incoming_rows),
+        telemetry.mode,
+        f"{telemetry.prefix_hit_rate:.0%}",
+        f"{telemetry.pages_used:,} of {telemetry.pages_total:,}",
         ", ".join(adapters[-_ADAPTERS_SHOWN:]) + (f" and {more} more" if more > 0 else ""),
     )
     styled = zip(cells, _COLUMNS.values(), strict=True)

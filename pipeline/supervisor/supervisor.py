@@ -22,16 +22,16 @@ from typing import Any
 from ...engine.request import ExportedRow
 from ...engine.server.process import kernel_kills
 from ...engine.server.wire import unpack_exported_row, unpack_result, unpack_telemetry
-from ..messages import EngineFailedError, EngineSettings, HostReport, LocalAdapter
+from ..messages import EngineFailedError, EngineSettings, LocalAdapter, WorkerReport
 from .health import EnginePulse, GiveUp, RestartPolicy
-from .metrics import HostMeter
+from .metrics import EngineMeter
 from .open_shard import OpenShard, ServedRow
 from .process import EngineChild
 from .requests import EngineRows, Loan, Message
 
 logger = logging.getLogger(__name__)
 REPORT_INTERVAL_S = 1.0
-Reporter = Callable[[HostReport], None]
+Reporter = Callable[[WorkerReport], None]
 
 
 class EngineKeeper:
@@ -48,7 +48,7 @@ class EngineKeeper:
         self._rows = EngineRows()
         self._reporters: dict[str, Reporter] = {}
         self._policy = RestartPolicy()
-        self._meter = HostMeter(worker, settings.config.batch_rows)
+        self._meter = EngineMeter(worker, settings.config.batch_rows)
         self._fatal: dict[str, Any] = {}
         self._is_closed = False
         self._restart_at_s: float | None = None

@@ -1,10 +1,8 @@
-"""`EngineHost`: the worker plugin by which a run uses a worker's engine.
+"""`RunPlugin`: the worker plugin by which a run uses a worker's engine, and `WorkerEngines`, which runs share.
 
-Dask sets it up on every worker, also on those that join or restart later. `setup` has the engine process started, or
-joins the one that other runs have, and returns at once: loading weights takes longer than a worker may be silent.
-Readiness is told by reports.
-
-The engines of one Dask worker. Runs whose engines would be the same share one: its weights lie in memory once.
+Dask sets the plugin up on every worker, also on those that join or restart later. `setup` starts the engine process, or
+joins the one of another run with equal settings, and returns at once: loading weights takes longer than a worker may be
+silent. Reports say when the engine is ready.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from ..messages import (
     EngineFailedError,
     EngineIdentity,
     EngineSettings,
-    HostReport,
     LocalAdapter,
     ShardOutcome,
+    WorkerReport,
     job_of_run,
-    report_topic,
 )
 from ..monitoring.logs import LogShipper
+from ..monitoring.topics import REPORTS
 from ..supervisor.supervisor import EngineKeeper, EngineShare, Reporter
 from .adapters import AdapterShelf
 from .peer_service import PeerService
@@ -51,21 +49,20 @@ _RECALL_TIMEOUT_S = 2.0
 _RETURN_TIMEOUT_S = 1.0
 
 
-def host_name(run_id: str) -> str:
+def plugin_name(run_id: str) -> str:
     """The plugin's name on every worker."""
     return f"lorabatch-{__version__}-{run_id}"
 
 
-class EngineHost(WorkerPlugin):
+class RunPlugin(WorkerPlugin):
     """One run of a job on one worker."""
 
     # Registering it again, as a client does that reconnects, must not tear the running engine down.
     idempotent = True
 
     def __init__(self, run_id: str, settings: EngineSettings, store: JobStore) -> None:
-        self.name = host_name(run_id)
+        self.name = plugin_name(run_id)
         self._run_id = run_id
-        self._topic = report_topic(run_id)
         self._settings = settings
         self._store = store
 
@@ -106,7 +103,7 @@ class EngineHost(WorkerPlugin):
                 claim.result(_CLOSE_TIMEOUT_S)
         if self._worker.status not in (Status.running, Status.paused):
             # Only now: whoever opens its shards next must find what was kept.
-            self._send(HostReport(self.address, "left", self._settings.config.batch_rows))
+            self._send(WorkerReport(self.address, "left", self._settings.config.batch_rows))
         self._shipper.close(_CLOSE_TIMEOUT_S)
         if folder is not None:
             folder.cleanup()
@@ -174,11 +171,11 @@ class EngineHost(WorkerPlugin):
     def _find_model(self) -> Path:
         return local_folder(self._settings.model_url, self._settings.storage_options)
 
-    def _send(self, report: HostReport) -> None:
-        """Called by the keeper's thread; Dask's streams belong to the event loop's."""
+    def _send(self, report: WorkerReport) -> None:
+        """Publish a report; called by the supervisor's thread, while Dask's streams belong to the event loop's."""
         # A worker that ends may have closed its loop already.
         with contextlib.suppress(RuntimeError):
-            self._worker.loop.add_callback(self._worker.log_event, self._topic, report.to_plain())
+            self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)
 
 
 def worker_tag(address: str) -> str:
@@ -187,12 +184,12 @@ def worker_tag(address: str) -> str:
     return "".join(kept)
 
 
-def find_host(worker: Worker, run_id: str) -> EngineHost:
-    """The run's host on this worker. Raises `EngineFailedError` when Dask has not set it up."""
-    host: Any = worker.plugins.get(host_name(run_id))
-    if not isinstance(host, EngineHost):
+def find_plugin(worker: Worker, run_id: str) -> RunPlugin:
+    """The run's plugin on this worker. Raises `EngineFailedError` when Dask has not set it up."""
+    plugin: Any = worker.plugins.get(plugin_name(run_id))
+    if not isinstance(plugin, RunPlugin):
         raise EngineFailedError(f"Worker {worker.address} has no engine: its plugin was not set up; see its log.")
-    return host
+    return plugin
 
 
 _EXTENSION = "lorabatch-engines"

@@ -17,7 +17,7 @@ from ...jobs.store import JobStore
 from ...scheduler.cost import CostModel
 from ..cluster.connect import threads_per_engine
 from ..messages import EngineSettings, new_run_id
-from .plugin import EngineHost, host_name
+from .plugin import RunPlugin, plugin_name
 
 logger = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 10.0
@@ -40,16 +40,16 @@ def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str, cost:
     return EngineSettings(spec.model, config, engine_factory, spec.storage_options, job.record.model.sha256)
 
 
-def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
+def register_plugin(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
     """Start an engine on every worker, also on those that join later; the id of this run of the job.
 
     Hosts of an earlier run of this job, whose coordinator is gone, are taken down first: they know the adapters of
     then.
     """
-    for name in client.run_on_scheduler(_hosts_of_job, job_id=job_id):
+    for name in client.run_on_scheduler(_plugins_of_job, job_id=job_id):
         _take_down(client, name)
     run_id = new_run_id(job_id)
-    host = EngineHost(run_id, settings, store)
+    host = RunPlugin(run_id, settings, store)
     try:
         if not _answered(lambda: client.register_plugin(host)):
             logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
@@ -62,12 +62,12 @@ def start_hosts(client: Client, job_id: str, settings: EngineSettings, store: Jo
     return run_id
 
 
-def stop_hosts(client: Client, run_id: str) -> None:
+def unregister_plugin(client: Client, run_id: str) -> None:
     """End a run's engines on every worker; what they have finished is in `wip` afterwards."""
-    _take_down(client, host_name(run_id))
+    _take_down(client, plugin_name(run_id))
 
 
-def _hosts_of_job(dask_scheduler: Any, job_id: str) -> list[str]:
+def _plugins_of_job(dask_scheduler: Any, job_id: str) -> list[str]:
     names: list[str] = list(dask_scheduler.worker_plugins)
     return [name for name in names if name.startswith("lorabatch-") and f"-{job_id}-" in name]
 

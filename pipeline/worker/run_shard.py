@@ -23,7 +23,7 @@ from ..dataset.reader import RowError, ShardRows, read_shard
 from ..dataset.writer import answers_in_part, part_bytes, still_valid
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome, ShardTask
 from ..supervisor.open_shard import OpenShard, ServedRow
-from .plugin import EngineHost, find_host
+from .plugin import RunPlugin, find_plugin
 
 FLUSH_INTERVAL_S = 1.0
 
@@ -36,64 +36,64 @@ def run_shard(task: ShardTask) -> ShardOutcome:
     when the output is another job's by now.
     """
     secede()
-    host = find_host(get_worker(), task.run_id)
-    with host.claimed(task.shard_id) as (claim, is_ours):
+    plugin = find_plugin(get_worker(), task.run_id)
+    with plugin.claimed(task.shard_id) as (claim, is_ours):
         if is_ours:
-            claim.set_result(_answer_and_commit(host, task))
+            claim.set_result(_answer_and_commit(plugin, task))
         return claim.result()
 
 
-def _answer_and_commit(host: EngineHost, task: ShardTask) -> ShardOutcome:
-    host.check_output()
-    record = host.record()
-    rows = read_shard(host.store, record, task.shard_id)
-    done = read_done(host.store, record, rows)
+def _answer_and_commit(plugin: RunPlugin, task: ShardTask) -> ShardOutcome:
+    plugin.check_output()
+    record = plugin.record()
+    rows = read_shard(plugin.store, record, task.shard_id)
+    done = read_done(plugin.store, record, rows)
     if done is not None:
-        return _outcome(host, rows, done, len(done))
-    kept = read_kept(host.store, record, rows)
+        return _outcome(plugin, rows, done, len(done))
+    kept = read_kept(plugin.store, record, rows)
     answers = kept.answers
     num_reused = len(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if asked:
-        _answer(host, rows, asked, kept, task)
+        _answer(plugin, rows, asked, kept, task)
     part = part_bytes(rows, answers, record)
-    host.check_output()
-    while not host.store.commit_part(task.shard_id, part) and read_done(host.store, record, rows) is None:
+    plugin.check_output()
+    while not plugin.store.commit_part(task.shard_id, part) and read_done(plugin.store, record, rows) is None:
         # Somebody who works for a run before this one, whose adapters were others, was faster.
-        host.store.remove_part(task.shard_id)
-    return _outcome(host, rows, answers, num_reused)
+        plugin.store.remove_part(task.shard_id)
+    return _outcome(plugin, rows, answers, num_reused)
 
 
-def _answer(host: EngineHost, rows: ShardRows, asked: list[Request], kept: KeptRows, task: ShardTask) -> None:
+def _answer(plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, task: ShardTask) -> None:
     """Have the engine answer the rows that are asked; `kept.answers` gains them."""
     adapter_ids = frozenset(r.adapter_id for r in asked if r.adapter_id is not None)
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
     journal = f"{task.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
-    adapters = host.adapters(adapter_ids, task.sources)
-    shard = host.engine.open(task.shard_id, begun, adapters, task.rows_behind)
+    adapters = plugin.adapters(adapter_ids, task.sources)
+    shard = plugin.engine.open(task.shard_id, begun, adapters, task.rows_behind)
     try:
         while len(kept.answers) < sum(isinstance(r, Request) for r in rows.requests):
             fresh = [_row_answer(s, requests, fingerprints, task) for s in shard.take(FLUSH_INTERVAL_S)]
             kept.answers.update(fresh)
             if fresh and shard.num_unfinished:
-                host.store.append_wip(task.shard_id, journal, encode_answers(answer for _, answer in fresh))
+                plugin.store.append_wip(task.shard_id, journal, encode_answers(answer for _, answer in fresh))
     except ShardAbandonedError:
-        _keep_begun(host, shard, fingerprints, journal)
+        _keep_begun(plugin, shard, fingerprints, journal)
         raise
     finally:
-        host.engine.abandon(shard)
+        plugin.engine.abandon(shard)
 
 
-def _keep_begun(host: EngineHost, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:
+def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:
     """Whoever opens the shard next goes on with its rows from where they are."""
     begun = [
         BegunRow(fingerprints[row.request.request_id], row.request.adapter_id, row.token_ids, row.token_logprobs)
         for row in shard.begun
     ]
     if begun and shard.shard_id is not None:
-        host.store.append_wip(shard.shard_id, journal, encode_begun(begun))
+        plugin.store.append_wip(shard.shard_id, journal, encode_begun(begun))
 
 
 def _row_answer(
@@ -105,12 +105,12 @@ def _row_answer(
     return request_id, RowAnswer.from_result(fingerprints[request_id], request, served.result, attempts)
 
 
-def _outcome(host: EngineHost, rows: ShardRows, answers: Mapping[str, RowAnswer], num_reused: int) -> ShardOutcome:
+def _outcome(plugin: RunPlugin, rows: ShardRows, answers: Mapping[str, RowAnswer], num_reused: int) -> ShardOutcome:
     num_errors = sum(isinstance(r, RowError) for r in rows.requests)
     num_errors += sum(answer.finish_reason == "error" for answer in answers.values())
     return ShardOutcome(
         shard_id=rows.shard_id,
-        worker=host.address,
+        worker=plugin.address,
         num_rows=rows.num_rows,
         num_errors=num_errors,
         num_reused=num_reused,

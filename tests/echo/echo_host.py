@@ -12,7 +12,7 @@ import echo_engine
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
-from lorabatch.pipeline.messages import EngineSettings, HostReport, LocalAdapter
+from lorabatch.pipeline.messages import EngineSettings, LocalAdapter, WorkerReport
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
 from lorabatch.pipeline.supervisor.supervisor import EngineKeeper, EngineShare
 
@@ -28,7 +28,7 @@ class Host:
         settings = EngineSettings(
             "model", EngineConfig(num_threads=1, max_batch_rows=4), factory="echo_engine:EchoEngine"
         )
-        self.reports: list[HostReport] = []
+        self.reports: list[WorkerReport] = []
         self.keeper = EngineKeeper(settings, lambda: folder, folder, "tcp://worker")
         self.share: EngineShare = self.keeper.join("run", self.reports.append)
 

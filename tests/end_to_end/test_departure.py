@@ -78,7 +78,7 @@ def test_what_helpers_have_generated_comes_back_before_their_owner_leaves(echo_j
             left.append(move["from_replica_id"])
             os.kill(client.run(os.getpid)[left[0]], signal.SIGTERM)
 
-        lent = Watcher(lambda state: any(worker.guest_rows for worker in state.workers), leave)
+        lent = Watcher(lambda state: any(worker.incoming_rows for worker in state.workers), leave)
         echo_job.run(client, progress=lent, **JOB | {"migration": True})
     echo_job.assert_answered(rows, max_tokens=TOKENS)
     assert left

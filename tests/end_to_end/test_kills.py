@@ -24,7 +24,7 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.jobs.errors import JobFailedError
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import EngineSettings
-from lorabatch.pipeline.worker.registration import start_hosts, stop_hosts
+from lorabatch.pipeline.worker.registration import register_plugin, unregister_plugin
 
 Process = subprocess.Popen[bytes]
 
@@ -176,8 +176,8 @@ def test_a_worker_lost_while_it_is_asked_to_start_an_engine_costs_no_job(echo_jo
             settings = EngineSettings(str(echo_job.model), EngineConfig(), ECHO_FACTORY)
             victim.suspend()
             threading.Timer(2.0, victim.kill).start()
-            run_id = start_hosts(client, "job-1", settings, echo_job.store)
-            stop_hosts(client, run_id)
+            run_id = register_plugin(client, "job-1", settings, echo_job.store)
+            unregister_plugin(client, run_id)
         echo_job.run(cluster=address)
     echo_job.assert_answered(rows)
 

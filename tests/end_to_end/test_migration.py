@@ -27,7 +27,7 @@ def moves(store: JobStore) -> list[dict[str, Any]]:
 
 
 def has_guests(state: JobState) -> bool:
-    return any(worker.guest_rows for worker in state.workers)
+    return any(worker.incoming_rows for worker in state.workers)
 
 
 def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, shared_client: Client) -> None:

@@ -16,9 +16,10 @@ import pytest
 from distributed import Client, Future, LocalCluster, Reschedule, get_worker, secede
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.coordinator.control import SILENCE_LIMIT_S, DisplacedError, JobControl, RollCall, ask_to_stop
+from lorabatch.pipeline.coordinator.control import SILENCE_LIMIT_S, DisplacedError, JobControl, RollCall
 from lorabatch.pipeline.coordinator.lease import CoordinatorLease
-from lorabatch.pipeline.messages import new_run_id
+from lorabatch.pipeline.messages import StopRun, new_run_id
+from lorabatch.pipeline.monitoring.topics import CONTROL
 
 KEY = "lora_job-run"
 
@@ -100,7 +101,7 @@ def test_a_coordinator_that_is_asked_to_stop_ends_the_job(client: Client, job: A
     run_id = new_run_id(job.record.job_id)
     future = start(client, tmp_path, job, run_id)
     wait_for(tmp_path / "first")
-    ask_to_stop(client, run_id)
+    CONTROL.publish(client, run_id, StopRun())
     assert wait_for(tmp_path / "why") == "JobInterruptedError False"
     with suppress(Exception):
         future.result(timeout=30)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lorabatch.engine.request import EngineTelemetry
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator.driver import Journal, ShardBriefing, latest_reports, progress_of
-from lorabatch.pipeline.messages import FinishedRows, HostReport, ShardTask
+from lorabatch.pipeline.messages import FinishedRows, ShardTask, WorkerReport
 from lorabatch.scheduler.messages import FinishJob, LoadAdapter, RunShard, Tick
 from lorabatch.scheduler.waves import Shard
 
@@ -43,8 +44,8 @@ def test_a_shard_of_a_merged_wave_knows_what_follows_it() -> None:
     assert [briefing.task(RunShard(number, "a", 0)).rows_behind for number in range(3)] == [32, 16, 0]
 
 
-def report(worker: str, running_rows: int = 0) -> dict[str, object]:
-    return HostReport(worker, "ready", 8, running_rows=running_rows).to_plain()
+def report(worker: str, running_rows: int = 0) -> WorkerReport:
+    return WorkerReport(worker, "ready", 8, telemetry=EngineTelemetry(num_running=running_rows))
 
 
 def test_the_last_report_of_each_worker_counts() -> None:
@@ -59,13 +60,13 @@ def test_a_worker_that_was_silent_while_others_spoke_is_left_out() -> None:
 
 
 def test_shards_without_a_task_are_not_running_and_adapters_have_names() -> None:
-    told = HostReport(
+    told = WorkerReport(
         "a",
         "ready",
         8,
         open_shards=((1, 5), (2, 6)),
         lent_shards=((1, 2),),
-        resident_adapter_ids=("sha-x",),
+        telemetry=EngineTelemetry(resident_adapter_ids=("sha-x",)),
         finished=(FinishedRows("sha-x", 3, 30), FinishedRows("", 1, 4)),
     )
     event = progress_of(told, 7.0, {2}, {"sha-x": "x"}.__getitem__)

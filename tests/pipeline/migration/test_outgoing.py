@@ -113,7 +113,7 @@ def test_rows_of_a_helper_that_falls_silent_go_on_at_the_owner(hosts: Callable[.
         (tmp_path / "gate").touch()
         await finish(shard, 4)
         # Nobody asks for the guests any more: they leave the helper's engine.
-        await until(lambda: bool(helper.reports) and helper.reports[-1].guest_rows == 0)
+        await until(lambda: bool(helper.reports) and helper.reports[-1].incoming_rows == 0)
 
     asyncio.run(story())
 
@@ -126,7 +126,7 @@ def test_guests_whose_shard_was_given_up_are_dropped(hosts: Callable[..., Host],
             owner.share.abandon(shard)
             await task
             assert line.asked[-1] is DropRows
-        await until(lambda: helper.reports[-1].guest_rows == 0)
+        await until(lambda: helper.reports[-1].incoming_rows == 0)
 
     asyncio.run(story())
 
@@ -153,7 +153,7 @@ def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
         # Nothing is lent any more.
         loans.begin(7, 4, "tcp://helper")
         assert line.asked.count(ReceiveRows) == 1
-        await until(lambda: helper.reports[-1].guest_rows == 0)
+        await until(lambda: helper.reports[-1].incoming_rows == 0)
 
     asyncio.run(story())
 

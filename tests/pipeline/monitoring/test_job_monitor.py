@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from lorabatch.pipeline.messages import FinishedRows, HostReport, PromptReuse, ShardOutcome
+from lorabatch.engine.request import EngineTelemetry
+from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
 from lorabatch.scheduler.waves import Shard
 
@@ -16,8 +17,8 @@ def make_shard(shard_id: int, num_rows: int) -> Shard:
     return Shard(shard_id, 0, "unmerged", ("a",), num_rows, prompt_tokens=10, predicted_output_tokens=10)
 
 
-def make_report(worker: str, open_shards: tuple[tuple[int, int], ...], **facts: object) -> HostReport:
-    return HostReport(worker, "ready", batch_rows=8, open_shards=open_shards, **facts)  # type: ignore[arg-type]
+def make_report(worker: str, open_shards: tuple[tuple[int, int], ...], **facts: object) -> WorkerReport:
+    return WorkerReport(worker, "ready", batch_rows=8, open_shards=open_shards, **facts)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -73,14 +74,14 @@ def test_errors_in_parts_of_runs_before_are_counted() -> None:
 
 
 def test_workers_show_adapters_by_name(monitor: JobMonitor) -> None:
-    finished = (FinishedRows("sha-a", 1, 5),)
-    monitor.reported(make_report("w1", (), resident_adapter_ids=("sha-a",), finished=finished))
+    finished, telemetry = (FinishedRows("sha-a", 1, 5),), EngineTelemetry(resident_adapter_ids=("sha-a",))
+    monitor.reported(make_report("w1", (), telemetry=telemetry, finished=finished))
     assert monitor.state("running", 1.0).workers[0].resident_adapters == ("a",)
 
 
-def make_fill_report(worker: str, used: float, offered: float, open_rows: int = 4) -> HostReport:
+def make_fill_report(worker: str, used: float, offered: float, open_rows: int = 4) -> WorkerReport:
     shards = ((0, open_rows),) if open_rows else ()
-    return HostReport(worker, "ready", 8, open_shards=shards, used_place_s=used, offered_place_s=offered)
+    return WorkerReport(worker, "ready", 8, open_shards=shards, used_place_s=used, offered_place_s=offered)
 
 
 def test_before_anybody_has_worked_nothing_is_said() -> None:

@@ -11,7 +11,7 @@ from lorabatch.jobs.errors import ErrorBudgetError, JobCancelledError, JobFailed
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import ErrorBudget
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.monitoring.reporter import JobReporter, SilentProgress
+from lorabatch.pipeline.monitoring.reporter import JobReporter
 from lorabatch.pipeline.result import JobResult
 
 RESULT = JobResult("/out", "job-1", 10, 0, 1, 400, 90, errors=(), adapters=(), seconds=2.0, num_reused=0)
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> JobStore:
 
 
 def make_reporter(store: JobStore, budget: str = "10%") -> JobReporter:
-    return JobReporter(store, SilentProgress(), ErrorBudget.parse(budget))
+    return JobReporter(store, lambda state: None, ErrorBudget.parse(budget))
 
 
 def test_every_state_is_written_down(store: JobStore) -> None:
@@ -39,17 +39,16 @@ def test_what_is_known_of_prompts_outlives_the_run(store: JobStore) -> None:
     assert (state.phase, state.workers, state.prefix_hit_rate) == ("done", (), 0.6)
 
 
-def test_a_finished_job_is_tidy_before_anybody_is_told(store: JobStore) -> None:
-    """Telling goes through the scheduler, which may hang until it is killed, and the coordinator with it."""
+def test_a_finished_job_is_tidy_before_its_end_is_shown(store: JobStore) -> None:
+    """States are published by the Dask scheduler, which may hang until it is killed, and the coordinator with it."""
     left: list[list[str]] = []
 
-    class Looking(SilentProgress):
-        def update(self, state: JobState) -> None:
-            left.append(sorted(name for name in ("rows", "wip", "tmp") if store.location.list(f"_lorabatch/{name}")))
+    def show(state: JobState) -> None:
+        left.append(sorted(name for name in ("rows", "wip", "tmp") if store.location.list(f"_lorabatch/{name}")))
 
     store.location.write("_lorabatch/rows/chunk-00000.arrow", b"rows")
     store.location.write("_lorabatch/wip/shard-00000.arrow", b"answers")
-    reporter = JobReporter(store, Looking(), ErrorBudget.parse("10%"))
+    reporter = JobReporter(store, show, ErrorBudget.parse("10%"))
     reporter(JobState("finishing", 1.0))
     reporter.done(RESULT)
     assert left == [["rows", "wip"], []]
@@ -59,21 +58,16 @@ def test_a_finished_job_is_tidy_before_anybody_is_told(store: JobStore) -> None:
     assert not list(Path(store.url).glob("_lorabatch/*/"))
 
 
-def test_a_stage_of_many_small_steps_is_not_told_step_by_step(store: JobStore) -> None:
-    """Every state is a write to storage; the first and the last of a stage are always told."""
-    told: list[int] = []
-
-    class Watching(SilentProgress):
-        def update(self, state: JobState) -> None:
-            told.append(state.rows_done)
-
-    reporter = JobReporter(store, Watching(), ErrorBudget.parse("10%"))
+def test_a_stage_of_many_small_steps_is_not_reported_step_by_step(store: JobStore) -> None:
+    """Every state is a write to storage; the first and the last of a stage are always reported."""
+    shown: list[int] = []
+    reporter = JobReporter(store, lambda state: shown.append(state.rows_done), ErrorBudget.parse("10%"))
     for done in range(1001):
         reporter.phase("indexing", 1000, done)
-    assert (told[0], told[-1]) == (0, 1000)
-    assert len(told) < 500
+    assert (shown[0], shown[-1]) == (0, 1000)
+    assert len(shown) < 500
     reporter.phase("planning", 1000)
-    assert len(told) == len(set(told)) + 1
+    assert len(shown) == len(set(shown)) + 1
 
 
 def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:

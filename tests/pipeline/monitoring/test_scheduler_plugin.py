@@ -13,9 +13,10 @@ from browser import CHROMIUM, shown_text
 from distributed import Client, LocalCluster
 
 from lorabatch.jobs.record import JobState
-from lorabatch.pipeline.messages import HostReport, report_topic
-from lorabatch.pipeline.monitoring.reporter import ToldProgress
-from lorabatch.pipeline.monitoring.scheduler_plugin import LoraHub, ScalingSettings, show_jobs, wanted_workers
+from lorabatch.pipeline.messages import StopRun, WorkerReport
+from lorabatch.pipeline.monitoring.reporter import state_publisher
+from lorabatch.pipeline.monitoring.scheduler_plugin import JobsPlugin, ScalingSettings, show_jobs, wanted_workers
+from lorabatch.pipeline.monitoring.topics import CONTROL, REPORTS
 
 
 @pytest.fixture(params=[True, False], ids=["bokeh", "no bokeh"])
@@ -51,8 +52,8 @@ def fetch(client: Client, path: str) -> tuple[int, str]:
 def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
     show_jobs(client)
     show_jobs(client)
-    ToldProgress(client, "night-1", "/out").update(JobState("running", 1.0, rows=60, rows_done=30))
-    client.log_event(report_topic("night-1"), HostReport("tcp://w0", "ready", 8, tokens_per_s=12.5).to_plain())
+    state_publisher(client, "night-1", "/out")(JobState("running", 1.0, rows=60, rows_done=30))
+    REPORTS.publish(client, "night-1", WorkerReport("tcp://w0", "ready", 8, tokens_per_s=12.5))
     status, text = fetch(client, "/lora.json")
     (job,) = json.loads(text)["jobs"]
     assert (status, job["state"]["rows_done"], job["workers"][0]["worker"]) == (200, 30, "tcp://w0")
@@ -69,24 +70,23 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
 @pytest.mark.parametrize("client", [True], indirect=True)
 def test_a_browser_shows_jobs_and_workers_as_they_change(client: Client, tmp_path: Path) -> None:
     show_jobs(client)
-    told = ToldProgress(client, "night-1", "/out")
-    told.update(JobState("running", 1.0, rows=60, rows_done=30))
-    client.log_event(report_topic("night-1"), HostReport("tcp://w0", "ready", 8, tokens_per_s=12.5).to_plain())
+    state_publisher(client, "night-1", "/out")(JobState("running", 1.0, rows=60, rows_done=30))
+    REPORTS.publish(client, "night-1", WorkerReport("tcp://w0", "ready", 8, tokens_per_s=12.5))
     text = shown_text(address(client, "/lora"), tmp_path, until="30 of 60 rows")
     assert "night-1" in text
     assert "tcp://w0" in text
 
 
-def test_events_of_others_are_nothing_to_us(client: Client) -> None:
+def test_events_of_other_topics_are_ignored(client: Client) -> None:
     show_jobs(client)
-    client.log_event("lorabatch-control-x", {"op": "stop"})
+    CONTROL.publish(client, "x", StopRun())
     client.log_event("all", {"action": "something"})
     assert json.loads(fetch(client, "/lora.json")[1]) == {"jobs": []}
 
 
-def test_the_hub_is_registered_once_per_version() -> None:
-    assert LoraHub.idempotent
-    assert LoraHub.name.startswith("lorabatch-hub-")
+def test_the_plugin_is_registered_once_per_version() -> None:
+    assert JobsPlugin.idempotent
+    assert JobsPlugin.name.startswith("lorabatch-jobs-")
 
 
 SETTINGS = ScalingSettings(batches_per_worker=4.0)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorabatch.engine.request import EngineTelemetry
 from lorabatch.jobs.record import JobState, WorkerState
-from lorabatch.pipeline.messages import HostReport
-from lorabatch.pipeline.monitoring.views import HubView
+from lorabatch.pipeline.messages import PublishedState, WorkerReport
+from lorabatch.pipeline.monitoring.views import JobsView
 
-REPORT = HostReport(
-    "tcp://w0", "ready", 8, open_shards=((3, 5),), running_rows=4, tokens_per_s=12.5, guest_rows=2, prefix_hit_rate=0.37
+REPORT = WorkerReport(
+    "tcp://w0",
+    "ready",
+    8,
+    open_shards=((3, 5),),
+    incoming_rows=2,
+    telemetry=EngineTelemetry(num_running=4, prompt_tokens=63, reused_prompt_tokens=37),
+    tokens_per_s=12.5,
 )
 
 
@@ -18,9 +25,9 @@ def running(rows_done: int = 30) -> JobState:
     return JobState("running", 1.0, rows=60, rows_done=rows_done, shards=6, workers=workers)
 
 
-def make_view() -> HubView:
-    view = HubView()
-    view.told("night-1", "s3://bucket/out", running())
+def make_view() -> JobsView:
+    view = JobsView()
+    view.state_published("night-1", PublishedState("s3://bucket/out", running()))
     view.reported("night-1", REPORT)
     return view
 
@@ -51,7 +58,7 @@ def test_a_lost_worker_and_an_ended_job_show_no_engines() -> None:
     view = make_view()
     view.lost("tcp://w0")
     assert view.runs[0].reports == {}
-    view.told("night-1", "out", JobState("done", 2.0, rows=60, rows_done=60))
+    view.state_published("night-1", PublishedState("out", JobState("done", 2.0, rows=60, rows_done=60)))
     view.reported("night-1", REPORT)
     assert view.runs[0].reports == {}
 
@@ -59,6 +66,6 @@ def test_a_lost_worker_and_an_ended_job_show_no_engines() -> None:
 def test_of_ended_runs_a_few_are_kept_and_running_ones_always() -> None:
     view = make_view()
     for number in range(50):
-        view.told(f"day-{number}", "out", JobState("done", 2.0))
+        view.state_published(f"day-{number}", PublishedState("out", JobState("done", 2.0)))
     assert len(view.runs) == 20
     assert view.runs[-1].run_id == "night-1"

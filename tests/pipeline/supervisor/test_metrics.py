@@ -10,8 +10,9 @@ import msgpack
 import pytest
 
 from lorabatch.engine.request import EngineTelemetry, ExportedRow, Request, SamplingParams
-from lorabatch.pipeline.messages import FinishedRows, HostReport
-from lorabatch.pipeline.supervisor.metrics import HostMeter
+from lorabatch.engine.server.codec import from_plain, to_plain
+from lorabatch.pipeline.messages import FinishedRows, WorkerReport
+from lorabatch.pipeline.supervisor.metrics import EngineMeter
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
 
 SNAPSHOT = EngineTelemetry(
@@ -31,25 +32,25 @@ SNAPSHOT = EngineTelemetry(
 
 
 def test_a_run_is_told_its_share_of_what_the_engine_does() -> None:
-    meter = HostMeter("tcp://w", batch_rows=8)
+    meter = EngineMeter("tcp://w", batch_rows=8)
     meter.process_started(1)
     meter.engine_said(SNAPSHOT)
     whole, third = meter.report([]), meter.report([], share=1 / 3)
-    assert (whole.running_rows, third.running_rows) == (3, 1)
+    assert (whole.telemetry.num_running, third.telemetry.num_running) == (3, 1)
     assert third.tokens_per_s == pytest.approx(whole.tokens_per_s / 3)
-    assert third.pages_used == whole.pages_used
+    assert third.telemetry.pages_used == whole.telemetry.pages_used
 
 
 def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
-    meter = HostMeter("tcp://w", batch_rows=8)
+    meter = EngineMeter("tcp://w", batch_rows=8)
     meter.process_started(1)
     meter.engine_said(SNAPSHOT)
     assert meter.latest.tokens_per_s > 0
-    latest = meter.latest
+    latest = meter.latest.telemetry
     assert (latest.prefix_hit_rate, latest.adapter_loads, latest.adapter_stall_s) == (0.75, 2, 0.5)
     meter.process_died("it was killed by signal 9")
     assert (meter.latest.state, meter.latest.tokens_per_s, meter.latest.num_crashes) == ("restarting", 0.0, 1)
-    assert meter.latest.resident_adapter_ids == ()
+    assert meter.latest.telemetry.resident_adapter_ids == ()
     meter.process_started(2)
     meter.engine_said(SNAPSHOT)
     assert meter.latest.tokens_per_s > 0
@@ -59,7 +60,7 @@ def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
 def test_places_are_used_by_rows_in_steps_and_offered_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    meter = HostMeter("tcp://w", batch_rows=8)
+    meter = EngineMeter("tcp://w", batch_rows=8)
     meter.process_started(1)
     now_s = 102.0
     meter.engine_said(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5))
@@ -75,11 +76,11 @@ def test_places_are_used_by_rows_in_steps_and_offered_all_the_time(monkeypatch: 
 
 
 def test_a_report_survives_the_way_through_dask() -> None:
-    meter = HostMeter("tcp://w", batch_rows=8)
+    meter = EngineMeter("tcp://w", batch_rows=8)
     meter.process_started(1)
     meter.engine_said(SNAPSHOT)
     shard = OpenShard(4, [ExportedRow(Request("r", (1,), None, SamplingParams()))])
     report = meter.report([shard], (FinishedRows("sha-a", 1, 5),))
     assert report.open_rows == 1
-    assert HostReport.from_plain(msgpack.unpackb(msgpack.packb(report.to_plain()))) == report
-    assert HostReport.from_plain(json.loads(json.dumps(report.to_plain()))) == report
+    assert from_plain(WorkerReport, msgpack.unpackb(msgpack.packb(to_plain(report)))) == report
+    assert from_plain(WorkerReport, json.loads(json.dumps(to_plain(report)))) == report

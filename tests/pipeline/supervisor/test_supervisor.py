@@ -21,9 +21,9 @@ from lorabatch.pipeline.messages import (
     AdapterSource,
     EngineFailedError,
     EngineSettings,
-    HostReport,
     LocalAdapter,
     ShardAbandonedError,
+    WorkerReport,
 )
 from lorabatch.pipeline.supervisor import health as engine_pulse
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
@@ -36,15 +36,15 @@ class Reports:
     """What the keeper reports, and a way to wait for a report."""
 
     def __init__(self) -> None:
-        self.all: list[HostReport] = []
+        self.all: list[WorkerReport] = []
         self._changed = threading.Condition()
 
-    def __call__(self, report: HostReport) -> None:
+    def __call__(self, report: WorkerReport) -> None:
         with self._changed:
             self.all.append(report)
             self._changed.notify_all()
 
-    def wait_for(self, claim: Callable[[HostReport], bool]) -> HostReport:
+    def wait_for(self, claim: Callable[[WorkerReport], bool]) -> WorkerReport:
         with self._changed:
             assert self._changed.wait_for(lambda: any(map(claim, self.all)), timeout=30)
             return next(report for report in reversed(self.all) if claim(report))
@@ -329,7 +329,7 @@ def test_guests_go_on_where_they_were_and_are_no_shard_of_this_worker(
     requests = make_requests(range(3), max_tokens=4)
     guests = engine.open(None, [ExportedRow(request, (0, 1)) for request in requests], [])
     report = reports.wait_for(lambda report: report.running_rows == 3)
-    assert (report.guest_rows, report.open_shards) == (3, ())
+    assert (report.incoming_rows, report.open_shards) == (3, ())
     gate.touch()
     assert_right(requests, collect(guests))
 

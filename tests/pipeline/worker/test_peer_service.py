@@ -128,7 +128,7 @@ def test_rows_whose_adapter_a_helper_cannot_get_stay_with_their_owner(
             await until(lambda: not owner.shelf.is_coming(ALPHA) and owner.host.reports[-1].lent_rows == 0)
             (tmp_path / "gate").touch()
             await finish(shard, 4, ALPHA)
-            assert not any(report.guest_rows for report in helper.host.reports)
+            assert not any(report.incoming_rows for report in helper.host.reports)
 
     asyncio.run(story())
 

@@ -1,0 +1,63 @@
+"""Dask event topics of a run, with typed messages; the scheduler keeps them for later subscribers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from distributed import Client, Worker
+
+from ...engine.server.codec import Codec
+from ..messages import CoordinatorStarted, PublishedState, StopRun, WorkerReport
+
+MessageT = TypeVar("MessageT")
+
+
+@dataclass(frozen=True, slots=True)
+class Topic(Generic[MessageT]):
+    """One topic per run. `prefix`: of its name; the run's id follows. `codec`: of its messages."""
+
+    prefix: str
+    codec: Codec[MessageT]
+
+    def name(self, run_id: str) -> str:
+        """What Dask calls the topic of a run."""
+        return f"{self.prefix}{run_id}"
+
+    def run_of(self, name: str) -> str | None:
+        """The run whose topic has this name; None for a name that is not this topic's."""
+        return name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
+
+    def publish(self, source: Client | Worker, run_id: str, message: MessageT) -> None:
+        """Send a message to all subscribers. On a worker from its event loop only."""
+        source.log_event(self.name(run_id), self.codec.encode(message))
+
+    def published(self, client: Client, run_id: str) -> list[tuple[float, MessageT]]:
+        """Messages that the scheduler has kept, each with its time in seconds since the epoch, the oldest first."""
+        return [(time_s, self.codec.decode(plain)) for time_s, plain in client.get_events(self.name(run_id))]
+
+    def subscribe(self, client: Client, run_id: str, handle: Callable[[MessageT], None]) -> None:
+        """Have `handle` called with each message published from now on, in the client's thread.
+
+        `Client.subscribe_topic` returns before the scheduler knows of it; messages of that moment would be lost.
+        """
+        name = self.name(run_id)
+        client.subscribe_topic(name, lambda event: handle(self.codec.decode(event[1])))
+        client.run_on_scheduler(_subscribe, topic=name, client_id=client.id)
+
+    def unsubscribe(self, client: Client, run_id: str) -> None:
+        """Have no handler called any more."""
+        client.unsubscribe_topic(self.name(run_id))
+
+
+def _subscribe(dask_scheduler: Any, topic: str, client_id: str) -> None:
+    dask_scheduler.subscribe_topic(topic, client_id)
+
+
+#: From the workers of a run, about once a second.
+REPORTS: Topic[WorkerReport] = Topic("lorabatch-report-", Codec(WorkerReport))
+#: From the coordinator of a run to all who follow the job.
+STATES: Topic[PublishedState] = Topic("lorabatch-state-", Codec(PublishedState))
+#: To the coordinators of a run.
+CONTROL: Topic[StopRun | CoordinatorStarted] = Topic("lorabatch-control-", Codec(StopRun, CoordinatorStarted))
