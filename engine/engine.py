@@ -1,14 +1,6 @@
 """One engine: one device, one base model, many adapters, one running batch.
 
 `add` hands rows over, `step` makes one forward pass and returns what finished.
-
-Why a row cannot be served, found before it is queued.
-
-How long completions turn out, learned from the finished ones: what a batcher's forecast rests on.
-
-What an engine has computed since it started.
-
-What computes the steps of a decoder.
 """
 
 from __future__ import annotations
@@ -24,37 +16,24 @@ import torch
 from torch import Tensor
 
 from ..scheduler.batching import Batcher, BatchView, StepPlan, everybody_unmerged
-from ..scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
-from .batching.prefix_sharing import sharing_for
+from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
 from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError
-from .memory.allocation import (
-    adapters_lie_in_panels,
-    choose_device,
-    eraser_for,
-    host_tier_bytes,
-    plan_memory,
-    zeroed_memory,
-)
-from .memory.copies import copies_for
+from .memory.allocation import MemoryPlan, eraser_for, host_tier_bytes
 from .memory.loader import AdapterLoader, HostTier
-from .memory.pool import PageLayout, PagePool
+from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
 from .memory.residency import AdapterResidency
 from .model_config.model import ModelConfig
-from .models.decoder import Decoder
-from .models.exact import is_arithmetic_fixed
-from .models.gpu_decoder import DeviceDecoder
-from .models.load import load_decoder
 from .models.merge import LiveWeights
 from .models.rope import restarts_at
 from .models.step_batch import StepEntry
 from .request import EngineTelemetry, ExportedRow, Request, Result, Sequence, ServedMode
-from .runner.gpu_runner import DeviceRunner
-from .runner.runner import HostRunner, StepRunner, StepsInFlight
+from .runner.backend import Backend, MakeBackend, choose_backend
+from .runner.runner import StepsInFlight
 from .runner.sampler import NO_TOKEN
 from .text.completion import Completion
 
@@ -65,54 +44,46 @@ class Engine:
     Raises `EngineError` when the model folder cannot be served exactly, or not in this mode on this device.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig, batcher: Batcher | None = None) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        config: EngineConfig,
+        batcher: Batcher | None = None,
+        make_backend: MakeBackend = choose_backend,
+    ) -> None:
         self.model: ModelConfig = read_model_config(model_folder)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self._device, self._dtype = choose_device(config)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # where kernels are launched
         with torch.inference_mode():
-            self._decoder = load_decoder(model_folder, self.model, config, self._device, self._dtype)
-            memory = plan_memory(config, self.model)
-            rows, tokens = memory.limits.batch_rows, memory.limits.step_tokens
-            self.config = config = replace(config, max_batch_rows=rows, max_step_tokens=tokens)
-            self._layout = memory.layout
-            num_elements = memory.num_pages * memory.layout.page_elements
-            self._memory = zeroed_memory(num_elements, self._dtype, self._device)
-        pool = PagePool(memory.num_pages)
-        self._registry = AdapterRegistry(self.model, self._dtype, self._device)
-        read = partial(self._registry.load_packed, in_panels=adapters_lie_in_panels(self._memory, self._layout))
-        loader = AdapterLoader(read, HostTier(host_tier_bytes(config)))
-        copies = copies_for(self._device)
-        residency = AdapterResidency(pool, self._memory, self._layout.page_elements, loader, copies)
-        is_fixed = is_arithmetic_fixed(self.model, self._device, self._dtype) and not self._layout.is_page_wise
-        shares = shares_prefixes(config, self.model, is_arithmetic_fixed=is_fixed)
-        prefixes = sharing_for(pool, self._layout, self.model, self._memory) if shares else None
-        clean = eraser_for(self._memory, self._layout, self.model)
-        self._batch = RunningBatch(
-            pool, self._layout, residency, self._registry, prefixes, clean,
-            may_switch=config.mode == "auto", merges_all=config.mode == "merged",
-        )  # fmt: skip
-        self._live = LiveWeights(self._decoder, by_kernel=isinstance(self._decoder, DeviceDecoder))
+            self.backend = backend = make_backend(model_folder, config, self.model)
+            plan = backend.plan_memory()
+            self.config = config = replace(
+                config, max_batch_rows=plan.limits.batch_rows, max_step_tokens=plan.limits.step_tokens
+            )
+            memory = backend.allocate(plan.num_pages * plan.layout.page_elements)
+        self._registry = AdapterRegistry(self.model, backend.dtype, backend.device)
+        self._batch = _running_batch(backend, plan, memory, self._registry, config)
+        self._live = LiveWeights(backend.decoder)
         self._lengths = OutputLengths()
-        cost = config.cost or (CPU_SMOLLM2_135M if self._device.type == "cpu" else H200_LLAMA_3_8B)
         self._batcher = batcher or choose_batcher(
-            config, self._registry.must_merge, cost, self._registry.ranks, self._lengths.mean, self._num_expected
+            config,
+            self._registry.must_merge,
+            config.cost or backend.default_cost,
+            self._registry.ranks,
+            self._lengths.mean,
+            self._num_expected,
         )
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
-        self._runner = choose_runner(
-            self._decoder, self._live, self._memory, self._layout, self.config, self._completion
-        )
+        self._runner = backend.runner(self._live, memory, plan.layout, config, self._completion.stop_tokens)
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
-        # Told what every step is about to do: measurements.
+        #: Called with the entries of every step before it is launched: for measurements.
         self.observe_step: Callable[[Items[StepEntry]], None] | None = None
         self._counts = StepCounts()
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
-        """Make an adapter known by its content hash; its tensors are read on first use.
+        """Make an adapter known by its content hash; its tensors are read, and the hash checked, on first use.
 
         Raises `AdapterRefusedError` when it cannot be applied exactly.
         """
@@ -273,7 +244,7 @@ class Engine:
     def _give_up_row(self, sequence: Sequence) -> Result:
         """A row whose numbers have left what the dtype holds is an error; all others go on."""
         self._end(sequence)
-        after, dtype = len(sequence.token_ids), str(self._dtype).removeprefix("torch.")
+        after, dtype = len(sequence.token_ids), str(self.backend.dtype).removeprefix("torch.")
         return Result.refused(
             sequence.request,
             f"the model's logits are NaN or infinite after {after} generated tokens in {dtype}: use a wider --dtype, "
@@ -309,6 +280,25 @@ class Engine:
         return result
 
 
+def _running_batch(
+    backend: Backend, plan: MemoryPlan, memory: Tensor, registry: AdapterRegistry, config: EngineConfig
+) -> RunningBatch:
+    """An empty batch over `memory` (the flat pool), as the backend's kernels read it."""
+    traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
+    read = partial(registry.load_packed, in_panels=traits.has_lora_panels)
+    loader = AdapterLoader(read, HostTier(host_tier_bytes(config)))
+    residency = AdapterResidency(pool, memory, layout.page_elements, loader, backend.copies())
+    prefixes: PrefixSharing | None = None
+    if shares_prefixes(config, model, is_arithmetic_fixed=traits.is_arithmetic_fixed):
+        named = traits.has_block_tables
+        prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, memory)
+    clean = eraser_for(memory, layout) if traits.reads_other_rows else None
+    return RunningBatch(
+        pool, layout, residency, registry, prefixes, clean,
+        may_switch=config.mode == "auto", merges_all=config.mode == "merged",
+    )  # fmt: skip
+
+
 def problem_with(
     row: ExportedRow, registry: AdapterRegistry, batch: RunningBatch, max_context_tokens: int
 ) -> str | None:
@@ -323,7 +313,7 @@ def problem_with(
     if not ids:
         return "the prompt has no tokens"
     if min(ids + row.token_ids) < 0 or max(ids + row.token_ids) >= vocab_size:
-        return f"prompt_token_ids must lie in 0..{vocab_size - 1}"
+        return f"prompt_token_ids must be in 0..{vocab_size - 1}"
     max_tokens = request.sampling.max_tokens
     if len(ids) + max_tokens > max_context_tokens:
         return (
@@ -365,7 +355,7 @@ class OutputLengths:
 
 @dataclass(slots=True)
 class StepCounts:
-    """Totals as `EngineTelemetry` tells them."""
+    """Totals that `EngineTelemetry` reports."""
 
     steps: int = 0
     step_rows: int = 0
@@ -379,17 +369,3 @@ class StepCounts:
         for entry in entries:
             prompt_left = max(entry.sequence.prompt_tokens - entry.sequence.num_stored, 0)
             self.prompt_tokens += min(entry.num_tokens, prompt_left)
-
-
-def choose_runner(
-    decoder: Decoder,
-    live: LiveWeights,
-    memory: Tensor,
-    layout: PageLayout,
-    config: EngineConfig,
-    completion: Completion,
-) -> StepRunner:
-    """Steps over `memory` (the flat pool): on a device by its kernels, else on the host. `live`: of the decoder."""
-    if isinstance(decoder, DeviceDecoder):
-        return DeviceRunner(decoder, live, memory, layout, config, completion.stop_tokens)
-    return HostRunner(decoder, memory, layout, completion.stop_tokens)

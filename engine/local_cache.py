@@ -19,7 +19,7 @@ def default_cache_root() -> Path:
 def file_lock(path: Path) -> Iterator[None]:
     """Hold the lock of this name within the block; other processes and threads wait. The file is there meanwhile only.
 
-    Where no lock can be had (a file system without them, a folder of somebody else's) the block runs without one.
+    Where no lock can be had (a file system without them, a folder of another user) the block runs without one.
     """
     descriptor = None
     with suppress(OSError):
@@ -55,7 +55,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _release(path: Path, descriptor: int) -> None:
-    # While it is still locked: whoever has opened it by now finds it gone, and opens the next.
+    # While it is still locked: a process that has opened it by now finds it gone, and opens the next.
     with suppress(OSError):
         path.unlink()
     # A process forked meanwhile holds the file open too.

@@ -130,8 +130,8 @@ class Request:
 class Result:
     """The outcome of one request. `error` is a plain sentence, set exactly when `finish_reason == "error"`.
 
-    `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where nobody counted.
-    It is no part of the answer: results that differ in it alone are equal.
+    `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where that was not
+    counted. It is no part of the answer: results that differ in it alone are equal.
     """
 
     request_id: str
@@ -165,7 +165,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ExportedRow:
-    """A request and what was generated for it so far; a row that has not begun brings no tokens.
+    """A request and what was generated for it so far; a row that has not begun has no tokens.
 
     `token_logprobs` has one number per token when the request asks for log-probabilities, else none.
     """
@@ -175,17 +175,17 @@ class ExportedRow:
     token_logprobs: tuple[float, ...] = ()
 
     def problems(self) -> list[str]:
-        """What is wrong with the row as a whole, beside its request: empty unless somebody invented it."""
+        """What is wrong with the row as a whole, beside its request; empty for rows that an engine exported."""
         sampling = self.request.sampling
         num_logprobs = len(self.token_ids) if sampling.logprobs else 0
         checks = [
             (
                 len(self.token_ids) < sampling.max_tokens,
-                f"the row brings {len(self.token_ids)} tokens, max_tokens={sampling.max_tokens}: it is finished",
+                f"the row has {len(self.token_ids)} tokens, max_tokens={sampling.max_tokens}: it is finished",
             ),
             (
                 len(self.token_logprobs) == num_logprobs,
-                f"the row brings {len(self.token_logprobs)} log-probabilities, expected {num_logprobs}",
+                f"the row has {len(self.token_logprobs)} log-probabilities, expected {num_logprobs}",
             ),
         ]
         return [message for holds, message in checks if not holds]
@@ -223,7 +223,7 @@ class EngineTelemetry:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of all prompt tokens that nobody had to compute."""
+        """Share of all prompt tokens that no step had to compute."""
         return self.reused_prompt_tokens / max(self.prompt_tokens + self.reused_prompt_tokens, 1)
 
 
@@ -231,7 +231,7 @@ class EngineTelemetry:
 class Sequence:
     """`num_stored`: tokens (prompt first, then generated) whose keys and values are in the pool.
 
-    `prompt_tokens` counts the prompt alone; a sequence moved here from another engine brings `token_ids` along.
+    `prompt_tokens` counts the prompt alone; a sequence from another engine may have `token_ids` already.
     `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
     device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
     adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.

@@ -35,7 +35,7 @@ def num_persistent_programs(device: torch.device, per_multiprocessor: int) -> in
 def num_warps_for(num_sums: int, per_thread: int, fewest: int) -> int:
     """Warps of a program that holds `num_sums` fp32 sums, `per_thread` (a power of 2) of them in each of a warp's 32
     threads. A thread has 255 registers at most: a tile of 64 rows takes four times the threads of one of 16, else sums
-    would lie in memory."""
+    would spill to memory."""
     return min(max(num_sums // (32 * per_thread), fewest), 16)
 
 
@@ -49,7 +49,7 @@ def is_exact_dot(dtype: torch.dtype) -> bool:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` on `device`, copied from the host through pinned memory, so that nobody waits for the copy."""
+    """`values` on `device`, copied from the host through pinned memory, so that the host does not wait."""
     if values.device == device:
         return values
     assert values.device.type == "cpu", f"values are on {values.device}, wanted on {device}"
@@ -57,8 +57,11 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def empty_pinned(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory for copies to and from `device`: pinned for a GPU, so that nobody waits for them (torch takes it
-    back once they are done). For a CPU numpy's, which asks the system for huge pages: a third of the time to fill."""
+    """Host memory for copies to and from `device`.
+
+    Pinned for a GPU, so that the host does not wait for them (torch takes it back once they are done). For a CPU
+    numpy's, which asks the system for huge pages: a third of the time to fill.
+    """
     if device.type == "cuda":
         return torch.empty(length, dtype=dtype, pin_memory=True)
     # at least one number: torch cannot view nothing as another dtype

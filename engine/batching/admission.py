@@ -28,9 +28,6 @@ from ..memory.residency import AdapterResidency, adapter_owner
 from ..request import Sequence
 from .prefix_sharing import PrefixSharing
 
-# Where memory allows, runs are rounded up to this many pages: sequences of equal runs share attention calls.
-# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
-_RUN_PAGES = 4
 # Adapters on their way for rows that may enter: of rank 64 for an 8B model, 16 are 5.4 GB.
 _MAX_AWAITED = 16
 
@@ -103,7 +100,7 @@ class Admission:
             if not self._room.has_at_hand(adapter_id):
                 awaited.append(code)
         row_pages = -(-self._waiting.capacity_tokens() // self._layout.page_tokens)
-        return FreeMemory(tuple(self._room.gaps()), row_pages, pages, self._rounded_to, frozenset(awaited))
+        return FreeMemory(tuple(self._room.gaps()), row_pages, pages, self._layout.run_pages, frozenset(awaited))
 
     def next_use(self) -> NextUse:
         """How many rows enter before an adapter's next; infinite where none waits."""
@@ -144,12 +141,7 @@ class Admission:
 
     def _rounded_pages(self, sequence: Sequence) -> int:
         exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
-        return -(-exact // self._rounded_to) * self._rounded_to
-
-    @property
-    def _rounded_to(self) -> int:
-        # kernels that follow block tables serve runs of any size
-        return 1 if self._layout.is_page_wise else _RUN_PAGES
+        return -(-exact // self._layout.run_pages) * self._layout.run_pages
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse, *, is_mixture: bool) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
@@ -217,7 +209,7 @@ class Room:
         return max(1, self._layout.pages_for_elements(self._registry.num_elements(adapter_id)))
 
     def has_at_hand(self, adapter_id: str) -> bool:
-        """Whether nobody would have to wait for the adapter: it has come to the pool, or a copy at once will do."""
+        """Whether no row would have to wait for the adapter: it has arrived in the pool, or can be copied at once."""
         if self._residency.get(adapter_id) is not None:
             return self._residency.has_arrived(adapter_id)
         return self._residency.loader.is_ready(adapter_id) and not self._residency.copies_aside
@@ -233,7 +225,7 @@ class Room:
             return True
         if max(self._pool.free_runs_without(self._needless(may_go)), default=0) < num_pages:
             return False
-        # a prefix page that nobody waits for, then what costs a copy to bring back, then what has to be computed
+        # a prefix page that no row waits for, then what a copy restores, then what has to be computed again
         if self._cache is not None and self._cache.make_room(has_room, spare_awaited=True):
             return True
         if self._residency.make_room(has_room, next_use, may_go):

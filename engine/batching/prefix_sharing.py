@@ -178,11 +178,6 @@ class NamedPrefixes(PrefixSharing):
         """The page is the row's own."""
 
 
-def sharing_for(pool: PagePool, layout: PageLayout, model: ModelConfig, memory: Tensor) -> PrefixSharing:
-    """By reference where attention follows block tables, else by copies."""
-    return NamedPrefixes(pool, layout, model) if layout.is_page_wise else CopiedPrefixes(pool, layout, model, memory)
-
-
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:
     """Multiplications and additions to compute page `number` of a prompt: linear layers, and attention to all
     tokens before."""

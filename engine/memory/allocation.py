@@ -1,8 +1,14 @@
-"""How much memory an engine takes: sizes that depend on the machine, computed once at the start.
+"""Sizes the page pool and the largest step from the machine's memory, and allocates the pool.
 
-How a GPU's memory is shared out: the pool gets what weights, merging and the largest step leave.
+On a CPU matrix products are near their best with 64 rows, and 512 tokens keep a step under a second. On a GPU the
+numbers come from its memory:
 
-What rows leave behind in their pages, and who must not read it.
+- `step_tokens`: 16384, halved until what a step keeps at once (`step_bytes`) is at most a sixteenth of what the weights
+  leave. A longer step costs nothing in a batch job and spreads the host's work of launching a prompt step kernel by
+  kernel (some 450 launches for 32 layers) over more tokens.
+- `batch_rows`: as many as the pool holds with contexts of 1024 tokens, in steps of 64, from 64 to 512. Weights are read
+  once per step whatever the rows; beyond 512 rows planning a step on the host would take longer than the step.
+- the pool: what weights, merging and the largest step leave.
 """
 
 from __future__ import annotations
@@ -16,76 +22,58 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.launch import is_interpreted
-from ...kernels.packed_weight.panels import has_panels
-from ...kernels.paged_attention.compiled import can_attend_compiled
-from ..config import EngineConfig, StepLimits, cpu_limits, gpu_limits
+from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, EngineConfig
 from ..errors import PoolExhaustedError
 from ..model_config.model import PACKED_SITES, ModelConfig
 from .pool import PageLayout, PageRun
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
+# What torch's allocator cannot use, and room for graphs and compiled kernels.
+_SLACK_SHARE = 0.05
+_FP32_BYTES = 4
+_MOST_ROWS, _ROWS_STEP = 512, 64
+_MOST_TOKENS, _FEWEST_TOKENS = 16384, 512
+_CONTEXT_TOKENS = 1024
+_STEP_SHARE = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Rows that may decode together, and tokens of one step at most."""
+
+    batch_rows: int
+    step_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Pages of the pool and their layout, the compute device and dtype, and the limits of a step."""
+    """Pages of the pool and their layout, and the limits of a step."""
 
-    device: torch.device
-    dtype: torch.dtype
     layout: PageLayout
     num_pages: int
     limits: StepLimits
 
 
-def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype: bf16 on a GPU, fp32 on a CPU (where bf16 multiplies far more slowly), unless told."""
-    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    if config.dtype == "auto":
-        return device, torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if config.dtype not in dtypes:
-        raise ValueError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
-    return device, dtypes[config.dtype]
-
-
-def serves_by_kernels(config: EngineConfig, device: torch.device) -> bool:
-    """Whether an engine on `device` runs the Triton kernels. Raises ValueError where they cannot run."""
-    if device.type == "cuda":
-        return True
-    if config.kernels == "triton" and not is_interpreted():
-        raise ValueError(
-            "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "
-            "first import, or leave kernels='auto'."
-        )
-    return config.kernels == "triton"
-
-
-def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
-    """Size the pool. Call after the weights are on the device, so that free memory means what is left.
-
-    Raises `PoolExhaustedError` when not even one page fits into `pool_bytes`.
-    """
-    device, dtype = choose_device(config)
-    layout = PageLayout.of(model, config.page_tokens, is_page_wise=serves_by_kernels(config, device))
-    page_bytes = layout.page_elements * dtype.itemsize
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
-        limits, pool_bytes = gpu_plan(torch.cuda.mem_get_info(device)[0], config, model, dtype.itemsize)
-    else:
-        limits, pool_bytes = cpu_limits(config), config.pool_bytes or _default_pool_bytes()
+def plan_pool(layout: PageLayout, itemsize: int, limits: StepLimits, pool_bytes: int) -> MemoryPlan:
+    """A pool of at most `pool_bytes`, its numbers of `itemsize` bytes. Raises `PoolExhaustedError` without one page."""
+    page_bytes = layout.page_elements * itemsize
     num_pages = pool_bytes // page_bytes
     if num_pages < 1:
         raise PoolExhaustedError(
             f"pool_bytes={pool_bytes}: one page of this model takes {page_bytes} bytes; raise pool_bytes."
         )
-    return MemoryPlan(device, dtype, layout, num_pages, limits)
+    return MemoryPlan(layout, num_pages, limits)
+
+
+def cpu_limits(config: EngineConfig) -> StepLimits:
+    """Limits of a step on a CPU: what was asked for, or the defaults."""
+    return StepLimits(config.max_batch_rows or DEFAULT_BATCH_ROWS, config.max_step_tokens or DEFAULT_STEP_TOKENS)
+
+
+def default_cpu_pool_bytes() -> int:
+    """Bytes of a CPU engine's pool where none are asked for."""
+    return min(_DEFAULT_CPU_POOL_BYTES, _total_bytes() // 8)
 
 
 def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> tuple[StepLimits, int]:
@@ -94,48 +82,20 @@ def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize
     def pool_bytes(limits: StepLimits) -> int:
         return config.pool_bytes or gpu_pool_bytes(free_bytes, limits, model, itemsize)
 
-    token_bytes = 2 * model.num_layers * model.kv_size * itemsize
-    limits = gpu_limits(config, free_bytes, lambda limits: step_bytes(limits, model, itemsize), pool_bytes, token_bytes)
+    def is_small(tokens: int) -> bool:
+        return step_bytes(StepLimits(rows or _ROWS_STEP, tokens), model, itemsize) <= free_bytes * _STEP_SHARE
+
+    rows, tokens = config.max_batch_rows, config.max_step_tokens
+    if tokens is None:
+        tokens = _MOST_TOKENS
+        while tokens > _FEWEST_TOKENS and not is_small(tokens):
+            tokens //= 2
+    if rows is None:
+        token_bytes = 2 * model.num_layers * model.kv_size * itemsize
+        fitting = pool_bytes(StepLimits(_MOST_ROWS, tokens)) // (_CONTEXT_TOKENS * token_bytes)
+        rows = min(max(fitting // _ROWS_STEP, 1) * _ROWS_STEP, _MOST_ROWS)
+    limits = StepLimits(rows, tokens)
     return limits, pool_bytes(limits)
-
-
-def host_tier_bytes(config: EngineConfig) -> int:
-    """Host memory for adapters that had to leave the pool."""
-    if config.host_tier_bytes is not None:
-        return config.host_tier_bytes
-    return min(_GIB, _total_bytes() // 16)
-
-
-def _default_pool_bytes() -> int:
-    return min(_DEFAULT_CPU_POOL_BYTES, _total_bytes() // 8)
-
-
-def _total_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def zeroed_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[num_elements]`, all zero. On a CPU pages are taken from the system as they are first used: a pool of
-    gigabytes is there at once and counts only for what it holds (small pages, docs/adr/0013).
-    """
-    if device.type != "cpu":
-        return torch.zeros(num_elements, dtype=dtype, device=device)
-    # torch.zeros writes every byte; the system hands out memory that is zero already, and aligned to its pages.
-    memory = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages refuses
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=num_elements)
-
-
-def adapters_lie_in_panels(memory: torch.Tensor, layout: PageLayout) -> bool:
-    """Whether steps on this pool compute LoRA by compiled CPU kernels."""
-    return not layout.is_page_wise and memory.device.type == "cpu" and memory.dtype == torch.float32 and has_panels()
-
-
-# For what torch's allocator cannot use, for graphs and compiled kernels.
-_SLACK_SHARE = 0.05
-_FP32_BYTES = 4
 
 
 def gpu_pool_bytes(free_bytes: int, limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
@@ -164,16 +124,35 @@ def step_bytes(limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
     return limits.step_tokens * per_token + limits.batch_rows * per_row
 
 
-def eraser_for(memory: Tensor, layout: PageLayout, model: ModelConfig) -> Callable[[PageRun], None] | None:
-    """Erases a run of `memory` (flat) before a row gets it; None where attention reads a row's own numbers only.
+def host_tier_bytes(config: EngineConfig) -> int:
+    """Host memory for adapters that had to leave the pool."""
+    if config.host_tier_bytes is not None:
+        return config.host_tier_bytes
+    return min(_GIB, _total_bytes() // 16)
 
-    Torch's attention reads up to the longest row of a group and masks the rest. That may be the numbers of a row that
-    became NaN, which no mask keeps out.
+
+def zeroed_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[num_elements]`, all zero. On a CPU pages are taken from the system as they are first used: a pool of
+    gigabytes is there at once and counts only for what it holds (small pages, docs/adr/0013).
     """
-    if layout.is_page_wise or can_attend_compiled(model.head_dim, memory.dtype):
-        return None
+    if device.type != "cpu":
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+    # torch.zeros writes every byte; the system hands out memory that is zero already, and aligned to its pages.
+    memory = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=num_elements)
+
+
+def eraser_for(memory: Tensor, layout: PageLayout) -> Callable[[PageRun], None]:
+    """A function that zeroes a run of `memory` (flat)."""
 
     def erase(run: PageRun) -> None:
         memory[run.start * layout.page_elements : run.end * layout.page_elements].zero_()
 
     return erase
+
+
+def _total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -21,11 +21,11 @@ from ...kernels.launch import empty_pinned
 class Arrival(Protocol):
     """A copy to the pool on its way."""
 
-    def has_come(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the copy is done. Asking waits for nothing."""
 
     def join(self) -> None:
-        """Have all that the device is told from now on happen behind the copy."""
+        """Make all work launched from now on run after the copy."""
 
 
 class AdapterCopies(Protocol):
@@ -40,7 +40,7 @@ class AdapterCopies(Protocol):
         """Copy `numbers` to `target`, pages that no step launched from now on reads before it has joined."""
 
     def to_host(self, source: Tensor) -> Tensor:
-        """A copy of pages on the host, complete for `to_pool`; whoever gets the pages writes behind it."""
+        """A copy of pages on the host, complete for `to_pool`; later writes to the pages run after it."""
 
 
 class CopiesAtOnce:
@@ -59,7 +59,7 @@ class CopiesAtOnce:
 
 
 class _Here:
-    def has_come(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def join(self) -> None:
@@ -100,7 +100,7 @@ class _OnStream:
         self._event = event
         self._numbers: Tensor | None = numbers
 
-    def has_come(self) -> bool:
+    def is_done(self) -> bool:
         is_done = bool(self._event.query())  # type: ignore[no-untyped-call]
         if is_done:
             self._numbers = None
@@ -108,8 +108,3 @@ class _OnStream:
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
-
-
-def copies_for(device: torch.device) -> AdapterCopies:
-    """How an engine on `device` moves adapters."""
-    return CopyStream(device) if device.type == "cuda" else CopiesAtOnce()

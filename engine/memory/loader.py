@@ -1,7 +1,4 @@
-"""Brings adapters to the pool's door: from host memory, or from storage in a thread while steps run.
-
-Adapters that had to leave the pool, decoded in host memory: below the pool, above storage.
-"""
+"""Reads adapters from storage in a thread while steps run, and keeps those that left the pool in host memory."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def pack_adapter(
 ) -> PackedAdapter:
     """Stack what packed layers multiply together: per layer and site one A for all members, then each member's B.
 
-    `in_panels`: as compiled CPU kernels read them, in fp32; otherwise rows of A and of B's transpose lie side by side.
+    `in_panels`: as compiled CPU kernels read them, in fp32; otherwise rows of A and of B's transpose one by one.
     `dtype` and `device`: of the memory where they are to go. Raises `AdapterRefusedError` for an adapter that is exact
     by merge only.
     """
@@ -64,7 +64,7 @@ def pack_adapter(
 
 
 def packed_from(numbers: Tensor, start: int, sites: Sites) -> PackedAdapter:
-    """A copy of what lies in memory from `start` on with views `sites`."""
+    """A copy of the pool's numbers from `start` on, with views `sites`."""
     return PackedAdapter(numbers, _moved(sites, numbers, -start))
 
 

@@ -16,16 +16,16 @@ from ..model_config.model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Geometry of the pool: `page_elements` numbers per page of `page_tokens` tokens. `is_page_wise`: kernels for GPUs
-    read each page by itself, adapters by rank; those for CPUs a whole run of pages, laid out as one."""
+    """Geometry of the pool: `page_elements` numbers per page of `page_tokens` tokens. Rows' runs are multiples of
+    `run_pages` where memory allows."""
 
     page_tokens: int
     page_elements: int
-    is_page_wise: bool = False
+    run_pages: int = 1
 
     @classmethod
-    def of(cls, model: ModelConfig, page_tokens: int, *, is_page_wise: bool = False) -> PageLayout:
-        return cls(page_tokens, page_tokens * 2 * model.num_layers * model.kv_size, is_page_wise)
+    def of(cls, model: ModelConfig, page_tokens: int, *, run_pages: int = 1) -> PageLayout:
+        return cls(page_tokens, page_tokens * 2 * model.num_layers * model.kv_size, run_pages)
 
     def pages_for_tokens(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -58,7 +58,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Free pages, wherever they lie."""
+        """Free pages, of all runs together."""
         return sum(run.num_pages for run in self._free)
 
     @property

@@ -1,4 +1,4 @@
-"""Which prompt beginnings lie in the page pool: a radix tree whose edges are pages.
+"""Keeps prompt beginnings in the page pool: a radix tree whose edges are pages.
 
 A page's place in the tree is the digest of its path: the adapter's content hash, then all tokens up to the page's
 end. Never a name: two adapters of one name share nothing, one adapter under two names shares all. The cache counts the
@@ -75,7 +75,7 @@ class PrefixCache:
         return self._pool.run_of(_owner(key)) if key in self._pages else None
 
     def keep(self, path: Sequence[bytes], number: int) -> PageRun | None:
-        """A page of the pool for `path[number]`, for its one reader that computes it to fill. None when nobody else
+        """A page of the pool for `path[number]`, for its one reader that computes it to fill. None when no other row
         waits for it, when it is there, or when memory is full of what is worth more."""
         if not self._is_wanted(path, number):
             return None
@@ -89,7 +89,7 @@ class PrefixCache:
 
     def adopt(self, path: Sequence[bytes], number: int, owner: Hashable) -> PageRun | None:
         """The first page of an owner's run for `path[number]`, which the owner computes and goes on using. None when
-        nobody else waits for it, when it is there, or when the owner has no page beside it."""
+        no other row waits for it, when it is there, or when the owner has no page beside it."""
         if not self._is_wanted(path, number) or self._pool.run_of(owner).num_pages < 2:
             return None
         run = self._pool.pass_first(owner, _owner(path[number]))
@@ -161,7 +161,7 @@ class PrefixCache:
         return not self._pages[key].num_children and key not in self._users
 
     def _value(self, key: bytes, number: int) -> tuple[float, float]:
-        """Cost to recompute, once for every row that will read the page; pages nobody awaits are worth least."""
+        """Cost to recompute, once for every row that will read the page; pages no row awaits are worth least."""
         cost = self._page_cost(number)
         return self._readers[key] * cost if key in self._readers else 0.0, cost
 

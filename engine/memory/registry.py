@@ -38,19 +38,15 @@ class AdapterRegistry:
         return adapter_id in self._audits
 
     def register(self, adapter_id: str, folder: Path, name: str) -> None:
-        """Make an adapter known. Raises `AdapterRefusedError` when it cannot be applied exactly, or when the
-        folder's content is not `adapter_id` (it changed since the job was planned)."""
+        """Make an adapter known from its configuration and headers; loading it checks that its content is `adapter_id`.
+
+        Raises `AdapterRefusedError` when it cannot be applied exactly.
+        """
         if adapter_id in self._audits:
             return
-        audit = audit_adapter(folder, self._model, name)
+        audit = audit_adapter(folder, self._model, name, check_values=False)
         if audit.verdict == "refused":
             raise AdapterRefusedError("; ".join(audit.reasons))
-        found = audit.identity_sha256 or ""
-        if found != adapter_id:
-            raise AdapterRefusedError(
-                f"adapter {name!r}: {folder} holds content {found[:12]}, planned was {adapter_id[:12]}. It "
-                "changed meanwhile; run the job again, and its rows are planned anew."
-            )
         self._enter(adapter_id, audit)
 
     def register_dummy(self, name: str, rank: int) -> str:
@@ -82,7 +78,7 @@ class AdapterRegistry:
         return self._audits[adapter_id].verdict == "exact-by-merge"
 
     def vocab_size(self, adapter_id: str | None) -> int:
-        """Token ids that a row may hold: an adapter with a resized vocabulary brings its own."""
+        """Token ids that a row may hold: an adapter with a resized vocabulary has its own."""
         return self._model.vocab_size if adapter_id is None else self._audits[adapter_id].vocab_size
 
     def tokenizer_folder(self, adapter_id: str | None) -> Path | None:
@@ -119,6 +115,6 @@ class AdapterRegistry:
         if adapter_id in self._dummy_ids:
             return dummy_adapter_weights(self._audits[adapter_id], self._dtype, device)
         try:
-            return load_adapter(self._audits[adapter_id], device)
+            return load_adapter(self._audits[adapter_id], device, adapter_id)
         except (AdapterRefusedError, OSError) as error:
             raise AdapterUnusableError(adapter_id, f"{error}") from error

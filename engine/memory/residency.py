@@ -1,8 +1,8 @@
-"""Which adapters lie in the page pool, and who must leave to make room.
+"""Loads adapters into the page pool, and evicts those used furthest in the future to make room.
 
 The engine knows its waiting rows, hence each adapter's next use: the one needed furthest in the future leaves
 first (Belady 1966), to host memory while that lasts. Adapters of running sequences are pinned. Where copies run aside,
-an adapter is on its way for a while: its pages are taken, and whoever uses it joins its arrival first.
+an adapter is on its way for a while: its pages are taken, and a step that uses it joins its arrival first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MergedShare:
 
     @classmethod
     def of(cls, resident: ResidentAdapter) -> MergedShare:
-        """The share of an adapter that lies in the pool."""
+        """The share of a resident adapter."""
         layers = ({site: _negated(weights) for site, weights in layer.items()} for layer in resident.sites)
         return cls(resident, replace(resident, sites=tuple(layers)))
 
@@ -90,7 +90,7 @@ class AdapterResidency:
 
     def has_arrived(self, adapter_id: str) -> bool:
         """Whether a resident adapter's copy is done."""
-        if adapter_id in self._arriving and self._arriving[adapter_id].has_come():
+        if adapter_id in self._arriving and self._arriving[adapter_id].is_done():
             del self._arriving[adapter_id]
         return adapter_id not in self._arriving
 

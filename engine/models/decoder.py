@@ -6,6 +6,7 @@ Legend: T tokens of the step, H query heads, K key/value heads, D head_dim. `poo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class Decoder:
     `linears` holds the head and projections by checkpoint name, `tensors` what is no linear layer. Both, and the
     layers' linears, may be replaced between two steps.
     """
+
+    #: Steps are built so that what a row computes depends on that row alone.
+    is_exact: ClassVar[bool] = False
+    #: All plain LoRA pairs merge in one launch, into buffers whose addresses stay.
+    merges_by_kernel: ClassVar[bool] = False
 
     def __init__(self, model: ModelConfig, weights: dict[str, Tensor], *, is_packed: bool) -> None:
         self.model = model

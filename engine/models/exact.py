@@ -35,6 +35,8 @@ _ROWS = 16
 class ExactDecoder(Decoder):
     """`Decoder`, for steps that were built with `is_exact`."""
 
+    is_exact = True
+
     def __init__(self, model: ModelConfig, weights: dict[str, Tensor], *, is_packed: bool) -> None:
         super().__init__(model, weights, is_packed=is_packed)
         self._is_compiled = native_build() is not None and self._dtype == torch.float32

@@ -20,14 +20,14 @@ from ...kernels.paged_attention import AttentionRule, Partials, attend_pages
 from ...kernels.rms_norm.fused import add_rms_norm
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
 from .decoder import Decoder, DecoderLayer
-from .gpu_step import DeviceStep
+from .gpu_step import GpuStep
 
 _SITE_NUMBERS = {site: number for number, site in enumerate(PACKED_SITES)}
 _FUSED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class GpuMemory:
     """What a forward pass uses besides weights: the adapters' table (and through it the pool) and scratch memory.
     One step runs at a time."""
 
@@ -39,7 +39,7 @@ class DeviceMemory:
     @classmethod
     def allocate(
         cls, model: ModelConfig, table: LoraTable, scratch_rows: int, max_partials: int, page_tokens: int
-    ) -> DeviceMemory:
+    ) -> GpuMemory:
         """Scratch of `scratch_rows` rows of 16 numbers, and room for `max_partials` pieces of contexts."""
         device = table.pool.device
         heads = HeadLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, page_tokens)
@@ -48,18 +48,20 @@ class DeviceMemory:
         return cls(table, heads, scratch, partials)
 
 
-class DeviceDecoder(Decoder):
-    """A decoder that serves prepared steps (`device_step`)."""
+class GpuDecoder(Decoder):
+    """A decoder that computes prepared steps (`gpu_step`)."""
+
+    merges_by_kernel = True
 
     def weight_addresses(self) -> tuple[int, ...]:
-        """Where the live weights lie: a captured graph reads them there."""
+        """Addresses of the live weights, at which captured graphs read them."""
         packed = [linear for layer in self.layers for linear in layer.linears.values()]
         linears = [*packed, *self.linears.values()]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         weights = [*(linear.live for linear in linears), *biases, *self.tensors.values()]
         return tuple(weight.data_ptr() for weight in weights)
 
-    def forward_step(self, step: DeviceStep, memory: DeviceMemory) -> Tensor:
+    def forward_step(self, step: GpuStep, memory: GpuMemory) -> Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in the pool."""
         x = self._embed(step.token_ids, step.positions)  # [T, hidden]
         rotaries = [rope.tables(step.positions, step.row_lengths, torch.float32) for rope in self._ropes]
@@ -86,7 +88,7 @@ class DeviceDecoder(Decoder):
         return add_rms_norm(x, None, self.tensors[f"{module}.weight"], self.model.norm_eps, offset)
 
     def _attend_pages(
-        self, h: Tensor, layer: DecoderLayer, step: DeviceStep, memory: DeviceMemory, angles: tuple[Tensor, Tensor]
+        self, h: Tensor, layer: DecoderLayer, step: GpuStep, memory: GpuMemory, angles: tuple[Tensor, Tensor]
     ) -> Tensor:
         model, table, norms = self.model, memory.table, layer.norms
         y = self._product(h, "qkv", layer, step, memory)
@@ -104,7 +106,7 @@ class DeviceDecoder(Decoder):
             q, table.pool, step.block_tables, step.attention, memory.partials, memory.heads, layer.index, rule
         )
 
-    def _activate(self, h: Tensor, layer: DecoderLayer, step: DeviceStep, memory: DeviceMemory) -> Tensor:
+    def _activate(self, h: Tensor, layer: DecoderLayer, step: GpuStep, memory: GpuMemory) -> Tensor:
         y = self._product(h, "gate_up", layer, step, memory)
         fused = _FUSED_ACTIVATIONS.get(self.model.activation) if self.model.has_gate else None
         place = (memory.table, step.segments, memory.scratch, layer.index)
@@ -119,8 +121,8 @@ class DeviceDecoder(Decoder):
         site: PackedSite,
         norm: str | None,
         layer: DecoderLayer,
-        step: DeviceStep,
-        memory: DeviceMemory,
+        step: GpuStep,
+        memory: GpuMemory,
     ) -> Tensor:
         """The residual stream after a layer's output: in one kernel unless a norm stands between them."""
         y = self._product(h, site, layer, step, memory)
@@ -130,9 +132,7 @@ class DeviceDecoder(Decoder):
         x += self._norm(lora_residual_(y, None, None, *place), norm)
         return x
 
-    def _product(
-        self, h: Tensor, site: PackedSite, layer: DecoderLayer, step: DeviceStep, memory: DeviceMemory
-    ) -> Tensor:
+    def _product(self, h: Tensor, site: PackedSite, layer: DecoderLayer, step: GpuStep, memory: GpuMemory) -> Tensor:
         """The base product; LoRA's first half goes to scratch, where the kernel that reads the product finds it."""
         if step.has_lora:
             lora_shrink(h, memory.table, step.segments, memory.scratch, layer.index, _SITE_NUMBERS[site])

@@ -2,7 +2,7 @@
 
 Lists have the lengths of `StepSizes`: exactly those of the step, or, where a captured graph reads them, those of a
 bucket of steps. A bucket's rest is padding: rows that no tile, no attention item and no slot names. Their numbers
-are computed and read by nobody.
+are computed and never read.
 
 Legend: T rows (tokens), S sampled rows. Block tables are ragged: one flat list of pages, each sequence's own from a
 place that its attention items name.
@@ -49,7 +49,7 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceStep:
+class GpuStep:
     """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
     source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
     `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. Attention items name places in
@@ -104,16 +104,16 @@ class StepBuffer:
         return array
 
     def copy_to(self, target: StepBuffer, num_pages: int) -> None:
-        """Fill the device's buffer from this one, with `num_pages` pages; nobody waits for it."""
+        """Fill the device's buffer from this one, with `num_pages` pages, without waiting."""
         used = self._places["pages"][0] + num_pages
         target.buffer[:used].copy_(self.buffer[:used], non_blocking=True)
 
-    def step(self, model: ModelConfig, *, has_lora: bool, wants_logprobs: bool) -> DeviceStep:
+    def step(self, model: ModelConfig, *, has_lora: bool, wants_logprobs: bool) -> GpuStep:
         """What the decoder and the sampling read."""
         lengths = None
         if model.has_length_dependent_rope:
             lengths = RowLengths(self.view("prompt_tokens"), self.view("total_tokens"))
-        return DeviceStep(
+        return GpuStep(
             token_ids=self.view("token_ids"),
             sources=self.view("sources"),
             positions=self.view("positions"),

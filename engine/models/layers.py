@@ -61,7 +61,7 @@ class Linear:
             self._packed = pack(weight)
             return
         if self._live is self.pristine or self._live.shape != weight.shape:
-            # an adapter with a resized vocabulary brings a head of another height
+            # an adapter with a resized vocabulary has a head of another height
             self._live = torch.empty_like(weight)
         self._live.copy_(weight)
 

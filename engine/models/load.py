@@ -2,8 +2,6 @@
 
 Every tensor that the architecture needs must be there with the right shape, and every tensor that is there must be
 needed: a checkpoint that holds more is of another architecture than its `config.json` says.
-
-The decoder that serves a base model on a device.
 """
 
 from __future__ import annotations
@@ -16,14 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...kernels.packed_weight import can_pack
 from ..config import EngineConfig, read_json
 from ..errors import ModelFilesError
-from ..memory.allocation import serves_by_kernels
 from ..model_config.model import HEAD, ModelConfig
-from .decoder import Decoder
-from .exact import ExactDecoder, check_exact_promise
-from .gpu_decoder import DeviceDecoder
 
 # Tensors that older checkpoints carry and that the configuration determines.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$|.*\.masked_bias$")
@@ -36,6 +29,15 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name: shape for name, shape in model.parameter_shapes().items() if not (model.is_tied and name == _HEAD_WEIGHT)
     }
+
+
+def load_weights(
+    folder: Path, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The base's parameters as `config.load_format` says: read, or random. Raises `ModelFilesError`."""
+    if config.load_format == "dummy":
+        return dummy_weights(model, dtype, device)
+    return read_weights(folder, model, dtype, device)
 
 
 def read_weights(folder: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -104,20 +106,3 @@ def _weight_files(folder: Path) -> list[Path]:
     if outside or not names:
         raise ModelFilesError(f"{index_path}: weight_map must name files of this folder, found {outside or 'none'}.")
     return [folder / name for name in sorted(names)]
-
-
-def load_decoder(
-    folder: Path, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
-) -> Decoder:
-    """Read (or make) the weights and build the decoder of the device and mode. Raises `ModelFilesError`, and
-    `ExactModeError` where mode `exact` could promise nothing."""
-    if config.mode == "exact":
-        check_exact_promise(model, device, dtype)
-    if config.load_format == "dummy":
-        weights = dummy_weights(model, dtype, device)
-    else:
-        weights = read_weights(folder, model, dtype, device)
-    if serves_by_kernels(config, device):
-        return DeviceDecoder(model, weights, is_packed=False)
-    decoder = ExactDecoder if config.mode == "exact" else Decoder
-    return decoder(model, weights, is_packed=can_pack(device, dtype))

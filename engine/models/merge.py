@@ -35,10 +35,8 @@ class LiveWeights:
     `num_switches`: merges and restorations so far. `switching_s`: seconds that merging took.
     """
 
-    def __init__(self, decoder: Decoder, *, by_kernel: bool = False) -> None:
-        """`by_kernel`: all plain pairs merge in one launch, into buffers whose addresses stay."""
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._by_kernel = by_kernel
         self._pristine_tensors = dict(decoder.tensors)
         self._replaced_linears: list[Linear] = []
         self.merged_adapter_id: str | None = None
@@ -95,7 +93,7 @@ class LiveWeights:
             if linear not in self._replaced_linears:
                 self._replaced_linears.append(linear)
             is_in_layer = members[0].module not in self._decoder.linears
-            if self._by_kernel and is_in_layer and has_plain_pairs(adapter, members):
+            if self._decoder.merges_by_kernel and is_in_layer and has_plain_pairs(adapter, members):
                 jobs += merge_jobs(adapter, members, linear)
             else:
                 linear.replace(*_effective(adapter, members, linear))
@@ -126,7 +124,7 @@ def _effective(
 ) -> tuple[Tensor, Tensor | None]:
     """Merged weight and bias of one packed layer."""
     weight = torch.cat([adapter.effective(f"{m.module}.weight", linear.pristine[m.start : m.end]) for m in members])
-    # an adapter may bring a bias to a layer that has none: zeros then stand for the base's
+    # an adapter may add a bias to a layer that has none: zeros then stand for the base's
     bias_names = [f"{m.module}.bias" for m in members]
     bias = linear.pristine_bias
     if bias is None and not set(bias_names) & set(adapter.touched_parameters):

@@ -62,9 +62,13 @@ class AdapterAudit:
     @property
     def identity_sha256(self) -> str | None:
         """Hash of all that decides the adapter's answers: its content, and its tokenizer if it ships one."""
-        if self.content_sha256 is None or not self.tokenizer_sha256:
-            return self.content_sha256
-        return hashlib.sha256(f"{self.content_sha256} {self.tokenizer_sha256}".encode()).hexdigest()
+        return None if self.content_sha256 is None else self.identity_of(self.content_sha256)
+
+    def identity_of(self, content_sha256: str) -> str:
+        """`identity_sha256` of an adapter with this tokenizer and content."""
+        if not self.tokenizer_sha256:
+            return content_sha256
+        return hashlib.sha256(f"{content_sha256} {self.tokenizer_sha256}".encode()).hexdigest()
 
     @property
     def touched_parameters(self) -> tuple[str, ...]:
@@ -99,7 +103,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
         sites = find_sites(contents, ledger)
         changes = find_changes(contents, sites, ledger)
-        _check_all_told(contents, changes, ledger)
+        _check_all_used(contents, changes, ledger)
         if check_values and not ledger.is_refused:
             content = check_all_values(changes, files.entries, ledger)
     return AdapterAudit(
@@ -203,8 +207,8 @@ def _check_one_to_one(names: tuple[TensorName, ...], renaming: Renaming, ledger:
             ledger.refuse_tensors([name.key], "same layer", why)
 
 
-def _check_all_told(contents: Contents, changes: Changes, ledger: Ledger) -> None:
-    """No tensor may be left unspoken for, and something must change."""
+def _check_all_used(contents: Contents, changes: Changes, ledger: Ledger) -> None:
+    """Refuse tensors without a use, and an adapter that changes nothing."""
     silent = [key for key in contents.entries if key not in ledger.tensor_uses]
     ledger.refuse_tensors(
         silent, "unused tensor", "nothing in the configuration uses this tensor. Save the adapter again with PEFT"
@@ -239,4 +243,4 @@ def account_rows(audit: AdapterAudit) -> list[tuple[str, ...]]:
 
 
 def _own_tokenizer(audit: AdapterAudit) -> tuple[str, ...]:
-    return ("brings its own tokenizer or chat template",) if audit.has_own_tokenizer else ()
+    return ("has its own tokenizer or chat template",) if audit.has_own_tokenizer else ()

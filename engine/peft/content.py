@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AdapterRefusedError
 from ..model_config.model import HEAD
 from .findings import Ledger
 from .parameters import Twins, find_saved, find_token_rows
@@ -86,7 +85,7 @@ def find_changes(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
         changes.append(
             ParameterChange(
                 parameter,
-                # A bias that lora_bias brings to a layer without one is new: zeros stand for the base's.
+                # A bias that lora_bias adds to a layer without one is new: zeros stand for the base's.
                 contents.shapes.get(parameter) or (pairs[parameter].out_features,),
                 saved.replaced.get(parameter),
                 token_rows.indices if token_rows else (),
@@ -163,18 +162,6 @@ def content_sha256(changes: Iterable[ParameterChange], entries: Mapping[str, Ten
         for key in change.keys:
             digest.update(data.view(entries[key]))
     return digest.hexdigest()
-
-
-def verify_content(
-    changes: Iterable[ParameterChange], entries: Mapping[str, TensorEntry], data: TensorBytes, expected: str
-) -> None:
-    """Raise `AdapterRefusedError` unless the files still hold what was audited."""
-    found = content_sha256(changes, entries, data)
-    if found != expected:
-        raise AdapterRefusedError(
-            f"content hash {found[:12]}…: expected {expected[:12]}… as audited; the adapter's files have changed "
-            "since. Start the job again, so that they are audited anew."
-        )
 
 
 def _elements(entry: TensorEntry, data: TensorBytes) -> npt.NDArray[np.unsignedinteger]:

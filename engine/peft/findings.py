@@ -49,16 +49,16 @@ class Ledger:
         self.refuse(f"{key}={shown(value)}: {why}")
 
     def refuse_tensors(self, keys: Iterable[str], cause: str, why: str) -> None:
-        """Tensors stand against the adapter; those of one `cause` are told together."""
+        """Tensors are a reason to refuse the adapter; those of one `cause` are listed together."""
         for key in keys:
             self.tensor_uses[key] = f"refused: {why}"
             self.refuse(f"{key}: {why}", cause)
 
     def merge_only(self, what: str, cause: str) -> None:
-        """The adapter is exact only when merged into the base; same-caused findings are told together."""
-        told = self._merges.setdefault(cause, [])
-        if what not in told:
-            told.append(what)
+        """The adapter is exact only when merged into the base; findings of one cause are listed together."""
+        listed = self._merges.setdefault(cause, [])
+        if what not in listed:
+            listed.append(what)
 
     def use_key(self, key: str, note: str = "") -> None:
         """A key that takes part in the computation."""

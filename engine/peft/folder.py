@@ -1,4 +1,4 @@
-"""What lies in an adapter folder: its configuration, its weight files, its tokenizer. Reads headers only.
+"""Reads an adapter folder: its configuration, the headers of its weight files, its tokenizer.
 
 Nothing of the folder is executed or unpickled, and an index file cannot point outside of the folder.
 """
@@ -31,7 +31,7 @@ BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for rei
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The weights as listed by the files' headers; `notes` tells of files that take no part."""
+    """The weights as listed by the files' headers; `notes` name files that take no part."""
 
     path: Path
     entries: Mapping[str, TensorEntry]

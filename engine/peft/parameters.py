@@ -1,4 +1,4 @@
-"""Whole parameters that an adapter brings along: modules_to_save, trained biases, saved embeddings.
+"""Whole parameters that an adapter contains: modules_to_save, trained biases, saved embeddings.
 
 Two kinds differ when the base ties its head to the embedding (PEFT 0.21, seen in its forward pass):
 - a modules_to_save copy stands beside the base's parameter, so only its own module sees it;

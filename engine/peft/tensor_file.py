@@ -34,7 +34,7 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `num_bytes` bytes from absolute position `start` of `file`."""
+    """Place of one tensor: `num_bytes` bytes from absolute position `start` of `file`."""
 
     key: str
     dtype: str

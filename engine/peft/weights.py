@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.packed_weight.panels import PanelWeight, has_panels
 from ..errors import AdapterRefusedError
 from .audit import AdapterAudit
-from .content import ParameterChange, verify_content
+from .content import ParameterChange, content_sha256
 from .folder import open_folder
 from .sites import LoraSite
 from .tensor_file import TensorBytes, TensorEntry
@@ -143,14 +143,16 @@ def _row_norms(values: Tensor) -> Tensor:
     return squares[:, 0].sqrt()
 
 
-def load_adapter(audit: AdapterAudit, device: torch.device | str) -> AdapterWeights:
-    """Read an audited adapter to `device`.
+def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha256: str | None = None) -> AdapterWeights:
+    """Read an audited adapter to `device`, hashing its bytes on the way.
 
-    Raises `AdapterRefusedError` when the audit refused it, did not read its values, or when the files have changed.
+    `identity_sha256`: what the adapter must be (None: what the audit found, which must have read the values). Raises
+    `AdapterRefusedError` when the audit refused it, did not read its values, or when the files have changed.
     """
     if audit.verdict == "refused":
         raise AdapterRefusedError(" ".join(audit.reasons))
-    if audit.content_sha256 is None:
+    expected = identity_sha256 or audit.identity_sha256
+    if expected is None:
         raise AdapterRefusedError(f"adapter {audit.name!r}: its values were not audited. Use check_values=True.")
     entries = open_folder(audit.folder).entries
     keys = dict.fromkeys(key for change in audit.changes for key in change.keys)
@@ -158,7 +160,12 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str) -> AdapterWeig
     if missing:
         raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit. Start again.")
     with TensorBytes() as data:
-        verify_content(audit.changes, entries, data, audit.content_sha256)
+        found = audit.identity_of(content_sha256(audit.changes, entries, data))
+        if found != expected:
+            raise AdapterRefusedError(
+                f"adapter {audit.name!r}: {audit.folder} holds content {found[:12]}, expected {expected[:12]}. "
+                "Its files have changed since they were audited. Run the job again, and its rows are planned anew."
+            )
         stored = {key: _tensor(entries[key], data).to(device) for key in keys}
     pairs = {
         site.module: LoraPair(stored[site.a_key], stored[site.b_key], site.scaling)

@@ -1,6 +1,6 @@
 """Resident adapters as rows of the device table that LoRA kernels read.
 
-An adapter's matrices lie in the pool as `residency` put them: stacked A rows and B rows of each linear layer, both
+An adapter's matrices are in the pool as `residency` put them: stacked A rows and B rows of each linear layer, both
 contiguous, so that chunks of 16 rank rows are found by arithmetic. A row of the table is written when an adapter is
 first used on the device and given to another when it was not used for longest.
 """
@@ -23,9 +23,12 @@ from ..model_config.model import PACKED_SITES, ModelConfig
 _ALIGNED_ELEMENTS = 8
 
 
-class DeviceAdapters:
-    """The table and who stands in it. It starts with `num_rows` adapters and `num_chunks` chunks, and doubles when one
-    step needs more: its tensors then lie elsewhere."""
+class GpuAdapters:
+    """The table and the adapters in it.
+
+    It starts with `num_rows` adapters and `num_chunks` chunks, and doubles when one step needs more: its tensors are
+    then new ones.
+    """
 
     def __init__(self, memory: torch.Tensor, model: ModelConfig, num_rows: int, num_chunks: int) -> None:
         self._memory = memory

@@ -27,7 +27,7 @@ _Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceAddresses:
+class StepGeometry:
     """What a step's lists are written with. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer,
     per site. `group`: query heads of a key head."""
 
@@ -49,7 +49,7 @@ class PlannedStep:
         entries: Items[StepEntry],
         plus: _Int32s,
         minus: _Int32s,
-        addresses: DeviceAddresses,
+        addresses: StepGeometry,
         stop_tokens: StopTokens,
     ) -> None:
         self.entries = entries
@@ -151,7 +151,7 @@ class PlannedStep:
         for name, values in columns.items():
             array = host.array(name)
             array[: len(values)] = values
-            # padding reads row 0 and is greedy; its pages are named by nobody
+            # padding reads row 0 and is greedy; nothing names its pages
             if name != "pages":
                 array[len(values) :] = 0
         self._plan_kernels(host, entry_of_row, row_starts, page_starts)
@@ -177,7 +177,7 @@ def rounded(length: int) -> int:
     return -(-length // 16) * 16
 
 
-def attention_tile_rows(addresses: DeviceAddresses, tile_rows: int) -> int:
+def attention_tile_rows(addresses: StepGeometry, tile_rows: int) -> int:
     """Rows of an attention tile: at least one token's group of query heads."""
     return max(tile_rows, 1 << (addresses.group - 1).bit_length())
 

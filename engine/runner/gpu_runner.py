@@ -24,14 +24,14 @@ from ...kernels.sampling import sample_tokens
 from ..config import EngineConfig
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
-from ..models.gpu_decoder import DeviceDecoder, DeviceMemory
-from ..models.gpu_step import DeviceStep, StepBuffer, StepSizes
+from ..models.gpu_decoder import GpuDecoder, GpuMemory
+from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
 from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
 from ..request import Sequence
-from .gpu_adapters import DeviceAdapters
+from .gpu_adapters import GpuAdapters
 from .gpu_graphs import EagerExecutor, GraphExecutor, GraphKey, StepExecutor, bucket_of
-from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, DeviceAddresses, PlannedStep, attention_tile_rows, rounded
+from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, attention_tile_rows, rounded
 from .runner import LaunchedStep, SampledTokens
 from .sampler import NO_TOKEN, StopTokens
 
@@ -44,12 +44,12 @@ _BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
 _FIRST_RESIDENTS, _FIRST_CHUNKS, _FIRST_SCRATCH_ROWS = 64, 1 << 14, 1 << 12
 
 
-class DeviceRunner:
+class GpuRunner:
     """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`."""
 
     def __init__(
         self,
-        decoder: DeviceDecoder,
+        decoder: GpuDecoder,
         live: LiveWeights,
         memory: Tensor,
         layout: PageLayout,
@@ -64,7 +64,7 @@ class DeviceRunner:
         self._seen_switches = live.num_switches
         self._weight_addresses = decoder.weight_addresses()
         self._executor = executor or (GraphExecutor() if device.type == "cuda" else EagerExecutor())
-        self._adapters = DeviceAdapters(memory, model, _FIRST_RESIDENTS, _FIRST_CHUNKS)
+        self._adapters = GpuAdapters(memory, model, _FIRST_RESIDENTS, _FIRST_CHUNKS)
         self._num_pages = len(memory) // layout.page_elements
         self._context_pages = layout.pages_for_tokens(model.max_context_tokens)
         self._page_tokens = layout.page_tokens
@@ -72,7 +72,7 @@ class DeviceRunner:
         programs = num_persistent_programs(device, _SHRINK_PROGRAMS)
         self._num_programs = 1 if config.mode == "exact" else programs
         rows = bucket_of(config.batch_rows)
-        self._memory = DeviceMemory.allocate(
+        self._memory = GpuMemory.allocate(
             model, self._adapters.table, _FIRST_SCRATCH_ROWS, self._attention_items(rows), layout.page_tokens
         )
         self._buffers: dict[int, StepBuffer] = {}
@@ -118,7 +118,7 @@ class DeviceRunner:
             np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
             for adapters in (plus, minus)
         )
-        addresses = DeviceAddresses(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
+        addresses = StepGeometry(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
         return PlannedStep(entries, plus_rows, minus_rows, addresses, self._stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
@@ -161,7 +161,7 @@ class DeviceRunner:
         return bucket if fits else None
 
     def _bucket_sizes(self, bucket: int) -> StepSizes:
-        addresses = DeviceAddresses(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
+        addresses = StepGeometry(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
         tile_rows = attention_tile_rows(addresses, DECODE_TILE_ROWS)
         return StepSizes(
             rows=bucket,
@@ -191,7 +191,7 @@ class DeviceRunner:
             self._buffers[bucket] = buffer
         return buffer
 
-    def _compute(self, step: DeviceStep) -> None:
+    def _compute(self, step: GpuStep) -> None:
         """The device's part: forward pass and sampling; the tokens stay on the device for the next step."""
         fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
         token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
@@ -240,7 +240,10 @@ def _withhold_(logits: Tensor, token_ids: Tensor) -> None:
 
 
 def steps_ahead(model: ModelConfig, config: EngineConfig) -> int:
-    """Steps that may be launched before the one before them is read: one, unless told otherwise or a row's next step
-    may depend on its token count in a way that restarts it (LongRoPE: all its angles change, it is computed anew)."""
+    """Steps that may be launched before the one before them is read.
+
+    One, unless configured otherwise or a row's token count may restart it (LongRoPE: all its angles change, it is
+    computed anew).
+    """
     restarts = any(rope is not None and rope.kind == "longrope" for rope in model.layer_ropes)
     return 1 if config.launches_ahead and not restarts else 0

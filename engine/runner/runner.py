@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
-from ..models.exact import ExactDecoder
 from ..models.step_batch import StepEntry, build_step
 from ..request import Sequence
 from .sampler import StopTokens, sample
@@ -75,13 +74,12 @@ class StepsInFlight:
                 yield sequence, token, logprob
 
 
-class HostRunner:
+class CpuRunner:
     """Runs a decoder over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`."""
 
     steps_ahead = 0
 
     def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout, stop_tokens: StopTokens) -> None:
-        self._is_exact = isinstance(decoder, ExactDecoder)
         self._decoder = decoder
         self._memory = memory
         self._layout = layout
@@ -89,7 +87,8 @@ class HostRunner:
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
-        batch = build_step(entries, self._decoder.model, self._layout, self._memory.dtype, is_exact=self._is_exact)
-        logits = self._decoder.forward(batch, self._memory)
+        decoder, memory = self._decoder, self._memory
+        batch = build_step(entries, decoder.model, self._layout, memory.dtype, is_exact=decoder.is_exact)
+        logits = decoder.forward(batch, memory)
         tokens = sample(logits, batch.sampled, self._stop_tokens) if batch.sampled else ([], [])
         return LaunchedStep(batch.sampled, lambda: tokens)

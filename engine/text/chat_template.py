@@ -26,7 +26,7 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """One compiled template. `now` is what `strftime_now` tells, so that a resumed job renders the same.
+    """One compiled template. `now` is what `strftime_now` formats, so that a resumed job renders the same.
 
     Raises `ModelFilesError` when the source is not a template.
     """

@@ -75,7 +75,7 @@ class Completion:
         """The text up to the first stop string, or None while none is complete. `has_text`: of the last token."""
         request_id, sampling = sequence.request.request_id, sequence.request.sampling
         if request_id not in self._texts:
-            # a row from another engine brings tokens along; its text so far is read from them
+            # a row from another engine has tokens already; its text so far is read from them
             self._texts[request_id] = _TextSoFar(self._tokenizer(sequence), sequence.token_ids[:-1])
         so_far = self._texts[request_id]
         num_known = len(so_far.text)

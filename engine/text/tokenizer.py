@@ -47,7 +47,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path, *, base: Path | None = None, now: datetime | None = None) -> Tokenizer:
         """Read a model folder, or an adapter's, which may ship a tokenizer, a chat template, or both; `base` is then
-        the model folder that has the rest. `now`: the time chat templates are told, by default the clock's.
+        the model folder that has the rest. `now`: the time that chat templates see, by default the clock's.
 
         Raises `ModelFilesError` when `tokenizer.json` is missing or damaged, or the chat template is no
         template.

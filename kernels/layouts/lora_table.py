@@ -1,9 +1,9 @@
-"""Where each resident adapter's matrices lie in the pool: the device table that LoRA kernels read.
+"""The table of resident adapters on the device: where LoRA kernels find each one's matrices in the pool.
 
 A pair (A [rank, in_features], B transposed to [rank, out_features]) is cut into *chunks* of at most 16 rank rows.
 16 is the smallest depth of a tensor core multiplication: a smaller chunk would multiply padding, a larger one
 would not fit ranks like 8 and 20 any better. Only real rows are stored and read; padding exists in registers only.
-Chunks of one adapter lie anywhere in the pool (no chunk crosses a page), so its pages need not be contiguous.
+Chunks of one adapter may be anywhere in the pool (no chunk crosses a page), so its pages need not be contiguous.
 
 Per resident adapter, layer and packed site (qkv, o, gate_up, down), `sites` holds
 

@@ -2,7 +2,7 @@
 
 They are plain C with OpenMP, compiled for AVX-512 and for AVX2, and called with addresses. Nothing is compiled while
 a job runs; where no library fits (no C compiler at installation, another processor) callers take their torch path.
-The threads are torch's own: its OpenMP library is in the process already, and these libraries bring none.
+The threads are torch's own: its OpenMP library is in the process already, and these libraries contain none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _library() -> ctypes.CDLL | None:
     for path in Path(__file__).parent.glob(f"_{build}.*so"):
         try:
             library = ctypes.CDLL(str(path))
-        except OSError:  # built against a system that lacks what this torch brings
+        except OSError:  # built against what this system or torch lacks
             continue
         if library.lorabatch_kernels_version() == _VERSION:
             return library

@@ -1,6 +1,6 @@
 /* Rows times a weight in panels.
  *
- * A weight W [num_columns, depth] lies panel after panel: PANEL rows of W, transposed, so that what one step along the
+ * A weight W [num_columns, depth] is stored panel after panel: PANEL rows of W, transposed, so that what one step along the
  * depth needs is one or two cache lines and a panel is read from its first byte to its last. The last panel is as wide
  * as what is left. Memory delivers such a stream twice as fast as rows a stride apart.
  *
@@ -47,7 +47,7 @@ typedef struct {
     int64_t row, column, first, end, ahead;
 } Place;
 
-/* ROWS x VECTORS sums in registers; of the last vector only `lanes` columns exist. Unless told to unroll, the compiler
+/* ROWS x VECTORS sums in registers; of the last vector only `lanes` columns exist. Unless asked to unroll, the compiler
  * keeps some of the sums in memory. */
 INLINE void tile(const Product *p, Place at, const int ROWS, const int VECTORS, int lanes)
 {

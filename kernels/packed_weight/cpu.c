@@ -36,7 +36,7 @@ INLINE void pack(float *panels, int64_t first_row, int64_t total, const void *x,
         const int64_t start = (first_row + row) / PANEL * PANEL, width = smaller(PANEL, total - start);
         float *out = panels + start * depth + (first_row + row - start);
         next = smaller(num_rows, start + PANEL - first_row);
-        /* line by line: the same place of all rows would lie in few sets of the cache */
+        /* line by line: the same place of all rows would share few sets of the cache */
         for (int64_t first = 0, end; first < depth; first = end) {
             end = smaller(depth, first + NUMBERS_OF_LINE);
             for (int64_t r = row; r < next; r++)

@@ -1,4 +1,4 @@
-"""Weights in panels of rows that lie transposed, see `../native/panels.h`. A panel is as wide as two vectors of the
+"""Weights in panels of transposed rows, see `../native/panels.h`. A panel is as wide as two vectors of the
 processor, so what one machine packs is not for another."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PanelWeight:
 
     def add_product_(self, y: Tensor, x: Tensor, scaling: float) -> None:
         """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, in fp32."""
-        assert y.is_contiguous(), "rows must lie side by side"
+        assert y.is_contiguous(), "rows must be contiguous"
         assert y.shape == (len(x), self._out_features), f"{y.shape} for {len(x)} rows of {self._out_features}"
         x = x.contiguous()
         places = (ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, NUMBER)
@@ -59,7 +59,7 @@ class PanelWeight:
 
 
 def unpacked(panels: Tensor, num_rows: int) -> Tensor:
-    """The weight [num_rows, in_features] that lies in panels (flat)."""
+    """The weight [num_rows, in_features] that `panels` (flat) hold."""
     plain = torch.empty(num_rows, panels.numel() // num_rows)
     unpack_weight = native_function("unpack_weight", ADDRESS, ADDRESS, COUNT, COUNT)
     assert unpack_weight is not None, "compiled kernels are not there"

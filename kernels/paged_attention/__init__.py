@@ -33,7 +33,7 @@ def attend_pages(
 ) -> Tensor:
     """New tensor [num_tokens, H * head_dim]. `q` may be a view into a packed product; its features are contiguous."""
     assert q.stride(2) == 1, "features of a query must be contiguous"
-    assert q.stride(1) == q.shape[2], "query heads of a token must lie side by side"
+    assert q.stride(1) == q.shape[2], "query heads of a token must be contiguous"
     assert q.shape[1:] == (layout.num_heads, layout.head_dim), f"q is {list(q.shape)}, layout {layout}"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if uses_triton(q.device):

@@ -31,7 +31,7 @@ def attend_spans(
     """Attend `q` [T, H, D] (rows evenly spaced, heads dense) to the pool (flat); returns [T, H * D]."""
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "a head must be dense"
-    assert q.stride(1) == head_dim, "heads must lie side by side"
+    assert q.stride(1) == head_dim, "heads must be contiguous"
     compiled = _compiled()
     assert compiled is not None, "compiled kernels are not there"
     per_kv = num_heads // num_kv_heads

@@ -1,6 +1,6 @@
 """How one step attends: plans over extents for CPUs, the rule and the scratch of the paged operator.
 
-A sequence's keys and values lie in *extents*: runs of pages whose memory is laid out as
+A sequence's keys and values are stored in *extents*: runs of pages whose memory is laid out as
 `[num_layers, 2 (key, value), num_kv_heads, capacity_tokens, head_dim]`. On CPU a sequence owns one extent that
 holds it whole, so attention reads views; on a GPU every extent is a single page (`capacity_tokens` = page size).
 
@@ -42,7 +42,7 @@ class SpanTable:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decoding sequences whose extents lie evenly spaced in memory: one attention call serves all of them.
+    """Decoding sequences whose extents are evenly spaced in memory: one attention call serves all of them.
 
     `rows`: positions in the permuted decode order, `start:end`. `offset`, `stride`: first extent and distance
     between extents, in elements of the pool. `mask`: additive, [rows, 1, 1, max_context], or None if all

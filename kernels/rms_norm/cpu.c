@@ -3,7 +3,7 @@
 
 #include "../native/vector.h"
 
-/* out [num_rows, features] = x / sqrt(mean(x^2) + eps) * weight; rows of x lie `x_stride` apart. */
+/* out [num_rows, features] = x / sqrt(mean(x^2) + eps) * weight; rows of x are `x_stride` apart. */
 void rms_norm(float *out, const float *x, int64_t x_stride, const float *weight, int64_t num_rows, int64_t features,
               float eps)
 {

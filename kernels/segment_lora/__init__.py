@@ -32,11 +32,11 @@ class PreparedLora:
         self._segments = [segment for segment in segments if segment.site is not None]
         records = [(start, end, site.record) for start, end, site in self._segments if site is not None]
         served = [(start, end, record) for start, end, record in records if record is not None]
-        assert len(served) in (0, len(records)), "some matrices lie in panels and some do not"
+        assert len(served) in (0, len(records)), "some matrices are in panels and some are not"
         self._tables: list[SegmentTable] = []
         first = 0
         for i in range(1, len(served) + 1):
-            # one call takes segments that lie apart
+            # one call takes segments that do not overlap
             if i == len(served) or served[i][0] < served[i - 1][1]:
                 self._tables.append(SegmentTable(served[first:i]))
                 first = i

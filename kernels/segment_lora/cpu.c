@@ -1,6 +1,6 @@
 /* Unmerged LoRA on CPUs: shrink and expand of all segments of a step at one packed layer, in one call.
  *
- * A and B lie in panels, see ../native/panels.h: adapters are read once per step, so memory decides, not arithmetic.
+ * A and B are in panels, see ../native/panels.h: adapters are read once per step, so memory decides, not arithmetic.
  */
 #include <omp.h>
 

@@ -59,7 +59,7 @@ class LoraMember:
 class LoraSiteWeights:
     """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
 
-    `in_panels`: A and the transposed B lie in panels (`kernels.packed_weight`), flat in fp32, as compiled kernels read
+    `in_panels`: A and the transposed B are in panels (`kernels.packed_weight`), flat in fp32, as compiled kernels read
     them.
     """
 
@@ -69,7 +69,7 @@ class LoraSiteWeights:
 
     @cached_property
     def record(self) -> SiteRecord | None:
-        """What compiled kernels read, or None where matrices do not lie in panels."""
+        """What compiled kernels read, or None where matrices are not in panels."""
         if not self.in_panels:
             return None
         members = [(m.rank_start, m.rank_end, m.column_start, m.column_end, m.b, m.scaling) for m in self.members]

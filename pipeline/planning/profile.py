@@ -29,11 +29,11 @@ from typing import Literal
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.memory.allocation import choose_device
 from ...engine.models.step_batch import StepEntry
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
 from ...engine.request import Request, SamplingParams
+from ...engine.runner.backend import choose_device
 from ...jobs.cost_profile import CostProfile, profile_path
 from ...jobs.errors import JobFailedError
 from ...jobs.storage.local_copy import local_folder, model_sha256

@@ -105,7 +105,7 @@ def test_weights_are_not_switched_before_a_row_of_the_adapter_is_in(
 ) -> None:
     engine = make_small_engine(tiny_llama, "auto", 54, batcher=batcher(0))
     ids = register_all(engine, tiny_adapters)
-    # four rows of nine pages, all of one length: nobody else comes in before they end
+    # four rows of nine pages, all of one length: no other enters before they end
     results = play(engine, make_rows("long", 4, ids["rank8"], 120, 1), make_rows("short", 2, ids["rank1"], 120, 1))
     assert {result.mode for key, result in results.items() if key.startswith("long")} == {"unmerged"}
     assert engine._live.num_switches <= 2

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.config import Mode, read_model_config
 from lorabatch.engine.engine import OutputLengths
-from lorabatch.engine.errors import AdapterRefusedError
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
@@ -183,10 +182,17 @@ def test_many_adapters_pass_through_a_pool_that_holds_few(
         assert results[key].token_ids == oracle.greedy(prompt, name, 6, stop_id=2)
 
 
-def test_an_adapter_that_changed_since_planning_is_refused(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
-    engine = make_engine(tiny_llama)
-    with pytest.raises(AdapterRefusedError, match="changed"):
-        engine.register_adapter("0" * 64, tiny_adapters["rank8"], "rank8")
+@pytest.mark.parametrize("mode", ["unmerged", "merged"])
+def test_rows_of_an_adapter_that_changed_since_planning_are_errors_and_others_go_on(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], mode: Mode
+) -> None:
+    engine = make_engine(tiny_llama, mode)
+    engine.register_adapter("0" * 64, tiny_adapters["rank8"], "rank8")
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    results = serve(engine, [Request("changed", (5, 6), "0" * 64, sampling), Request("base", (5, 6), None, sampling)])
+    assert "have changed since they were audited" in (results["changed"].error or "")
+    assert results["base"].error is None
+    assert len(results["base"].token_ids) == 2
 
 
 def test_stop_strings_end_a_completion_and_are_not_part_of_it(tiny_llama: Path) -> None:
@@ -229,8 +235,8 @@ def test_logits_equal_transformers_within_a_thousandth(tiny_llama: Path, oracle:
     engine = make_engine(tiny_llama)
     (prompt,) = prompts(1, engine.model.vocab_size, seed=11)
     seen: list[torch.Tensor] = []
-    forward = engine._decoder.forward
-    engine._decoder.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1].clone()  # type: ignore
+    forward = engine.backend.decoder.forward
+    engine.backend.decoder.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1].clone()  # type: ignore
     result = serve(engine, [Request("row", prompt, None, SamplingParams(max_tokens=6, ignore_eos=True))])["row"]
     steps = [logits for logits in seen if len(logits)]
     assert len(steps) == 6

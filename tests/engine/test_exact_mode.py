@@ -108,7 +108,7 @@ def test_shared_beginnings_are_computed_once_and_give_the_same_bits(
         assert has_reused == (kernels == "compiled"), "torch's attention rounds by where a prompt is cut"
 
 
-# Every activation, kind of norm, window, softcap and rope that a family brings.
+# Every activation, kind of norm, window, softcap and rope that a family has.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": 20}),

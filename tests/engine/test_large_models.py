@@ -10,11 +10,20 @@ import torch
 
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, ModelShape
-from lorabatch.engine.config import EngineConfig, StepLimits, cpu_limits
-from lorabatch.engine.memory.allocation import gpu_plan, gpu_pool_bytes, live_weight_bytes, plan_memory, step_bytes
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.memory.allocation import (
+    StepLimits,
+    cpu_limits,
+    gpu_plan,
+    gpu_pool_bytes,
+    live_weight_bytes,
+    plan_pool,
+    step_bytes,
+)
+from lorabatch.engine.memory.pool import PageLayout
 from lorabatch.engine.model_config import parse_model_config
 from lorabatch.engine.model_config.model import ModelConfig
-from lorabatch.engine.models.gpu_decoder import DeviceDecoder
+from lorabatch.engine.models.gpu_decoder import GpuDecoder
 from lorabatch.engine.models.load import dummy_weights, stored_shapes
 from lorabatch.engine.peft.random import dummy_audit
 
@@ -38,7 +47,7 @@ def test_parameters_are_as_many_as_the_published_models_have(shape: ModelShape, 
 @pytest.mark.parametrize("shape", [LLAMA_3_8B, QWEN_2_5_7B, LLAMA_3_2_1B], ids=lambda shape: shape.name)
 def test_the_decoder_takes_random_weights_of_these_shapes(shape: ModelShape) -> None:
     model, meta = model_of(shape), torch.device("meta")
-    decoder = DeviceDecoder(model, dummy_weights(model, torch.bfloat16, meta), is_packed=False)
+    decoder = GpuDecoder(model, dummy_weights(model, torch.bfloat16, meta), is_packed=False)
     layer = decoder.layers[-1].linears
     packed = {site: tuple(linear.pristine.shape) for site, linear in layer.items()}
     expected = [(sum(members), in_features) for in_features, members in shape.sites]
@@ -48,8 +57,9 @@ def test_the_decoder_takes_random_weights_of_these_shapes(shape: ModelShape) -> 
 
 def test_the_memory_of_an_8b_engine_on_an_h200() -> None:
     model = model_of(LLAMA_3_8B)
-    config = EngineConfig(max_batch_rows=256, max_step_tokens=8192, dtype="bfloat16", device="cpu", pool_bytes=1 << 34)
-    plan = plan_memory(config, model)
+    config = EngineConfig(max_batch_rows=256, max_step_tokens=8192, pool_bytes=1 << 34)
+    layout = PageLayout.of(model, config.page_tokens)
+    plan = plan_pool(layout, BF16, cpu_limits(config), config.pool_bytes or 0)
     assert plan.layout.page_elements * BF16 == 2 << 20, "a page of 16 tokens is 2 MiB"
     assert plan.num_pages == 1 << 13
     sites = dummy_audit(model, 16, "x").sites

@@ -107,7 +107,7 @@ def test_weights_change_while_rows_run_and_no_row_notices(
 def test_a_merged_adapter_that_finds_no_room_in_the_pool_is_not_mixed(
     tiny_llama: Path, tiny_adapters: dict[str, Path], oracle: Oracle
 ) -> None:
-    # rows of rank1 fill the pool, so that rank64 cannot lie beside them
+    # rows of rank1 fill the pool, so that rank64 does not fit beside them
     engine = make_mixing_engine(tiny_llama, Chosen(lambda view: 3), pool_bytes=520_000)
     ids = register_all(engine, tiny_adapters)
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -30,7 +30,7 @@ class Rows:
 
     def __init__(self, model: ModelConfig, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
-        self._layout = PageLayout.of(model, PAGE, is_page_wise=True)
+        self._layout = PageLayout.of(model, PAGE)
         self.prefixes = NamedPrefixes(self.pool, self._layout, model)
         self.running: list[Sequence] = []
         self.content: dict[tuple[int, int], tuple[str | None, tuple[int, ...]]] = {}

@@ -51,7 +51,7 @@ def assert_close(dtype: torch.dtype) -> Callable[[Tensor, Tensor], None]:
 def make_table(device: torch.device, dtype: torch.dtype) -> Callable[..., LoraTable]:
     """`make_table(site, in_features, members, ranks_of_residents, vectors=())`: adapters on layer 1 of 2.
 
-    Chunks lie in random order with poisoned gaps, so that reading beside a chunk shows. Residents named in
+    Chunks are in random order with poisoned gaps, so that reading beside a chunk shows. Residents named in
     `vectors` also get column factors and biases.
     """
 

@@ -1,4 +1,4 @@
-"""A pool of more than 2^31 numbers, as an H200 has: what lies behind them is found. Only places in use take memory."""
+"""A pool of more than 2^31 numbers, as an H200 has: what is behind them is found. Only places in use take memory."""
 
 from __future__ import annotations
 

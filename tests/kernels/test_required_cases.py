@@ -80,7 +80,7 @@ def numbers(num_rows: int, columns: int, table: LoraTable, seed: int) -> Tensor:
 
 
 def shrink(table: LoraTable, segments: Segments, num_rows: int) -> Result:
-    """Scratch has places for chunks, not for rows: whatever neither writes is told by ones."""
+    """Scratch has places for chunks, not for rows: whatever neither writes is marked by ones."""
     x = numbers(num_rows, IN, table, 1)
     sums = []
     for kernel in (lora_shrink, shrink_reference.shrink):
@@ -111,7 +111,7 @@ def gate_up(table: LoraTable, segments: Segments, num_rows: int) -> Result:
 
 
 def qkv(table: LoraTable, segments: Segments, num_rows: int) -> Result:
-    """Queries, and keys and values as they lie in the pages of the pool."""
+    """Queries, and keys and values as they are in the pages of the pool."""
     table = behind_pages(table)
     y = numbers(num_rows, 32, table, 2)
     angles = numbers(num_rows, 4, table, 3).float()

@@ -5,7 +5,7 @@ Sources: the GGUF specification (ggml `docs/gguf.md`) and llama.cpp's converter,
 key rows of the Llama family for its own rotary layout; that reordering is undone here.
 
 Storage: float32 files stay float32 and bfloat16 files stay bfloat16, both exact. Anything quantised is stored as
-float16: half of float32's disk and load time, and its rounding (at most 2**-11 relative) lies far below what 4- to
+float16: half of float32's disk and load time, and its rounding (at most 2**-11 relative) is far below what 4- to
 8-bit quantisation lost already; bfloat16's (2**-8) would not always.
 """
 

@@ -12,17 +12,17 @@ import torch
 from peft_oracle import register_all
 from torch import Tensor
 
-from lorabatch.engine import engine as engine_module
 from lorabatch.engine.batching import admission
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.copies import CopiesAtOnce, CopyStream, copies_for
+from lorabatch.engine.memory.copies import CopiesAtOnce, CopyStream
 from lorabatch.engine.memory.loader import MAX_AHEAD, AdapterLoader, HostTier
 from lorabatch.engine.memory.packed import PackedAdapter
 from lorabatch.engine.memory.pool import PagePool
 from lorabatch.engine.memory.residency import AdapterResidency
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.scheduler.batching import BatchView, StepPlan
+from lorabatch.engine.runner.backend import CpuBackend
+from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
 
 PAGE_BYTES = 8192
 POLLS = 3
@@ -37,7 +37,7 @@ class LateArrival:
         self.polls = 0
         target.fill_(torch.nan)
 
-    def has_come(self) -> bool:
+    def is_done(self) -> bool:
         self.polls += 1
         if self.polls >= POLLS:
             self._copies.finish_up_to(self)
@@ -76,22 +76,25 @@ class LateCopies:
             self.waiting.pop(0).finish()
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
-    """Engines made from now on copy late; theirs are listed."""
-    made: list[LateCopies] = []
+class LateBackend(CpuBackend):
+    """A CPU whose adapters arrive late."""
 
-    def make(device: torch.device) -> LateCopies:
-        made.append(LateCopies())
-        return made[-1]
+    late: LateCopies
 
-    monkeypatch.setattr(engine_module, "copies_for", make)
-    return made
+    def copies(self) -> LateCopies:
+        self.late = LateCopies()
+        return self.late
 
 
-def make_engine(folder: Path, **config: Any) -> Engine:
+def make_engine(
+    folder: Path, batcher: Batcher | None = None, backend: type[CpuBackend] = CpuBackend, **config: Any
+) -> Engine:
     settings: dict[str, Any] = {"max_batch_rows": 6, "max_step_tokens": 48, "device": "cpu", "mode": "unmerged"}
-    return Engine(folder, EngineConfig(num_threads=1, **(settings | config)))
+    return Engine(folder, EngineConfig(num_threads=1, **(settings | config)), batcher, backend)
+
+
+def late_engine(folder: Path, batcher: Batcher | None = None, **config: Any) -> Engine:
+    return make_engine(folder, batcher, LateBackend, **config)
 
 
 def rows(ids: list[str | None], count: int, max_tokens: int = 4) -> list[Request]:
@@ -112,16 +115,10 @@ def serve(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]
 @pytest.mark.parametrize("pool_pages", [64, 400], ids=["adapters make room for each other", "room for all"])
 @pytest.mark.parametrize("host_tier_bytes", [0, 1 << 20])
 def test_rows_are_answered_as_if_copies_took_no_time(
-    tiny_llama: Path,
-    tiny_adapters: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    late: list[LateCopies],
-    pool_pages: int,
-    host_tier_bytes: int,
+    tiny_llama: Path, tiny_adapters: dict[str, Path], pool_pages: int, host_tier_bytes: int
 ) -> None:
     """Pages of a late copy hold NaN until it is joined, and what another writes to them is overwritten by it."""
-    engine = make_engine(tiny_llama, pool_bytes=pool_pages * PAGE_BYTES, host_tier_bytes=host_tier_bytes)
-    monkeypatch.setattr(engine_module, "copies_for", copies_for)
+    engine = late_engine(tiny_llama, pool_bytes=pool_pages * PAGE_BYTES, host_tier_bytes=host_tier_bytes)
     plain = make_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES)
     ids = [None, *register_all(engine, tiny_adapters).values()]
     register_all(plain, tiny_adapters)
@@ -131,11 +128,9 @@ def test_rows_are_answered_as_if_copies_took_no_time(
     assert engine.telemetry().adapter_loads >= 4
 
 
-def test_rows_wait_for_their_adapter_and_others_do_not(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], late: list[LateCopies]
-) -> None:
-    """With the base's row in the batch, nobody joins a copy: the adapter's row enters when it has come."""
-    engine = make_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES)
+def test_rows_wait_for_their_adapter_and_others_do_not(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
+    """With the base's row in the batch, no step joins a copy: the adapter's row enters when it has arrived."""
+    engine = late_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES)
     (adapter_id,) = register_all(engine, {"rank8": tiny_adapters["rank8"]}).values()
     engine.add(rows([None], 1, max_tokens=90))
     engine.step()
@@ -149,22 +144,20 @@ def test_rows_wait_for_their_adapter_and_others_do_not(
         running.append(engine.telemetry().num_running)
     assert running[0] == 1, "its copy has only begun"
     assert running[-1] == 2
-    assert late[0].num_joined == 0
+    assert engine.backend.late.num_joined == 0
 
 
-def test_alone_a_row_joins_its_adapter_s_copy(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], late: list[LateCopies]
-) -> None:
-    engine = make_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES)
+def test_alone_a_row_joins_its_adapter_s_copy(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
+    engine = late_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES)
     (adapter_id,) = register_all(engine, {"rank8": tiny_adapters["rank8"]}).values()
     engine.add(rows([adapter_id], 1))
     engine.step()
     assert engine.telemetry().num_running == 1
-    assert late[0].num_joined == 1
+    assert engine.backend.late.num_joined == 1
 
 
 def test_a_merged_adapter_is_joined_before_it_is_taken_out_of_other_rows(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch, late: list[LateCopies]
+    tiny_llama: Path, tiny_adapters: dict[str, Path]
 ) -> None:
     class Mixture:
         def next_step(self, view: BatchView) -> StepPlan:
@@ -173,17 +166,14 @@ def test_a_merged_adapter_is_joined_before_it_is_taken_out_of_other_rows(
             )
 
     found = []
-    for copies in (None, copies_for):
-        if copies is not None:
-            monkeypatch.setattr(engine_module, "copies_for", copies)
-        engine = make_engine(tiny_llama, mode="auto", pool_bytes=400 * PAGE_BYTES)
-        engine._batcher = Mixture()
+    for make in (late_engine, make_engine):
+        engine = make(tiny_llama, Mixture(), mode="auto", pool_bytes=400 * PAGE_BYTES)
         ids = register_all(engine, {name: tiny_adapters[name] for name in ("rank8", "rank20")})
         found.append(serve(engine, rows([None, *ids.values()], 6)))
     assert found[0] == found[1]
 
 
-def test_pages_of_an_adapter_that_leaves_on_its_way_are_nobody_else_s_before_it_has_come() -> None:
+def test_pages_of_an_adapter_that_leaves_on_its_way_are_nobody_else_s_before_it_is_done() -> None:
     pool, memory = PagePool(4), torch.zeros(16)
     loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.ones(6), ()), HostTier(0))
     residency = AdapterResidency(pool, memory, 4, loader, LateCopies())
@@ -200,31 +190,30 @@ def test_pages_of_an_adapter_that_leaves_on_its_way_are_nobody_else_s_before_it_
 
 
 def test_a_cpu_copies_at_once() -> None:
-    copies = copies_for(torch.device("cpu"))
-    assert isinstance(copies, CopiesAtOnce)
+    copies = CopiesAtOnce()
     target = torch.zeros(6)
-    assert copies.to_pool(torch.ones(4), target[1:5]).has_come()
+    assert copies.to_pool(torch.ones(4), target[1:5]).is_done()
     back = copies.to_host(target[1:5])
     target.zero_()
     assert back.tolist() == [1.0] * 4
 
 
-class Told:
+class Stream:
     """What was asked of streams, in order: their calls are all there is to see without a GPU."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self._said = name, said
         self.has_passed = False
 
-    def wait_stream(self, other: Told) -> None:
+    def wait_stream(self, other: Stream) -> None:
         self._said.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: Told) -> None:
+    def wait_event(self, event: Stream) -> None:
         self._said.append(f"{self.name} waits for {event.name}")
 
-    def record_event(self) -> Told:
+    def record_event(self) -> Stream:
         self._said.append(f"event on {self.name}")
-        return Told(f"event on {self.name}", self._said)
+        return Stream(f"event on {self.name}", self._said)
 
     def query(self) -> bool:
         return self.has_passed
@@ -232,11 +221,11 @@ class Told:
 
 def test_a_copy_stream_waits_for_steps_before_it_and_later_steps_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    compute, copy = Told("compute", said), Told("copy", said)
-    active: list[Told] = [compute]
+    compute, copy = Stream("compute", said), Stream("copy", said)
+    active: list[Stream] = [compute]
 
     class Entered:
-        def __init__(self, stream: Told) -> None:
+        def __init__(self, stream: Stream) -> None:
             self._stream = stream
 
         def __enter__(self) -> None:
@@ -256,12 +245,12 @@ def test_a_copy_stream_waits_for_steps_before_it_and_later_steps_for_it(monkeypa
     copies, pool = CopyStream(torch.device("cpu")), torch.zeros(8).as_subclass(Noting)
     arrival = copies.to_pool(torch.ones(8), pool)
     assert said == ["copy waits for compute", "copied on copy", "event on copy"]
-    assert not arrival.has_come()
+    assert not arrival.is_done()
     assert arrival._numbers is not None, "what is being copied from lives"
     arrival.join()
     assert said[3:] == ["compute waits for event on copy"]
     arrival._event.has_passed = True
-    assert arrival.has_come()
+    assert arrival.is_done()
     assert arrival._numbers is None
     del said[:]
     assert copies.to_host(pool).tolist() == [1.0] * 8

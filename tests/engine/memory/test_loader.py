@@ -1,4 +1,4 @@
-"""Reading adapters ahead: nobody waits for what is not needed yet, and errors come when it is.
+"""Reading adapters ahead: no step waits for what is not needed yet, and errors come when it is.
 
 Adapters below the pool: a budget of bytes, and who makes room.
 """

@@ -39,7 +39,7 @@ def test_a_gap_is_refilled_by_a_run_of_its_size() -> None:
 
 def test_giving_back_what_is_not_held_is_an_error() -> None:
     with pytest.raises(KeyError):
-        PagePool(3).release("nobody")
+        PagePool(3).release("unknown")
 
 
 def test_a_pool_needs_a_page() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.step_batch import StepBatch
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.engine.runner.backend import CpuBackend
+from lorabatch.kernels.packed_weight import can_pack
 
 CHUNK_TOKENS = 24
 NUM_NEW = 10
@@ -28,14 +33,14 @@ class Recorder:
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        forward = type(self.engine._decoder).forward.__get__(self.engine._decoder)
+        forward = type(self.engine.backend.decoder).forward.__get__(self.engine.backend.decoder)
 
         def record(batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
             everywhere = forward(replace(batch, sampled_rows=torch.arange(len(batch.token_ids))), pool)
             self.logits = dict(zip(batch.positions.tolist(), everywhere, strict=True)) | self.logits
             return everywhere[batch.sampled_rows]
 
-        self.engine._decoder.forward = record  # type: ignore[method-assign]
+        self.engine.backend.decoder.forward = record  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,24 @@ class Expected:
     logits: torch.Tensor
 
 
+class Changed(CpuBackend):
+    """The same weights under another model configuration."""
+
+    def __init__(self, changes: dict[str, Any], folder: Path, config: EngineConfig, model: ModelConfig) -> None:
+        self._changes = changes
+        super().__init__(folder, config, model)
+
+    def build_decoder(self, weights: dict[str, torch.Tensor]) -> Decoder:
+        return Decoder(replace(self.model, **self._changes), weights, is_packed=can_pack(self.device, self.dtype))
+
+
 class Comparison:
     """Engines and oracles of one model folder, and what it means for them to agree."""
 
-    def engine(self, folder: Path, mode: Mode = "unmerged") -> Engine:
+    def engine(self, folder: Path, mode: Mode = "unmerged", changes: dict[str, Any] | None = None) -> Engine:
+        """`changes`: settings of the model that the decoder computes with, against what the folder says."""
         config = EngineConfig(max_batch_rows=4, max_step_tokens=CHUNK_TOKENS, pool_bytes=4 << 20, mode=mode)
-        return Engine(folder, config)
+        return Engine(folder, config, make_backend=partial(Changed, changes or {}))
 
     def model(self, folder: Path, adapter: Path | None = None) -> Any:
         """The oracle in fp32. Eager attention: transformers' other implementations leave Gemma 2's caps out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.model_config.model import RopeConfig
-from lorabatch.engine.models.rope import Rope
 
 MakeFolder = Callable[..., Path]
 
@@ -91,14 +89,12 @@ def test_logits_of_chunked_prefill_and_decoding_equal_transformers(
 @pytest.mark.parametrize("case", ROPES)
 def test_the_kind_of_rope_shows_in_the_logits(case: str, tmp_path: Path, make_model: MakeFolder, compare: Any) -> None:
     family, settings = ROPES[case]
-    engine = compare.engine(make_model(tmp_path, family, **settings))
+    folder = make_model(tmp_path, family, **settings)
+    engine = compare.engine(folder)
     prompt = compare.prompt(70, engine)
     _, logits = compare.record(engine, prompt)
-    decoder, model = engine._decoder, engine.model
-    plain = RopeConfig(rotary_size=model.head_dim)
-    decoder._ropes = [Rope(plain, logits.device) for _ in decoder._ropes]
-    engine.model = replace(model, layer_ropes=(plain,) * model.num_layers)
-    _, without = compare.record(engine, prompt)
+    plain = (RopeConfig(rotary_size=engine.model.head_dim),) * engine.model.num_layers
+    _, without = compare.record(compare.engine(folder, changes={"layer_ropes": plain}), prompt)
     assert (without - logits).abs().max() > 0.01
 
 

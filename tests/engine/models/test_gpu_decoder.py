@@ -12,11 +12,11 @@ import torch
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.models.gpu_step import DeviceStep, StepBuffer
+from lorabatch.engine.models.gpu_step import GpuStep, StepBuffer
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner import gpu_runner as device_runner
-from lorabatch.engine.runner.gpu_runner import DeviceRunner
+from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.kernels.launch import is_interpreted
 
 CONFIG = EngineConfig(
@@ -41,7 +41,7 @@ def run(folder: Path, adapters: dict[str, Path], rows: list[Request], config: En
     engine = Engine(folder, config)
     for adapter_id, path in adapters.items():
         engine.register_adapter(adapter_id, path)
-    if isinstance(engine._runner, DeviceRunner):
+    if isinstance(engine._runner, GpuRunner):
         memory = engine._runner._memory
         for scratch in (memory.scratch, memory.partials.values, memory.partials.stats):
             scratch.fill_(torch.nan)
@@ -59,26 +59,26 @@ def assert_equal(found: list[Result], expected: list[Result]) -> None:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[DeviceStep]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[GpuStep]:
     """The steps that devices compute. What their lists leave free, on host and device, holds garbage."""
-    seen: list[DeviceStep] = []
-    compute = DeviceRunner._compute
+    seen: list[GpuStep] = []
+    compute = GpuRunner._compute
     create = StepBuffer.__init__
 
-    def noted(runner: DeviceRunner, step: DeviceStep) -> None:
+    def noted(runner: GpuRunner, step: GpuStep) -> None:
         seen.append(step)
         compute(runner, step)
 
     def poisoned(buffer: StepBuffer, sizes: Any, memory: torch.Tensor) -> None:
         create(buffer, sizes, memory.fill_(GARBAGE))
 
-    monkeypatch.setattr(DeviceRunner, "_compute", noted)
+    monkeypatch.setattr(GpuRunner, "_compute", noted)
     monkeypatch.setattr(StepBuffer, "__init__", poisoned)
     return seen
 
 
 @pytest.fixture
-def compare(steps: list[DeviceStep]) -> Callable[..., list[Result]]:
+def compare(steps: list[GpuStep]) -> Callable[..., list[Result]]:
     """`compare(model_folder, adapter_folders, rows_of_ids, **config)`: the same rows on both engines."""
 
     def check(
@@ -96,7 +96,7 @@ def compare(steps: list[DeviceStep]) -> Callable[..., list[Result]]:
 
 
 def test_many_adapters_and_the_base_in_one_batch(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], compare: Callable[..., object], steps: list[DeviceStep]
+    tiny_llama: Path, tiny_adapters: dict[str, Path], compare: Callable[..., object], steps: list[GpuStep]
 ) -> None:
     """Ranks 1, 8, 20 and 64, greedy and drawn, with and without `min_tokens`."""
 
@@ -139,7 +139,7 @@ def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
     tmp_path: Path,
     make_adapter: Callable[..., Path],
     compare: Callable[..., object],
-    steps: list[DeviceStep],
+    steps: list[GpuStep],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_runner, "_FIRST_SCRATCH_ROWS", 16)

@@ -10,7 +10,7 @@ import torch
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.memory.residency import ResidentAdapter
 from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
-from lorabatch.engine.runner.gpu_adapters import DeviceAdapters
+from lorabatch.engine.runner.gpu_adapters import GpuAdapters
 from lorabatch.kernels.segment_lora import LoraMember, LoraSiteWeights
 
 
@@ -40,7 +40,7 @@ def memory() -> torch.Tensor:
 
 
 def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch.Tensor) -> None:
-    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=20)
+    adapters = GpuAdapters(memory, model, num_rows=2, num_chunks=20)
     one = resident(memory, model, order=1, rank=20)
     row = adapters.rows_of([one])[1]
     weights = one.sites[0]["qkv"]
@@ -61,7 +61,7 @@ def test_chunks_name_the_adapter_s_own_numbers(model: ModelConfig, memory: torch
 
 
 def test_the_adapter_unused_for_longest_gives_its_row_away(model: ModelConfig, memory: torch.Tensor) -> None:
-    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=20)
+    adapters = GpuAdapters(memory, model, num_rows=2, num_chunks=20)
     zero, one, two = (resident(memory, model, order, rank=8) for order in range(3))
     first = adapters.rows_of([zero, one])
     adapters.rows_of([zero])
@@ -70,7 +70,7 @@ def test_the_adapter_unused_for_longest_gives_its_row_away(model: ModelConfig, m
 
 
 def test_chunks_may_run_out_before_rows_do(model: ModelConfig, memory: torch.Tensor) -> None:
-    adapters = DeviceAdapters(memory, model, num_rows=5, num_chunks=5)
+    adapters = GpuAdapters(memory, model, num_rows=5, num_chunks=5)
     big, small = resident(memory, model, 0, rank=20), resident(memory, model, 1, rank=16)
     adapters.rows_of([big])
     assert adapters.rows_of([small]).keys() == {1}
@@ -79,7 +79,7 @@ def test_chunks_may_run_out_before_rows_do(model: ModelConfig, memory: torch.Ten
 def test_a_step_of_more_adapters_than_the_table_holds_gets_a_larger_table(
     model: ModelConfig, memory: torch.Tensor
 ) -> None:
-    adapters = DeviceAdapters(memory, model, num_rows=2, num_chunks=2)
+    adapters = GpuAdapters(memory, model, num_rows=2, num_chunks=2)
     first = adapters.table
     rows = adapters.rows_of([resident(memory, model, order, rank=20) for order in range(5)])
     assert adapters.table is not first

@@ -17,12 +17,11 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory import allocation as memory_plan
-from lorabatch.engine.memory.allocation import serves_by_kernels
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner import gpu_runner as device_runner
+from lorabatch.engine.runner.backend import CpuBackend, GpuBackend, backend_type
 from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphKey
-from lorabatch.engine.runner.gpu_runner import DeviceRunner
+from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.kernels.launch import is_interpreted
 from lorabatch.scheduler.batching import BatchView, StepPlan
@@ -69,11 +68,11 @@ def test_rows_beside_a_merged_adapter_take_it_out_again(tiny_llama: Path, tiny_a
 
 
 class MergesFirst:
-    """Merges the first adapter and serves everybody beside it."""
+    """Merges the first adapter and serves all rows beside it."""
 
     def next_step(self, view: BatchView) -> StepPlan:
-        everybody = np.ones(len(view.running_adapter), bool)
-        return StepPlan("mixture", 0, everybody, np.arange(len(view.waiting_adapter)))
+        all_rows = np.ones(len(view.running_adapter), bool)
+        return StepPlan("mixture", 0, all_rows, np.arange(len(view.waiting_adapter)))
 
 
 class Noting(EagerExecutor):
@@ -98,24 +97,24 @@ def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> Non
 
 
 def test_the_next_step_is_launched_before_the_last_is_read(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    launch, launched = DeviceRunner.launch, DeviceRunner._launched
+    calls: list[str] = []
+    launch, launched = GpuRunner.launch, GpuRunner._launched
 
-    def noting_launch(runner: DeviceRunner, entries: Any) -> Any:
-        told.append("launch")
+    def noting_launch(runner: GpuRunner, entries: Any) -> Any:
+        calls.append("launch")
         return launch(runner, entries)
 
-    def noting_read(runner: DeviceRunner, *step: Any) -> Any:
+    def noting_read(runner: GpuRunner, *step: Any) -> Any:
         made = launched(runner, *step)
-        return type(made)(made.sampled, lambda: (told.append("read"), made.read())[1])
+        return type(made)(made.sampled, lambda: (calls.append("read"), made.read())[1])
 
-    monkeypatch.setattr(DeviceRunner, "launch", noting_launch)
-    monkeypatch.setattr(DeviceRunner, "_launched", noting_read)
+    monkeypatch.setattr(GpuRunner, "launch", noting_launch)
+    monkeypatch.setattr(GpuRunner, "_launched", noting_read)
     ahead = list(device_engine(tiny_llama).run(rows(1, max_tokens=3, ignore_eos=True)))
-    assert told == ["launch", "launch", "read", "launch", "read", "read"]
-    told.clear()
+    assert calls == ["launch", "launch", "read", "launch", "read", "read"]
+    calls.clear()
     behind = list(device_engine(tiny_llama, launches_ahead=False).run(rows(1, max_tokens=3, ignore_eos=True)))
-    assert told == ["launch", "read"] * 3
+    assert calls == ["launch", "read"] * 3
     assert ahead == behind
 
 
@@ -163,7 +162,7 @@ def test_rows_share_prefixes_page_by_page(tiny_llama: Path) -> None:
     assert by_id(found) == by_id(list(make_engine(tiny_llama).run(requests)))
     assert [by_id(found)[str(i)].reused_prompt_tokens for i in range(3)] == [0, 20, 20]
     assert engine.telemetry().reused_prompt_tokens == 2 * 20
-    assert pages[:2] == [3 * 6, 5 + 3], "a row enters with six pages of four tokens, five of them become everybody's"
+    assert pages[:2] == [3 * 6, 5 + 3], "a row enters with six pages of four tokens, five of them become shared"
 
 
 class _HostOnly(TorchFunctionMode):
@@ -202,9 +201,9 @@ def test_launching_waits_for_nothing(
     sampling = SamplingParams(max_tokens=100, min_tokens=100, logprobs=True, temperature=0.5, top_k=3)
     engine.add([Request(str(i), PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])
     launched: list[int] = []
-    launch = DeviceRunner.launch
+    launch = GpuRunner.launch
 
-    def watched(runner: DeviceRunner, entries: Any) -> Any:
+    def watched(runner: GpuRunner, entries: Any) -> Any:
         with _HostOnly(), _DeviceOnly():
             launched.append(len(entries))
             return launch(runner, entries)
@@ -212,7 +211,7 @@ def test_launching_waits_for_nothing(
     # the interpreter reads what a GPU would: launches themselves are not what is watched
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
     monkeypatch.setattr(device_runner, "sample_tokens", lambda logits, rows: logits.argmax(-1))
-    monkeypatch.setattr(DeviceRunner, "launch", watched)
+    monkeypatch.setattr(GpuRunner, "launch", watched)
     # adapters are read in a thread: their rows join when they have come
     while engine.num_unfinished and launched[-2:] != [3, 3]:
         engine.step()
@@ -227,13 +226,13 @@ def content_of(engine: Engine, folder: Path) -> str:
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(memory_plan, "is_interpreted", lambda: True)
-    assert serves_by_kernels(EngineConfig(kernels="triton"), cpu)
-    assert not serves_by_kernels(EngineConfig(), cpu)
-    assert serves_by_kernels(EngineConfig(), torch.device("cuda"))
-    monkeypatch.setattr(memory_plan, "is_interpreted", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend_type(EngineConfig(kernels="triton"), cpu) is GpuBackend
+    assert backend_type(EngineConfig(), cpu) is CpuBackend
+    assert backend_type(EngineConfig(), torch.device("cuda")) is GpuBackend
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        serves_by_kernels(EngineConfig(kernels="triton"), cpu)
+        backend_type(EngineConfig(kernels="triton"), cpu)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns
@@ -263,12 +262,12 @@ def test_what_steps_are_computed_from_lies_on_the_device(
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
     copied: list[int] = []
 
-    def read_nothing(runner: DeviceRunner, sampled: Any, wants_logprobs: bool) -> LaunchedStep:
-        assert runner._told_tokens.device.type == runner._logprobs.device.type == "meta"
+    def read_nothing(runner: GpuRunner, sampled: Any, wants_logprobs: bool) -> LaunchedStep:
+        assert runner._calls_tokens.device.type == runner._logprobs.device.type == "meta"
         copied.append(len(sampled))
         return LaunchedStep(sampled, lambda: ([1] * len(sampled), [0.0] * len(sampled)))
 
-    monkeypatch.setattr(DeviceRunner, "_launched", read_nothing)
+    monkeypatch.setattr(GpuRunner, "_launched", read_nothing)
     config = {"device": "meta", "load_format": "dummy", "kernels": "triton", "page_tokens": 16}
     engine = make_engine(weightless_model, **config)
     ids = [None, engine.register_dummy_adapter("a", 3), engine.register_dummy_adapter("b", 20)]

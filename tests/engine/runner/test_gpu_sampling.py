@@ -1,4 +1,4 @@
-"""What a GPU's sampling is told about each row: tokens to withhold, and numbers as large and as small as may be asked
+"""What a GPU's sampling reads about each row: tokens to withhold, and numbers as large and as small as may be asked
 for. The CPU's answers are the measure."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def plain_uniform(seed: int, stream: int, position: int) -> float:
 
 
 def plain_draws(logits: list[float], sampling: SamplingParams, u: float) -> set[int]:
-    """The token that `u` draws, by the book; two where `u` lies on the border between them but for rounding."""
+    """The token that `u` draws, by the book; two where `u` is on the border between them but for rounding."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if sampling.temperature == 0:
         return {order[0]}
@@ -124,7 +124,7 @@ def test_a_row_draws_the_same_in_any_company_and_as_on_a_gpu(seed: int, sampling
         torch.zeros(len(samplings), dtype=torch.int64),
     )
     by_kernel = sample_tokens(logits, columns).tolist()
-    # the kernel scales in fp32: of so many draws one may lie that near to another token
+    # the kernel scales in fp32: of so many draws one may be that near to another token
     assert sum(a != b for a, b in zip(together, by_kernel, strict=True)) <= 1
 
 
@@ -157,7 +157,7 @@ def test_stop_tokens_are_withheld_before_min_tokens_and_log_probabilities_stay_t
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     expected = float(logits.log_softmax(-1)[0, 2])
     asked = rows(SamplingParams(min_tokens=1, logprobs=True), 1)
-    # a stop token beyond the vocabulary is nobody's
+    # a stop token beyond the vocabulary is no row's
     tokens, logprobs = sample(logits.clone(), asked, lambda sequence: (1, 7))
     assert tokens == [2]
     assert logprobs == pytest.approx([expected])

@@ -278,11 +278,11 @@ from lorabatch.engine import gguf_model
 
 convert = gguf_model.convert_gguf
 
-def told(*places):
+def reported(*places):
     print("converts", flush=True)
     convert(*places)
 
-gguf_model.convert_gguf = told
+gguf_model.convert_gguf = reported
 print("ready", flush=True)
 sys.stdin.readline()
 print(gguf_model.resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
@@ -297,9 +297,9 @@ def test_processes_that_need_a_file_at_once_convert_it_once(llama_gguf, tmp_path
     for process in asking:
         process.stdin.write("go\n")
         process.stdin.flush()
-    told = [process.communicate(timeout=120)[0].split() for process in asking]
-    assert sum("converts" in words for words in told) == 1
-    (folder,) = {words[-1] for words in told}
+    reported = [process.communicate(timeout=120)[0].split() for process in asking]
+    assert sum("converts" in words for words in reported) == 1
+    (folder,) = {words[-1] for words in reported}
     assert [path.name for path in (tmp_path / "cache" / "models").iterdir()] == [Path(folder).name]
 
 

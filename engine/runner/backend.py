@@ -1,0 +1,231 @@
+"""One `Backend` for each way to compute an engine's steps: its decoder, its memory and its runner.
+
+The engine, memory and batching ask a backend's methods and `KernelTraits`, never which backend it is. A further way to
+compute (other kernels, another accelerator) is one more `Backend` and a line in `choose_backend`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch import is_interpreted
+from ...kernels.packed_weight import can_pack
+from ...kernels.packed_weight.panels import has_panels
+from ...kernels.paged_attention.compiled import can_attend_compiled
+from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
+from ..config import EngineConfig
+from ..memory.allocation import MemoryPlan, cpu_limits, default_cpu_pool_bytes, gpu_plan, plan_pool, zeroed_memory
+from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
+from ..memory.pool import PageLayout
+from ..model_config.model import ModelConfig
+from ..models.decoder import Decoder
+from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixed
+from ..models.gpu_decoder import GpuDecoder
+from ..models.load import load_weights
+from ..models.merge import LiveWeights
+from .gpu_runner import GpuRunner
+from .runner import CpuRunner, StepRunner
+from .sampler import StopTokens
+
+# Where memory allows, runs on a CPU are rounded up to this many pages: sequences of equal runs share attention calls.
+# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
+_CPU_RUN_PAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTraits:
+    """How a backend's kernels read the pool: what memory and batching are set up for."""
+
+    #: Rows' runs are rounded up to this many pages where memory allows.
+    run_pages: int
+    #: Block tables may name pages of the prefix cache. Otherwise these are copied into a row's own run.
+    has_block_tables: bool
+    #: LoRA matrices are stored in panels (`kernels.packed_weight`). Otherwise rank rows are stored one after the other.
+    has_lora_panels: bool
+    #: Attention reads numbers of other rows and masks them. A row's pages are then zeroed before it gets them, since no
+    #: mask keeps out NaN.
+    reads_other_rows: bool
+    #: A row's bits are the same however its prompt is cut into steps.
+    is_arithmetic_fixed: bool
+
+
+class Backend(ABC):
+    """A decoder on its device, and what steps over it need.
+
+    Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
+    `ModelFilesError`, and `ExactModeError` where mode `exact` could promise nothing.
+    """
+
+    decoder: Decoder
+
+    def __init__(self, model_folder: Path, config: EngineConfig, model: ModelConfig) -> None:
+        self.config = config
+        self.model = model
+        self.device, self.dtype = choose_device(config)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # where kernels are launched
+        if config.mode == "exact":
+            check_exact_promise(model, self.device, self.dtype)
+        self.decoder = self.build_decoder(load_weights(model_folder, model, config, self.device, self.dtype))
+
+    @abstractmethod
+    def build_decoder(self, weights: dict[str, Tensor]) -> Decoder:
+        """A decoder of `weights` (by checkpoint name, taken out one by one)."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> KernelTraits:
+        """How the kernels read the pool."""
+
+    @abstractmethod
+    def plan_memory(self) -> MemoryPlan:
+        """Size of the pool and limits of a step. Raises `PoolExhaustedError` when not even one page fits."""
+
+    @abstractmethod
+    def runner(
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
+    ) -> StepRunner:
+        """A runner of steps over `memory` (the flat pool). `live`: weights of the decoder. `config`: with the limits
+        of `plan_memory`."""
+
+    @property
+    def default_cost(self) -> CostModel:
+        """Cost model of a machine of this kind, for mode `auto` without a measured one."""
+        return CPU_SMOLLM2_135M if self.device.type == "cpu" else H200_LLAMA_3_8B
+
+    def copies(self) -> AdapterCopies:
+        """How adapters move between host memory and the pool."""
+        return CopiesAtOnce()
+
+    def allocate(self, num_elements: int) -> Tensor:
+        """The flat pool, all zero."""
+        return zeroed_memory(num_elements, self.dtype, self.device)
+
+    def _layout(self) -> PageLayout:
+        return PageLayout.of(self.model, self.config.page_tokens, run_pages=self.traits.run_pages)
+
+    def _plan_cpu_memory(self) -> MemoryPlan:
+        pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes()
+        return plan_pool(self._layout(), self.dtype.itemsize, cpu_limits(self.config), pool_bytes)
+
+
+class CpuBackend(Backend):
+    """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
+
+    def build_decoder(self, weights: dict[str, Tensor]) -> Decoder:
+        """See `Backend`."""
+        decoder = ExactDecoder if self.config.mode == "exact" else Decoder
+        return decoder(self.model, weights, is_packed=can_pack(self.device, self.dtype))
+
+    @property
+    def traits(self) -> KernelTraits:
+        """See `Backend`."""
+        return KernelTraits(
+            run_pages=_CPU_RUN_PAGES,
+            has_block_tables=False,
+            has_lora_panels=self.device.type == "cpu" and self.dtype == torch.float32 and has_panels(),
+            reads_other_rows=not can_attend_compiled(self.model.head_dim, self.dtype),
+            is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device, self.dtype),
+        )
+
+    def plan_memory(self) -> MemoryPlan:
+        """See `Backend`."""
+        return self._plan_cpu_memory()
+
+    def runner(
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
+    ) -> StepRunner:
+        """See `Backend`."""
+        return CpuRunner(self.decoder, memory, layout, stop_tokens)
+
+
+class GpuBackend(Backend):
+    """Steps by the Triton kernels: on a GPU, or on a CPU in Triton's interpreter."""
+
+    decoder: GpuDecoder
+
+    def build_decoder(self, weights: dict[str, Tensor]) -> GpuDecoder:
+        """See `Backend`."""
+        return GpuDecoder(self.model, weights, is_packed=False)
+
+    @property
+    def traits(self) -> KernelTraits:
+        """See `Backend`."""
+        return KernelTraits(
+            run_pages=1,
+            has_block_tables=True,
+            has_lora_panels=False,
+            reads_other_rows=False,
+            is_arithmetic_fixed=False,
+        )
+
+    def plan_memory(self) -> MemoryPlan:
+        """See `Backend`."""
+        if self.device.type != "cuda":
+            return self._plan_cpu_memory()
+        torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        limits, pool_bytes = gpu_plan(free_bytes, self.config, self.model, self.dtype.itemsize)
+        return plan_pool(self._layout(), self.dtype.itemsize, limits, pool_bytes)
+
+    def copies(self) -> AdapterCopies:
+        """See `Backend`."""
+        return CopyStream(self.device) if self.device.type == "cuda" else CopiesAtOnce()
+
+    def runner(
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
+    ) -> StepRunner:
+        """See `Backend`."""
+        return GpuRunner(self.decoder, live, memory, layout, config, stop_tokens)
+
+
+#: Makes an engine's backend from the model folder, the configuration and the folder's model.
+MakeBackend = Callable[[Path, EngineConfig, ModelConfig], Backend]
+
+
+def choose_backend(model_folder: Path, config: EngineConfig, model: ModelConfig) -> Backend:
+    """The backend of the configured device and kernels. Raises what `Backend` and `backend_type` do."""
+    device, _ = choose_device(config)
+    return backend_type(config, device)(model_folder, config, model)
+
+
+def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
+    """The Triton kernels on a GPU; elsewhere compiled kernels unless `config.kernels` asks for Triton's interpreter.
+
+    Raises ValueError where the Triton kernels cannot run.
+    """
+    if device.type == "cuda":
+        return GpuBackend
+    if config.kernels != "triton":
+        return CpuBackend
+    if not is_interpreted():
+        raise ValueError(
+            "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "
+            "first import, or leave kernels='auto'."
+        )
+    return GpuBackend
+
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype: bf16 on a GPU, fp32 on a CPU (where bf16 multiplies far more slowly), unless asked otherwise.
+
+    Raises ValueError for a device that is not there and for an unknown dtype.
+    """
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    if config.dtype == "auto":
+        return device, torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if config.dtype not in dtypes:
+        raise ValueError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
+    return device, dtypes[config.dtype]
