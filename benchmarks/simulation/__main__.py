@@ -1,6 +1,6 @@
-"""The command: run every comparison and write `docs/simulation.md`.
+"""The command: runs every comparison and writes a result page, `benchmarks/results/DATE-simulation.md`.
 
-python -m lorabatch.benchmarks.simulation --output docs [--trace AzureLLMInferenceTrace_conv.csv]
+python -m lorabatch.benchmarks.simulation --output benchmarks/results [--trace AzureLLMInferenceTrace_conv.csv]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lorabatch.benchmarks.fidelity_results import FidelityResults
+from lorabatch.benchmarks.fidelity_results import RESULTS, FidelityResults
 from lorabatch.benchmarks.simulation import dlora_figures, loraserve_figures
 from lorabatch.benchmarks.simulation.decisions import (
     migration_decision_ms,
@@ -32,7 +32,7 @@ SIZES = ((100_000, 100, 10), (1_000_000, 1_000, 100), (10_000_000, 10_000, 1_000
 def main() -> None:
     """Parse, measure, write, say where."""
     parser = argparse.ArgumentParser(prog="python -m lorabatch.benchmarks.simulation", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="folder of simulation.md")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result page")
     parser.add_argument("--trace", type=Path, help="an Azure LLM inference trace (CSV) for real lengths")
     parser.add_argument("--rows", type=int, default=1500, help="requests per serving run")
     parser.add_argument("--offline-rows", type=int, default=3000, help="rows per offline job")

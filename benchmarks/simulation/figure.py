@@ -51,7 +51,9 @@ class Figure:
         if claim.higher_is_better:
             worse, better = better, worse
         holds = sum(b <= w * 1.02 for w, b in zip(worse, better, strict=True))
-        return "yes" if holds == len(better) else f"on {holds} of {len(better)} points"
+        if holds < len(better):
+            return f"on {holds} of {len(better)} points"
+        return "yes" if any(w > b * 1.02 for w, b in zip(worse, better, strict=True)) else "no difference"
 
     def plot(self, folder: Path) -> list[str]:
         """One picture per metric; returns the file names."""

@@ -1,4 +1,4 @@
-"""Write `docs/simulation.md` and its pictures from what was measured."""
+"""Writes the result page of one run of the simulation benchmarks, with its pictures."""
 
 from __future__ import annotations
 
@@ -36,17 +36,20 @@ class Results:
 
 
 def write_report(results: Results, folder: Path) -> Path:
-    """`folder/simulation.md`, pictures under `folder/simulation/`. Returns the file."""
-    pictures = folder / "simulation"
+    """Writes `folder/DATE-simulation.md` and its pictures in `folder/DATE-simulation/`. Returns the file."""
+    name = f"{datetime.now(UTC):%Y-%m-%d}-simulation"
+    pictures = folder / name
     pictures.mkdir(parents=True, exist_ok=True)
     lines = [
-        "# Simulation",
+        f"# Simulation, {name[:10]}",
         "",
-        "The scheduler's own code on simulated replicas: the papers' comparisons repeated, and what this project adds.",
+        "The scheduler's code on simulated replicas: the papers' experiments, offline jobs, and the time of decisions.",
+        "[docs/simulation.md](../../docs/simulation.md) says which of these results hold for real jobs.",
+        "",
         f"Lengths: {results.lengths_source}. Everything but the timings repeats exactly from its seeds.",
         "",
         f"Made by `{results.command}` with Python {platform.python_version()} on {os.cpu_count()} cores, "
-        f"{cpu_name()}, {datetime.now(UTC):%Y-%m-%d}.",
+        f"{cpu_name()}, {name[:10]}.",
         "",
         *_papers(results.figures),
         *_offline(results.comparisons, results.offline_rows),
@@ -57,11 +60,10 @@ def write_report(results: Results, folder: Path) -> Path:
         "",
     ]
     for figure in results.figures:
-        names = figure.plot(pictures)
         lines += [f"### {figure.name}: {figure.title}", "", figure.note, ""]
-        lines += [f"![{figure.title}](simulation/{name})" for name in names] + [""]
+        lines += [f"![{figure.title}]({name}/{picture})" for picture in figure.plot(pictures)] + [""]
         lines += _numbers(figure)
-    path = folder / "simulation.md"
+    path = folder / f"{name}.md"
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return path
 
@@ -70,15 +72,9 @@ def _papers(figures: Sequence[Figure]) -> list[str]:
     lines = [
         "## The papers' comparisons",
         "",
-        "`ratio`: the largest over the points of a figure, of the worse policy over the better one. `ordering`: is the",
-        "paper's better policy at least as good (within 2 %) on every point? Where it is not, the figure's own section",
-        "says what differs.",
-        "",
-        "Agreement is partly calibration: four things that the papers leave open were settled after a first",
-        "comparison had disagreed. The price of ranks is taken at tensor parallelism 4, between the two that",
-        "LoRAServe prints; Toppings is blind to ranks (a rival that knows them is shown as “least seconds”);",
-        "LoRAServe's leftovers count at the highest rank of their server; S-LoRA in figure 14 has the cost of",
-        "dLoRA's own kernel (a cheaper one is the third curve).",
+        "`ours`: the largest ratio over the points of a figure, of the worse policy over the better one.",
+        "`ordering`: whether the paper's better policy is at least as good (within 2 %) on every point;",
+        "`no difference`: neither is better by more than 2 % on any point. One seed per figure.",
         "",
         "| figure | better | worse | measure | paper's ratio | ours | ordering |",
         "|---|---|---|---|---|---|---|",
@@ -98,7 +94,8 @@ def _offline(comparisons: Sequence[Comparison], num_rows: int) -> list[str]:
         "## Offline jobs: the planner against online policies",
         "",
         f"{num_rows} rows, 4 replicas (H200, Llama-3-8B cost model), all rows there at the start. Seconds, and in",
-        "brackets how many times the planner's; means over three seeds.",
+        "brackets the ratio to the planner's; means over three seeds. The planner is that of `lorabatch simulate`;",
+        "its batcher and settings differ from those of a job.",
         "",
         "| job | planner | " + " | ".join(others) + " | passes merged |",
         "|---|---|" + "---|" * len(others) + "---|",
@@ -116,7 +113,7 @@ def _offline(comparisons: Sequence[Comparison], num_rows: int) -> list[str]:
         *lines,
         "",
         f"The planner's worst case: {worst[0]:.3f} against {worst[1]} on “{worst[2]}” (goal: at least "
-        "0.98). Output lengths are unknown to every policy; what remains at the end of a job is the last long row.",
+        "0.98). Output lengths are unknown to every policy.",
         "",
     ]
 
@@ -125,8 +122,8 @@ def _loads(loads: Sequence[LoadsAhead]) -> list[str]:
     lines = [
         "## Adapters sent ahead",
         "",
-        "The same jobs with adapters in storage (1 GB/s): rows that fetch their adapter when they are admitted, and",
-        "adapters that the scheduler has sent ahead when it opened the shard (LoadAdapter, from a peer that has it).",
+        "The same jobs with adapters in storage (1 GB/s): loaded when a row is admitted, or loaded when the scheduler",
+        "opens the shard, from a worker that has the adapter.",
         "",
         "| job | on demand, s | of it loading | sent ahead, s | of it loading |",
         "|---|---|---|---|---|",
@@ -146,12 +143,12 @@ def _decisions(results: Results) -> list[str]:
         "",
         f"- Placement against brute force on small instances: {placement.worst_regret:.1%} worse at most, "
         f"{placement.mean_regret:.2%} on average (60 of them; goal 5%).",
-        f"- Optimality gap on 10,000 Zipf rows over 100 adapters and 16 replicas: {placement.zipf_gap:.2%} "
+        f"- Gap of the placement on 10,000 Zipf rows over 100 adapters and 16 replicas: {placement.zipf_gap:.2%} "
         f"(found in {placement.zipf_s:.1f} s; goal 2%).",
         f"- Co-migration at K = 8 (32 replicas, 32 adapters): {median_ms:.1f} ms median, {longest_ms:.1f} ms at most.",
         f"- A whole plan (waves, modes, {results.planning.num_shards:,} shards placed) of 1,000,000 rows over 1,000 "
-        f"adapters on 100 replicas: {results.planning.seconds:.1f} s, gap {results.planning.gap:.2%}; the process took "
-        f"{results.planning.peak_bytes / 1e9:.1f} GB at most (goals 60 s and 4 GB).",
+        f"adapters on 100 replicas: {results.planning.seconds:.1f} s, gap of the placement {results.planning.gap:.2%}; "
+        f"the process took {results.planning.peak_bytes / 1e9:.1f} GB at most (goals 60 s and 4 GB).",
         *_replayed(results.replayed),
         "",
         "| rows | adapters | replicas | plan, s | simulate, s | events | per event, µs | longest, ms |",

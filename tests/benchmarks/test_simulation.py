@@ -34,6 +34,10 @@ def test_an_ordering_that_fails_somewhere_is_reported():
     assert make_figure(ours=(5.0, 2.0)).agreement(LATENCY) == "on 1 of 2 points"
 
 
+def test_policies_that_do_the_same_are_not_called_an_agreement():
+    assert make_figure(ours=(1.0, 2.0), theirs=(1.01, 1.99)).agreement(LATENCY) == "no difference"
+
+
 def test_the_report_holds_every_claim_and_picture(tmp_path):
     results = Results(
         "made-up lengths",
@@ -58,7 +62,8 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
         "the command",
         ReplayOutcome(111, 17),
     )
-    text = write_report(results, tmp_path).read_text()
+    page = write_report(results, tmp_path)
+    text = page.read_text()
     assert "| Paper fig. 1 | ours | theirs | s | up to 3 | 4.00 | yes |" in text
     assert "| a job | 10.0 | 12.0 (1.20) | 50% |" in text
     assert "| a job | 12.0 | 15.0% | 10.0 | 1.0% |" in text
@@ -66,7 +71,10 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
     assert "| a third, lengths unknown | 10 |" in text
     assert "known lengths: 6.5%" in text
     assert "its 111 recorded events give the 17 recorded commands, exactly" in text
-    assert sorted(p.name for p in (tmp_path / "simulation").iterdir()) == ["paper-fig-1-0.png", "paper-fig-1-1.png"]
+    assert sorted(picture.name for picture in page.with_suffix("").iterdir()) == [
+        "paper-fig-1-0.png",
+        "paper-fig-1-1.png",
+    ]
 
 
 def test_the_newest_fidelity_results_are_read_back():
