@@ -1,6 +1,6 @@
-"""An embedded cluster as a process of its own, for jobs that outlive the command that submitted them.
+"""Runs an embedded cluster as a process of its own, for jobs that outlive the command that submitted them.
 
-One per user and machine. It writes where it is into a state file, and ends itself when it has had nothing to do for a
+There is one per user and machine. It writes its address into a state file, and ends itself when it has been idle for a
 while: `python -m lorabatch.pipeline.cluster.background STATE_FILE NUM_WORKERS`.
 """
 
@@ -93,8 +93,8 @@ def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
     raise JobFailedError(f"cluster='local': the background cluster did not start; {log_path} says why.")
 
 
-def serve(path: Path, num_workers: int) -> None:
-    """Be the cluster until nobody needs it."""
+def serve(path: Path, num_workers: int, idle_limit_s: float = IDLE_LIMIT_S) -> None:
+    """Run the cluster until it has been idle for `idle_limit_s`."""
     with embedded(num_workers) as client:
         found = BackgroundCluster(
             client.scheduler_info(n_workers=0)["address"], page_address(client), os.getpid(), num_workers
@@ -103,7 +103,7 @@ def serve(path: Path, num_workers: int) -> None:
         scratch.write_text(json.dumps(asdict(found)))
         scratch.replace(path)
         busy_s = time.monotonic()
-        while time.monotonic() - busy_s < IDLE_LIMIT_S or not _withdrawn(path, found, client):
+        while time.monotonic() - busy_s < idle_limit_s or not _withdrawn(path, found, client):
             time.sleep(_LOOK_INTERVAL_S)
             if client.run_on_scheduler(_is_busy, own_client=client.id):
                 busy_s = time.monotonic()

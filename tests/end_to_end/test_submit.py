@@ -20,7 +20,7 @@ from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.cluster.background import state_file
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
-SHORT_LIVED = "from lorabatch.pipeline import background_cluster as b; b.IDLE_LIMIT_S = 1.0; b.serve(b.Path({!r}), 1)"
+SHORT_LIVED = "from lorabatch.pipeline.cluster import background as b; b.serve(b.Path({!r}), 1, idle_limit_s=1.0)"
 
 
 def lorabatch(*words: str) -> subprocess.CompletedProcess[str]:
