@@ -1,4 +1,4 @@
-"""How an engine is set up (`EngineConfig`), and the model of a folder (`ModelConfig`). No torch: planners ask too."""
+"""Configures an engine (`EngineConfig`) and reads the model of a folder (`ModelConfig`). No torch: planners ask too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One engine: one device, one base model, many adapters, one running batch.
+"""Runs one base model with many adapters on one device, one step at a time.
 
-`add` hands rows over, `step` makes one forward pass and returns what finished.
+`add` queues rows; `step` launches a forward pass over the rows that the batcher chose, and returns what finished.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
 from .runner.sampler import NO_TOKEN
 from .text.completion import Completion
+
+# Until rows have finished, half of `max_tokens` is expected, as if so many rows had shown it. The first rows to
+# finish are short ones: a few of them must not decide.
+_PRIOR_ROWS = 16
 
 
 class Engine:
@@ -323,11 +327,6 @@ def problem_with(
     if pages > num_pages:
         return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"
     return None
-
-
-# Until rows have finished, half of `max_tokens` is expected, as if so many rows had shown it. The first rows to
-# finish are short ones: a few of them must not decide.
-_PRIOR_ROWS = 16
 
 
 class OutputLengths:

@@ -1,4 +1,4 @@
-"""A lock among the processes of this machine, kept by the operating system: it ends with the process that holds it."""
+"""Locks files among the processes of this machine: the operating system ends a lock with the process that holds it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out. One folder per operator: the operator, its reference, its CPU and Triton forms."""
+"""Operators on tensors, one folder each: the operator, its types, its reference, and its CPU and Triton back ends."""

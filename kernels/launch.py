@@ -1,4 +1,4 @@
-"""Where kernels run and with how many programs. No Triton is imported here, so CPU engines never load it."""
+"""Decides where kernels run and with how many programs. No Triton is imported here, so CPU engines never load it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""Lets waiting rows in while memory lasts.
+"""Admits waiting rows to the running batch while memory lasts, and makes room for them.
 
-Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter
-is resident, so a running row is never pushed out again. Adapters that no running row uses make room, the one
-needed furthest in the future first.
-
-Room in the pool for rows and adapters, made by giving up what is cheapest to have again.
-
-Rows handed to the engine that hold no pages yet, in order of arrival.
+Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter is
+resident, so a running row is never preempted. `Room` makes room in the pool by giving up what is cheapest to restore:
+prefix pages that no row waits for, then adapters that no running row uses, the one needed furthest in the future first.
+`WaitingRows` holds the rows without pages, in order of arrival.
 """
 
 from __future__ import annotations
@@ -30,6 +27,8 @@ from .prefix_sharing import PrefixSharing
 
 # Adapters on their way for rows that may enter: of rank 64 for an 8B model, 16 are 5.4 GB.
 _MAX_AWAITED = 16
+
+NextUse = Callable[[str], float]
 
 
 class Admission:
@@ -182,9 +181,6 @@ class Admission:
 def row_owner(sequence: Sequence) -> tuple[str, str]:
     """Under which a row holds its pages."""
     return ("sequence", sequence.request.request_id)
-
-
-NextUse = Callable[[str], float]
 
 
 class Room:

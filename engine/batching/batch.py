@@ -1,4 +1,4 @@
-"""Rows waiting and running in one engine, and the pages they hold.
+"""Keeps the rows that wait and run in one engine, and turns a batcher's plan into the entries of a step.
 
 Where weights may change while rows run, a row keeps its adapter in the pool even while it is served merged: any mode
 can then follow any other between two steps.

@@ -1,4 +1,4 @@
-"""Which batcher an engine uses for each mode that a job can ask for. No torch: plans ask it too."""
+"""Chooses the batcher of an engine for each mode that a job can ask for. No torch: plans ask it too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Rows of one adapter whose prompts begin alike compute the beginning once (docs/adr/0030-prefix-pages.md).
+"""Shares the computed beginnings of prompts among rows of one adapter (docs/adr/0030-prefix-pages.md).
 
-On a CPU a row's keys and values lie in one contiguous run, so shared pages are copied into it: a copy costs less than a
+On a CPU a row's keys and values are in one contiguous run, so shared pages are copied into it: a copy costs less than a
 hundredth of computing the page. On a GPU a row's block table names them, and a row that computes a page that others
-wait for hands its own over. While a row computes such a page, the others hold back for that one step.
+wait for passes its own page on. While a row computes such a page, the others hold back for that one step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How adapters move between host memory and the pool: at once on a CPU, on a stream of their own on a GPU.
+"""Copies adapters between host memory and the pool: at once on a CPU, on a stream of their own on a GPU.
 
     copy stream      | waits for n | pinned numbers -> pages |            an adapter for rows that wait
     compute stream   step n        | step n+1, other rows    | step n+2 with those rows

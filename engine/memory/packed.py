@@ -1,4 +1,4 @@
-"""An adapter's matrices as one flat tensor, in the layout of the page pool, so that moving it is one copy."""
+"""Packs an adapter's matrices into one flat tensor, in the layout of the page pool, so that moving it is one copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pool of pages for keys, values and adapters (unified paging, S-LoRA section 4.2, with exact sizes).
+"""Allocates the pages of one pool for keys, values and adapters (unified paging, S-LoRA section 4.2, with exact sizes).
 
 A page holds the keys and values of `page_tokens` tokens in all layers. An owner (a sequence or an adapter) takes a
 run of pages; on CPU the run is contiguous, so that its owner lays it out as it likes and reads it as views.

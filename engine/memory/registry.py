@@ -1,4 +1,4 @@
-"""Adapters an engine may be asked for: content hash -> audited folder. Their tensors are read when needed."""
+"""Registers the adapters that an engine may be asked for, by content hash, and reads their tensors when needed."""
 
 from __future__ import annotations
 

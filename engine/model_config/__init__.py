@@ -1,4 +1,4 @@
-"""Model families: from a Hugging Face `config.json` to `ModelConfig`, or a refusal by name. No torch here."""
+"""Reads a Hugging Face `config.json` as a `ModelConfig`, or refuses its family by name. No torch here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The Llama-shaped families, each as the list of its differences.
-
-A family of models: everything in which it differs from Llama, as data.
-"""
+"""Describes the Llama-shaped families: each as data, by what it differs in from Llama."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From `config.json` to `ModelConfig` for the families that differ from Llama only in data.
-
-Which layers attend to a sliding window only.
-"""
+"""Reads `config.json` as a `ModelConfig` for the families that differ from Llama only in data."""
 
 from __future__ import annotations
 

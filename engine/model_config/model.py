@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is, in the terms the engine needs. No torch here: audit and planner read it too.
+"""Describes a decoder-only transformer in the terms the engine needs. No torch here: audit and planner read it too.
 
 A family is data: the names of its parts (`ModuleNames`) and the settings of `ModelConfig`. One decoder serves all.
 
@@ -9,9 +9,8 @@ A family is data: the names of its parts (`ModuleNames`) and the settings of `Mo
     x = x + norm(mlp(h), mlp_output)
     x = norm(x, after_mlp)
 
+Linear layers that read the same input are packed into one site; `packed_members` gives each its columns of the output.
 Shapes: a linear layer's weight is `[out_features, in_features]`, as in the checkpoint.
-
-Where the outputs of each linear layer lie in the packed layer that computes it.
 """
 
 from __future__ import annotations

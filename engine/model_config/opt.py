@@ -1,4 +1,4 @@
-"""From `config.json` to `ModelConfig` for OPT (Zhang 2022): learned positions, LayerNorm, biases, no gate."""
+"""Reads `config.json` as a `ModelConfig` for OPT (Zhang 2022): learned positions, LayerNorm, biases, no gate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`config.json` while it is being read: typed look-ups, and every problem that turns up on the way.
-
-Token ids and number format named in `config.json` and `generation_config.json`.
-"""
+"""Looks up typed values in a `config.json` and collects every problem found on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary settings of `config.json`, in both spellings, with every default filled in.
+"""Reads the rotary settings of `config.json`, in both spellings, with every default filled in.
 
 transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`, which holds both,
 for Gemma 3 once per kind of layer.

@@ -1,4 +1,4 @@
-"""The one decoder of all families: one forward pass over a step. `model_config` describes a layer in formulas.
+"""Computes one forward pass over a step, for all families. `model_config.model` describes a layer in formulas.
 
 Legend: T tokens of the step, H query heads, K key/value heads, D head_dim. `pool` is the flat page memory.
 """

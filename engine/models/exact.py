@@ -1,13 +1,10 @@
-"""The decoder of mode `exact`: a row's numbers depend on that row alone, bit for bit, not on who shares its steps nor
-on the number of threads.
+"""The decoder of mode `exact`: a row's numbers depend on that row alone, bit for bit.
 
-Compiled kernels promise that (`kernels/*/cpu.c`), packed layers keep it from two rows on (`linear`). Where the kernels
-are missing, torch's products of LoRA keep it from sixteen rows on, for one number of threads: every adapter's rows are
-filled up with zeros to a multiple of sixteen, and attention does the same (`kernels.paged_attention`). Torch's
-activations round by where a number lies in a step, so they take one row at a time. Seen with torch 2.13 on AVX-512;
-`tests/engine/test_exact_mode.py` looks again.
-
-Where mode `exact` keeps its promise: a row's bytes do not depend on who shares its steps.
+Neither the rows of its steps nor the number of threads change them. Compiled kernels promise that (`kernels/*/cpu.c`),
+packed layers keep it from two rows on (`linear`). Where the kernels are missing, torch's products of LoRA keep it from
+sixteen rows on, for one number of threads: every adapter's rows are filled up with zeros to a multiple of sixteen, and
+attention does the same (`kernels.paged_attention`). Torch's activations round by a number's place in a step, so they
+take one row at a time. Seen with torch 2.13 on AVX-512; `tests/engine/test_exact_mode.py` checks it again.
 """
 
 from __future__ import annotations

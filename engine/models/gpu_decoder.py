@@ -1,4 +1,4 @@
-"""The decoder on GPU kernels: the same layers and families, with LoRA, heads, residuals and activations fused.
+"""Computes one forward pass by GPU kernels: LoRA, heads, residuals and activations are fused with the products.
 
 Legend: T tokens of the step, H query heads, D head_dim.
 """

@@ -1,4 +1,4 @@
-"""One forward pass on a GPU, prepared: everything the kernels read, in one int32 buffer and one copy.
+"""Holds everything that GPU kernels read of one step in one int32 buffer, so that it is one copy.
 
 Lists have the lengths of `StepSizes`: exactly those of the step, or, where a captured graph reads them, those of a
 bucket of steps. A bucket's rest is padding: rows that no tile, no attention item and no slot names. Their numbers

@@ -1,12 +1,8 @@
-"""A linear layer whose weight can be replaced and restored bit for bit.
+"""The layers of a decoder: linear layers with replaceable weights, activations and norms.
 
-`pristine` is never written to. On CPU in fp32 the layer computes with a packed copy; replacing means packing another
-weight, restoring means taking the packed pristine copy again. Elsewhere the layer computes with `pristine` itself
-until the first replacement, then with a live buffer of a fixed address.
-
-What an MLP does between its two multiplications.
-
-The norm of a family, by its kind. Parameters are looked up by name at each call: merging may replace them.
+A linear layer's `pristine` weight is never written to. On CPU in fp32 the layer computes with a packed copy; replacing
+means packing another weight, restoring means taking the packed pristine copy again. Elsewhere the layer computes with
+`pristine` itself until the first replacement, then with a live buffer of a fixed address.
 """
 
 from __future__ import annotations
@@ -22,6 +18,15 @@ from ...kernels.gated import silu_gate
 from ...kernels.packed_weight import PackedWeight, pack
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
 from ..model_config.model import Activation, ModelConfig
+
+Activate = Callable[[Tensor], Tensor]
+Norm = Callable[[Tensor, str], Tensor]
+_FUNCTIONS: Mapping[Activation, Activate] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
 
 
 class Linear:
@@ -76,15 +81,6 @@ class Linear:
             self._live.copy_(self.pristine)
 
 
-Activate = Callable[[Tensor], Tensor]
-_FUNCTIONS: Mapping[Activation, Activate] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "relu": relu,
-}
-
-
 def activation_of(model: ModelConfig) -> Activate:
     """From the packed output of the first layer, gate beside up [T, 2 * inner], to [T, inner].
 
@@ -101,9 +97,6 @@ def activation_of(model: ModelConfig) -> Activate:
         return function(gate).mul_(up)
 
     return gated
-
-
-Norm = Callable[[Tensor, str], Tensor]
 
 
 def norm_of(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Norm:

@@ -1,4 +1,4 @@
-"""The base model's tensors, read from safetensors or made up for benchmarks.
+"""Loads the base model's tensors from safetensors, or makes random ones for benchmarks.
 
 Every tensor that the architecture needs must be there with the right shape, and every tensor that is there must be
 needed: a checkpoint that holds more is of another architecture than its `config.json` says.

@@ -1,13 +1,9 @@
-"""The base model's weights as they are now: pristine, or with one adapter merged in.
+"""Merges one adapter at a time into the base model's weights, and restores them.
 
-`W_live = round(W_base + sum of scaling * B A)` is computed from the pristine copy every time and never
-subtracted, so weights are bit-identical after any number of switches. (Adding and subtracting in bf16 changes
-2-10 % of all weights after one cycle.)
-
-An adapter's plain pairs as jobs of the merge kernel: one launch for all layers.
-
-Whatever is more than `W + scaling * B A` (DoRA, replaced weights, biases) merges parameter by parameter, as
-`AdapterWeights.effective` says.
+`W_live = round(W_base + sum of scaling * B A)` is computed from the pristine copy every time and never subtracted, so
+weights are bit-identical after any number of switches. (Adding and subtracting in bf16 changes 2-10 % of all weights
+after one cycle.) On a GPU all plain pairs are jobs of one launch of the merge kernel. What is more than a pair (DoRA,
+replaced weights, biases) merges parameter by parameter, as `AdapterWeights.effective` says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary angles of each kind that `config.json` can name. The rotation itself is `kernels.rotary`.
+"""Computes the rotary angles of each kind that `config.json` can name. `kernels.rotary` does the rotation.
 
 Legend: T tokens of the step, F = rotary_size / 2 frequencies.
 """

@@ -1,8 +1,8 @@
-"""One forward pass, prepared: which tokens, where their keys and values go, who attends to what, which adapter.
+"""Prepares one forward pass on a CPU: its tokens, where their keys and values go, attention plans, adapters.
 
-The tokens of a step stand sorted by adapter, so that each adapter owns one run of rows; what must not see the merged
-adapter stands last, as one run more that lies over the others. Decoding sequences are
-also grouped by where their pages lie: evenly spaced runs of equal size share one attention call.
+The tokens of a step are sorted by adapter, so that each adapter owns one run of rows; rows that must not see the merged
+adapter come last, covered by one more run over the others. Decoding sequences are also grouped by the place of their
+pages: evenly spaced runs of equal size share one attention call.
 
 Legend: T tokens of the step, S decoding sequences, K key/value heads, D head_dim.
 """

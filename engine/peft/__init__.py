@@ -1,4 +1,4 @@
-"""Adapters: reading PEFT folders, auditing them against a base, and (in `weights`) loading them.
+"""Reads PEFT adapter folders, audits them against a base, and (in `weights`) loads them.
 
 Everything named here is free of torch; `lorabatch.engine.peft.weights` is the part that needs it.
 """

@@ -1,8 +1,7 @@
-"""The audit of one adapter folder against one base: applied exactly, or refused by name.
+"""Audits one adapter folder against one base: it is applied exactly, or refused by name.
 
-Every key of the configuration and every tensor is used, known to be irrelevant, or a reason to refuse.
-
-Audits as rows of plain text, for tables in a terminal or a document.
+Every key of the configuration and every tensor is used, known to be irrelevant, or a reason to refuse. `audit_rows` and
+`account_rows` give audits as rows of text, for tables in a terminal or a document.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The keys of `adapter_config.json` that take part in the computation, read strictly.
+"""Reads `adapter_config.json`: strictly what takes part in the computation, and a judgement of every other key.
 
-Keys, defaults and meaning are those of PEFT's `LoraConfig`; `rules.py` deals with all other keys.
-
-What every other key of `adapter_config.json` means for inference: irrelevant, or a reason to refuse.
-
-Key names follow PEFT's `LoraConfig` up to 0.21; a key that no rule knows is refused unless it is empty.
+Keys, defaults and meaning are those of PEFT's `LoraConfig` up to 0.21. A key that takes no part is irrelevant or a
+reason to refuse; one that no rule knows is refused unless it is empty.
 """
 
 from __future__ import annotations

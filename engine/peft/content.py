@@ -1,8 +1,7 @@
-"""How merging makes each base parameter that an adapter touches.
+"""Finds how merging makes each base parameter that an adapter touches, and checks and hashes the values it uses.
 
-The values of an adapter: finite, of some effect, equal where they must be; and their hash.
-
-Checks work on the bits of fp32, fp16 and bf16 alike, so no tensor library is needed.
+Values must be finite, of some effect, and equal where they must be. Checks work on the bits of fp32, fp16 and bf16
+alike, so no tensor library is needed.
 """
 
 from __future__ import annotations
@@ -21,6 +20,15 @@ from .parameters import Twins, find_saved, find_token_rows
 from .sites import Contents, LoraSite
 from .targets import ties_targets
 from .tensor_file import TensorBytes, TensorEntry
+
+HASH_FORMAT = b"lorabatch adapter content 1\n"
+# Element type, mask without the sign, smallest masked value that is infinite or NaN.
+_BITS: Mapping[str, tuple[str, int, int]] = {
+    "F32": ("<u4", 0x7FFF_FFFF, 0x7F80_0000),
+    "F16": ("<u2", 0x7FFF, 0x7C00),
+    "BF16": ("<u2", 0x7FFF, 0x7F80),
+}
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +127,6 @@ def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
         ledger.merge_only("use_dora=True: whole weights are rescaled, so it runs as its own merged wave", "dora")
     if contents.config.lora_bias and sites:
         ledger.merge_only("lora_bias=True: biases change, so it runs as its own merged wave", "lora_bias")
-
-
-HASH_FORMAT = b"lorabatch adapter content 1\n"
-# Element type, mask without the sign, smallest masked value that is infinite or NaN.
-_BITS: Mapping[str, tuple[str, int, int]] = {
-    "F32": ("<u4", 0x7FFF_FFFF, 0x7F80_0000),
-    "F16": ("<u2", 0x7FFF, 0x7C00),
-    "BF16": ("<u2", 0x7FFF, 0x7F80),
-}
-_CHUNK_ELEMENTS = 1 << 20
 
 
 def check_all_values(changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:

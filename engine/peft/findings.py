@@ -1,4 +1,4 @@
-"""The books of one audit: what became of every key and tensor, and what speaks against the verdict `exact`."""
+"""Records what an audit found for every key and tensor, and the reasons against the verdict `exact`."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class Ledger:
     def reasons(self) -> tuple[str, ...]:
         """Why the verdict is not `exact`: all refusals, or what asks for merging. Each names the adapter."""
         groups = self._refusals or self._merges
-        return tuple(f"adapter {self.adapter!r}: {_told_together(messages)}" for messages in groups.values())
+        return tuple(f"adapter {self.adapter!r}: {_joined(messages)}" for messages in groups.values())
 
 
-def _told_together(messages: list[str]) -> str:
+def _joined(messages: list[str]) -> str:
     others = len(messages) - 1
     return messages[0] if not others else f"{messages[0]} (and {others} more like it)"

@@ -1,7 +1,6 @@
-"""From a tensor's name in an adapter file to the module it adapts and the part it plays there.
+"""Parses tensor names of adapter files: the module of the base that a tensor adapts, and its role there.
 
-What a base model offers to an adapter: its modules and parameters by checkpoint name, with shapes.
-
+`BaseLayout` is what a base model offers to an adapter: its modules and parameters by checkpoint name, with shapes.
 Shapes: linear weight [out_features, in_features], embedding [vocab_size, embedding_size], bias and norm [features].
 """
 
@@ -12,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..model_config.model import HEAD, ModelConfig
+from ..model_config.model import ModelConfig
 
 Role = Literal[
     "lora_a",  # [rank, in_features]
@@ -115,9 +114,6 @@ def choose_renaming(modules: Iterable[str], base_modules: Collection[str]) -> Re
         if found[renaming] == len(names):
             return renaming
     return max(RENAMINGS, key=lambda renaming: found[renaming])  # the first of equals
-
-
-__all__ = ["HEAD", "BaseLayout", "base_layout"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,11 @@
-"""Whole parameters that an adapter contains: modules_to_save, trained biases, saved embeddings.
+"""Finds what an adapter replaces in the base: whole parameters, single token rows, and vocabularies of another size.
 
-Two kinds differ when the base ties its head to the embedding (PEFT 0.21, seen in its forward pass):
+Whole parameters (modules_to_save, trained biases, saved embeddings) are of two kinds, which differ when the base ties
+its head to the embedding (PEFT 0.21, seen in its forward pass):
 - a modules_to_save copy stands beside the base's parameter, so only its own module sees it;
 - a saved base layer is loaded into the base's parameter itself, so embedding and tied head both see it.
-
-trainable_token_indices: single rows of the embedding (and head) that the adapter replaces.
-
-A vocabulary the adapter resized: the new shapes of embedding and head, when the file holds both whole.
+Token rows are those of trainable_token_indices. A resized vocabulary gives embedding and head new shapes; the file must
+hold both whole.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from .names import LORA_ROLES, Role, TensorName
 from .sites import Contents
 from .targets import is_saved_module, ties_saved
 
-SAVED_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy", "original"))
+WHOLE_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy"))
+SAVED_ROLES: frozenset[Role] = WHOLE_ROLES | {"original"}
 CLASSIFIER_NAMES = ("score", "classifier", "classification_head", "qa_outputs")
 
 
@@ -312,9 +312,6 @@ def _check_alone(contents: Contents, rows: Mapping[str, TokenRows], ledger: Ledg
                     contents.config.trainable_token_indices,
                     f"expected no LoRA pair on {module} beside it; PEFT cannot build such a layer",
                 )
-
-
-WHOLE_ROLES: frozenset[Role] = frozenset(("saved", "saved_base", "saved_copy"))
 
 
 def resized_shapes(contents: Contents, ledger: Ledger) -> Mapping[str, tuple[int, ...]]:

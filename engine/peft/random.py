@@ -1,8 +1,7 @@
-"""Adapters of random weights, for benchmarks: of a given rank on every linear layer, made on the device when needed.
+"""Makes adapters of random weights for benchmarks: on a device when needed, or as PEFT folders.
 
-They stand beside a base of random weights (`load_format="dummy"`), have no folder, and are served like any other.
-
-PEFT adapter folders with random weights of given ranks, to measure with: no training, no PEFT needed.
+Those on a device go with a base of random weights (`load_format="dummy"`), have no folder, and are served like any
+other. Folders need no training and no PEFT.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from . import AdapterAudit, LoraSite, ParameterChange
 from .weights import AdapterWeights, LoraPair
 
 _SCALING = 2.0
-# B small enough that a random adapter shifts the answers without drowning the base.
-_DEVIATION_A, _DEVIATION_B = 0.02, 0.01
+# Of A and B; B small enough that a random adapter shifts the answers without drowning the base.
+_DEVIATIONS = (0.02, 0.01)
 
 
 def dummy_audit(model: ModelConfig, rank: int, name: str) -> AdapterAudit:
@@ -62,18 +61,14 @@ def dummy_adapter_weights(audit: AdapterAudit, dtype: torch.dtype, device: torch
 
     pairs = {
         site.module: LoraPair(
-            normal(site.rank, site.in_features, _DEVIATION_A),
-            normal(site.out_features, site.rank, _DEVIATION_B),
+            normal(site.rank, site.in_features, _DEVIATIONS[0]),
+            normal(site.out_features, site.rank, _DEVIATIONS[1]),
             site.scaling,
         )
         for site in audit.sites
     }
     stored = {f"{module}.{half}": pair.a if half == "A" else pair.b for module, pair in pairs.items() for half in "AB"}
     return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
-
-
-# Of A and B; B small enough that a random adapter shifts the answers without drowning the base.
-_DEVIATIONS = (0.02, 0.01)
 
 
 def write_random_adapter(

@@ -1,7 +1,4 @@
-"""The LoRA pairs of an adapter: found in the tensors, checked against the base and the configuration.
-
-All that is known of an adapter from its configuration and the headers of its weight files.
-"""
+"""Finds the LoRA pairs of an adapter in its tensors, and checks them against the base and the configuration."""
 
 from __future__ import annotations
 
@@ -16,6 +13,27 @@ from .targets import targeted, ties_targets, unmatched_targets
 from .tensor_file import TensorEntry
 
 MAX_NAMES_IN_NOTE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that is known of an adapter before its values are read."""
+
+    config: AdapterConfig
+    layout: BaseLayout
+    renaming: Renaming
+    names: tuple[TensorName, ...]
+    entries: Mapping[str, TensorEntry]
+    # Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def by_module(self, roles: frozenset[Role]) -> dict[str, dict[Role, TensorName]]:
+        """Tensors of some roles, by the trained model's module."""
+        grouped: dict[str, dict[Role, TensorName]] = {}
+        for name in self.names:
+            if name.role in roles:
+                grouped.setdefault(name.module, {})[name.role] = name
+        return grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,24 +185,3 @@ def _compare_with_targets(contents: Contents, found: set[str], ledger: Ledger) -
     if unmatched:
         names = ", ".join(unmatched[:MAX_NAMES_IN_NOTE])
         ledger.notes.append(f"target_modules names {names}, which this base does not have; PEFT ignores them too")
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """All that is known of an adapter before its values are read."""
-
-    config: AdapterConfig
-    layout: BaseLayout
-    renaming: Renaming
-    names: tuple[TensorName, ...]
-    entries: Mapping[str, TensorEntry]
-    # Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def by_module(self, roles: frozenset[Role]) -> dict[str, dict[Role, TensorName]]:
-        """Tensors of some roles, by the trained model's module."""
-        grouped: dict[str, dict[Role, TensorName]] = {}
-        for name in self.names:
-            if name.role in roles:
-                grouped.setdefault(name.module, {})[name.role] = name
-        return grouped

@@ -1,4 +1,4 @@
-"""Which modules the configuration targets, by PEFT's own matching rules (`check_target_module_exists`).
+"""Decides which modules a configuration targets, by PEFT's own matching rules (`check_target_module_exists`).
 
 All names here are those of the trained model, because the patterns in the configuration were written for them.
 """

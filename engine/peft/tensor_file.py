@@ -1,11 +1,9 @@
-"""Reading safetensors files: the header alone, then single tensors by memory map.
+"""Reads safetensors files: the header alone, then single tensors by memory map.
 
 The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header that maps each
 tensor to dtype, shape and byte offsets, then the bytes. Nothing in it can run code. The library reads the same
 files; this reader exists because it names what is wrong with a damaged file, gives bf16 bytes without torch,
-and never touches tensor bytes unless asked.
-
-JSON as it must be when every word counts: a repeated key, or NaN for a number, is an error and not a guess.
+and never touches tensor bytes unless asked. JSON is parsed strictly: a repeated key, or NaN for a number, is an error.
 """
 
 from __future__ import annotations

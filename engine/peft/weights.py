@@ -1,4 +1,4 @@
-"""The weights of an audited adapter: pairs for unmerged batches, and merged values of base parameters.
+"""Loads an audited adapter: pairs for unmerged batches, and merged values of base parameters.
 
 Shapes: A [rank, in_features], B [out_features, rank], a layer's weight [out_features, in_features], the embedding
 [vocab_size, hidden_size]. Merged values are computed in fp32 from the stored numbers and rounded once.

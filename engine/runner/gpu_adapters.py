@@ -1,8 +1,8 @@
-"""Resident adapters as rows of the device table that LoRA kernels read.
+"""Enters resident adapters as rows of the device table that LoRA kernels read.
 
 An adapter's matrices are in the pool as `residency` put them: stacked A rows and B rows of each linear layer, both
 contiguous, so that chunks of 16 rank rows are found by arithmetic. A row of the table is written when an adapter is
-first used on the device and given to another when it was not used for longest.
+first used on the device, and reused for another when it is the one unused for longest.
 """
 
 from __future__ import annotations

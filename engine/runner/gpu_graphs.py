@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: which steps share one, and how one is made and replayed.
+"""Captures decode steps as CUDA graphs and replays them.
 
-A graph fixes addresses, shapes and grids, not what stands in the step's lists: kernels read the counts from device
-memory. So decode steps are padded to a few *buckets* of rows, and a bucket has one graph for any mix of adapters
-and one for steps without any.
+A graph fixes addresses, shapes and grids, not what is in the step's lists: kernels read the counts from device memory.
+So decode steps are padded to a few *buckets* of rows, and a bucket has one graph for any mix of adapters and one for
+steps without any.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A step's entries as arrays, what they need of buffers and scratch memory, and the writing of their lists.
+"""Plans one step for a GPU on the host: its entries as arrays, the buffers and scratch it needs, and its lists.
 
-The host's whole work for a step on a GPU: no tensor on a device is touched here.
+This is the host's whole work for a step; it touches no tensor on a device.
 """
 
 from __future__ import annotations

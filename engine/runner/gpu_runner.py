@@ -1,4 +1,4 @@
-"""Steps on a GPU (or in Triton's interpreter): lists in one copy, decode steps as graphs, tokens read later.
+"""Runs steps on a GPU (or in Triton's interpreter): lists in one copy, decode steps as graphs, tokens read later.
 
     host    plan, write lists | copy | launch |  plan the next step ... | read the tokens of the step before
     device                      copy   forward, sample, copy tokens back
@@ -79,7 +79,7 @@ class GpuRunner:
         # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
         # whose they are
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._told_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._read_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
         self._places: dict[int, int] = {}
         self._stop_tokens = stop_tokens
@@ -205,7 +205,7 @@ class GpuRunner:
         is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
         tokens = sample_tokens(logits, step.sampling)
         self._tokens[:count].copy_(tokens)
-        self._told_tokens[:count].copy_(torch.where(is_finite, tokens, NO_TOKEN))
+        self._read_tokens[:count].copy_(torch.where(is_finite, tokens, NO_TOKEN))
         if whole is not None:
             self._logprobs[:count].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
 
@@ -213,7 +213,7 @@ class GpuRunner:
         """Copy the step's tokens back behind it."""
         count, device = len(sampled), self._tokens.device
         tokens = empty_pinned(count, torch.int64, device)
-        tokens.copy_(self._told_tokens[:count], non_blocking=True)
+        tokens.copy_(self._read_tokens[:count], non_blocking=True)
         logprobs = empty_pinned(count, torch.float32, device)
         if wants_logprobs:
             logprobs.copy_(self._logprobs[:count], non_blocking=True)

@@ -1,11 +1,10 @@
-"""How an engine has its steps computed: launched on a device, read later, and what lies between.
+"""The interface of step runners, the steps in flight between launch and reading, and the runner for CPUs.
 
 A runner may let one step be launched before the one before it is read, so that the device never waits for the
 host. Rows then grow by *pending* tokens, which only the device knows, and the host learns of an end one step late:
 the step launched meanwhile computed one token too many, which is dropped when it is read. Its key and value went
-to a place that the row still owned, and whoever gets that place later writes to it in a later step.
-
-Steps on a CPU: each is computed when it is launched.
+to a place that the row still owned, and the next owner of that place writes to it in a later step. On a CPU a step is
+computed when it is launched.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""From logits to tokens: greedy, or drawn after temperature, top-k and top-p, in that order.
+"""Samples tokens from logits on a CPU: greedy, or drawn after temperature, top-k and top-p, in that order.
 
 A drawn token needs one uniform number per (row, position). With weights w = exp((logit - largest) / temperature), cut
 by top-k, then by top-p as a share of what is left, the draw is the first token whose running sum of w exceeds the
 number times their total: in order of falling logits where something is cut, else in order of token ids. Equal logits
-stand in order of token ids. `kernels.sampling` does the same on a GPU.
+are in order of token ids. `kernels.sampling` does the same on a GPU.
+
+The number is a pure function of (seed, stream, position), so a retried or moved sequence draws what an undisturbed one
+does: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), applied
+once per key so that related keys give unrelated numbers.
 
 Log-probabilities are those of the model's own distribution: before temperature, cuts and withheld stop tokens.
-
-Counter-based random numbers: the number at a position is a pure function of (seed, stream, position).
-
-A retried or moved sequence therefore draws the same numbers as an undisturbed one. The mixing function is the
-finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), applied once
-per key so that related keys give unrelated numbers.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from ..request import SamplingParams, Sequence
 NO_TOKEN = -1
 # Sorting a whole vocabulary is avoided: top-p looks at the largest candidates first, and widens when they fall short.
 _FIRST_CANDIDATES = 256
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 StopTokens = Callable[[Sequence], Items[int]]
 
 
@@ -98,9 +97,6 @@ def _pick(weights: Tensor, u: float) -> int:
     cumulative = weights.cumsum(-1)
     index = int(torch.searchsorted(cumulative, u * cumulative[-1:], right=True)[0])
     return min(index, weights.numel() - 1)
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,9 +1,9 @@
-"""Chat templates: messages in, one prompt out, in jinja2's sandbox.
+"""Renders chat templates: messages in, one prompt out, in jinja2's sandbox.
 
-Templates come with model and adapter folders, so they are strangers' code: they see plain JSON values only and
-cannot reach Python objects, files or the machine. The environment offers what Hugging Face documents for chat
-templates (`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls), and a test compares
-the outcome with transformers.
+Templates are part of model and adapter folders, hence untrusted code: they see plain JSON values only and cannot reach
+Python objects, files or the machine. The environment offers what Hugging Face documents for chat templates
+(`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls), and a test compares the outcome with
+transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""When a sequence is finished, and its text: stop tokens, stop strings, `max_tokens`.
+"""Decides when a sequence is finished, and detokenises it: stop tokens, stop strings, `max_tokens`.
 
-Stop strings are looked for as if the text came character by character: the first to be complete ends the row, however
+Stop strings are searched as if the text came character by character: the first to be complete ends the row, however
 its characters were spread over tokens; of several that end together the longest counts. A stop string that is the text
 of a special token (which is not part of the text) stands for that token.
 """

@@ -1,9 +1,9 @@
-"""Text to tokens and back, from a Hugging Face model folder. No torch, no transformers.
+"""Encodes and decodes text with the tokenizer of a Hugging Face model folder. No torch, no transformers.
 
 `tokenizer.json` holds the tokenizer, `tokenizer_config.json` (and the older `special_tokens_map.json`) names the
 special tokens and may hold the chat template; `chat_template.jinja` takes precedence. What is put around a plain
 prompt is written in `tokenizer.json`; the flags `add_bos_token` and `add_eos_token` beside it are for tokenizers
-without that file. Tests hold the outcome against transformers' `AutoTokenizer`.
+without that file. Tests compare the outcome with transformers' `AutoTokenizer`.
 """
 
 from __future__ import annotations

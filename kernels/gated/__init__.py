@@ -1,4 +1,4 @@
-"""The gated activation of the Llama families: `silu(gate) * up`, with silu(x) = x / (1 + e^-x)."""
+"""Computes the gated activation of the Llama families: `silu(gate) * up`, with silu(x) = x / (1 + e^-x)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where keys and values stand in a page of the pool.
+"""The layout of keys and values in a page of the pool.
 
 A page holds `[num_layers, 2 (key, value), num_kv_heads, page_tokens, head_dim]`; slot = page * page_tokens + place in
 the page.

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels, if they were built when the package was installed.
+"""Loads the compiled CPU kernels, if they were built when the package was installed.
 
 They are plain C with OpenMP, compiled for AVX-512 and for AVX2, and called with addresses. Nothing is compiled while
 a job runs; where no library fits (no C compiler at installation, another processor) callers take their torch path.

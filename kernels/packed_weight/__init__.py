@@ -1,7 +1,7 @@
-"""Weights of linear layers in the layout that a CPU multiplies with fastest: `pack(weight).multiply(x, bias)`.
+"""Packs weights of linear layers into the layout that a CPU multiplies with fastest: `pack(weight).multiply(x, bias)`.
 
 Compiled kernels read panels (`panels.py`); where there are none, torch's oneDNN has a layout of its own
-(`onednn.py`). In both a row's result has the same bits whatever rows stand beside it.
+(`onednn.py`). In both a row's result has the same bits whatever rows are beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's own packed layout, for processors without compiled kernels of ours."""
+"""Packs weights into torch's own layout, for processors without compiled kernels of ours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Weights in panels of transposed rows, see `../native/panels.h`. A panel is as wide as two vectors of the
-processor, so what one machine packs is not for another."""
+"""Packs weights into panels of transposed rows, see `../native/panels.h`.
+
+A panel is as wide as two vectors of the processor, so what one machine packs is not for another.
+"""
 
 from __future__ import annotations
 

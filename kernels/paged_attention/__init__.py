@@ -1,4 +1,4 @@
-"""Attention over pages: decoding sequences and prefill chunks by one operator.
+"""Attends to keys and values in pages: decoding sequences and prefill chunks by one operator.
 
     out[t, h] = softmax over keys j of the token's sequence, j <= position(t) and j > position(t) - window, of
                 softcap(scale * q[t, h] . k[j, h // G])  times  v[j, h // G]

@@ -1,4 +1,4 @@
-"""Attention of all sequences of a step in one compiled call per layer, see `cpu.c`: no groups, masks or copies."""
+"""Attends for all sequences of a step in one compiled call per layer (`cpu.c`): no groups, masks or copies."""
 
 from __future__ import annotations
 

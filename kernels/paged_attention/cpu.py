@@ -1,4 +1,4 @@
-"""Attention on views of the pool, for CPUs.
+"""Attends to views of the pool, on a CPU.
 
 The G query heads that share a key head are folded into the query length, so each key is read once for all of
 them; decoding sequences of evenly spaced extents form one call. (Gathering pages into a padded copy first costs

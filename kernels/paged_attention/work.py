@@ -1,4 +1,4 @@
-"""What attention on a GPU does in one step, as lists in one int32 buffer that persistent kernels read.
+"""Lists the attention work of one step on a GPU in one int32 buffer that persistent kernels read.
 
     header [4]                 num_items, num_combines
     items [max_items, 7]       row, num_queries, position, sequence, key_begin, key_end, partial

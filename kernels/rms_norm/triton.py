@@ -1,5 +1,8 @@
-"""RMSNorm on a GPU. One program per row, which it holds in registers: 4096 fp32 in 256 threads are 16 each. Bytes:
-x read, y read and x written when there is a y, out written; 512 rows of 4096 in bf16 make 8 to 16 MiB, 2 to 4 us."""
+"""Fused RMSNorm on a GPU.
+
+One program per row, which it holds in registers: 4096 fp32 in 256 threads are 16 each. Bytes: x read, y read and x
+written when there is a y, out written; 512 rows of 4096 in bf16 make 8 to 16 MiB, 2 to 4 us.
+"""
 
 from __future__ import annotations
 

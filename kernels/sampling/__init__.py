@@ -1,9 +1,9 @@
-"""From logits to tokens: argmax, or a draw after temperature, top-k and top-p, in that order, on the device.
+"""Samples tokens from logits on the device: argmax, or a draw after temperature, top-k and top-p, in that order.
 
 One uniform number u in [0, 1) per row decides, a pure function of (seed, stream, position): SplitMix64's finaliser
 applied once per key (Steele, Lea, Flood 2014), the very numbers of the CPU engine. With weights w = exp((logit -
 largest) / temperature), the draw is the first token whose running sum of w exceeds u times their total: in order of
-falling logits where top-k or top-p cut, else in order of token ids. Equal logits stand in order of token ids.
+falling logits where top-k or top-p cut, else in order of token ids. Equal logits are in order of token ids.
 """
 
 from __future__ import annotations

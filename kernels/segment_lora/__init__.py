@@ -1,6 +1,6 @@
-"""Unmerged LoRA over segments: `y[segment, columns] += scaling * (x[segment] A^T) B` for each segment's own adapter.
+"""Adds unmerged LoRA over segments: `y[segment, columns] += scaling * (x[segment] A^T) B`, each segment's own adapter.
 
-A step's tokens stand sorted by adapter, so each adapter owns one contiguous run of rows, a *segment*; rows
+A step's tokens are sorted by adapter, so each adapter owns one contiguous run of rows, a *segment*; rows
 without an adapter belong to no segment and cost nothing. Linear layers that read the same input are packed
 (q, k, v; gate, up): their A matrices are stacked, so that one multiplication shrinks for all of them, and each
 member's B adds into its own columns. Ranks are exact, nothing is padded.

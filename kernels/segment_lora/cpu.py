@@ -1,4 +1,4 @@
-"""The compiled form of `add_lora_`, see `cpu.c`."""
+"""Adds LoRA of many segments in one compiled call (`cpu.c`)."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_rows_of_a_packed_layer_merge_on_their_own(dtype: torch.dtype, device: t
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_weights_that_are_not_finite_are_told(dtype: torch.dtype, device: torch.device, value: float) -> None:
+def test_weights_that_are_not_finite_are_reported(dtype: torch.dtype, device: torch.device, value: float) -> None:
     """Infinity is what an overflow rounds to."""
     jobs = [on(device, make_job((70, 40), [4], dtype, dtype)) for _ in range(2)]
     assert int(merge_weights(jobs)) == 0

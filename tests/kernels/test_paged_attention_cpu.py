@@ -97,7 +97,7 @@ def test_heads_that_the_vectors_do_not_divide_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_a_score_that_is_no_number_is_told_as_by_torch(wrong: float, softcap: float | None) -> None:
+def test_a_score_that_is_no_number_is_reported_as_by_torch(wrong: float, softcap: float | None) -> None:
     """It must not become a weight like any other: the row that it belongs to is an error."""
     num_kv_heads, head_dim, past = 2, 64, 40
     for place in (0, 17, past):

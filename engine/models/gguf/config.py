@@ -1,4 +1,4 @@
-"""`config.json` and `generation_config.json` from GGUF metadata."""
+"""Writes `config.json` and `generation_config.json` from GGUF metadata."""
 
 from __future__ import annotations
 

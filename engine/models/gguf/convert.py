@@ -1,4 +1,4 @@
-"""GGUF files as base models: dequantised once into a Hugging Face style safetensors folder.
+"""Converts GGUF files: dequantised once into a Hugging Face style safetensors folder.
 
 Shapes: a linear weight is `[out_features, in_features]`, as in the checkpoint (GGUF lists its axes reversed).
 Sources: the GGUF specification (ggml `docs/gguf.md`) and llama.cpp's converter, which reorders the query and

@@ -1,4 +1,4 @@
-"""An opened GGUF file: metadata as plain values, tensors memory-mapped."""
+"""Reads an opened GGUF file: metadata as plain values, tensors memory-mapped."""
 
 from __future__ import annotations
 

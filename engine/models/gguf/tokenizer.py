@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, as Hugging Face `tokenizer.json` and `tokenizer_config.json`.
+"""Translates the tokenizer inside a GGUF file to Hugging Face's `tokenizer.json` and `tokenizer_config.json`.
 
 A GGUF file names its splitting rules (`tokenizer.ggml.pre`) and does not spell them out. Only rules known
 exactly are translated; any other name is refused, because a nearly right tokenizer gives silently wrong answers.

@@ -139,7 +139,7 @@ def test_without_a_budget_nothing_is_kept() -> None:
         HostTier(-1)
 
 
-def test_a_wrong_sum_is_told_with_both_numbers() -> None:
+def test_a_wrong_sum_is_reported_with_both_numbers() -> None:
     tier = HostTier(budget_bytes=80)
     tier.put("a", adapter(10), lambda a: 0.0)
     tier.num_bytes = 8

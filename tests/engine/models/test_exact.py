@@ -42,7 +42,7 @@ def test_with_compiled_kernels_there_is_nothing_to_say(tiny_llama: Path, caplog:
 
 
 @compiled
-def test_heads_that_torch_attends_to_are_told(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_that_torch_attends_to_are_reported(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = replace(read_model_config(tiny_llama), head_dim=40)
     check_exact_promise(model, CPU, torch.float32)
     assert "heads of 40 numbers" in caplog.text

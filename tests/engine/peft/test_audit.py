@@ -310,7 +310,7 @@ def test_an_adapter_of_another_architecture_matches_nothing_and_is_refused(plain
     assert "the base has no linear layer" in only_reason(plain)
 
 
-def test_several_problems_are_told_together(plain: Any) -> None:
+def test_several_problems_are_joined(plain: Any) -> None:
     (plain.folder / "adapter_model.safetensors").write_bytes(b"broken")
     plain.configure(peft_type="IA3", lora_alpha="x", task_type="SEQ_CLS", warp=1)
     text = "\n".join(plain.audit().reasons)

@@ -122,7 +122,7 @@ def test_a_malformed_value_is_refused_by_name(key: str, value: Any, expected: st
     assert "save the adapter again" in reason
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     _, ledger = read(r=0, lora_alpha="x", bias="some")
     assert len(ledger.reasons()) == 3
 
@@ -235,7 +235,7 @@ def test_an_unknown_key_that_is_set_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
-def test_an_unknown_key_that_is_empty_is_told_and_accepted(value: Any) -> None:
+def test_an_unknown_key_that_is_empty_is_reported_and_accepted(value: Any) -> None:
     ledger = judge(lora_warp_factor=value)
     assert not ledger.is_refused
     assert ledger.key_uses["lora_warp_factor"] == "irrelevant: not known here, but not set"

@@ -161,7 +161,7 @@ def test_a_missing_configuration_or_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_folder_with_its_own_tokenizer_is_told(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_its_own_tokenizer_is_reported(tmp_path: Path, name: str) -> None:
     assert not has_own_tokenizer(tmp_path)
     (tmp_path / name).write_text("{}")
     assert has_own_tokenizer(tmp_path)

@@ -46,7 +46,7 @@ def test_a_classification_head_is_refused(plain: Any, name: str) -> None:
     assert f"{P}{name}.weight: the base has no parameter '{name}.weight', and a classification head" in text
 
 
-def test_a_saved_module_the_base_does_not_have_is_told(plain: Any) -> None:
+def test_a_saved_module_the_base_does_not_have_is_reported(plain: Any) -> None:
     plain.configure(modules_to_save=["wte"])
     audit = plain.audit()
     assert audit.verdict == "exact"
@@ -167,7 +167,7 @@ def test_a_table_of_another_width_is_refused_by_its_shape(train: Any, llama: Any
     assert "has shape [33, 17], expected [32, 16]" in reasons(trained)
 
 
-def test_a_resized_vocabulary_is_told(train: Any, llama: Any) -> None:
+def test_a_resized_vocabulary_is_reported(train: Any, llama: Any) -> None:
     audit = train(llama, vocab_size=40).audit()
     assert (audit.verdict, audit.vocab_size) == ("exact-by-merge", 40)
 

@@ -83,7 +83,7 @@ def test_all_linear_written_literally_is_understood(train: Any, llama: Any) -> N
     assert "not among the modules" in reasons(trained)
 
 
-def test_a_target_no_module_of_the_base_has_is_told(plain: Any) -> None:
+def test_a_target_no_module_of_the_base_has_is_reported(plain: Any) -> None:
     plain.configure(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "c_attn"])
     audit = plain.audit()
     assert audit.verdict == "exact"

@@ -111,7 +111,7 @@ def test_modules_to_save_match_the_plain_ends_of_names_and_what_lies_below() -> 
     assert not is_saved_module(config, "model.layers.0.self_attn.q_proj")
 
 
-def test_list_entries_that_name_no_module_are_told() -> None:
+def test_list_entries_that_name_no_module_are_reported() -> None:
     config = AdapterConfig(target_modules=("q_proj", "c_attn", "wte"))
     assert unmatched_targets(config, MODULES) == ("c_attn", "wte")
     assert unmatched_targets(AdapterConfig(target_modules=".*wte"), MODULES) == ()

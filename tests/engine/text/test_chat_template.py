@@ -71,7 +71,7 @@ def test_templates_cannot_reach_python(attack: str) -> None:
     assert text.strip() == ""
 
 
-def test_a_refusal_of_the_template_is_told_in_its_own_words() -> None:
+def test_a_refusal_of_the_template_is_reported_in_its_own_words() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL)
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         template.render(MESSAGES)
