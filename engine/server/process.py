@@ -1,9 +1,7 @@
 """The engine as a process of its own: `python -m lorabatch.engine.server.process`, driven over its standard streams.
 
-Why a process: a crash or an out-of-memory kill costs one engine, not the Dask worker with its bookkeeping,
-and the interpreter lock of the worker never waits for a step. `docs/architecture.md` lists the messages.
-
-Whether an engine died of memory: it said so, or the kernel ended it.
+A crash or an out-of-memory kill then costs one engine, not the Dask worker with its bookkeeping, and the interpreter
+lock of the worker never waits for a step. `frames.py` has the messages.
 """
 
 from __future__ import annotations
@@ -20,24 +18,40 @@ import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..request import EngineTelemetry, ExportedRow, Result
-from .wire import (
-    pack_exported_row,
-    pack_result,
-    pack_telemetry,
+from .codec import MessageError
+from .frames import (
+    FROM_ENGINE,
+    TO_ENGINE,
+    AbortRows,
+    AddRows,
+    ExpectRows,
+    Exported,
+    ExportRows,
+    Fatal,
+    FromEngine,
+    Heartbeat,
+    Progress,
+    Ready,
+    RegisterAdapter,
+    Results,
+    RowTokens,
+    Start,
+    Stop,
+    ToEngine,
     read_frame,
-    unpack_config,
-    unpack_exported_row,
-    unpack_request,
     write_frame,
 )
 
 PROGRESS_INTERVAL_S = 1.0
-PULSE_INTERVAL_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
+_VMSTAT = Path("/proc/vmstat")
+# Parts of what torch's allocators say where they raise a plain RuntimeError.
+_MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class RunsRequests(Protocol):
@@ -46,7 +60,7 @@ class RunsRequests(Protocol):
     config: EngineConfig
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
-        """Say where the adapter of this content hash lies."""
+        """Say where the adapter of this content hash is stored."""
 
     def import_rows(self, rows: Sequence[ExportedRow]) -> None:
         """Queue rows, some of them begun by another engine."""
@@ -71,10 +85,14 @@ class RunsRequests(Protocol):
         """A snapshot."""
 
 
-class EngineProcess:
-    """Feeds one engine from a queue of messages and writes what it says."""
+# What the reader puts into the inbox last when a frame was malformed.
+Inbox = queue.SimpleQueue[ToEngine | MessageError]
 
-    def __init__(self, inbox: queue.SimpleQueue[dict[str, Any]], outlet: BinaryIO) -> None:
+
+class EngineProcess:
+    """Feeds one engine from a queue of messages and writes its replies."""
+
+    def __init__(self, inbox: Inbox, outlet: BinaryIO) -> None:
         self._inbox = inbox
         self._outlet = outlet
         self._write_lock = threading.Lock()
@@ -84,8 +102,8 @@ class EngineProcess:
         self._step_began_s: float | None = None
 
     def run(self) -> int:
-        """Serve until `stop`; the exit code. A failure of the engine is told in a `fatal` message."""
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        """Serve until `Stop`; the exit code. A failure of the engine is reported in `Fatal`."""
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         try:
             engine = self._start(self._inbox.get())
         except Exception as error:
@@ -99,14 +117,15 @@ class EngineProcess:
             return self._fatal(error, is_permanent=False)
         return 0
 
-    def _start(self, message: dict[str, Any]) -> RunsRequests:
-        assert message["op"] == "start", f"first message was {message['op']!r}, not 'start'"
+    def _start(self, message: ToEngine | MessageError) -> RunsRequests:
+        if not isinstance(message, Start):
+            raise MessageError(f"{message!r}: expected Start as the first message")
         began_s = time.monotonic()
-        module, _, name = message["factory"].partition(":")
+        module, _, name = message.factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        engine: RunsRequests = factory(Path(message["model"]), unpack_config(message["config"]))
-        limits = {"batch_rows": engine.config.batch_rows, "step_tokens": engine.config.step_tokens}
-        self._send({"op": "ready", "pid": os.getpid(), "load_s": time.monotonic() - began_s} | limits)
+        engine: RunsRequests = factory(Path(message.model), message.config)
+        config = engine.config
+        self._send(Ready(os.getpid(), time.monotonic() - began_s, config.batch_rows, config.step_tokens))
         return engine
 
     def _take_messages(self, engine: RunsRequests) -> bool:
@@ -117,42 +136,39 @@ class EngineProcess:
                 message = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
             except queue.Empty:
                 return True
-            if message["op"] == "stop":
+            if isinstance(message, Stop):
                 return False
             self._handle(engine, message)
             timeout_s = 0.0
 
-    def _handle(self, engine: RunsRequests, message: dict[str, Any]) -> None:
-        match message["op"]:
-            case "adapter":
+    def _handle(self, engine: RunsRequests, message: ToEngine | MessageError) -> None:
+        match message:
+            case AddRows():
+                self._add(engine, message.rows)
+            case RegisterAdapter(adapter_id, folder, name):
                 try:
-                    engine.register_adapter(message["adapter_id"], Path(message["path"]), message["name"])
+                    engine.register_adapter(adapter_id, Path(folder), name)
                 except EngineError as error:
-                    self._refused_adapters[message["adapter_id"]] = str(error)
-            case "expect":
-                engine.expect_rows(message["adapter_id"], message["num_rows"])
-            case "add":
-                self._add(engine, [ExportedRow(unpack_request(raw)) for raw in message["requests"]])
-            case "import":
-                self._add(engine, [unpack_exported_row(raw) for raw in message["rows"]])
-            case "export":
-                self._export(engine, message["request_ids"])
-            case "abort":
-                engine.abort(message["request_ids"])
-            case op:
-                raise AssertionError(f"unknown message {op!r}")
+                    self._refused_adapters[adapter_id] = str(error)
+            case ExpectRows():
+                engine.expect_rows(message.adapter_id, message.num_rows)
+            case ExportRows():
+                rows = engine.export_rows(message.request_ids)
+                exported = (RowTokens(row.request.request_id, row.token_ids, row.token_logprobs) for row in rows)
+                self._send(Exported(tuple(exported)))
+            case AbortRows():
+                engine.abort(message.request_ids)
+            case MessageError():
+                raise message
+            case _:
+                raise MessageError(f"{message!r}: not expected after the start")
 
-    def _add(self, engine: RunsRequests, rows: list[ExportedRow]) -> None:
+    def _add(self, engine: RunsRequests, rows: Sequence[ExportedRow]) -> None:
         refused = [row for row in rows if row.request.adapter_id in self._refused_adapters]
         self._send_results(
             [Result.refused(row.request, self._refused_adapters[row.request.adapter_id or ""]) for row in refused]
         )
         engine.import_rows([row for row in rows if row.request.adapter_id not in self._refused_adapters])
-
-    def _export(self, engine: RunsRequests, request_ids: list[str]) -> None:
-        """One answer for each question: what finished before was told in `results` before it."""
-        rows = engine.export_rows(request_ids)
-        self._send({"op": "exported", "request_ids": request_ids, "rows": [pack_exported_row(row) for row in rows]})
 
     def _step(self, engine: RunsRequests) -> None:
         if engine.num_unfinished:
@@ -163,49 +179,62 @@ class EngineProcess:
             self._send_results(results)
 
     def _beat(self) -> None:
-        """Tell about once a second that this process lives, and for how long the step that runs now has run: a long
-        step is no reason to end a process, a process that is stopped or hangs is.
-        """
+        """Send heartbeats: a long step is no reason to end a process, a process that is stopped or hangs is."""
         with contextlib.suppress(OSError, ValueError):
             while True:
                 began_s = self._step_began_s
-                self._send({"op": "pulse", "step_s": 0.0 if began_s is None else time.monotonic() - began_s})
-                time.sleep(PULSE_INTERVAL_S)
+                self._send(Heartbeat(0.0 if began_s is None else time.monotonic() - began_s))
+                time.sleep(HEARTBEAT_INTERVAL_S)
 
     def _report(self, engine: RunsRequests) -> None:
         now_s = time.monotonic()
         if now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
             self._last_progress_s = now_s
-            telemetry = replace(engine.telemetry(), busy_s=self._busy_s)
-            self._send({"op": "progress", "telemetry": pack_telemetry(telemetry)})
+            self._send(Progress(replace(engine.telemetry(), busy_s=self._busy_s)))
 
-    def _send_results(self, results: list[Result]) -> None:
+    def _send_results(self, results: Sequence[Result]) -> None:
         if results:
-            self._send({"op": "results", "results": [pack_result(result) for result in results]})
+            self._send(Results(tuple(results)))
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: FromEngine) -> None:
         with self._write_lock:
-            write_frame(self._outlet, message)
+            write_frame(self._outlet, FROM_ENGINE, message)
 
     def _fatal(self, error: Exception, is_permanent: bool) -> int:
         traceback.print_exc()
         sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        self._send(
-            {
-                "op": "fatal",
-                "error": sentence,
-                "is_permanent": is_permanent,
-                "is_out_of_memory": is_out_of_memory(error),
-            }
-        )
+        self._send(Fatal(sentence, is_permanent, is_out_of_memory(error)))
         return 1
 
 
-def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Move messages from the host to the inbox; end the process with the host, even in a long step."""
-    while (message := read_frame(inlet)) is not None:
-        inbox.put(message)
+def read_messages(inlet: BinaryIO, inbox: Inbox) -> None:
+    """Move messages from the supervisor to the inbox; end the process with the supervisor, even in a long step."""
+    try:
+        while (message := read_frame(inlet, TO_ENGINE)) is not None:
+            inbox.put(message)
+    except MessageError as error:
+        inbox.put(error)
+        return
     os._exit(0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on the device or on the host."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _MEMORY_ERRORS)
+
+
+def kernel_kills(vmstat: Path = _VMSTAT) -> int:
+    """Processes of this machine that Linux has ended for want of memory since it started; 0 where it does not count.
+
+    A process killed by signal 9 while this rose most likely died of memory.
+    """
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def claim_stdout() -> BinaryIO:
@@ -217,10 +246,10 @@ def claim_stdout() -> BinaryIO:
 
 def main() -> int:
     """Entry point of the process."""
-    # Its host decides when it ends: told to leave, the host first takes back what was generated.
+    # The supervisor decides when it ends: a worker that has to leave first takes back what was generated.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     outlet = claim_stdout()
-    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:
         return EngineProcess(inbox, outlet).run()
@@ -233,25 +262,3 @@ if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
     os._exit(code)
-_VMSTAT = Path("/proc/vmstat")
-# What torch's allocators say where they raise a plain RuntimeError.
-_SAID = ("can't allocate memory", "not enough memory", "out of memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on the device or on the host."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
-
-
-def kernel_kills(vmstat: Path = _VMSTAT) -> int:
-    """Processes of this machine that Linux has ended for want of memory since it started; 0 where nobody counts.
-
-    A process killed by signal 9 while this rose most likely died of memory.
-    """
-    try:
-        lines = vmstat.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,4 +1,4 @@
-"""Rows of this worker's shards that other workers' engines work on. The shard stays here, and so does its commit."""
+"""Outgoing rows: rows of this worker's shards that other workers' engines work on. The shard is committed here."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import asyncio
 import logging
 import uuid
 
-from ..supervisor.requests import Loan
-from ..supervisor.supervisor import EngineShare
+from ..supervisor.queue import EngineQueue, LentRows
+from ..supervisor.supervisor import EngineHandle
 from .peers import DropRows, FetchResults, LoanResults, PeerLostError, Peers, RecallRows, ReceiveRows
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
-# Questions in a row without an answer after which a helper is lost.
+# Requests in a row without a reply after which a helper is lost.
 MAX_SILENCES = 3
 _EXPORT_TIMEOUT_S = 30.0
 # The helper may have to fetch adapters first.
 _RECEIVE_TIMEOUT_S = 60.0
 
 
-class Loans:
+class OutgoingRows:
     """Lends rows and gets their results back, or the rows. Used from the worker's event loop only.
 
     `address`: of this worker, where helpers may get adapters.
     """
 
-    def __init__(self, engine: EngineShare, peers: Peers, address: str) -> None:
+    def __init__(self, engine: EngineHandle, peers: Peers, address: str) -> None:
         self._engine = engine
         self._peers = peers
         self._address = address
@@ -41,7 +41,7 @@ class Loans:
         task.add_done_callback(self._running.discard)
 
     async def call_back(self, timeout_s: float) -> None:
-        """This worker leaves: what helpers have generated comes back before its shards are handed over. Waits until it
+        """This worker leaves: what helpers have generated is fetched before its shards are handed over. Waits until it
         has, but no longer than this.
         """
         self._is_leaving = True
@@ -50,36 +50,37 @@ class Loans:
 
     async def lend(self, shard_id: int, num_rows: int, helper: str) -> None:
         """Lend rows of an open shard and wait until each has its result or is back in the engine here."""
-        asked = asyncio.wrap_future(self._engine.lend(shard_id, num_rows))
+        exported = asyncio.wrap_future(self._engine.lend(shard_id, num_rows))
         try:
-            # Shielded: rows that leave the engine late must be seen to come back.
-            loan = await asyncio.wait_for(asyncio.shield(asked), _EXPORT_TIMEOUT_S)
+            # Shielded: rows that leave the engine late must be taken back.
+            lent = await asyncio.wait_for(asyncio.shield(exported), _EXPORT_TIMEOUT_S)
         except TimeoutError:
-            asked.add_done_callback(lambda late: self._take_back(late.result()))
+            exported.add_done_callback(lambda late: self._take_back(late.result()))
             return
-        if not loan.rows:
+        if lent is None:
             return
         try:
-            await self._see_through(loan, helper)
+            await self._see_through(lent, helper)
         except PeerLostError as error:
-            logger.warning("rows of shard %d come back: %s", shard_id, error)
+            logger.warning("rows of shard %d are taken back: %s", shard_id, error)
         finally:
-            self._take_back(loan)
+            self._take_back(lent)
 
-    def _take_back(self, loan: Loan) -> None:
-        """What was answered is not in the ledger any more; the rest goes on here."""
-        self._engine.reclaim(row.request.request_id for row in loan.rows)
+    def _take_back(self, lent: LentRows | None) -> None:
+        """Rows that have no result go on here."""
+        if lent is not None:
+            self._engine.submit(EngineQueue.reclaim, lent.shard, [row.request.request_id for row in lent.rows])
 
-    async def _see_through(self, loan: Loan, helper: str) -> None:
+    async def _see_through(self, lent: LentRows, helper: str) -> None:
         loan_id = uuid.uuid4().hex[:12]
-        lent = ReceiveRows(loan_id, self._address, tuple(loan.rows))
-        await self._peers.ask(helper, lent, timeout_s=_RECEIVE_TIMEOUT_S)
-        logger.info("%d rows lent to %s", len(loan.rows), helper)
-        waiting = {row.request.request_id for row in loan.rows}
+        sent = ReceiveRows(loan_id, self._address, lent.rows)
+        await self._peers.ask(helper, sent, timeout_s=_RECEIVE_TIMEOUT_S)
+        logger.info("%d rows lent to %s", len(lent.rows), helper)
+        waiting = {row.request.request_id for row in lent.rows}
         acknowledged: tuple[str, ...] = ()
         is_recalled = False
         while waiting:
-            if loan.shard is not None and loan.shard.is_abandoned:
+            if lent.shard.is_abandoned:
                 await self._peers.ask(helper, DropRows(loan_id))
                 return
             if self._is_leaving and not is_recalled:
@@ -87,11 +88,11 @@ class Loans:
                 await self._peers.ask(helper, RecallRows(loan_id))
             await asyncio.sleep(POLL_INTERVAL_S)
             results = await self._patiently(helper, FetchResults(loan_id, acknowledged))
-            self._engine.answered(results.rows)
+            self._engine.submit(EngineQueue.answered, lent.shard, results.rows)
             acknowledged = tuple(row.result.request_id for row in results.rows)
             waiting.difference_update(acknowledged)
             if results.is_over:
-                self._engine.returned(results.returned)
+                self._engine.submit(EngineQueue.returned, lent.shard, results.returned)
                 logger.info("%s gives rows back, %d of them begun", helper, len(results.returned))
                 return
         await self._peers.ask(helper, FetchResults(loan_id, acknowledged))

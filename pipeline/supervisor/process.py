@@ -1,9 +1,7 @@
-"""One engine process as its host sees it: start it, send to it, hear from it, end it.
+"""One engine process as its supervisor sees it: start it, send to it, read from it, end it.
 
-`multiprocessing` children are refused in nannied workers, so this is a plain subprocess; closing its standard
-input ends it, also when this process is killed. Its standard error goes to a log file.
-
-Messages to a process, written by a thread of their own: a process that does not read holds up nobody.
+`multiprocessing` children are refused in nannied workers, so this is a plain subprocess. Closing its standard input
+ends it, also when this process is killed. Its standard error goes to a log file.
 """
 
 from __future__ import annotations
@@ -15,14 +13,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ...engine.errors import EngineError
-from ...engine.server.wire import pack_config, pack_frame, read_frame
+from ...engine.server.codec import MessageError
+from ...engine.server.frames import FROM_ENGINE, TO_ENGINE, Fatal, FromEngine, Start, ToEngine, encode_frame, read_frame
 from ..messages import EngineSettings
 
-Listener = Callable[["EngineChild", dict[str, Any]], None]
 # Libraries read these before they load; the nanny has set some of them to 1 for the worker itself.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # Set by the nanny for the worker: memory goes back to the system at every free. An engine wants the same sizes again in
@@ -30,9 +29,21 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
 
 
-class EngineChild:
-    """A child process that may still be starting. No call waits for it. `listener` hears every message, in a thread of
-    the child's own, and last of all `{"op": "exited", "reason": …}`, exactly once.
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """The process is gone; `reason` is a clause about "it"."""
+
+    reason: str
+
+
+Listener = Callable[["EngineProcess", FromEngine | ProcessExited], None]
+
+
+class EngineProcess:
+    """An engine process that may still be starting. No call waits for it.
+
+    `listener` is called with every message, in a thread of the process's own, and last of all with `ProcessExited`,
+    exactly once.
     """
 
     def __init__(
@@ -45,7 +56,7 @@ class EngineChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: FrameWriter | None = None
         self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="engine child", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="engine process", daemon=True)
         self._thread.start()
 
     @property
@@ -53,7 +64,7 @@ class EngineChild:
         """The process id, once it runs."""
         return self._process.pid if self._process else None
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: ToEngine) -> None:
         """Send one message, without waiting for the process to read it. A process that is gone is no error here: its
         exit is reported on its own.
         """
@@ -78,35 +89,40 @@ class EngineChild:
         try:
             model = self._find_model()
             if not self._is_stopped.is_set():
-                reason = self._converse(model)
+                reason = self._converse(self._start(), model)
         except Exception as error:
-            self._listener(self, {"op": "fatal", "error": str(error), "is_permanent": isinstance(error, EngineError)})
+            self._listener(self, Fatal(str(error), is_permanent=isinstance(error, EngineError)))
             reason = "it could not be started"
-        self._listener(self, {"op": "exited", "reason": reason})
+        self._listener(self, ProcessExited(reason))
 
-    def _converse(self, model: Path) -> str:
-        """Run the process to its end; how it ended."""
+    def _start(self) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab") as log:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "lorabatch.engine.server.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=engine_environment(os.environ, self._settings.config.num_threads),
-                # Ctrl-C in a terminal reaches the whole foreground group; engines end when they are told to.
+                # Ctrl-C in a terminal reaches the whole foreground group; the supervisor ends engines itself.
                 start_new_session=True,
             )
-        self._process = process
         if self._is_stopped.is_set():
-            process.kill()
+            self._process.kill()
+        return self._process
+
+    def _converse(self, process: subprocess.Popen[bytes], model: Path) -> str:
+        """Exchange messages with the process to its end; how it ended."""
         assert process.stdout is not None
         assert process.stdin is not None
         writer = FrameWriter(process.stdin)
-        config = pack_config(self._settings.config)
-        writer.send({"op": "start", "model": str(model), "factory": self._settings.factory, "config": config})
+        writer.send(Start(str(model), self._settings.factory, self._settings.config))
         self._writer = writer
-        while (message := read_frame(process.stdout)) is not None:
-            self._listener(self, message)
+        try:
+            while (message := read_frame(process.stdout, FROM_ENGINE)) is not None:
+                self._listener(self, message)
+        except MessageError as error:
+            process.kill()
+            self._listener(self, Fatal(f"it sent a malformed message: {error}"))
         code = process.wait()
         process.stdout.close()
         writer.close()
@@ -114,13 +130,13 @@ class EngineChild:
 
 
 def engine_environment(inherited: Mapping[str, str], num_threads: int | None) -> dict[str, str]:
-    """The environment of an engine process, from that of the worker that hosts it."""
+    """The environment of an engine process, from that of its worker."""
     chosen = dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) if num_threads else {}
     return {name: value for name, value in inherited.items() if name != TRIM_VARIABLE} | chosen
 
 
 class FrameWriter:
-    """Writes to a process's standard input in the order of `send`, and closes it at the end.
+    """Writes to a process's standard input in the order of `send`, in a thread of its own, and closes it at the end.
 
     A pipe takes 64 KiB; what a process has not read beyond that waits in memory, at most what was sent to it. A write
     that blocks ends with the process. A process that is gone is no error here: its exit is reported on its own.
@@ -132,9 +148,9 @@ class FrameWriter:
         self._thread = threading.Thread(target=self._write, name="engine writer", daemon=True)
         self._thread.start()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: ToEngine) -> None:
         """The message is written after those before it. Never waits."""
-        self._outbox.put(pack_frame(message))
+        self._outbox.put(encode_frame(TO_ENGINE, message))
 
     def close(self) -> None:
         """Close the stream once all is written. Never waits."""

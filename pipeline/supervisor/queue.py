@@ -1,354 +1,302 @@
-"""Which rows an engine process works on, which wait, and what a crash means for them.
+"""The queue in front of one engine process: open shards of all runs that share it, and what their rows wait for.
 
-A crash says little about the rows that were in the process: most often they are innocent. So rows go back in
-after their first crash. Rows that saw two crashes are *suspects*: they run in groups with nothing else in the
-process, and a group that crashes is halved until single rows are left. A row that crashes the process alone,
-twice, is given up; every other row is cleared by finishing. Pure bookkeeping: no process, no clock.
-
-Rows that wait for an engine, by the run they belong to, and whose turn it is. Pure bookkeeping.
-
-Runs that share an engine get equal service, counted in tokens: the next row is one of the run that was served least
-(the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4). Rows in
-the engine count as if they generated all of `max_tokens`, finished ones as what they were. A run that had nothing to
-do starts level with the one served least: what it did not use is not saved up.
+Pure: no thread, no process, no clock. What happens comes in by calls, frames for the process go out by `take_frames`,
+results go to the shards. `rows.py` has the rows and their states.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
-from ...engine.request import ExportedRow
+from ...engine.request import ExportedRow, Result
+from ...engine.server.frames import (
+    AbortRows,
+    AddRows,
+    ExpectRows,
+    ExportRows,
+    RegisterAdapter,
+    RowTokens,
+    ToEngine,
+)
+from ..messages import LocalAdapter, ShardAbandonedError
+from .open_shard import OpenShard, ServedRow
+from .rows import QueuedRow, RowState, RowTable, RunRows, with_id
 
-CRASHES_TO_SUSPECT = 2
-CRASHES_ALONE_TO_GIVE_UP = 2
+# Runs that share an engine have so many batches of rows in it together: one runs, and what enters next is near.
+SHARED_BATCHES = 1.5
+# Called with the rows that the process has given up, which must leave the state EXPORTING.
+_Receiver = Callable[[list[QueuedRow]], None]
 
 
-@dataclass(slots=True)
-class LedgerRow:
-    """One unfinished row of a run, with the tokens it brought along, and what it has been through."""
+@dataclass(frozen=True, slots=True)
+class LentRows:
+    """Rows of an open shard that have left the engine."""
 
-    row: ExportedRow
-    run: str = ""
-    crashes: int = 0
-    crashes_alone: int = 0
+    shard: OpenShard
+    rows: tuple[ExportedRow, ...]
 
 
-class RowLedger:
-    """Unfinished rows of one engine process. `take` what to send next, say what `finished` and `crashed`.
-
-    Rows belong to runs, which take turns (`row_turns.py`). Rows that another engine works on for this one are *lent*:
-    nothing that happens here touches them.
-    """
+class EngineQueue:
+    """Runs, their open shards and rows, adapters, and exports that the process was asked for."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, LedgerRow] = {}
-        self._turns = RowTurns()
-        # Insertion-ordered sets of request ids.
-        self._in_engine: dict[str, None] = {}
-        self._lent: dict[str, None] = {}
-        self._suspect_groups: deque[list[str]] = deque()
-        self._is_isolating = False
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._rows
-
-    @property
-    def num_in_engine(self) -> int:
-        """Rows sent to the process and not finished."""
-        return len(self._in_engine)
+        self._table = RowTable()
+        self._frames: list[ToEngine] = []
+        # In the order in which the process will reply.
+        self._exports: deque[_Receiver] = deque()
+        self._adapters: dict[str, LocalAdapter] = {}
+        # Adapters that the present process knows.
+        self._registered: set[str] = set()
+        # By adapter, rows to announce with its next ones.
+        self._expected: dict[str, int] = {}
+        self._is_ready = False
+        self._failure: Exception | None = None
+        #: A report is due: rows have come from another worker, or a run has no open shard left.
+        self.has_news = False
 
     @property
-    def is_searching(self) -> bool:
-        """Whether suspects are in the process, with nothing else: its death would leave fewer of them."""
-        return self._is_isolating and bool(self._in_engine)
+    def table(self) -> RowTable:
+        """The rows. Not to be changed from outside."""
+        return self._table
 
-    @property
-    def lent(self) -> Collection[str]:
-        """Request ids of rows that another engine works on."""
-        return self._lent.keys()
+    def lent_by_shard(self, run_id: str) -> Counter[int]:
+        """Rows of a run that other engines work on, by shard."""
+        lent = (row.shard for row in self._table.in_state(RowState.LENT) if row.run.run_id == run_id)
+        return Counter(shard.shard_id for shard in lent if shard.shard_id is not None)
 
-    @property
-    def num_runs(self) -> int:
-        """Runs with unfinished rows."""
-        return self._turns.num_runs
+    # Runs
 
-    def in_engine_by_run(self) -> Counter[str]:
-        """Rows in the process, by run."""
-        return Counter(self._rows[request_id].run for request_id in self._in_engine)
+    def join(self, run_id: str) -> None:
+        """A run may open shards from now on."""
+        assert run_id not in self._table.runs, f"run {run_id} uses this engine already"
+        self._table.runs[run_id] = RunRows(run_id)
 
-    def begun(self, request_ids: Iterable[str]) -> list[ExportedRow]:
-        """Those of these rows that are unfinished and brought tokens along when they last left an engine."""
-        rows = (self._rows[request_id].row for request_id in request_ids if request_id in self._rows)
-        return [row for row in rows if row.token_ids]
+    def hand_back(self, run_id: str, then: Callable[[], None]) -> None:
+        """Have the process give up all rows of a run, so that nothing it has generated is lost; then call `then`."""
+        run = self._table.runs.get(run_id)
+        self._hand_back(run.rows() if run is not None else (), then)
 
-    def crashes_of(self, request_id: str) -> int:
-        """Crashes an unfinished row has been through."""
-        return self._rows[request_id].crashes
+    def leave(self, run_id: str) -> None:
+        """End a run: its open shards fail with what was generated for them, its rows leave the engine."""
+        if run_id in self._table.runs:
+            self._fail_all(
+                self._table.runs[run_id], ShardAbandonedError("The worker stopped before the shard was done.")
+            )
+            del self._table.runs[run_id]
 
-    def add(self, rows: Iterable[ExportedRow], run: str = "") -> None:
-        """New rows of a run wait to be sent."""
-        new: dict[str, LedgerRow] = {}
-        for row in rows:
-            request_id = row.request.request_id
-            assert request_id not in self._rows, f"{request_id} is in the ledger already"
-            new[request_id] = LedgerRow(row, run)
-        self._rows |= new
-        self._turns.arrived(run, new)
+    def fail(self, failure: Exception) -> None:
+        """Give the engine up: whatever is open fails, and what is opened later too."""
+        self._failure = failure
+        self._end_exports()
+        for run in self._table.runs.values():
+            self._fail_all(run, failure)
 
-    def lendable(self, request_ids: Iterable[str], num_rows: int) -> list[str]:
-        """The last of these rows that are in the process and above suspicion: they have most of their way to go."""
-        if self._is_isolating:
-            return []
-        found = [r for r in request_ids if r in self._in_engine and not self._rows[r].crashes]
-        return found[max(0, len(found) - num_rows) :]
+    def _fail_all(self, run: RunRows, reason: Exception) -> None:
+        for shard in list(run.shards):
+            self._fail(shard, reason)
 
-    def lend(self, rows: Iterable[ExportedRow]) -> list[ExportedRow]:
-        """The process has given these rows up; those that somebody still waits for are lent from now on."""
-        lent = [row for row in rows if row.request.request_id in self._in_engine]
-        for row in lent:
-            request_id = row.request.request_id
-            del self._in_engine[request_id]
-            self._rows[request_id].row = row
-            self._turns.away(self._rows[request_id].run, request_id)
-            self._lent[request_id] = None
-        return lent
+    # Shards
 
-    def returned(self, rows: Iterable[ExportedRow]) -> None:
-        """Lent rows wait again with the tokens they bring."""
-        back = [row for row in rows if row.request.request_id in self._lent]
-        for row in back:
-            self._rows[row.request.request_id].row = row
-        self.reclaim(row.request.request_id for row in back)
+    def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter], rows_behind: int = 0) -> None:
+        """Rows of a shard wait for their turn. `rows_behind`: see `ShardTask`."""
+        if shard.run_id not in self._table.runs or self._failure is not None:
+            shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
+            return
+        self._table.add(shard)
+        self.has_news |= shard.shard_id is None
+        self._adapters |= {adapter.source.adapter_id: adapter for adapter in adapters}
+        if shard.shard_id is not None and len(adapters) == 1:
+            self._expected[adapters[0].source.adapter_id] = rows_behind
 
-    def reclaim(self, request_ids: Iterable[str]) -> None:
-        """Lent rows wait again, before others, with the tokens they had when they left."""
-        back = [request_id for request_id in request_ids if request_id in self._lent]
-        for request_id in back:
-            del self._lent[request_id]
-        self._wait_again(back)
+    def abandon(self, shard: OpenShard) -> None:
+        """Close a shard whose results are not needed any more; its rows leave the engine."""
+        shard.is_abandoned = True
+        run = self._table.runs.get(shard.run_id)
+        to_abort = self._table.drop(self._rows_of(shard).values())
+        if to_abort:
+            self._frames.append(AbortRows(tuple(to_abort)))
+        if run is not None:
+            run.shards.pop(shard, None)
 
-    def _wait_again(self, request_ids: Iterable[str]) -> None:
-        """Rows wait before others of their run."""
-        by_run: dict[str, list[str]] = {}
-        for request_id in request_ids:
-            by_run.setdefault(self._rows[request_id].run, []).append(request_id)
-        for run, ids in by_run.items():
-            self._turns.back(run, ids)
+    def surrender(self, shard: OpenShard) -> None:
+        """Fail a shard with `ShardAbandonedError`, once the process has given up what it has of it."""
 
-    def take(self, window: int | None = None) -> list[ExportedRow]:
-        """Rows to send now; they count as in the process from here on. `window`: as many as the process may have."""
-        if self._is_isolating and self._in_engine:
-            return []
-        self._is_isolating = False
-        group = self._next_suspects()
-        if group and self._in_engine:
-            return []
-        if group:
-            self._suspect_groups.popleft()
-            self._is_isolating = True
-            for request_id in group:
-                self._enter(request_id)
+        def then() -> None:
+            if self._rows_of(shard):
+                self._fail(shard, ShardAbandonedError("The rows are needed elsewhere."))
+
+        self._hand_back(self._rows_of(shard).values(), then)
+
+    def _fail(self, shard: OpenShard, reason: Exception) -> None:
+        begun = [row.content for row in self._rows_of(shard).values() if row.content.token_ids]
+        self.abandon(shard)
+        shard.fail(reason, begun)
+
+    def _rows_of(self, shard: OpenShard) -> dict[str, QueuedRow]:
+        """Unfinished rows of a shard, by request id; none when it is not open."""
+        run = self._table.runs.get(shard.run_id)
+        return run.shards.get(shard, {}) if run is not None else {}
+
+    # Rows that leave before they are finished
+
+    def lend(self, run_id: str, shard_id: int, num_rows: int, lent: Future[LentRows | None]) -> None:
+        """Ask the process for the last `num_rows` rows of an open shard that may leave: they have most of their way to
+        go. `lent` gets them, perhaps fewer, or None. `answered`, `returned` or `reclaim` must follow for each.
+        """
+        run = self._table.runs.get(run_id)
+        shard = next((shard for shard in run.shards if shard.shard_id == shard_id), None) if run is not None else None
+        if shard is None:
+            lent.set_result(None)
+            return
+        rows = self._sent(self._rows_of(shard).values())
+
+        def receive(given_up: list[QueuedRow]) -> None:
+            self._table.lend(given_up)
+            contents = tuple(row.content for row in given_up)
+            lent.set_result(LentRows(shard, contents) if contents else None)
+
+        self._export(rows[max(0, len(rows) - num_rows) :], receive)
+
+    def answered(self, shard: OpenShard, served: Iterable[ServedRow]) -> None:
+        """Another engine has finished rows that were lent. Those of a shard that was closed meanwhile are dropped."""
+        for row in served:
+            known = self._rows_of(shard).get(row.result.request_id)
+            if known is not None:
+                self._finish(known, row.result, row.num_crashes)
+
+    def returned(self, shard: OpenShard, contents: Iterable[ExportedRow]) -> None:
+        """Lent rows come back with what another engine has generated for them, and go on here."""
+        generated = {content.request.request_id: content for content in contents}
+        for row in self._lent(shard, generated):
+            row.content = generated[row.request.request_id]
+        self.reclaim(shard, generated)
+
+    def reclaim(self, shard: OpenShard, request_ids: Iterable[str]) -> None:
+        """Lent rows go on here, from where they were when they left."""
+        self._table.give_back(self._lent(shard, request_ids))
+
+    def _lent(self, shard: OpenShard, request_ids: Iterable[str]) -> list[QueuedRow]:
+        rows = map(self._rows_of(shard).get, request_ids)
+        return [row for row in rows if row is not None and row.state is RowState.LENT]
+
+    def _hand_back(self, rows: Iterable[QueuedRow], then: Callable[[], None]) -> None:
+        def receive(given_up: list[QueuedRow]) -> None:
+            self._table.give_back(given_up)
+            then()
+
+        # Rows that are leaving already are asked for again: `then` must follow the reply that has their tokens.
+        self._export(self._table.exportable(rows), receive)
+
+    def _sent(self, rows: Iterable[QueuedRow]) -> list[QueuedRow]:
+        """Those of these rows that the process can be asked for, and was not yet."""
+        return [row for row in self._table.exportable(rows) if row.state is RowState.SENT]
+
+    def _export(self, rows: Sequence[QueuedRow], receive: _Receiver) -> None:
+        if not rows:
+            receive([])
+            return
+        self._table.export(rows)
+        self._exports.append(receive)
+        self._frames.append(ExportRows(tuple(row.row_id for row in rows)))
+
+    def _end_exports(self) -> None:
+        """The process will not reply any more."""
+        while self._exports:
+            self._exports.popleft()([])
+
+    def _withdraw(self, window: int) -> None:
+        """Another run has come: rows that were sent while one had the engine alone wait here again, for their turn."""
+        sent = self._table.in_state(RowState.SENT)
+        surplus = len(sent) - window
+        if surplus > 0:
+            ((run, num_rows),) = Counter(row.run for row in sent).most_common(1)
+            rows = self._sent(run.rows())
+            self._export(rows[max(0, len(rows) - min(surplus, num_rows)) :], self._table.give_back)
+
+    # The process
+
+    def process_ready(self) -> None:
+        """The process has loaded its model."""
+        self._is_ready = True
+
+    def take_frames(self, batch_rows: int) -> list[ToEngine]:
+        """What the process must do next, the rows whose turn it is among it. A run alone gives it all of its rows."""
+        if self._is_ready:
+            window = shared_window(batch_rows) if self._table.num_active_runs > 1 else None
+            if window is not None:
+                self._withdraw(window)
+            self._send(self._table.take(window))
+        frames, self._frames = self._frames, []
+        return frames
+
+    def _send(self, rows: Sequence[QueuedRow]) -> None:
+        """Adapters that the process does not know, announced rows, then the rows themselves."""
+        if not rows:
+            return
+        needed = dict.fromkeys(row.request.adapter_id for row in rows if row.request.adapter_id is not None)
+        for adapter_id in needed:
+            if adapter_id not in self._registered:
+                adapter = self._adapters[adapter_id]
+                self._frames.append(RegisterAdapter(adapter_id, str(adapter.folder), adapter.source.name))
+        self._registered |= needed.keys()
+        for adapter_id in needed.keys() & self._expected.keys():
+            self._frames.append(ExpectRows(adapter_id, self._expected.pop(adapter_id)))
+        self._frames.append(AddRows(tuple(with_id(row.content, row.row_id) for row in rows)))
+
+    def exported(self, given_up: Iterable[RowTokens]) -> None:
+        """The process has given rows up, as it was asked."""
+        rows: list[QueuedRow] = []
+        for tokens in given_up:
+            row = self._table.find(tokens.request_id)
+            if row is not None and row.state is RowState.EXPORTING:
+                row.content = replace(row.content, token_ids=tokens.token_ids, token_logprobs=tokens.token_logprobs)
+                rows.append(row)
+        self._exports.popleft()(rows)
+
+    def finished(self, results: Iterable[Result]) -> None:
+        """The process has finished rows. Those that were dropped meanwhile are none of its shards' any more."""
+        for result in results:
+            row = self._table.find(result.request_id)
+            if row is not None:
+                self._finish(row, replace(result, request_id=row.request.request_id))
+
+    def _finish(self, row: QueuedRow, result: Result, num_crashes_elsewhere: int = 0) -> None:
+        self._table.finish(row, result.completion_tokens)
+        self._deliver(row, ServedRow(result, row.num_crashes + num_crashes_elsewhere))
+
+    def _deliver(self, row: QueuedRow, served: ServedRow) -> None:
+        row.run.count_finished(row.request.adapter_id, served.result.completion_tokens)
+        row.shard.deliver(served)
+        self.has_news |= not row.run.shards
+
+    def process_gone(self, reason: str, *, is_spared: bool) -> int:
+        """The process has died under its rows; `is_spared`: none of them is to blame. How many are given up for it."""
+        self._is_ready = False
+        self._registered.clear()
+        self._end_exports()
+        if is_spared:
+            self._table.interrupted()
+            blamed = []
         else:
-            group = self._next_turns(window)
-        return [self._rows[request_id].row for request_id in group]
-
-    def _next_turns(self, window: int | None) -> list[str]:
-        taken: list[str] = []
-        while (window is None or len(self._in_engine) < window) and (turn := self._turns.next()) is not None:
-            taken.append(turn[1])
-            self._enter(turn[1])
-        return taken
-
-    def _enter(self, request_id: str) -> None:
-        self._in_engine[request_id] = None
-        self._turns.enter(self._rows[request_id].run, request_id, self._rows[request_id].row)
-
-    def _next_suspects(self) -> list[str]:
-        """The first group with unfinished rows, left at the head of the queue; others are dropped."""
-        while self._suspect_groups:
-            self._suspect_groups[0] = [r for r in self._suspect_groups[0] if r in self._rows]
-            if self._suspect_groups[0]:
-                return self._suspect_groups[0]
-            self._suspect_groups.popleft()
-        return []
-
-    def finished(self, request_id: str, output_tokens: int = 0) -> bool:
-        """A result came, of so many tokens. False when the row is unknown: forgotten, or answered before."""
-        self._in_engine.pop(request_id, None)
-        self._lent.pop(request_id, None)
-        known = self._rows.pop(request_id, None)
-        if known is not None:
-            self._turns.gone(known.run, request_id, known.row, output_tokens)
-        return known is not None
-
-    def run_over(self, run: str) -> None:
-        """A run, all of whose rows are gone, will not come back."""
-        self._turns.forget(run)
-
-    def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """Drop rows nobody waits for; those the process must be told to abort."""
-        dropped = [r for r in request_ids if r in self._rows]
-        to_abort = [r for r in dropped if r in self._in_engine]
-        for request_id in dropped:
-            self.finished(request_id)
-        return to_abort
-
-    def interrupted(self) -> None:
-        """The process is gone and no row is to blame: its rows wait again, suspects in their group."""
-        group = list(self._in_engine)
-        self._in_engine.clear()
-        if self._is_isolating:
-            self._is_isolating = False
-            self._set_apart(group)
-            self._suspect_groups.appendleft(group)
-        else:
-            self._wait_again(group)
-
-    def _set_apart(self, suspects: Iterable[str]) -> None:
-        for request_id in suspects:
-            self._turns.away(self._rows[request_id].run, request_id)
-
-    def crashed(self) -> list[LedgerRow]:
-        """The process died: its rows wait again, suspects in groups. Returns the rows given up."""
-        group = list(self._in_engine)
-        self._in_engine.clear()
-        for request_id in group:
-            self._rows[request_id].crashes += 1
-        if self._is_isolating:
-            self._is_isolating = False
-            self._set_apart(group)
-            return self._split(group)
-        suspects = [r for r in group if self._rows[r].crashes >= CRASHES_TO_SUSPECT]
-        innocent = [r for r in group if self._rows[r].crashes < CRASHES_TO_SUSPECT]
-        # Re-added rows go first: they are nearer to their shard's end.
-        self._wait_again(innocent)
-        if suspects:
-            self._set_apart(suspects)
-            self._suspect_groups.append(suspects)
-        return []
-
-    def _split(self, group: list[str]) -> list[LedgerRow]:
-        if len(group) > 1:
-            middle = len(group) // 2
-            self._suspect_groups.extendleft([group[middle:], group[:middle]])
-            return []
-        given_up = []
-        for request_id in group:
-            row = self._rows[request_id]
-            row.crashes_alone += 1
-            if row.crashes_alone >= CRASHES_ALONE_TO_GIVE_UP:
-                self.finished(request_id)
-                given_up.append(row)
-            else:
-                self._suspect_groups.appendleft([request_id])
-        return given_up
+            blamed = self._table.crashed()
+        for row in blamed:
+            error = f"the engine process died each time it worked on this row, last because {reason}"
+            self._deliver(row, ServedRow(Result.refused(row.request, error), row.num_crashes))
+        self._frames.clear()
+        return len(blamed)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every unfinished row is in exactly one place."""
-        suspects = [r for group in self._suspect_groups for r in group if r in self._rows]
-        waiting = self._turns.waiting()
-        places = [*waiting, *self._in_engine, *self._lent, *suspects]
-        assert sorted(places) == sorted(self._rows), (
-            f"{len(self._rows)} rows: {len(waiting)} wait, {len(self._in_engine)} in the engine, "
-            f"{len(self._lent)} lent, {len(suspects)} suspects"
-        )
+        """Raise AssertionError unless the table agrees with itself, and exports with the rows that are leaving."""
+        self._table.check_integrity()
+        num_leaving = len(self._table.in_state(RowState.EXPORTING))
+        assert self._exports or not num_leaving, f"{num_leaving} rows are leaving, no export is under way"
+        num_in_process = self._table.num_in_process
+        assert self._is_ready or not num_in_process, f"{num_in_process} rows are in a process that is not ready"
 
 
-# One generated token counts as much as two of a prompt (the paper's weights).
-_OUTPUT_WEIGHT = 2.0
-
-
-class RowTurns:
-    """What waits of each run, in order, and how much of the engine each run has had."""
-
-    def __init__(self) -> None:
-        # Run -> insertion-ordered set of request ids; a run without waiting rows has no entry.
-        self._waiting: dict[str, dict[str, None]] = {}
-        # Run -> unfinished rows here, wherever they are; a run without any has no entry.
-        self._num_rows: dict[str, int] = {}
-        # Run -> tokens of its finished rows; kept while a run has nothing to do.
-        self._served: dict[str, float] = {}
-        # Row in the engine -> tokens it may take; and their sum by run.
-        self._reserved: dict[str, float] = {}
-        self._reserved_by: dict[str, float] = {}
-
-    @property
-    def num_runs(self) -> int:
-        """Runs with unfinished rows here."""
-        return len(self._num_rows)
-
-    def waiting(self) -> list[str]:
-        """All rows that wait."""
-        return [request_id for waiting in self._waiting.values() for request_id in waiting]
-
-    def arrived(self, run: str, request_ids: Iterable[str]) -> None:
-        """New rows of a run wait behind its others."""
-        new = dict.fromkeys(request_ids)
-        if new and run not in self._num_rows:
-            least = min((self._served[other] for other in self._num_rows), default=0.0)
-            self._served[run] = max(least, self._served.get(run, 0.0))
-        if new:
-            self._num_rows[run] = self._num_rows.get(run, 0) + len(new)
-            self._waiting.setdefault(run, {}).update(new)
-
-    def back(self, run: str, request_ids: Iterable[str]) -> None:
-        """Rows have left the engine unfinished and wait again, before others of their run."""
-        ids = list(request_ids)
-        for request_id in ids:
-            self._unreserve(run, request_id)
-        if ids:
-            self._waiting[run] = dict.fromkeys(ids) | self._waiting.get(run, {})
-
-    def away(self, run: str, request_id: str) -> None:
-        """A row has left the engine and does not wait here: it is lent, or a suspect."""
-        self._unreserve(run, request_id)
-
-    def gone(self, run: str, request_id: str, row: ExportedRow, output_tokens: int) -> None:
-        """A row is finished, with so many tokens in all, or nobody wants it any more (0)."""
-        if request_id in self._reserved and output_tokens:
-            begun = len(row.token_ids)
-            self._served[run] += len(row.request.prompt_token_ids) + begun + _OUTPUT_WEIGHT * (output_tokens - begun)
-        self._unreserve(run, request_id)
-        waiting = self._waiting.get(run, {})
-        waiting.pop(request_id, None)
-        if not waiting:
-            self._waiting.pop(run, None)
-        self._num_rows[run] -= 1
-        if not self._num_rows[run]:
-            del self._num_rows[run]
-
-    def enter(self, run: str, request_id: str, row: ExportedRow) -> None:
-        """A row goes to the engine."""
-        begun, sampling = len(row.token_ids), row.request.sampling
-        tokens = len(row.request.prompt_token_ids) + begun + _OUTPUT_WEIGHT * (sampling.max_tokens - begun)
-        self._reserved[request_id] = tokens
-        self._reserved_by[run] = self._reserved_by.get(run, 0.0) + tokens
-
-    def next(self) -> tuple[str, str] | None:
-        """Take out the row whose turn it is: its run and its id; None when nothing waits."""
-        if not self._waiting:
-            return None
-        run = min(self._waiting, key=lambda run: (self._served[run] + self._reserved_by.get(run, 0.0), run))
-        waiting = self._waiting[run]
-        request_id = next(iter(waiting))
-        del waiting[request_id]
-        if not waiting:
-            del self._waiting[run]
-        return run, request_id
-
-    def forget(self, run: str) -> None:
-        """A run is over. Its rows must be gone."""
-        assert run not in self._num_rows, f"run {run} has {self._num_rows[run]} rows left"
-        self._served.pop(run, None)
-
-    def _unreserve(self, run: str, request_id: str) -> None:
-        tokens = self._reserved.pop(request_id, None)
-        if tokens is not None:
-            self._reserved_by[run] -= tokens
-            if self._reserved_by[run] <= 0.0:
-                del self._reserved_by[run]
+def shared_window(batch_rows: int) -> int:
+    """Rows in an engine that several runs share."""
+    return max(batch_rows + 1, round(SHARED_BATCHES * batch_rows))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from distributed import Worker
 
-from ..migration.incoming import Guests
-from ..migration.outgoing import Loans
+from ..migration.incoming import IncomingRows
+from ..migration.outgoing import OutgoingRows
 from ..migration.peers import (
     Accepted,
     AdapterFiles,
@@ -24,7 +24,7 @@ from ..migration.peers import (
     serve_peers,
     stop_serving_peers,
 )
-from ..supervisor.supervisor import EngineShare
+from ..supervisor.supervisor import EngineHandle
 from .adapters import AdapterShelf, AdapterSupply
 
 # Longer than another worker is waited for; what comes from storage instead may take its time.
@@ -35,14 +35,14 @@ class PeerService:
     """Serves the coordinator and other workers. `find_shelf` may read from storage on its first call."""
 
     def __init__(
-        self, worker: Worker, run_id: str, engine: EngineShare, find_shelf: Callable[[], AdapterShelf]
+        self, worker: Worker, run_id: str, engine: EngineHandle, find_shelf: Callable[[], AdapterShelf]
     ) -> None:
         self._worker = worker
         self._run_id = run_id
         peers = Peers(worker, run_id)
         self._supply = AdapterSupply(peers, find_shelf)
-        self._loans = Loans(engine, peers, worker.address)
-        self._guests = Guests(engine)
+        self._outgoing = OutgoingRows(engine, peers, worker.address)
+        self._incoming = IncomingRows(engine)
         serve_peers(worker, run_id, self._reply_to)
 
     def take_over(self, sources: Mapping[str, str]) -> None:
@@ -54,12 +54,12 @@ class PeerService:
             asked.result(_TAKE_OVER_LIMIT_S)
 
     async def call_back(self, timeout_s: float) -> None:
-        """Get rows back that are on loan, as they are, but wait no longer than this. Nothing is lent any more."""
-        await self._loans.call_back(timeout_s)
+        """Fetch lent rows as they are, but wait no longer than this. Nothing is lent any more."""
+        await self._outgoing.call_back(timeout_s)
 
     async def depart(self, timeout_s: float) -> None:
         """Wait until owners have fetched rows that this worker had to give up, but no longer than this."""
-        await self._guests.depart(timeout_s)
+        await self._incoming.depart(timeout_s)
 
     def close(self) -> None:
         """Reply to no worker any more."""
@@ -68,15 +68,15 @@ class PeerService:
     async def _reply_to(self, request: object) -> Accepted | LoanResults | AdapterFiles:
         match request:
             case LendRows():
-                self._loans.begin(request.shard_id, request.num_rows, request.helper)
+                self._outgoing.begin(request.shard_id, request.num_rows, request.helper)
             case ReceiveRows():
                 await self._receive(request)
             case FetchResults():
-                return self._guests.results(request.loan_id, request.acknowledged)
+                return self._incoming.results(request.loan_id, request.acknowledged)
             case RecallRows():
-                self._guests.recall(request.loan_id)
+                self._incoming.recall(request.loan_id)
             case DropRows():
-                self._guests.drop(request.loan_id)
+                self._incoming.drop(request.loan_id)
             case FetchAdapter():
                 return AdapterFiles(await self._supply.files(request.adapter_id))
             case _:
@@ -88,4 +88,4 @@ class PeerService:
         # The owner has them at hand.
         owner = request.owner
         adapters = await self._supply.take_over({adapter_id: owner for adapter_id in named if adapter_id is not None})
-        self._guests.receive(request.loan_id, request.rows, adapters)
+        self._incoming.receive(request.loan_id, request.rows, adapters)

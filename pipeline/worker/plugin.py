@@ -38,7 +38,7 @@ from ..messages import (
 )
 from ..monitoring.logs import LogShipper
 from ..monitoring.topics import REPORTS
-from ..supervisor.supervisor import EngineKeeper, EngineShare, Reporter
+from ..supervisor.supervisor import EngineHandle, EngineSupervisor, Reporter
 from .adapters import AdapterShelf
 from .peer_service import PeerService
 
@@ -78,7 +78,7 @@ class RunPlugin(WorkerPlugin):
         self._claims: dict[int, Future[ShardOutcome]] = {}
         self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
-        self.engine: EngineShare = self._engines.join(self._run_id, settings, self._find_model, self._send)
+        self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
         tag = worker_tag(worker.address)
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self._store, logs, shared=logs)
@@ -87,7 +87,7 @@ class RunPlugin(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
-        Rows on loan are called back before, guests go back to their owners.
+        Outgoing rows are fetched before, incoming rows go back to their owners.
         """
         await self._peer_service.call_back(_RECALL_TIMEOUT_S)
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
@@ -199,7 +199,7 @@ _EXTENSION = "lorabatch-engines"
 class _Engine:
     """An engine that runs, the folder of its files, and who uses it."""
 
-    keeper: EngineKeeper
+    supervisor: EngineSupervisor
     folder: tempfile.TemporaryDirectory[str]
     runs: set[str] = field(default_factory=set)
 
@@ -219,17 +219,17 @@ class WorkerEngines:
 
     def join(
         self, run: str, settings: EngineSettings, find_model: Callable[[], Path], send_report: Reporter
-    ) -> EngineShare:
+    ) -> EngineHandle:
         """A share of the engine that these settings ask for. An engine that was given up is no use to new runs."""
         with self._lock:
             engine = self._engines.get(settings.identity)
-            if engine is None or engine.keeper.has_failed:
+            if engine is None or engine.supervisor.has_failed:
                 folder = tempfile.TemporaryDirectory(prefix="lorabatch-engine-", dir=self._folder)
-                engine = _Engine(EngineKeeper(settings, find_model, Path(folder.name), self._address), folder)
+                engine = _Engine(EngineSupervisor(settings, find_model, Path(folder.name), self._address), folder)
                 self._engines[settings.identity] = engine
             engine.runs.add(run)
             self._engine_of[run] = engine
-            return engine.keeper.join(run, send_report)
+            return engine.supervisor.join(run, send_report)
 
     def leave(self, run: str, timeout_s: float) -> tempfile.TemporaryDirectory[str] | None:
         """A run is over: its open shards fail with `ShardAbandonedError`, and nobody else's. With the last run the
@@ -241,10 +241,10 @@ class WorkerEngines:
             is_last = not engine.runs
             if is_last:
                 self._engines = {known: other for known, other in self._engines.items() if other is not engine}
-        engine.keeper.leave(run, timeout_s)
+        engine.supervisor.leave(run, timeout_s)
         if not is_last:
             return None
-        engine.keeper.close(timeout_s)
+        engine.supervisor.close(timeout_s)
         return engine.folder
 
 

@@ -23,6 +23,7 @@ from ..dataset.reader import RowError, ShardRows, read_shard
 from ..dataset.writer import answers_in_part, part_bytes, still_valid
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome, ShardTask
 from ..supervisor.open_shard import OpenShard, ServedRow
+from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
 
 FLUSH_INTERVAL_S = 1.0
@@ -83,7 +84,7 @@ def _answer(plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: Kept
         _keep_begun(plugin, shard, fingerprints, journal)
         raise
     finally:
-        plugin.engine.abandon(shard)
+        plugin.engine.submit(EngineQueue.abandon, shard)
 
 
 def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:

@@ -14,13 +14,13 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.pipeline.messages import EngineSettings, LocalAdapter, WorkerReport
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
-from lorabatch.pipeline.supervisor.supervisor import EngineKeeper, EngineShare
+from lorabatch.pipeline.supervisor.supervisor import EngineHandle, EngineSupervisor
 
 TOKENS = 20
 
 
 class Host:
-    """An engine with its guests, and the last that it reported."""
+    """An engine with one run, and what it reported."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         folder.mkdir()
@@ -29,15 +29,15 @@ class Host:
             "model", EngineConfig(num_threads=1, max_batch_rows=4), factory="echo_engine:EchoEngine"
         )
         self.reports: list[WorkerReport] = []
-        self.keeper = EngineKeeper(settings, lambda: folder, folder, "tcp://worker")
-        self.share: EngineShare = self.keeper.join("run", self.reports.append)
+        self.supervisor = EngineSupervisor(settings, lambda: folder, folder, "tcp://worker")
+        self.engine: EngineHandle = self.supervisor.join("run", self.reports.append)
 
 
 def open_shard(owner: Host, num_rows: int, adapter: LocalAdapter | None = None) -> OpenShard:
     """Shard 7 of an engine, whose rows all want `adapter` (None: the base model)."""
     adapter_id = adapter.source.adapter_id if adapter is not None else None
     requests = [Request(f"row-{i}", (i,), adapter_id, SamplingParams(max_tokens=TOKENS)) for i in range(num_rows)]
-    return owner.share.open(7, map(ExportedRow, requests), [adapter] if adapter is not None else [])
+    return owner.engine.open(7, map(ExportedRow, requests), [adapter] if adapter is not None else [])
 
 
 async def until(claim: Callable[[], bool]) -> None:

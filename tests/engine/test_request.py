@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -13,7 +12,7 @@ from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
-from lorabatch.engine.server.wire import pack_exported_row, unpack_exported_row
+from lorabatch.engine.server.codec import from_plain, to_plain
 from lorabatch.engine.text.tokenizer import Tokenizer
 
 MODES: tuple[Mode, ...] = ("unmerged", "merged", "exact")
@@ -55,9 +54,9 @@ def make_requests(engine: Engine, adapters: dict[str, Path], rng: random.Random,
 
 
 def travel(row: ExportedRow) -> ExportedRow:
-    """Through the bytes that engine processes exchange."""
-    raw: dict[str, Any] = msgpack.unpackb(msgpack.packb(pack_exported_row(row)), raw=False)
-    return unpack_exported_row(raw)
+    """The row after its way through the bytes that processes exchange."""
+    travelled: ExportedRow = from_plain(ExportedRow, msgpack.unpackb(msgpack.packb(to_plain(row))))
+    return travelled
 
 
 def serve_moving(here: Engine, there: Engine, requests: list[Request], rng: random.Random) -> dict[str, Result]:

@@ -134,4 +134,4 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     yield start
     for host in made:
-        host.keeper.close(10)
+        host.supervisor.close(10)

@@ -1,31 +1,44 @@
-"""The engine process, as its host sees it: frames in, frames out, an honest end.
-
-Deaths of memory are told from other deaths.
-"""
+"""The engine process, as its supervisor sees it: messages in, messages out, and a reason for its end."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgpack
 import pytest
 import torch
 
 from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.request import ExportedRow, Request, SamplingParams
-from lorabatch.engine.server.process import is_out_of_memory, kernel_kills
-from lorabatch.engine.server.wire import (
-    pack_config,
-    pack_request,
+from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
+from lorabatch.engine.server.frames import (
+    FROM_ENGINE,
+    TO_ENGINE,
+    AbortRows,
+    AddRows,
+    ExpectRows,
+    Exported,
+    ExportRows,
+    Fatal,
+    FromEngine,
+    Heartbeat,
+    Progress,
+    Ready,
+    RegisterAdapter,
+    Results,
+    RowTokens,
+    Start,
+    Stop,
+    ToEngine,
     read_frame,
-    unpack_exported_row,
-    unpack_result,
     write_frame,
 )
+from lorabatch.engine.server.process import is_out_of_memory, kernel_kills
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 
 ENGINE_SOURCE = '''
@@ -92,6 +105,15 @@ class Engine:
 '''
 
 
+MessageT = TypeVar("MessageT", bound=FromEngine)
+
+
+def encoded(plain: object) -> bytes:
+    """A frame of any content."""
+    body = msgpack.packb(plain)
+    return len(body).to_bytes(4, "little") + body
+
+
 class Child:
     """A running engine process with the two ends of its pipes."""
 
@@ -107,24 +129,28 @@ class Child:
             env=environment,
         )
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: ToEngine) -> None:
         assert self.process.stdin is not None
-        write_frame(self.process.stdin, message)
+        write_frame(self.process.stdin, TO_ENGINE, message)
 
     def start(self, model: str = "model") -> None:
-        config = EngineConfig(mode="exact", cost=CPU_SMOLLM2_135M)
-        self.send(op="start", model=model, factory="summing_engine:Engine", config=pack_config(config))
+        self.send(Start(model, "summing_engine:Engine", EngineConfig(mode="exact", cost=CPU_SMOLLM2_135M)))
 
     def add(self, *rows: tuple[str, tuple[int, ...], str | None]) -> None:
         requests = [Request(name, prompt, adapter, SamplingParams()) for name, prompt, adapter in rows]
-        self.send(op="add", requests=[pack_request(request) for request in requests])
+        self.send(AddRows(tuple(map(ExportedRow, requests))))
 
-    def next(self, op: str) -> dict[str, Any]:
+    def next(self, kind: type[MessageT]) -> MessageT:
         assert self.process.stdout is not None
-        while (message := read_frame(self.process.stdout)) is not None:
-            if message["op"] == op:
+        while (message := read_frame(self.process.stdout, FROM_ENGINE)) is not None:
+            if isinstance(message, kind):
                 return message
-        raise AssertionError(f"the process ended before {op!r}")
+        raise AssertionError(f"the process ended before {kind.__name__}")
+
+    def result(self) -> Result:
+        """The next result, the only one of its message."""
+        (result,) = self.next(Results).results
+        return result
 
     def close(self) -> int:
         assert self.process.stdin is not None
@@ -143,100 +169,116 @@ def child(tmp_path: Path) -> Iterator[Child]:
 
 def test_rows_come_back_as_they_finish_and_prints_do_not_spoil_the_stream(child: Child) -> None:
     child.start()
-    ready = child.next("ready")
-    assert ready["pid"] == child.process.pid
-    assert (ready["batch_rows"], ready["step_tokens"]) == (64, 512), "what the engine keeps to where nobody said"
+    ready = child.next(Ready)
+    assert ready.pid == child.process.pid
+    assert (ready.batch_rows, ready.step_tokens) == (64, 512), "the limits that the engine has chosen"
     child.add(("a", (1, 2), None), ("b", (3, 4), None))
-    answers = [unpack_result(child.next("results")["results"][0]) for _ in range(2)]
+    answers = [child.result() for _ in range(2)]
     assert [(answer.request_id, answer.text) for answer in answers] == [("a", "3"), ("b", "7")]
-    assert child.next("progress")["telemetry"]["num_waiting"] == 0
+    assert child.next(Progress).telemetry.num_waiting == 0
 
 
 def test_rows_of_an_adapter_that_cannot_be_registered_become_errors(
     child: Child,
 ) -> None:
     child.start()
-    child.send(op="adapter", adapter_id="bad", path="somewhere", name="bad")
+    child.send(RegisterAdapter("bad", "somewhere", "bad"))
     child.add(("a", (1,), "bad"), ("b", (2,), None))
-    first, second = (unpack_result(child.next("results")["results"][0]) for _ in range(2))
+    first, second = (child.result() for _ in range(2))
     assert (first.finish_reason, first.error) == ("error", "adapter bad: no weights")
     assert (second.request_id, second.error) == ("b", None)
 
 
 def test_a_model_that_cannot_be_loaded_is_a_permanent_failure_in_one_sentence(child: Child) -> None:
     child.start(model="missing")
-    fatal = child.next("fatal")
-    assert (fatal["error"], fatal["is_permanent"]) == ("config.json: missing", True)
+    fatal = child.next(Fatal)
+    assert (fatal.error, fatal.is_permanent) == ("config.json: missing", True)
     assert child.process.wait(timeout=30) == 1
 
 
-def test_a_failing_step_is_told_and_ends_the_process(child: Child) -> None:
+def test_a_failing_step_is_reported_and_ends_the_process(child: Child) -> None:
     child.start()
     child.add(("a", (666,), None))
-    fatal = child.next("fatal")
-    assert (fatal["error"], fatal["is_permanent"]) == ("RuntimeError: device lost", False)
-    assert not fatal["is_out_of_memory"]
+    fatal = child.next(Fatal)
+    assert (fatal.error, fatal.is_permanent) == ("RuntimeError: device lost", False)
+    assert not fatal.is_out_of_memory
     assert child.process.wait(timeout=30) == 1
 
 
 def test_a_step_that_runs_out_of_memory_says_so(child: Child) -> None:
     child.start()
     child.add(("a", (888,), None))
-    assert child.next("fatal")["is_out_of_memory"]
+    assert child.next(Fatal).is_out_of_memory
 
 
-def test_a_long_step_is_told_from_a_process_that_hangs(child: Child) -> None:
+def test_heartbeats_go_on_in_a_long_step_and_say_how_long_it_is(child: Child) -> None:
     child.start()
-    assert child.next("pulse")["step_s"] == 0.0
-    child.next("ready")
+    assert child.next(Heartbeat).step_s == 0.0
+    child.next(Ready)
     child.add(("a", (777,), None))
-    while child.next("pulse")["step_s"] == 0.0:
+    while child.next(Heartbeat).step_s == 0.0:
         pass
-    assert child.next("pulse")["step_s"] > 0.0
+    assert child.next(Heartbeat).step_s > 0.0
 
 
 def test_aborted_rows_send_nothing(child: Child, tmp_path: Path) -> None:
     child.start(model=str(tmp_path))
     child.add(("busy", (555,), None))
     child.add(("a", (1,), None))
-    child.send(op="abort", request_ids=["a"])
+    child.send(AbortRows(("a",)))
     child.add(("b", (2,), None))
     (tmp_path / "go").touch()
-    names = [unpack_result(child.next("results")["results"][0]).request_id for _ in range(2)]
+    names = [child.result().request_id for _ in range(2)]
     assert names == ["busy", "b"]
-    child.send(op="stop")
+    child.send(Stop())
     assert child.process.wait(timeout=30) == 0
 
 
 def test_exported_rows_can_be_given_back_and_finished_ones_are_not_among_them(child: Child, tmp_path: Path) -> None:
     child.start(model=str(tmp_path))
     child.add(("a", (1,), None))
-    assert unpack_result(child.next("results")["results"][0]).request_id == "a"
+    assert child.result().request_id == "a"
     child.add(("busy", (555,), None), ("b", (2,), None))
-    child.send(op="export", request_ids=["b", "a", "unknown"])
+    child.send(ExportRows(("b", "a", "unknown")))
     (tmp_path / "go").touch()
-    exported = child.next("exported")
-    assert exported["request_ids"] == ["b", "a", "unknown"]
-    (row,) = exported["rows"]
-    assert unpack_exported_row(row) == ExportedRow(Request("b", (2,), None, SamplingParams()), (7, 8))
-    child.send(op="import", rows=[row])
-    while unpack_result(child.next("results")["results"][0]).request_id != "b":
+    assert child.next(Exported).rows == (RowTokens("b", (7, 8), ()),)
+    child.send(AddRows((ExportedRow(Request("b", (2,), None, SamplingParams()), (7, 8)),)))
+    while child.result().request_id != "b":
         pass
 
 
-def test_the_process_ends_with_its_host_even_in_a_long_step(child: Child) -> None:
+def test_the_process_ends_with_its_supervisor_even_in_a_long_step(child: Child) -> None:
     child.start()
-    child.next("ready")
+    child.next(Ready)
     child.add(("a", (777,), None))
     assert child.close() == 0
 
 
 def test_configuration_with_its_cost_model_and_announced_rows_reach_the_engine(child: Child) -> None:
     child.start()
-    child.send(op="expect", adapter_id="a", num_rows=70)
+    child.send(ExpectRows("a", 70))
     child.add(("row", (444,), None))
-    said = unpack_result(child.next("results")["results"][0]).text
+    said = child.result().text
     assert said == f"{EngineConfig(mode='exact', cost=CPU_SMOLLM2_135M)} {{'a': 70}}"
+
+
+@pytest.mark.parametrize(
+    ("frame", "error"),
+    [
+        (b"\x04\x00\x00\x00\xc1\xc1\xc1\xc1", "a frame of 4 bytes is no msgpack"),
+        (encoded({"type": "Dance"}), "type='Dance': expected one of Start, RegisterAdapter"),
+        (encoded({"type": "AbortRows"}), r"AbortRows: missing fields \['request_ids'\]"),
+        (encoded({"op": "abort"}), "expected a message with its type"),
+    ],
+)
+def test_a_malformed_frame_ends_the_process_with_a_sentence(child: Child, frame: bytes, error: str) -> None:
+    child.start()
+    child.next(Ready)
+    assert child.process.stdin is not None
+    child.process.stdin.write(frame)
+    child.process.stdin.flush()
+    assert re.search(error, child.next(Fatal).error)
+    assert child.process.wait(timeout=30) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows on loan between two real engines: they come back answered, or as they are, whoever leaves or falls silent."""
+"""Rows lent between two real engines: they come back answered, or as they are, whichever side leaves or is lost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from echo_host import TOKENS, Host, finish, open_shard, until
 
 from lorabatch.pipeline.messages import ShardAbandonedError
-from lorabatch.pipeline.migration.incoming import Guests
-from lorabatch.pipeline.migration.outgoing import Loans
+from lorabatch.pipeline.migration.incoming import IncomingRows
+from lorabatch.pipeline.migration.outgoing import OutgoingRows
 from lorabatch.pipeline.migration.peers import (
     Accepted,
     DropRows,
@@ -24,13 +24,14 @@ from lorabatch.pipeline.migration.peers import (
     ReceiveRows,
     ReplyT,
 )
+from lorabatch.pipeline.supervisor.queue import EngineQueue
 
 
 class Line:
     """The way from an owner to a helper: requests and replies, until it `is_cut`."""
 
-    def __init__(self, guests: Guests) -> None:
-        self._guests = guests
+    def __init__(self, incoming: IncomingRows) -> None:
+        self._incoming = incoming
         self.is_cut = False
         self.asked: list[type[PeerRequest[Any]]] = []
 
@@ -46,13 +47,13 @@ class Line:
     def _reply_to(self, request: object) -> object:
         match request:
             case ReceiveRows():
-                self._guests.receive(request.loan_id, request.rows, [])
+                self._incoming.receive(request.loan_id, request.rows, [])
             case FetchResults():
-                return self._guests.results(request.loan_id, request.acknowledged)
+                return self._incoming.results(request.loan_id, request.acknowledged)
             case RecallRows():
-                self._guests.recall(request.loan_id)
+                self._incoming.recall(request.loan_id)
             case DropRows():
-                self._guests.drop(request.loan_id)
+                self._incoming.drop(request.loan_id)
         return Accepted()
 
 
@@ -60,9 +61,9 @@ class Line:
 async def lending(owner: Host, helper: Host, num_rows: int) -> AsyncIterator[tuple[Line, Awaitable[None]]]:
     """A loan of rows of shard 7 from owner to helper that has begun."""
     await until(lambda: any(report.running_rows for report in owner.reports))
-    line = Line(Guests(helper.share, patience_s=1.0))
-    loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
-    task = asyncio.create_task(loans.lend(7, num_rows, "tcp://helper"))
+    line = Line(IncomingRows(helper.engine, patience_s=1.0))
+    outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
+    task = asyncio.create_task(outgoing.lend(7, num_rows, "tcp://helper"))
     await until(lambda: FetchResults in line.asked)
     yield line, task
     await asyncio.wait_for(task, 60)
@@ -91,7 +92,7 @@ def test_a_helper_that_leaves_gives_rows_back_with_what_it_has_generated(
         shard = open_shard(owner, 4)
         async with lending(owner, helper, 4) as (line, task):
             await until((tmp_path / "by-helper").exists)
-            await asyncio.to_thread(helper.keeper.leave, "run", 10)
+            await asyncio.to_thread(helper.supervisor.leave, "run", 10)
             await task
             assert line.asked[-1] is FetchResults
         (tmp_path / "gate").touch()
@@ -112,18 +113,18 @@ def test_rows_of_a_helper_that_falls_silent_go_on_at_the_owner(hosts: Callable[.
             await task
         (tmp_path / "gate").touch()
         await finish(shard, 4)
-        # Nobody asks for the guests any more: they leave the helper's engine.
+        # The owner does not ask any more: its rows leave the helper's engine.
         await until(lambda: bool(helper.reports) and helper.reports[-1].incoming_rows == 0)
 
     asyncio.run(story())
 
 
-def test_guests_whose_shard_was_given_up_are_dropped(hosts: Callable[..., Host], tmp_path: Path) -> None:
+def test_incoming_rows_whose_shard_was_given_up_are_dropped(hosts: Callable[..., Host], tmp_path: Path) -> None:
     async def story() -> None:
         owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))
         shard = open_shard(owner, 4)
         async with lending(owner, helper, 3) as (line, task):
-            owner.share.abandon(shard)
+            owner.engine.submit(EngineQueue.abandon, shard)
             await task
             assert line.asked[-1] is DropRows
         await until(lambda: helper.reports[-1].incoming_rows == 0)
@@ -139,19 +140,19 @@ def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
         helper = hosts(step_s=0.1, trace=str(tmp_path / "by-helper"))
         shard = open_shard(owner, 4)
         await until(lambda: any(report.running_rows for report in owner.reports))
-        line = Line(Guests(helper.share))
-        loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
-        loans.begin(7, 4, "tcp://helper")
+        line = Line(IncomingRows(helper.engine))
+        outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
+        outgoing.begin(7, 4, "tcp://helper")
         await until((tmp_path / "by-helper").exists)
-        await loans.call_back(60)
+        await outgoing.call_back(60)
         assert line.asked.count(RecallRows) == 1
-        await asyncio.to_thread(owner.keeper.leave, "run", 10)
+        await asyncio.to_thread(owner.supervisor.leave, "run", 10)
         with pytest.raises(ShardAbandonedError):
             shard.take(0)
         generated = sum(map(int, (tmp_path / "by-helper").read_text().split()))
         assert 0 < sum(len(row.token_ids) for row in shard.begun) == generated < 4 * TOKENS
         # Nothing is lent any more.
-        loans.begin(7, 4, "tcp://helper")
+        outgoing.begin(7, 4, "tcp://helper")
         assert line.asked.count(ReceiveRows) == 1
         await until(lambda: helper.reports[-1].incoming_rows == 0)
 
@@ -163,12 +164,12 @@ def test_a_helper_that_does_not_give_rows_back_is_not_waited_for(hosts: Callable
         owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))
         shard = open_shard(owner, 4)
         await until(lambda: any(report.running_rows for report in owner.reports))
-        line = Line(Guests(helper.share, patience_s=1.0))
-        loans = Loans(owner.share, line, "tcp://owner")  # type: ignore[arg-type]
-        loans.begin(7, 3, "tcp://helper")
+        line = Line(IncomingRows(helper.engine, patience_s=1.0))
+        outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
+        outgoing.begin(7, 3, "tcp://helper")
         await until(lambda: FetchResults in line.asked)
         line.is_cut = True
-        await loans.call_back(0.0)
+        await outgoing.call_back(0.0)
         (tmp_path / "gate").touch()
         await finish(shard, 4)
 

@@ -79,7 +79,7 @@ def test_a_report_survives_the_way_through_dask() -> None:
     meter = EngineMeter("tcp://w", batch_rows=8)
     meter.process_started(1)
     meter.engine_said(SNAPSHOT)
-    shard = OpenShard(4, [ExportedRow(Request("r", (1,), None, SamplingParams()))])
+    shard = OpenShard(4, [ExportedRow(Request("r", (1,), None, SamplingParams()))], "run")
     report = meter.report([shard], (FinishedRows("sha-a", 1, 5),))
     assert report.open_rows == 1
     assert from_plain(WorkerReport, msgpack.unpackb(msgpack.packb(to_plain(report)))) == report

@@ -1,17 +1,18 @@
-"""Rows that kill engines, through the ledger and the restart policy together: they are found, the others are answered,
-and an engine that is broken itself is given up.
+"""Rows that kill engines, through the table of rows and the restart policy together: they are found, the others are
+answered, and an engine that is broken itself is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import pytest
 
 from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.pipeline.supervisor.health import FIRST_DELAY_S, MAX_BLAMED_ROWS, GiveUp, Restart, RestartPolicy
-from lorabatch.pipeline.supervisor.queue import RowLedger
+from lorabatch.pipeline.supervisor.open_shard import OpenShard
+from lorabatch.pipeline.supervisor.rows import QueuedRow, RowTable, RunRows
 
 # The whole of what was sent is in one batch: nothing finishes in a process that has a poison row.
 ALL = 10**9
@@ -29,23 +30,23 @@ class Fate:
 
 def work(num_rows: int, kills: Callable[[Collection[str]], bool], batch_rows: int = ALL) -> Fate:
     """Engines on rows 0, 1, … in that order; one that `kills` claims a batch of dies, all others finish theirs."""
-    ledger, policy, fate = RowLedger(), RestartPolicy(), Fate()
-    ledger.add(ExportedRow(Request(str(i), (1,), None, SamplingParams())) for i in range(num_rows))
+    table, policy, fate = RowTable(), RestartPolicy(), Fate()
+    table.runs["run"] = RunRows("run")
+    requests = [Request(str(i), (1,), None, SamplingParams()) for i in range(num_rows)]
+    table.add(OpenShard(0, map(ExportedRow, requests), "run"))
     policy.started()
-    in_process: list[str] = []
-    while len(ledger) and fate.given_up is None:
-        in_process += [row.request.request_id for row in ledger.take()]
-        batch, in_process = in_process[:batch_rows], in_process[batch_rows:]
+    while len(table) and fate.given_up is None:
+        table.take()
+        batch = table.in_process[:batch_rows]
         assert batch, "rows are left but none may run"
-        if not kills(batch):
+        if not kills(ids_of(batch)):
             policy.row_finished()
-            assert all(map(ledger.finished, batch))
-            fate.answered |= set(batch)
+            for row in batch:
+                table.finish(row, 1)
+            fate.answered |= ids_of(batch)
             continue
-        in_process = []
-        is_of_search = ledger.is_searching
-        blamed = {lost.row.request.request_id for lost in ledger.crashed()}
-        ledger.check_integrity()
+        is_of_search = table.is_searching
+        blamed = ids_of(table.crashed())
         fate.blamed |= blamed
         verdict = policy.died("a crash", is_permanent=False, is_of_search=is_of_search, num_blamed=len(blamed))
         if isinstance(verdict, GiveUp):
@@ -55,6 +56,10 @@ def work(num_rows: int, kills: Callable[[Collection[str]], bool], batch_rows: in
             fate.delays_s.append(verdict.delay_s)
             policy.started()
     return fate
+
+
+def ids_of(rows: Iterable[QueuedRow]) -> set[str]:
+    return {row.request.request_id for row in rows}
 
 
 def ids(first: int, num_rows: int) -> set[str]:

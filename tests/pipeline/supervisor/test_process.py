@@ -9,16 +9,17 @@ from typing import IO
 
 import pytest
 
-from lorabatch.engine.server.wire import read_frame
+from lorabatch.engine.server.codec import MessageError
+from lorabatch.engine.server.frames import TO_ENGINE, AbortRows, Heartbeat, read_frame
 from lorabatch.pipeline.supervisor.process import FrameWriter, engine_environment
 
 # Together a megabyte: a pipe takes 64 KiB.
-MESSAGES = [{"op": "test", "number": i, "filling": "x" * 1000} for i in range(1000)]
+MESSAGES = [AbortRows((str(i), "x" * 1000)) for i in range(1000)]
 
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """What a process would read, and what its host writes to."""
+    """What a process would read, and what its supervisor writes to."""
     reads, writes = os.pipe()
     with os.fdopen(reads, "rb") as inlet, os.fdopen(writes, "wb") as outlet:
         yield inlet, outlet
@@ -31,8 +32,8 @@ def test_messages_arrive_whole_and_in_order_however_late_they_are_read(pipe: tup
         writer.send(message)
     writer.close()
     assert not outlet.closed
-    assert [read_frame(inlet) for _ in MESSAGES] == MESSAGES
-    assert read_frame(inlet) is None
+    assert [read_frame(inlet, TO_ENGINE) for _ in MESSAGES] == MESSAGES
+    assert read_frame(inlet, TO_ENGINE) is None
     writer.join(10)
     assert outlet.closed
 
@@ -49,15 +50,15 @@ def test_a_write_that_waits_ends_with_its_reader(pipe: tuple[IO[bytes], IO[bytes
     writer.join(10)
     assert not thread.is_alive()
     assert outlet.closed
-    # Nobody hears it, nobody minds.
+    # Later messages are dropped.
     writer.send(MESSAGES[0])
     writer.close()
 
 
-def test_what_cannot_be_packed_is_the_senders_error(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
+def test_a_message_of_the_other_direction_is_the_senders_error(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
     writer = FrameWriter(pipe[1])
-    with pytest.raises(TypeError):
-        writer.send({"op": object()})
+    with pytest.raises(MessageError, match="Heartbeat"):
+        writer.send(Heartbeat(0.0))  # type: ignore[arg-type]
     writer.close()
     writer.join(10)
 

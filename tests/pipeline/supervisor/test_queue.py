@@ -1,295 +1,389 @@
-"""Rows through crashes: nothing is lost, nothing runs twice, a poison row is found, innocent rows are not.
-
-Whose rows go to a shared engine next: equal service in tokens, nothing saved up, nobody starved.
-"""
+"""The queue through any order of events: each row ends in exactly one result, at the shard that waits for it."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lorabatch.engine.request import ExportedRow, Request, SamplingParams
-from lorabatch.pipeline.supervisor.queue import RowLedger, RowTurns
+from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
+from lorabatch.engine.server.frames import AbortRows, AddRows, ExpectRows, ExportRows, RegisterAdapter, RowTokens
+from lorabatch.pipeline.messages import AdapterSource, EngineFailedError, LocalAdapter, ShardAbandonedError
+from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
+from lorabatch.pipeline.supervisor.queue import EngineQueue, LentRows, shared_window
+from lorabatch.pipeline.supervisor.rows import RowState
 
-
-def make_rows(num_rows: int) -> list[ExportedRow]:
-    return [ExportedRow(Request(f"row-{i}", (i,), None, SamplingParams())) for i in range(num_rows)]
-
-
-def ids(rows: list[ExportedRow]) -> list[str]:
-    return [row.request.request_id for row in rows]
-
-
-def run_until_empty(ledger: RowLedger, poison: set[str], accidents: int = 0, seed: int = 0) -> tuple[set[str], int]:
-    """Drive a process that dies when it works on a poison row, and `accidents` times for no reason."""
-    luck = random.Random(seed)
-    in_process: list[str] = []
-    given_up: set[str] = set()
-    num_crashes = 0
-    while len(ledger):
-        in_process += ids(ledger.take())
-        ledger.check_integrity()
-        assert in_process, "rows are left but none may run"
-        has_accident = accidents > 0 and luck.random() < 0.2
-        if poison.intersection(in_process) or has_accident:
-            accidents -= has_accident
-            num_crashes += 1
-            given_up |= set(ids([lost.row for lost in ledger.crashed()]))
-            in_process = []
-            ledger.check_integrity()
-        else:
-            done = in_process.pop(luck.randrange(len(in_process)))
-            assert ledger.finished(done)
-    return given_up, num_crashes
+BATCH = 4
+MAX_TOKENS = 8
 
 
-def test_rows_go_in_together_and_once() -> None:
-    ledger = RowLedger()
-    ledger.add(make_rows(3))
-    assert ids(ledger.take()) == ["row-0", "row-1", "row-2"]
-    assert ledger.take() == []
+def make_row(name: str, adapter_id: str | None = None) -> ExportedRow:
+    return ExportedRow(Request(name, (1, 2), adapter_id, SamplingParams(max_tokens=MAX_TOKENS)))
 
 
-def test_a_first_crash_sends_all_rows_again_before_new_ones() -> None:
-    ledger = RowLedger()
-    old, new = make_rows(4)[:2], make_rows(4)[2:]
-    ledger.add(old)
-    ledger.take()
-    ledger.add(new)
-    assert ledger.crashed() == []
-    assert ledger.take() == old + new
+def result_of(request_id: str, num_tokens: int = MAX_TOKENS) -> Result:
+    return Result(request_id, tuple(range(num_tokens)), "text", "length", 2, "base")
 
 
-def test_a_result_counts_once() -> None:
-    ledger = RowLedger()
-    ledger.add(make_rows(1))
-    ledger.take()
-    assert ledger.finished("row-0")
-    assert not ledger.finished("row-0")
+class Process:
+    """An engine process as its frames describe it: what it holds, and the exports it has not replied to."""
 
-
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
-@pytest.mark.parametrize("num_poison", [0, 1, 2])
-def test_poison_rows_and_no_others_are_given_up(num_rows: int, num_poison: int) -> None:
-    poison = {f"row-{i}" for i in range(0, num_rows, 3)[:num_poison]}
-    ledger = RowLedger()
-    ledger.add(make_rows(num_rows))
-    given_up, num_crashes = run_until_empty(ledger, poison)
-    assert given_up == poison
-    # Two crashes to suspect, a halving per level, two alone; each poison row pays its own way down.
-    assert num_crashes <= 2 + len(poison) * (num_rows.bit_length() + 3)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_accidents_cost_no_row(seed: int) -> None:
-    ledger = RowLedger()
-    ledger.add(make_rows(32))
-    given_up, num_crashes = run_until_empty(ledger, set(), accidents=6, seed=seed)
-    assert given_up == set()
-    assert num_crashes <= 6
-
-
-def test_suspects_run_with_nothing_else_and_new_rows_wait_for_them() -> None:
-    ledger = RowLedger()
-    ledger.add(make_rows(2))
-    for _ in range(2):
-        ledger.take()
-        ledger.crashed()
-    ledger.add([ExportedRow(Request("fresh", (1,), None, SamplingParams()))])
-    assert set(ids(ledger.take())) == {"row-0", "row-1"}
-    assert ledger.take() == []
-    ledger.finished("row-0")
-    ledger.finished("row-1")
-    assert ids(ledger.take()) == ["fresh"]
-
-
-def test_forgotten_rows_are_aborted_only_where_they_run() -> None:
-    ledger = RowLedger()
-    ledger.add(make_rows(1))
-    ledger.take()
-    ledger.add([ExportedRow(Request("waiting", (1,), None, SamplingParams()))])
-    assert ledger.forget(["row-0", "waiting", "never-heard-of"]) == ["row-0"]
-    assert len(ledger) == 0
-    ledger.check_integrity()
-
-
-def begun(row: ExportedRow, num_tokens: int) -> ExportedRow:
-    return replace(row, token_ids=tuple(range(num_tokens)))
-
-
-def test_the_last_rows_are_lent_and_what_happens_here_does_not_touch_them() -> None:
-    ledger = RowLedger()
-    rows = make_rows(6)
-    ledger.add(rows)
-    ledger.take()
-    assert ledger.lendable(ids(rows), 2) == ["row-4", "row-5"]
-    assert ledger.lend([begun(row, 3) for row in rows[4:]]) == [begun(row, 3) for row in rows[4:]]
-    ledger.check_integrity()
-    ledger.crashed()
-    assert ids(ledger.take()) == ["row-0", "row-1", "row-2", "row-3"]
-    assert ledger.finished("row-5")
-    assert len(ledger.lent) == 1
-    ledger.check_integrity()
-
-
-def test_reclaimed_rows_go_first_and_bring_the_tokens_they_had() -> None:
-    ledger = RowLedger()
-    rows = make_rows(3)
-    ledger.add(rows)
-    ledger.take()
-    ledger.lend([begun(rows[1], 7)])
-    ledger.add(make_rows(4)[3:])
-    ledger.reclaim(["row-1", "row-2", "nobody"])
-    ledger.check_integrity()
-    assert ledger.take() == [begun(rows[1], 7), *make_rows(4)[3:]]
-
-
-def test_rows_that_saw_a_crash_or_are_not_in_the_process_are_not_lent() -> None:
-    ledger = RowLedger()
-    ledger.add(make_rows(2))
-    ledger.take()
-    ledger.crashed()
-    ledger.take()
-    ledger.add(make_rows(3)[2:])
-    assert ledger.lendable(["row-0", "row-1", "row-2", "gone"], 9) == []
-    assert ledger.lend([begun(make_rows(10)[9], 1)]) == []
-
-
-def test_forgotten_rows_that_are_lent_come_back_from_nowhere() -> None:
-    ledger = RowLedger()
-    ledger.add(make_rows(1))
-    ledger.take()
-    ledger.lend(make_rows(1))
-    assert ledger.forget(["row-0"]) == []
-    ledger.reclaim(["row-0"])
-    assert ledger.take() == []
-    ledger.check_integrity()
-
-
-def row(name: str, max_tokens: int = 10, prompt: int = 5) -> ExportedRow:
-    return ExportedRow(Request(name, (1,) * prompt, None, SamplingParams(max_tokens=max_tokens)))
-
-
-class Engine:
-    """Serves rows by turns, `window` at a time, first in first out; `served` counts generated tokens by run."""
-
-    def __init__(self, window: int) -> None:
-        self.turns = RowTurns()
-        self.window = window
+    def __init__(self) -> None:
         self.rows: dict[str, ExportedRow] = {}
-        self.inside: list[tuple[str, str]] = []
-        self.served: Counter[str] = Counter()
-        self.order: list[str] = []
+        self.exports: list[tuple[str, ...]] = []
 
-    def arrive(self, run: str, num_rows: int, max_tokens: int = 10) -> None:
-        rows = {f"{run}-{len(self.rows) + i}": row(f"{run}-{i}", max_tokens) for i in range(num_rows)}
-        self.rows |= rows
-        self.turns.arrived(run, rows)
+    def take(self, queue: EngineQueue) -> None:
+        for frame in queue.take_frames(BATCH):
+            match frame:
+                case AddRows(rows):
+                    for row in rows:
+                        assert row.request.request_id not in self.rows, f"{row.request.request_id} is here already"
+                        assert row.token_ids == tuple(range(len(row.token_ids)))
+                        self.rows[row.request.request_id] = row
+                case AbortRows(request_ids):
+                    for request_id in request_ids:
+                        del self.rows[request_id]
+                case ExportRows(request_ids):
+                    self.exports.append(request_ids)
 
-    def finish_one(self, tokens: int | None = None) -> None:
-        while len(self.inside) < self.window and (turn := self.turns.next()) is not None:
-            self.turns.enter(*turn, self.rows[turn[1]])
-            self.inside.append(turn)
-        if self.inside:
-            run, name = self.inside.pop(0)
-            generated = tokens or self.rows[name].request.sampling.max_tokens
-            self.turns.gone(run, name, self.rows[name], generated)
-            self.served[run] += generated
-            self.order.append(run)
+    def step(self) -> list[Result]:
+        """One more token for the first rows; those that are done."""
+        done = []
+        for name, row in list(self.rows.items())[:BATCH]:
+            self.rows[name] = row = replace(row, token_ids=(*row.token_ids, len(row.token_ids)))
+            if len(row.token_ids) == MAX_TOKENS:
+                del self.rows[name]
+                done.append(result_of(name))
+        return done
 
-
-def test_a_run_alone_is_served_in_order() -> None:
-    turns = RowTurns()
-    turns.arrived("a", ["1", "2"])
-    assert [turns.next(), turns.next(), turns.next()] == [("a", "1"), ("a", "2"), None]
-
-
-def test_runs_get_equal_tokens_whatever_their_rows_are_like() -> None:
-    engine = Engine(window=8)
-    engine.arrive("short", 1000, max_tokens=10)
-    engine.arrive("long", 1000, max_tokens=100)
-    for _ in range(600):
-        engine.finish_one()
-    # A row's prompt counts too, so that tokens generated differ by less than the prompts of ten short rows.
-    assert engine.served["long"] / engine.served["short"] == pytest.approx((20 + 5) / 20 * 200 / 205, rel=0.05)
+    def export(self) -> list[RowTokens]:
+        rows = [self.rows.pop(name) for name in self.exports.pop(0) if name in self.rows]
+        return [RowTokens(row.request.request_id, row.token_ids, row.token_logprobs) for row in rows]
 
 
-def test_rows_that_end_long_before_their_limit_count_as_what_they_were() -> None:
-    engine = Engine(window=4)
-    engine.arrive("bold", 2000, max_tokens=1000)
-    engine.arrive("modest", 2000, max_tokens=10)
-    for _ in range(2000):
-        engine.finish_one(tokens=10)
-    # They differ by what one row in the engine may still take (2,000 tokens at a weight of 2), and no more.
-    difference = engine.order.count("modest") - engine.order.count("bold")
-    assert 0 <= difference * (5 + 2 * 10) <= 5 + 2 * 1000
+class EngineQueueMachine(RuleBasedStateMachine):
+    """Runs join and leave, shards open, rows are lent and come back, the process dies: in any order.
+
+    All shards have the same request ids, and all runs the same shard ids.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = EngineQueue()
+        self.process = Process()
+        self.is_ready = False
+        self.num_opened: Counter[str] = Counter()
+        self.shards: list[OpenShard] = []
+        self.closed: list[OpenShard] = []
+        self.answers: dict[OpenShard, Counter[str]] = {}
+        self.lending: list[Future[LentRows | None]] = []
+        self.lent: list[tuple[OpenShard, ExportedRow]] = []
+
+    def send(self) -> None:
+        self.process.take(self.queue)
+
+    def is_joined(self, run_id: str) -> bool:
+        return run_id in self.queue.table.runs
+
+    @rule(run_id=st.sampled_from("ab"))
+    def join(self, run_id: str) -> None:
+        if not self.is_joined(run_id):
+            self.queue.join(run_id)
+
+    @rule(run_id=st.sampled_from("ab"), num_rows=st.integers(1, 9), is_incoming=st.booleans())
+    def open(self, run_id: str, num_rows: int, is_incoming: bool) -> None:
+        self.num_opened[run_id] += 1
+        shard_id = None if is_incoming else self.num_opened[run_id]
+        shard = OpenShard(shard_id, [make_row(f"row-{i}") for i in range(num_rows)], run_id)
+        self.queue.open(shard, ())
+        if self.is_joined(run_id):
+            self.shards.append(shard)
+            self.answers[shard] = Counter()
+        else:
+            with pytest.raises(ShardAbandonedError):
+                shard.take(0)
+        self.send()
+
+    @precondition(lambda self: not self.is_ready)
+    @rule()
+    def process_ready(self) -> None:
+        self.queue.process_ready()
+        self.is_ready = True
+        self.send()
+
+    @precondition(lambda self: self.is_ready)
+    @rule(num_steps=st.integers(1, MAX_TOKENS))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.queue.finished(self.process.step())
+            self.send()
+
+    @precondition(lambda self: self.is_ready)
+    @rule()
+    def reply_to_export(self) -> None:
+        if self.process.exports:
+            self.queue.exported(self.process.export())
+            self._collect_lent()
+            self.send()
+
+    @precondition(lambda self: self.is_ready)
+    @rule(is_spared=st.booleans())
+    def process_dies(self, is_spared: bool) -> None:
+        self.process = Process()
+        self.is_ready = False
+        self.queue.process_gone("a test", is_spared=is_spared)
+        self._collect_lent()
+        assert self.queue.take_frames(BATCH) == []
+
+    @precondition(lambda self: bool(self.shards))
+    @rule(data=st.data(), num_rows=st.integers(0, 5))
+    def lend(self, data: st.DataObject, num_rows: int) -> None:
+        shard = data.draw(st.sampled_from(self.shards))
+        if shard.shard_id is not None:
+            self.lending.append(Future())
+            self.queue.lend(shard.run_id, shard.shard_id, num_rows, self.lending[-1])
+            self._collect_lent()
+            self.send()
+
+    def _collect_lent(self) -> None:
+        for future in [future for future in self.lending if future.done()]:
+            self.lending.remove(future)
+            lent = future.result()
+            if lent is not None:
+                self.lent += [(lent.shard, row) for row in lent.rows]
+
+    @precondition(lambda self: bool(self.lent))
+    @rule(data=st.data(), how=st.sampled_from(["answered", "answered twice", "reclaimed", "returned", "late"]))
+    def loan_ends(self, data: st.DataObject, how: str) -> None:
+        index = data.draw(st.integers(0, len(self.lent) - 1))
+        shard, row = self.lent.pop(index)
+        request_id = row.request.request_id
+        match how:
+            case "reclaimed":
+                self.queue.reclaim(shard, [request_id])
+            case "returned":
+                longer = (*row.token_ids, len(row.token_ids))[: MAX_TOKENS - 1]
+                self.queue.returned(shard, [replace(row, token_ids=longer)])
+            case "late":
+                # The helper was taken for lost: its result follows when the row goes on here.
+                self.queue.reclaim(shard, [request_id])
+                self.queue.answered(shard, [ServedRow(result_of(request_id), 0)])
+            case _:
+                self.queue.answered(shard, [ServedRow(result_of(request_id), 0)] * (2 if "twice" in how else 1))
+        self.send()
+
+    @precondition(lambda self: bool(self.shards))
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        shard = data.draw(st.sampled_from(self.shards))
+        self.queue.abandon(shard)
+        self._close(shard)
+        self.send()
+
+    def _close(self, shard: OpenShard) -> None:
+        self.shards.remove(shard)
+        self.closed.append(shard)
+        begun = Counter(row.request.request_id for row in shard.begun)
+        assert begun.total() <= shard.num_unfinished
+        assert set(begun.values()) <= {1}
+        assert not begun.keys() & self.answers[shard].keys(), "a row with a result is given up"
+
+    @rule(run_id=st.sampled_from("ab"))
+    def leave(self, run_id: str) -> None:
+        self.queue.leave(run_id)
+        self.check_results()
+        for shard in [shard for shard in self.shards if shard.run_id == run_id]:
+            self._close(shard)
+        self.send()
+
+    @rule(run_id=st.sampled_from("ab"))
+    def leave_in_good_order(self, run_id: str) -> None:
+        left: list[str] = []
+        self.queue.hand_back(run_id, lambda: left.append(run_id))
+        self.send()
+        while not left:
+            self.reply_to_export()
+        self.leave(run_id)
+
+    @precondition(lambda self: self.shards)
+    @rule(data=st.data())
+    def surrender(self, data: st.DataObject) -> None:
+        """One shard goes, as incoming rows do whose owner leaves; its run and the other shards stay."""
+        shard = data.draw(st.sampled_from(self.shards))
+        if not shard.num_unfinished:
+            return
+        self.queue.surrender(shard)
+        self.send()
+        while not shard.is_abandoned:
+            self.reply_to_export()
+        self.check_results()
+        self._close(shard)
+        self.queue.surrender(shard)
+        self.send()
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.queue.check_integrity()
+
+    @invariant()
+    def check_results(self) -> None:
+        for shard in self.shards:
+            self.answers[shard].update(row.result.request_id for row in _taken(shard))
+            assert set(self.answers[shard].values()) <= {1}, "a row has two results"
+            assert self.answers[shard].total() + shard.num_unfinished == len(shard.rows)
+
+    @invariant()
+    def nothing_is_added_to_a_closed_shard(self) -> None:
+        assert all(_taken(shard) == [] for shard in self.closed)
+
+    @invariant()
+    def the_process_has_what_the_table_says(self) -> None:
+        in_process = {row.row_id for row in self.queue.table.in_process}
+        # Rows that a helper has answered late are still worked on; their results are dropped.
+        assert in_process <= set(self.process.rows)
+
+    @invariant()
+    def a_shared_engine_is_not_flooded(self) -> None:
+        table = self.queue.table
+        if len(table.in_process_by_run()) > 1 and not self.process.exports:
+            assert table.num_in_process <= shared_window(BATCH)
+
+    def teardown(self) -> None:
+        """Whatever has happened, an engine that lives finishes every row of every open shard, once."""
+        while self.process.exports:
+            self.queue.exported(self.process.export())
+        self._collect_lent()
+        for shard, row in self.lent:
+            self.queue.reclaim(shard, [row.request.request_id])
+        self.queue.process_ready()
+        for _ in range(10_000):
+            self.send()
+            while self.process.exports:
+                self.queue.exported(self.process.export())
+            if not self.process.rows:
+                break
+            self.queue.finished(self.process.step())
+        self.check_results()
+        self.queue.check_integrity()
+        assert len(self.queue.table) == 0
+        for shard in self.shards:
+            assert self.answers[shard] == Counter(row.request.request_id for row in shard.rows)
 
 
-def test_a_run_that_comes_late_starts_level_and_does_not_catch_up() -> None:
-    engine = Engine(window=4)
-    engine.arrive("first", 500)
-    for _ in range(100):
-        engine.finish_one()
-    engine.arrive("late", 500)
-    for _ in range(100):
-        engine.finish_one()
-    assert 40 <= engine.order[100:].count("late") <= 54
+def _taken(shard: OpenShard) -> list[ServedRow]:
+    try:
+        return shard.take(0)
+    except ShardAbandonedError:
+        return []
 
 
-def test_a_pause_saves_nothing_up() -> None:
-    engine = Engine(window=2)
-    engine.arrive("a", 10)
-    engine.arrive("b", 300)
-    for _ in range(200):
-        engine.finish_one()
-    engine.arrive("a", 100)
-    for _ in range(50):
-        engine.finish_one()
-    assert 20 <= engine.order[200:].count("a") <= 30
+TestEngineQueue = EngineQueueMachine.TestCase
+TestEngineQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_rows_that_come_back_go_before_others_of_their_run_and_owe_nothing() -> None:
-    turns = RowTurns()
-    rows = {name: row(name) for name in ("1", "2", "3")}
-    turns.arrived("a", rows)
-    for _ in range(2):
-        run, name = turns.next() or ("", "")
-        turns.enter(run, name, rows[name])
-    turns.back("a", ["2"])
-    turns.away("a", "1")
-    assert turns.waiting() == ["2", "3"]
-    turns.arrived("b", ["other"])
-    # Nothing of a is finished or in the engine: both stand at the beginning.
-    assert turns.next() == ("a", "2")
+def opened(queue: EngineQueue, *rows: ExportedRow, shard_id: int = 0, run_id: str = "run") -> OpenShard:
+    """A shard of a run that joins if it has not."""
+    if run_id not in queue.table.runs:
+        queue.join(run_id)
+    shard = OpenShard(shard_id, rows, run_id)
+    queue.open(shard, [ADAPTER])
+    return shard
 
 
-def test_a_run_is_forgotten_only_without_rows() -> None:
-    turns = RowTurns()
-    turns.arrived("a", ["1"])
-    with pytest.raises(AssertionError, match="1 rows left"):
-        turns.forget("a")
-    turns.gone("a", "1", row("1"), 0)
-    turns.forget("a")
-    assert turns.num_runs == 0
+ADAPTER = LocalAdapter(AdapterSource("sha-a", "a", "/a"), Path("/a"))
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(1, 200)), min_size=1, max_size=12),
-    st.integers(1, 16),
-)
-def test_no_row_is_lost_or_served_twice(arrivals: list[tuple[str, int, int]], window: int) -> None:
-    engine = Engine(window)
-    for run, num_rows, max_tokens in arrivals:
-        engine.arrive(run, num_rows, max_tokens)
-        for _ in range(num_rows // 2):
-            engine.finish_one()
-    for _ in range(len(engine.rows)):
-        engine.finish_one()
-    assert Counter(engine.order) == Counter(name.split("-")[0] for name in engine.rows)
-    assert engine.turns.num_runs == 0
-    assert engine.turns.waiting() == []
+def test_a_failure_reaches_every_run_and_every_later_one() -> None:
+    queue = EngineQueue()
+    shards = [opened(queue, make_row("r"), run_id=run_id) for run_id in "ab"]
+    queue.fail(EngineFailedError("no engine"))
+    shards.append(opened(queue, make_row("r"), run_id="c"))
+    for shard in shards:
+        with pytest.raises(EngineFailedError):
+            shard.take(0)
+    for run_id in "abc":
+        queue.leave(run_id)
+
+
+def test_lent_rows_are_the_last_and_come_back_first_with_the_tokens_they_have() -> None:
+    queue, process = EngineQueue(), Process()
+    shard = opened(queue, *[make_row(f"row-{i}") for i in range(6)])
+    queue.process_ready()
+    process.take(queue)
+    process.step()
+    lent: Future[LentRows | None] = Future()
+    queue.lend("run", 0, 4, lent)
+    process.take(queue)
+    queue.exported(process.export())
+    loan = lent.result(0)
+    assert loan is not None
+    assert [(row.request.request_id, len(row.token_ids)) for row in loan.rows] == [
+        ("row-2", 1),
+        ("row-3", 1),
+        ("row-4", 0),
+        ("row-5", 0),
+    ]
+    assert queue.lent_by_shard("run") == {0: 4}
+    queue.returned(shard, [replace(loan.rows[0], token_ids=tuple(range(5)))])
+    queue.reclaim(shard, ["row-2", "row-3", "unknown"])
+    queue.answered(shard, [ServedRow(result_of("row-5"), 2)])
+    assert [(row.result.request_id, row.num_crashes) for row in shard.take(0)] == [("row-5", 2)]
+    assert len(queue.table.in_state(RowState.LENT)) == 1
+    (frame,) = queue.take_frames(BATCH)
+    assert isinstance(frame, AddRows)
+    assert [len(row.token_ids) for row in frame.rows] == [1, 5]
+    queue.check_integrity()
+
+
+def test_rows_that_are_leaving_are_not_lent_again() -> None:
+    queue, process = EngineQueue(), Process()
+    opened(queue, *[make_row(f"row-{i}") for i in range(3)])
+    queue.process_ready()
+    process.take(queue)
+    futures: list[Future[LentRows | None]] = [Future(), Future(), Future()]
+    for future in futures:
+        queue.lend("run", 0, 2, future)
+    process.take(queue)
+    assert futures[2].result(0) is None
+    while process.exports:
+        queue.exported(process.export())
+    loans = [future.result(0) for future in futures[:2]]
+    assert [len(loan.rows) if loan else 0 for loan in loans] == [2, 1]
+
+
+def test_a_process_learns_of_an_adapter_before_its_first_row_and_once() -> None:
+    queue = EngineQueue()
+    queue.process_ready()
+    opened(queue, make_row("1", "sha-a"), make_row("2"))
+    assert frame_types(queue) == [RegisterAdapter, ExpectRows, AddRows]
+    queue.process_gone("a test", is_spared=True)
+    queue.process_ready()
+    assert frame_types(queue) == [RegisterAdapter, AddRows]
+
+
+def test_rows_behind_are_announced_with_the_next_rows_of_their_adapter() -> None:
+    queue = EngineQueue()
+    queue.join("run")
+    queue.process_ready()
+    queue.open(OpenShard(0, [make_row("1")], "run"), [ADAPTER], rows_behind=70)
+    assert frame_types(queue) == [AddRows]
+    opened_later = OpenShard(None, [make_row("2", "sha-a")], "run")
+    queue.open(opened_later, [ADAPTER])
+    assert ExpectRows("sha-a", 70) in queue.take_frames(BATCH)
+
+
+def frame_types(queue: EngineQueue) -> list[type]:
+    return [type(frame) for frame in queue.take_frames(BATCH)]
+
+
+def test_rows_of_one_shard_have_names_of_their_own() -> None:
+    queue = EngineQueue()
+    queue.join("run")
+    with pytest.raises(AssertionError, match="two rows have one request id"):
+        queue.open(OpenShard(3, [make_row("1"), make_row("1")], "run"), ())

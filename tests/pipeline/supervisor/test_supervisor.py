@@ -1,4 +1,4 @@
-"""One engine process under its keeper: answers, crashes, restarts, poison rows, an honest failure, shared by runs."""
+"""One engine process under its supervisor: answers, crashes, restarts, poison rows, failure, shared by runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from lorabatch.pipeline.messages import (
 )
 from lorabatch.pipeline.supervisor import health as engine_pulse
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
-from lorabatch.pipeline.supervisor.supervisor import EngineKeeper, EngineShare
+from lorabatch.pipeline.supervisor.queue import EngineQueue
+from lorabatch.pipeline.supervisor.supervisor import EngineHandle, EngineSupervisor
 
 POISON = 13
 
 
 class Reports:
-    """What the keeper reports, and a way to wait for a report."""
+    """What the supervisor reports, and a way to wait for a report."""
 
     def __init__(self) -> None:
         self.all: list[WorkerReport] = []
@@ -56,28 +57,28 @@ def reports() -> Reports:
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[EngineKeeper]]:
+def supervisors() -> Iterator[list[EngineSupervisor]]:
     """Those that `start` has made."""
-    made: list[EngineKeeper] = []
+    made: list[EngineSupervisor] = []
     yield made
-    for keeper in made:
-        keeper.close(10)
+    for supervisor in made:
+        supervisor.close(10)
 
 
 @pytest.fixture
 def start(
-    tmp_path: Path, reports: Reports, keepers: list[EngineKeeper], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., EngineShare]:
+    tmp_path: Path, reports: Reports, supervisors: list[EngineSupervisor], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., EngineHandle]:
     """Start an engine with the echo engine's options; the share of a run that reports to `reports`."""
     monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
 
-    def start_with(batch_rows: int = 64, **options: Any) -> EngineShare:
+    def start_with(batch_rows: int = 64, **options: Any) -> EngineHandle:
         (tmp_path / "echo.json").write_text(json.dumps(options))
         settings = EngineSettings(
             "model", EngineConfig(num_threads=1, max_batch_rows=batch_rows), factory="echo_engine:EchoEngine"
         )
-        keepers.append(EngineKeeper(settings, lambda: tmp_path, tmp_path, "tcp://worker"))
-        return keepers[-1].join("run", reports)
+        supervisors.append(EngineSupervisor(settings, lambda: tmp_path, tmp_path, "tcp://worker"))
+        return supervisors[-1].join("run", reports)
 
     return start_with
 
@@ -87,7 +88,7 @@ def make_requests(prompts: range, adapter_id: str | None = None, max_tokens: int
     return [Request(f"row-{i}", (i,), adapter_id, sampling, stream_id=i) for i in prompts]
 
 
-def open_shard(engine: EngineShare, shard_id: int, requests: list[Request], adapters: list[LocalAdapter]) -> OpenShard:
+def open_shard(engine: EngineHandle, shard_id: int, requests: list[Request], adapters: list[LocalAdapter]) -> OpenShard:
     return engine.open(shard_id, map(ExportedRow, requests), adapters)
 
 
@@ -108,7 +109,7 @@ def assert_right(requests: list[Request], rows: dict[str, ServedRow]) -> None:
         assert rows[request.request_id].result.text == expected
 
 
-def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineShare]) -> None:
+def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineHandle]) -> None:
     engine = start()
     first, second = make_requests(range(20)), make_requests(range(20, 50), adapter_id="sha-a")
     adapter = LocalAdapter(AdapterSource("sha-a", "a", "/nowhere"), Path("/nowhere"))
@@ -118,7 +119,7 @@ def test_rows_of_several_open_shards_come_back_right(start: Callable[..., Engine
 
 
 def test_reports_tell_what_is_open_and_count_each_finished_row_once(
-    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     engine = start(gate=str(gate))
@@ -137,7 +138,7 @@ def test_reports_tell_what_is_open_and_count_each_finished_row_once(
 
 
 def test_a_killed_engine_is_replaced_and_its_rows_start_again(
-    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     engine = start(gate=str(gate), batch_rows=4)
@@ -155,7 +156,7 @@ def test_a_killed_engine_is_replaced_and_its_rows_start_again(
 
 
 @pytest.mark.parametrize("failure", ["crash_on_token", "raise_on_token"])
-def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineShare], failure: str) -> None:
+def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., EngineHandle], failure: str) -> None:
     engine = start(batch_rows=8, **{failure: POISON})
     requests = make_requests(range(16))
     rows = collect(open_shard(engine, 0, requests, []))
@@ -166,7 +167,7 @@ def test_a_row_that_kills_engines_becomes_one_error_row(start: Callable[..., Eng
 
 
 def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_blamed(
-    start: Callable[..., EngineShare], reports: Reports
+    start: Callable[..., EngineHandle], reports: Reports
 ) -> None:
     engine = start(room_for_rows=3)
     requests = make_requests(range(100))
@@ -177,7 +178,7 @@ def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_bl
     assert reports.wait_for(lambda report: report.batch_rows == 2).num_crashes == 5
 
 
-def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineShare]) -> None:
+def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineHandle]) -> None:
     engine = start(room_for_rows=0)
     rows = collect(open_shard(engine, 0, make_requests(range(2)), []))
     assert {row.result.finish_reason for row in rows.values()} == {"error"}
@@ -185,7 +186,7 @@ def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., 
 
 
 def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
-    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
     gate = tmp_path / "gate"
@@ -203,7 +204,7 @@ def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
 
 
 def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_takes(
-    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
     gate = tmp_path / "gate"
@@ -224,8 +225,8 @@ def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_t
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_keeper_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
-    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+def test_a_supervisor_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
+    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor], tmp_path: Path
 ) -> None:
     engine = start(gate=str(tmp_path / "never"))
     pid = reports.wait_for(lambda report: report.state == "ready").engine_pid
@@ -234,7 +235,7 @@ def test_a_keeper_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
     try:
         shard = open_shard(engine, 0, make_requests(range(5000)), [])
         reports.wait_for(lambda report: report.open_shards == ((0, 5000),))
-        keepers[0].close(10)
+        supervisors[0].close(10)
         with pytest.raises(ShardAbandonedError):
             shard.take(0)
         with pytest.raises(ProcessLookupError):
@@ -245,7 +246,7 @@ def test_a_keeper_may_be_closed_whose_engine_does_not_read_what_it_is_sent(
 
 
 def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_later(
-    start: Callable[..., EngineShare], reports: Reports
+    start: Callable[..., EngineHandle], reports: Reports
 ) -> None:
     engine = start(fail_start="config.json: missing")
     for _ in range(2):
@@ -254,7 +255,7 @@ def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_lat
     assert reports.wait_for(lambda report: report.state == "failed").error == "config.json: missing"
 
 
-def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineShare]) -> None:
+def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineHandle]) -> None:
     engine = start(refuse_adapters=["sha-b"])
     adapter = LocalAdapter(AdapterSource("sha-b", "b", "/nowhere"), Path("/nowhere"))
     rows = collect(open_shard(engine, 0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
@@ -262,41 +263,42 @@ def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineShar
 
 
 def test_closing_hands_out_finished_rows_before_it_says_that_the_rest_is_given_up(
-    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor]
 ) -> None:
     engine = start(step_s=0.01, batch_rows=2)
     shard = open_shard(engine, 0, make_requests(range(100), max_tokens=4), [])
     reports.wait_for(lambda report: bool(report.finished))
-    keepers[0].close(10)
+    supervisors[0].close(10)
     finished = shard.take(timeout_s=0)
     assert 0 < len(finished) < 100
     with pytest.raises(ShardAbandonedError):
         shard.take(timeout_s=0)
 
 
-def test_an_abandoned_shard_leaves_the_engine(start: Callable[..., EngineShare], reports: Reports) -> None:
+def test_an_abandoned_shard_leaves_the_engine(start: Callable[..., EngineHandle], reports: Reports) -> None:
     engine = start(step_s=0.01, batch_rows=2)
-    engine.abandon(open_shard(engine, 0, make_requests(range(1000), max_tokens=1000), []))
+    left = open_shard(engine, 0, make_requests(range(1000), max_tokens=1000), [])
+    engine.submit(EngineQueue.abandon, left)
     requests = make_requests(range(1000, 1004))
     assert_right(requests, collect(open_shard(engine, 1, requests, [])))
     assert reports.wait_for(lambda report: report.state == "ready").worker == "tcp://worker"
 
 
-def test_the_engine_process_ends_with_its_keeper(
-    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+def test_the_engine_process_ends_with_its_supervisor(
+    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor]
 ) -> None:
     start()
     pid = reports.wait_for(lambda report: report.engine_pid is not None).engine_pid
     assert pid is not None
     began_s = time.monotonic()
-    keepers[0].close(10)
+    supervisors[0].close(10)
     assert time.monotonic() - began_s < 10
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
-    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     engine = start(gate=str(gate), batch_rows=4)
@@ -304,10 +306,11 @@ def test_lent_rows_are_answered_from_elsewhere_or_go_on_here(
     shard = open_shard(engine, 5, requests, [])
     reports.wait_for(lambda report: report.running_rows > 0)
     loan = engine.lend(5, 4).result(10)
-    assert [row.request.request_id for row in loan.rows] == [f"run/row-{i}" for i in range(6, 10)]
+    assert loan is not None
+    assert [row.request.request_id for row in loan.rows] == [f"row-{i}" for i in range(6, 10)]
     assert reports.wait_for(lambda report: report.lent_rows == 4).open_shards == ((5, 10),)
-    engine.answered([served(row.request, num_crashes=2) for row in loan.rows[:2]])
-    engine.reclaim([row.request.request_id for row in loan.rows])
+    engine.submit(EngineQueue.answered, shard, [served(row.request, num_crashes=2) for row in loan.rows[:2]])
+    engine.submit(EngineQueue.reclaim, shard, [row.request.request_id for row in loan.rows])
     gate.touch()
     rows = collect(shard)
     assert_right(requests, rows)
@@ -321,31 +324,31 @@ def served(request: Request, num_crashes: int = 0) -> ServedRow:
     return ServedRow(Result(request.request_id, (0, 1, 2), text, "length", 1, "base"), num_crashes)
 
 
-def test_guests_go_on_where_they_were_and_are_no_shard_of_this_worker(
-    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+def test_incoming_rows_go_on_where_they_were_and_are_no_shard_of_this_worker(
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     engine = start(gate=str(gate))
     requests = make_requests(range(3), max_tokens=4)
-    guests = engine.open(None, [ExportedRow(request, (0, 1)) for request in requests], [])
+    incoming = engine.open(None, [ExportedRow(request, (0, 1)) for request in requests], [])
     report = reports.wait_for(lambda report: report.running_rows == 3)
     assert (report.incoming_rows, report.open_shards) == (3, ())
     gate.touch()
-    assert_right(requests, collect(guests))
+    assert_right(requests, collect(incoming))
 
 
 def test_nothing_is_lent_of_a_shard_that_is_not_open_or_by_an_engine_that_is_gone(
-    start: Callable[..., EngineShare], reports: Reports, tmp_path: Path
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
     engine = start(gate=str(tmp_path / "never"))
     open_shard(engine, 0, make_requests(range(3)), [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
-    assert engine.lend(1, 2).result(10).rows == ()
+    assert engine.lend(1, 2).result(10) is None
     assert running.engine_pid is not None
     os.kill(running.engine_pid, signal.SIGSTOP)
     asked = engine.lend(0, 2)
     os.kill(running.engine_pid, signal.SIGKILL)
-    assert asked.result(10).rows == ()
+    assert asked.result(10) is None
 
 
 def finish_order(shards: dict[str, OpenShard], num_rows: int) -> list[str]:
@@ -359,13 +362,13 @@ def finish_order(shards: dict[str, OpenShard], num_rows: int) -> list[str]:
 
 
 def test_runs_that_share_an_engine_get_equal_service_from_the_moment_the_second_comes(
-    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor], tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     first = start(batch_rows=4, gate=str(gate), step_s=0.01)
     shards = {"first": open_shard(first, 0, make_requests(range(200)), [])}
     reports.wait_for(lambda report: report.running_rows == 4)
-    second = keepers[0].join("second", Reports())
+    second = supervisors[0].join("second", Reports())
     # The same shard id and request ids as the first: they are of another run.
     shards["second"] = open_shard(second, 0, make_requests(range(40)), [])
     gate.touch()
@@ -380,17 +383,17 @@ def test_runs_that_share_an_engine_get_equal_service_from_the_moment_the_second_
 
 
 def test_a_run_that_leaves_gives_its_rows_up_and_the_others_go_on(
-    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor], tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     first = start(batch_rows=4, gate=str(gate))
     requests = make_requests(range(30))
     shard = open_shard(first, 3, requests, [])
     others = Reports()
-    second = keepers[0].join("second", others)
+    second = supervisors[0].join("second", others)
     left = open_shard(second, 3, make_requests(range(30), max_tokens=500), [])
     running = others.wait_for(lambda report: report.running_rows > 0)
-    keepers[0].leave("second", 10)
+    supervisors[0].leave("second", 10)
     with pytest.raises(ShardAbandonedError):
         left.take(0)
     gate.touch()
@@ -400,10 +403,10 @@ def test_a_run_that_leaves_gives_its_rows_up_and_the_others_go_on(
 
 
 def test_a_row_that_kills_the_engine_costs_other_runs_no_row(
-    start: Callable[..., EngineShare], keepers: list[EngineKeeper]
+    start: Callable[..., EngineHandle], supervisors: list[EngineSupervisor]
 ) -> None:
     first = start(batch_rows=8, crash_on_token=POISON)
-    second = keepers[0].join("second", Reports())
+    second = supervisors[0].join("second", Reports())
     poisoned = open_shard(first, 0, make_requests(range(16)), [])
     innocent = make_requests(range(20, 40))
     assert_right(innocent, collect(open_shard(second, 0, innocent, [])))
@@ -412,12 +415,12 @@ def test_a_row_that_kills_the_engine_costs_other_runs_no_row(
 
 
 def test_a_run_that_leaves_takes_along_what_was_generated_for_it(
-    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper]
+    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor]
 ) -> None:
     engine = start(step_s=0.02, batch_rows=4)
     shard = open_shard(engine, 0, make_requests(range(8), max_tokens=1000), [])
     reports.wait_for(lambda report: report.tokens_per_s > 0)
-    keepers[0].leave("run", 10)
+    supervisors[0].leave("run", 10)
     with pytest.raises(ShardAbandonedError):
         shard.take(0)
     assert [row.request.request_id for row in shard.begun] == ["row-0", "row-1", "row-2", "row-3"]
@@ -427,13 +430,13 @@ def test_a_run_that_leaves_takes_along_what_was_generated_for_it(
 
 
 def test_a_run_may_leave_an_engine_that_does_not_answer(
-    start: Callable[..., EngineShare], reports: Reports, keepers: list[EngineKeeper], tmp_path: Path
+    start: Callable[..., EngineHandle], reports: Reports, supervisors: list[EngineSupervisor], tmp_path: Path
 ) -> None:
     shard = open_shard(start(gate=str(tmp_path / "never")), 0, make_requests(range(8)), [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
     assert running.engine_pid is not None
     os.kill(running.engine_pid, signal.SIGSTOP)
-    keepers[0].leave("run", 0.5)
+    supervisors[0].leave("run", 0.5)
     with pytest.raises(ShardAbandonedError):
         shard.take(0)
     assert shard.begun == ()

@@ -64,7 +64,7 @@ class Site:
     service: PeerService = field(init=False)
 
     def __post_init__(self) -> None:
-        self.service = PeerService(self.worker, RUN, self.host.share, lambda: self.shelf)
+        self.service = PeerService(self.worker, RUN, self.host.engine, lambda: self.shelf)
 
     async def ask(self, other: Site, request: PeerRequest[ReplyT]) -> ReplyT:
         return await Peers(self.worker, RUN).ask(other.worker.address, request)
@@ -181,7 +181,7 @@ def test_an_adapter_that_nobody_has_is_an_error_that_names_it(hosts: Callable[..
     asyncio.run(story())
 
 
-def test_guests_are_given_back_when_their_owner_calls_and_when_their_host_leaves(
+def test_incoming_rows_are_given_back_when_their_owner_calls_and_when_their_host_leaves(
     hosts: Callable[..., Host], storage: str, tmp_path: Path
 ) -> None:
     async def story() -> None:
@@ -193,7 +193,7 @@ def test_guests_are_given_back_when_their_owner_calls_and_when_their_host_leaves
             await until((tmp_path / "by-helper").exists)
             await owner.service.call_back(60)
             await helper.service.depart(60)
-            await asyncio.to_thread(owner.host.keeper.leave, RUN, 10)
+            await asyncio.to_thread(owner.host.supervisor.leave, RUN, 10)
             begun = {row.request.request_id: len(row.token_ids) for row in shard.begun}
             assert sum(begun.values()) == sum(map(int, (tmp_path / "by-helper").read_text().split())) > 0
 
