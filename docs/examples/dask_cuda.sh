@@ -3,7 +3,7 @@
 set -euo pipefail
 dask scheduler --host 127.0.0.1 --port 8786 --no-dashboard &
 scheduler=$!
-# One thread: engines compute in processes of their own. No memory limit: it would watch the worker, not the engine.
+# One thread: engines are processes of their own. No memory limit: it would apply to the worker, not to the engine.
 dask cuda worker tcp://127.0.0.1:8786 --nthreads 1 --memory-limit 0 &
 workers=$!
 trap 'kill $workers $scheduler' EXIT

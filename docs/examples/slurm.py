@@ -13,11 +13,11 @@ if __name__ == "__main__":
         memory="64GB",
         walltime="04:00:00",
         job_extra_directives=["--gres=gpu:1"],
-        # Leave before the walltime does it for you, and not all at once. `memory` is what Slurm gives the whole job; as
-        # a limit of Dask's worker it would count what is the engine's, so the last word is 0: none.
+        # Workers leave before the walltime ends them, and not all at once. `memory` is for the whole Slurm job; Dask
+        # would apply it as the limit of the worker alone, so that limit is switched off.
         worker_extra_args=["--lifetime", "225m", "--lifetime-stagger", "10m", "--memory-limit", "0"],
     )
-    # Dask's own target does not see the work: shards wait outside of Dask's threads.
+    # Dask's own target does not see the work: shards wait outside Dask's threads.
     cluster.adapt(JobAdaptive, minimum_jobs=1, maximum_jobs=16)
     with cluster, cluster.get_client() as client:
         spec = lorabatch.JobSpec(
