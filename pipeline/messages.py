@@ -31,7 +31,7 @@ class ShardAbandonedError(JobFailedError):
 
 
 def new_run_id(job_id: str) -> str:
-    """A name for one more run of the job."""
+    """A name for one more run of the job: the job's id, and letters that no other run has."""
     return f"{job_id}-{uuid.uuid4().hex[:6]}"
 
 
@@ -47,20 +47,20 @@ def job_key(run_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PromptReuse:
-    """Prompt tokens of some rows, and those among them that were not computed, as rows before began alike."""
+    """Prompt tokens of some rows, and those among them that were reused from rows with the same beginning."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
 
     @classmethod
     def of_answers(cls, answers: Iterable[RowAnswer]) -> Self:
-        """Counts the rows of which an engine has told it."""
-        told = [(a.prompt_tokens, a.reused_prompt_tokens) for a in answers if a.reused_prompt_tokens is not None]
-        return cls(sum(prompt for prompt, _ in told), sum(reused for _, reused in told))
+        """The sum over answers whose engine has counted reused tokens."""
+        counted = (cls(a.prompt_tokens, a.reused_prompt_tokens) for a in answers if a.reused_prompt_tokens is not None)
+        return cls.total(counted)
 
     @classmethod
     def total(cls, parts: Iterable[PromptReuse]) -> Self:
-        """All of them together."""
+        """The sum."""
         counts = [(part.prompt_tokens, part.reused_tokens) for part in parts]
         return cls(sum(prompt for prompt, _ in counts), sum(reused for _, reused in counts))
 
@@ -125,7 +125,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """Where the content behind an adapter id lies: a local folder or an fsspec URL."""
+    """Where the adapter with this content hash is stored: a local folder or an fsspec URL."""
 
     adapter_id: str
     name: str

@@ -1,4 +1,4 @@
-"""What a job came to: counted from its parts, not from what anybody remembers of the run."""
+"""`JobResult`: the account of a finished job, counted from its parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class JobResult:
     `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
     from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
     `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1 (None: there were none).
-    `prefix_hit_rate`: share of this run's prompt tokens that nobody had to compute (None: nobody counted).
+    `prefix_hit_rate`: share of this run's prompt tokens that were reused (None: not counted).
     """
 
     output: str

@@ -23,7 +23,7 @@ from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
-from .cluster.connect import SCHEDULER_LOST, cluster_of, count_workers, page_address, scheduler_loss_reported
+from .cluster.connect import SCHEDULER_LOST, connected, count_workers, page_address, scheduler_loss_reported
 from .coordinator.lease import keep_leases
 from .coordinator.task import finished_before, run_job
 from .messages import ENGINE_FACTORY, StopRun, job_key
@@ -83,7 +83,7 @@ def run(
     with (
         reporter.ending_recorded(),
         job_log(job.store),
-        cluster_of(job.spec, client) as dask,
+        connected(job.spec, client) as dask,
         scheduler_loss_reported(dask),
     ):
         launched = launch(dask, job, engine_factory)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed import Client
-from distributed.security import Security
 
 from ..jobs.errors import JobRequestError
 from ..jobs.opening import open_job
@@ -62,7 +61,7 @@ class ListedJob:
 def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Path | None = None) -> SubmittedJob:
     """Check and open a job, hand it to its cluster and return; `local` is a cluster in the background.
 
-    Raises what `run.run` raises before work starts. What happens later is told by the job's state.
+    Raises what `run.run` raises before work starts. What happens later is in the job's state.
     """
     job = open_job(spec)
     shown = redacted_url(job.spec.output)
@@ -93,31 +92,22 @@ def list_jobs(
 ) -> list[ListedJob]:
     """Jobs of a cluster, running and kept; by default of the one in the background.
 
-    Raises `JobRequestError` when nobody answers, or not to these files; `JobFailedError` when the scheduler has another
-    lorabatch or none.
+    Raises `JobRequestError` when no scheduler answers, or it refuses these files; `JobFailedError` when it has another
+    version of lorabatch or none.
     """
     files = tls_files or TlsFiles()
     problems = files.problems(address or "local")
     if problems:
         raise JobRequestError(*problems)
-    with _cluster_to_list(address, cluster_file or state_file(), security_of(files)) as client:
-        if client is None:
+    if address is None:
+        found = find_cluster(cluster_file or state_file())
+        if found is None:
             return []
+        address = found.address
+    with existing(address, security_of(files)) as client:
         check_scheduler(client)
         workers: dict[str, str] = client.run_on_scheduler(_coordinators)
         return [_listed(client, run_id, worker) for run_id, worker in sorted(workers.items())]
-
-
-@contextmanager
-def _cluster_to_list(address: str | None, cluster_file: Path, security: Security | None) -> Iterator[Client | None]:
-    if address is None:
-        found = find_cluster(cluster_file)
-        if found is None:
-            yield None
-            return
-        address = found.address
-    with existing(address, security) as client:
-        yield client
 
 
 def _listed(client: Client, run_id: str, worker: str) -> ListedJob:

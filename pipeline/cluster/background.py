@@ -42,7 +42,7 @@ class BackgroundCluster:
 
 
 def state_file() -> Path:
-    """Where this user's cluster on this machine says that it is there."""
+    """Where the cluster of this user on this machine writes its address."""
     return default_cache_root() / "clusters" / f"{platform.node() or 'local'}.json"
 
 
@@ -63,7 +63,7 @@ def background_client(path: Path, num_workers: int) -> Iterator[tuple[Background
 def find_cluster(path: Path) -> BackgroundCluster | None:
     """The cluster of a state file, if it still answers."""
     try:
-        found = _told(path)
+        found = _read_state(path)
         with open_client(found.address, timeout=_CONNECT_TIMEOUT):
             return found
     except (OSError, ValueError, TypeError):
@@ -87,7 +87,7 @@ def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
     give_up_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < give_up_s and process.poll() is None:
         if path.exists():
-            return _told(path)
+            return _read_state(path)
         time.sleep(0.1)
     process.kill()
     raise JobFailedError(f"cluster='local': the background cluster did not start; {log_path} says why.")
@@ -118,13 +118,13 @@ def _withdrawn(path: Path, own: BackgroundCluster, client: Client) -> bool:
             return False
         # Another cluster may have taken the place of one that did not answer.
         with suppress(OSError, ValueError, TypeError):
-            if _told(path) == own:
+            if _read_state(path) == own:
                 path.unlink()
         return True
 
 
-def _told(path: Path) -> BackgroundCluster:
-    """What a state file says. Raises OSError, ValueError or TypeError."""
+def _read_state(path: Path) -> BackgroundCluster:
+    """Reads a state file. Raises OSError, ValueError or TypeError."""
     return BackgroundCluster(**json.loads(path.read_text()))
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import active_children
 from typing import Any, cast
 
@@ -23,12 +23,7 @@ from .worker_process import VISIBLE_DEVICES, visible_gpus
 logger = logging.getLogger(__name__)
 
 
-def page_address(client: Client) -> str:
-    """Where a browser finds the page about jobs; "" when the cluster has no dashboard."""
-    link = client.dashboard_link
-    return f"{link.removesuffix('/status')}/lora" if link else ""
-
-
+SCHEDULER_LOST = "The Dask scheduler is gone. Finished rows are kept; run the same command to go on."
 DEFAULT_WORKERS = 2
 _CONNECT_TIMEOUT = "10s"
 _CLUSTER_STARTS = 3
@@ -36,7 +31,7 @@ _WORKER_START_LIMIT_S = 60.0
 # How Dask names them.
 _WORKER_PROCESS = "Dask Worker process"
 # Workers send heartbeats every few seconds, in big clusters less often.
-_LIVELY_WITHIN_S = 10.0
+_ALIVE_WITHIN_S = 10.0
 # Index tasks use one thread each; shard tasks secede and do not count.
 _TASK_THREADS = 1
 # For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
@@ -65,26 +60,6 @@ _WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "warning", 
 
 
 @contextmanager
-def cluster_of(spec: JobSpec, client: Client | None) -> Iterator[Client]:
-    """A client for one job: of the caller's cluster when `client` is given, else of the one that `spec` names.
-
-    Raises what `connected` raises.
-    """
-    if client is None:
-        with connected(spec) as own:
-            yield own
-        return
-    check_versions(client)
-    # A client of our own: event handlers and futures of the caller's are not touched.
-    address = client.scheduler_info(n_workers=0)["address"]
-    with open_client(address, security=client.security) as own:
-        yield own
-
-
-SCHEDULER_LOST = "The Dask scheduler is gone. Finished rows are kept; run the same command to go on."
-
-
-@contextmanager
 def scheduler_loss_reported(client: Client) -> Iterator[None]:
     """Turn any error of the block into a `JobFailedError` that names its cause, if the Dask scheduler is gone."""
     try:
@@ -100,42 +75,54 @@ def scheduler_loss_reported(client: Client) -> Iterator[None]:
         ) from error
 
 
+def page_address(client: Client) -> str:
+    """The address of the dashboard's page about jobs; "" when the cluster has no dashboard."""
+    link = client.dashboard_link
+    return f"{link.removesuffix('/status')}/lora" if link else ""
+
+
 def count_workers(client: Client) -> int:
     """Workers that are there now; at least 1, for a cluster that is still growing."""
     return max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
 
 
 def hung_workers(client: Client) -> set[str]:
-    """Those that have not been heard for a while, which Dask notices after minutes only; all others are not."""
+    """Workers that have sent no heartbeat for a while. Dask itself notices after minutes only."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
-    # By the scheduler's clock alone: it wrote down all of these times.
-    latest_s = max((told["last_seen"] for told in workers.values()), default=0.0)
-    return {address for address, told in workers.items() if latest_s - told["last_seen"] > _LIVELY_WITHIN_S}
+    # Compared with one another: all of these times are by the scheduler's clock.
+    latest_s = max((worker["last_seen"] for worker in workers.values()), default=0.0)
+    return {address for address, worker in workers.items() if latest_s - worker["last_seen"] > _ALIVE_WITHIN_S}
 
 
 def placement_of_tasks(client: Client) -> dict[str, Any]:
-    """Options for tasks that any worker may run, but for those that hang."""
+    """Options for tasks that any worker may run, except those that hang."""
     hung = hung_workers(client)
     if not hung:
         return {}
-    lively = set(client.scheduler_info(n_workers=-1)["workers"]) - hung
-    return {"workers": sorted(lively), "allow_other_workers": True}
+    others = set(client.scheduler_info(n_workers=-1)["workers"]) - hung
+    return {"workers": sorted(others), "allow_other_workers": True}
 
 
 @contextmanager
-def connected(spec: JobSpec) -> Iterator[Client]:
-    """A client of the cluster that `spec.cluster` names: `local` starts one and ends it afterwards.
+def connected(spec: JobSpec, client: Client | None = None) -> Iterator[Client]:
+    """A client of its own for one job, connected to the cluster of `client`, else to the one that `spec.cluster` names:
+    `local` starts one and ends it afterwards.
 
-    Raises `JobRequestError` when nobody answers or a GPU is asked for and none is there, and `JobFailedError` when the
-    cluster's scheduler or workers do not have this version of lorabatch.
+    Raises `JobRequestError` when no scheduler answers, or a GPU is asked for and the machine has none; `JobFailedError`
+    when the cluster's scheduler or workers do not have this version of lorabatch.
     """
-    if spec.is_embedded:
-        with embedded(num_embedded_workers(spec)) as client:
-            yield client
+    if client is None and spec.is_embedded:
+        with embedded(num_embedded_workers(spec)) as own:
+            yield own
         return
-    with existing(spec.cluster, security_of(spec.tls_files)) as client:
-        check_versions(client)
-        yield client
+    connection: AbstractContextManager[Client]
+    if client is None:
+        connection = existing(spec.cluster, security_of(spec.tls_files))
+    else:
+        connection = open_client(client.scheduler_info(n_workers=0)["address"], security=client.security)
+    with connection as own:
+        check_versions(own)
+        yield own
 
 
 def num_embedded_workers(spec: JobSpec) -> int:
@@ -227,7 +214,7 @@ def _environment(variable: tuple[str, str]) -> Iterator[None]:
 
 @contextmanager
 def existing(address: str, security: Security | None = None) -> Iterator[Client]:
-    """A client of a running cluster. Raises `JobRequestError` when nobody answers at the address."""
+    """A client of a running cluster. Raises `JobRequestError` when no scheduler answers at the address."""
     try:
         client = open_client(address, timeout=_CONNECT_TIMEOUT, security=security)
     except (OSError, ValueError, TimeoutError, TypeError) as error:
@@ -271,11 +258,11 @@ _ATTEMPTS = 5
 
 
 def open_client(target: Any, **options: Any) -> Client:
-    """A client that is nobody's default. `target`, `options`: as of `distributed.Client`, which also says what is
-    raised.
+    """A `distributed.Client(target, **options)` that is not the process's default client; raises what that raises.
 
-    A client asserts that the scheduler's greeting comes alone. The scheduler sends what falls due within 2 ms as one
-    message, so whatever it tells all its clients at that moment (a worker that was lost) makes the assertion fail.
+    A client asserts that the scheduler's greeting arrives alone. The scheduler sends what falls due within 2 ms as one
+    message, so that anything it sends to all its clients at that moment (a worker was lost) makes the assertion fail.
+    The client then connects again.
     """
     for left in reversed(range(_ATTEMPTS)):
         client = Client.__new__(Client)
@@ -287,7 +274,7 @@ def open_client(target: Any, **options: Any) -> Client:
             client.close()
             if not (left and isinstance(error, AssertionError)):
                 raise
-            logger.info("the scheduler's greeting did not come alone; connecting again")
+            logger.info("the scheduler's greeting did not arrive alone; connecting again")
         else:
             return client
     raise AssertionError("unreachable")

@@ -1,8 +1,7 @@
-"""Every side of a cluster has this lorabatch, or the job is refused before anything of ours is sent there.
+"""Checks that all sides of a cluster have the same version of lorabatch.
 
-A worker of another version that joins while a job runs leaves again and says why, instead of failing at its tasks.
-
-Those that are there when a job starts are asked by `versions.check_versions`.
+`check_versions` refuses a job before anything of lorabatch is sent to its cluster. A worker of another version that
+joins while a job runs leaves again and logs why (`sent_to_workers`), instead of failing at its tasks.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from ...version import __version__
 logger = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 10.0
 _WORKERS_SHOWN = 5
-# Asked for with a function of the standard library: one of ours could not be read where lorabatch is missing, and code
-# that travels by value not where Python is another.
+# Looked up with a function of the standard library: one of lorabatch cannot be loaded where it is missing, and a
+# function that travels by value cannot be loaded by another version of Python.
 _VERSION = "lorabatch:__version__"
 
 
@@ -35,7 +34,7 @@ def check_versions(client: Client) -> None:
 
 
 def check_scheduler(client: Client) -> None:
-    """The same for the scheduler alone, by whom nothing is run on workers."""
+    """The same for the scheduler alone, where nothing is going to run on workers."""
     problem = version_problem(_scheduler_version(client), {})
     if problem:
         raise JobFailedError(problem)
@@ -71,12 +70,12 @@ def _workers_versions(client: Client) -> dict[str, str | None]:
             client._run, resolve_name, _VERSION, on_error="return", callback_timeout=_ANSWER_LIMIT_S
         )
     except TimeoutError:
-        # One that hangs is no reason to keep the others waiting: its shards will go to them.
-        logger.warning("some workers did not tell their version within %.0f s", _ANSWER_LIMIT_S)
+        # A worker that hangs must not hold up the others: its shards will go to them.
+        logger.warning("some workers did not reply with their version within %.0f s", _ANSWER_LIMIT_S)
         return {}
     missing = (ImportError, AttributeError)
-    told = {address: None if isinstance(answer, missing) else answer for address, answer in found.items()}
-    return {address: answer for address, answer in told.items() if not isinstance(answer, Exception)}
+    versions = {address: None if isinstance(reply, missing) else reply for address, reply in found.items()}
+    return {address: version for address, version in versions.items() if not isinstance(version, Exception)}
 
 
 class LeavingWorker(WorkerPlugin):
@@ -116,6 +115,6 @@ def _received(version: str, packed: bytes) -> WorkerPlugin:
 
 
 async def _leave(worker: Worker) -> None:
-    # Until it has started, its nanny does not hear that it is to end too.
+    # A worker that closes before it has started does not have its nanny close too.
     await worker
     await worker.close(reason="another version of lorabatch")

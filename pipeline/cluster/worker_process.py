@@ -1,12 +1,11 @@
-"""Preloaded into the workers of an embedded cluster: they share a terminal with the command that started them, and the
-machine's GPUs with one another.
+"""Sets up worker processes: logs, signals and GPUs of embedded workers, and an orderly end of all workers at SIGTERM.
 
-NVIDIA GPUs of this machine, found without CUDA, and which of them the engine of an embedded worker uses.
+Embedded workers share a terminal with the command that started them, and the machine's GPUs with one another; Dask
+preloads this module into them (`dask_setup`).
 
-A worker process that is told to leave closes its Dask worker first, which hands over what its engines have begun.
-
-Dask's nannies start worker processes that die at SIGTERM, while batch systems send it to every process of a worker that
-is preempted.
+Dask's nannies start worker processes that die at SIGTERM, which batch systems send to every process of a worker that is
+preempted. `leave_on_sigterm` has the process close its Dask worker first, which hands over the rows its engines have
+begun.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ _DEVICE_NAME = re.compile(r"nvidia(\d+)")
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
     """The GPUs that processes with this environment may use, named as `CUDA_VISIBLE_DEVICES` names them."""
-    told = environment.get(VISIBLE_DEVICES)
-    if told is not None:
+    visible = environment.get(VISIBLE_DEVICES)
+    if visible is not None:
         # CUDA takes the list up to the first name that means none.
-        names = [name.strip() for name in told.split(",")]
+        names = [name.strip() for name in visible.split(",")]
         end = next((i for i, name in enumerate(names) if name in ("", "-1", "none", "void")), len(names))
         return tuple(names[:end])
     found = (_DEVICE_NAME.fullmatch(path.name) for path in devices.glob("nvidia*"))
@@ -72,13 +71,13 @@ def gpu_of_worker(number: int, gpus: tuple[str, ...]) -> str | None:
 
 
 def leave_on_sigterm(worker: Worker) -> None:
-    """Have this process close the worker at SIGTERM, unless somebody has said otherwise. From the event loop only."""
+    """Have this process close the worker at SIGTERM, unless it has a handler already. From the event loop only."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, worker)
 
 
 def _leave(worker: Worker) -> None:
-    logger.info("told to leave: engines hand over what they have begun")
+    logger.info("SIGTERM: the worker leaves, its engines hand over begun rows")
     # The nanny stays: it gets a signal of its own when it is to leave too, and else starts another worker.
     worker.loop.add_callback(worker.close, nanny=False, reason="SIGTERM")

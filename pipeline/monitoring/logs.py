@@ -1,6 +1,6 @@
-"""Carries log files of this process and its children into the job's own logs, every few seconds.
+"""`LogShipper` copies log files into the job's own logs; `job_log` sends a process's log lines there.
 
-Log lines of this process go to the job's logs, and nowhere near the terminal, while a job runs.
+While a job runs, no log line of its process reaches the terminal.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def job_log(store: JobStore) -> Iterator[None]:
 
 
 class _JobHandler(logging.FileHandler):
-    """One job's log file. The first job takes the loggers from whoever had them, the last gives them back."""
+    """One job's log file. The first job saves the loggers' handlers, the last one restores them."""
 
     _lock_of_loggers = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Engine hosts on a cluster: set up on every worker for one run of a job, and taken down at its end."""
+"""Registers the plugin of a run on the workers of a cluster, and removes it at the end."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str, cost:
 
 
 def register_plugin(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
-    """Start an engine on every worker, also on those that join later; the id of this run of the job.
+    """Start an engine on every worker, also on those that join later. Returns the id of this run of the job.
 
-    Hosts of an earlier run of this job, whose coordinator is gone, are taken down first: they know the adapters of
-    then.
+    Plugins of an earlier run of this job, whose coordinator is gone, are removed first: they have the job's record of
+    that time.
     """
     for name in client.run_on_scheduler(_plugins_of_job, job_id=job_id):
         _take_down(client, name)
     run_id = new_run_id(job_id)
-    host = RunPlugin(run_id, settings, store)
+    plugin = RunPlugin(run_id, settings, store)
     try:
-        if not _answered(lambda: client.register_plugin(host)):
+        if not _answered(lambda: client.register_plugin(plugin)):
             logger.warning("some workers did not start their engines within %.0f s", _ANSWER_LIMIT_S)
     except CommClosedError:
-        # Dask hangs up on whoever asks when a worker is lost while it is asked. All others have been asked too, and
-        # later ones will be; if it is the scheduler that is lost, the next request says so.
+        # Dask closes the connection when a worker is lost during the request. All others have had it, and later ones
+        # will; if the scheduler itself is lost, the next request fails.
         if client.status != "running":
             raise
         logger.warning("a worker was lost while it was asked to start its engine")
