@@ -19,7 +19,7 @@ BASE_CODE = -1
 
 
 class AdapterRegistry:
-    """Audits what it is given and numbers it, so that batchers see small integers."""
+    """Audits the headers of what it is given and numbers it, so that batchers see small integers."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._model = model

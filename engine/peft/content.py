@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,10 @@ from .findings import Ledger
 from .parameters import Twins, find_saved, find_token_rows
 from .sites import Contents, LoraSite
 from .targets import ties_targets
-from .tensor_file import TensorBytes, TensorEntry
+from .tensor_file import TensorEntry, TensorReader
 
+#: The bytes of one tensor, uint8 [num_bytes].
+TensorData = npt.NDArray[np.uint8]
 HASH_FORMAT = b"lorabatch adapter content 1\n"
 # Element type, mask without the sign, smallest masked value that is infinite or NaN.
 _BITS: Mapping[str, tuple[str, int, int]] = {
@@ -131,19 +134,39 @@ def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
 
 def check_all_values(changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:
     """Read every value once: enter what is wrong, return the content hash (None when refused)."""
-    keys = dict.fromkeys(key for change in changes.by_parameter for key in change.keys)
-    with TensorBytes() as data:
-        largest = {key: _largest_bits(entries[key], data) for key in keys}
+    of_twins = {key for twins in changes.twins for key in (twins.first, twins.second)}
+    largest: dict[str, int] = {}
+    kept: dict[str, TensorData] = {}
+    with TensorReader() as reader:
+
+        def read_and_check(key: str) -> TensorData:
+            data = reader.read(entries[key])
+            largest[key] = _largest_bits(entries[key], data)
+            if key in of_twins:
+                kept[key] = data
+            return data
+
+        content = content_sha256(changes.by_parameter, entries, read_and_check)
+        kept |= {key: reader.read(entries[key]) for key in of_twins - kept.keys()}
         bad = [key for key, bits in largest.items() if bits >= _BITS[entries[key].dtype][2]]
         ledger.refuse_tensors(bad, "not finite", "holds NaN or infinity. Use an earlier checkpoint")
         _check_effect(changes.by_parameter, {key for key, bits in largest.items() if bits == 0}, ledger)
         for twins in changes.twins:
-            _check_twins(twins, entries, data, ledger)
-        return None if ledger.is_refused else content_sha256(changes.by_parameter, entries, data)
+            _check_twins(twins, entries, kept, ledger)
+    return None if ledger.is_refused else content
 
 
-def content_sha256(changes: Iterable[ParameterChange], entries: Mapping[str, TensorEntry], data: TensorBytes) -> str:
-    """Hash of what the adapter computes: parameters, scalings and bytes; not of names, files or formatting."""
+def content_sha256(
+    changes: Iterable[ParameterChange], entries: Mapping[str, TensorEntry], read: Callable[[str], TensorData]
+) -> str:
+    """Hash of what the adapter computes: parameters, scalings and bytes; not of names, files or formatting.
+
+    `read` gives the bytes of a tensor by its key. It is called once for each tensor, so that the caller can check or
+    keep the bytes on their way.
+    """
+    changes = tuple(changes)
+    uses_left = Counter(key for change in changes for key in change.keys)
+    kept: dict[str, TensorData] = {}
     digest = hashlib.sha256(HASH_FORMAT)
     for change in changes:
         site = change.site
@@ -158,15 +181,19 @@ def content_sha256(changes: Iterable[ParameterChange], entries: Mapping[str, Ten
         }
         digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
         for key in change.keys:
-            digest.update(data.view(entries[key]))
+            data = kept.pop(key) if key in kept else read(key)
+            digest.update(data.data)
+            uses_left[key] -= 1
+            if uses_left[key]:
+                kept[key] = data
     return digest.hexdigest()
 
 
-def _elements(entry: TensorEntry, data: TensorBytes) -> npt.NDArray[np.unsignedinteger]:
-    return np.frombuffer(data.view(entry), dtype=_BITS[entry.dtype][0])
+def _elements(entry: TensorEntry, data: TensorData) -> npt.NDArray[np.unsignedinteger]:
+    return data.view(_BITS[entry.dtype][0])
 
 
-def _largest_bits(entry: TensorEntry, data: TensorBytes) -> int:
+def _largest_bits(entry: TensorEntry, data: TensorData) -> int:
     """Largest magnitude as bits: 0 when all is zero, at least the limit of `_BITS` when something is not finite."""
     elements = _elements(entry, data)
     mask = _BITS[entry.dtype][1]
@@ -190,10 +217,12 @@ def _check_effect(changes: Iterable[ParameterChange], zero: set[str], ledger: Le
         )
 
 
-def _check_twins(twins: Twins, entries: Mapping[str, TensorEntry], data: TensorBytes, ledger: Ledger) -> None:
+def _check_twins(
+    twins: Twins, entries: Mapping[str, TensorEntry], data: Mapping[str, TensorData], ledger: Ledger
+) -> None:
     first, second = entries[twins.first], entries[twins.second]
-    a = _elements(first, data).reshape(first.shape)
-    b = _elements(second, data).reshape(second.shape)
+    a = _elements(first, data[first.key]).reshape(first.shape)
+    b = _elements(second, data[second.key]).reshape(second.shape)
     if first.dtype != second.dtype or not np.array_equal(a, b.T if twins.is_transposed else b):
         why = f"differs from {first.key}, expected equal values as both stand for one tied layer. Save it again"
         ledger.refuse_tensors([second.key], "not equal", why)

@@ -1,21 +1,23 @@
-"""Reads safetensors files: the header alone, then single tensors by memory map.
+"""Reads safetensors files: the header alone, then single tensors.
 
 The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header that maps each
-tensor to dtype, shape and byte offsets, then the bytes. Nothing in it can run code. The library reads the same
-files; this reader exists because it names what is wrong with a damaged file, gives bf16 bytes without torch,
-and never touches tensor bytes unless asked. JSON is parsed strictly: a repeated key, or NaN for a number, is an error.
+tensor to dtype, shape and byte offsets, then the bytes. Nothing in it can run code. Unlike the library's reader, this
+one names what is wrong with a damaged file, gives bf16 bytes without torch, and reads tensors only when asked. JSON is
+parsed strictly (`parse_object`): a repeated key, or NaN for a number, is an error and not a guess.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import AdapterRefusedError
 
@@ -96,27 +98,33 @@ def _damaged(path: Path, what: str) -> AdapterRefusedError:
     )
 
 
-class TensorBytes:
-    """Views of tensors' bytes; a context manager that keeps each file mapped once. Writing to them never reaches it."""
+class TensorReader:
+    """Reads tensors' bytes into memory of their own; a context manager that keeps each file open."""
 
     def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files: dict[Path, BinaryIO] = {}
 
-    def view(self, entry: TensorEntry) -> memoryview:
-        """The `num_bytes` bytes of one tensor, not copied; valid while the context is open."""
+    def read(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
+        """The bytes of one tensor, uint8 [num_bytes]. Raises `AdapterRefusedError` when the file has become shorter."""
+        data = np.empty(entry.num_bytes, np.uint8)
         if entry.num_bytes == 0:
-            return memoryview(b"")
-        if entry.file not in self._maps:
-            with entry.file.open("rb") as file:
-                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return memoryview(self._maps[entry.file])[entry.start : entry.start + entry.num_bytes]
+            return data
+        if entry.file not in self._files:
+            self._files[entry.file] = entry.file.open("rb")
+        file = self._files[entry.file]
+        file.seek(entry.start)
+        found_bytes = file.readinto(data.data)  # type: ignore[attr-defined]
+        if found_bytes < entry.num_bytes:
+            raise _damaged(entry.file, f"{entry.key!r} has {found_bytes} of its {entry.num_bytes} bytes")
+        return data
 
-    def __enter__(self) -> TensorBytes:
+    def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Arrays made from a view may outlive this block; the map then closes with the last of them.
-        self._maps.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from torch import Tensor
 from ...kernels.packed_weight.panels import PanelWeight, has_panels
 from ..errors import AdapterRefusedError
 from .audit import AdapterAudit
-from .content import ParameterChange, content_sha256
+from .content import ParameterChange, TensorData, content_sha256
 from .folder import open_folder
 from .sites import LoraSite
-from .tensor_file import TensorBytes, TensorEntry
+from .tensor_file import TensorEntry, TensorReader
 
 _TORCH_TYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
@@ -43,8 +43,7 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there; on a CPU they are the
-    file, mapped: read them soon and let go."""
+    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there."""
 
     audit: AdapterAudit
     stored: Mapping[str, Tensor] = field(repr=False)
@@ -144,7 +143,7 @@ def _row_norms(values: Tensor) -> Tensor:
 
 
 def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha256: str | None = None) -> AdapterWeights:
-    """Read an audited adapter to `device`, hashing its bytes on the way.
+    """Read an audited adapter to `device`: each byte once, hashed on the way.
 
     `identity_sha256`: what the adapter must be (None: what the audit found, which must have read the values). Raises
     `AdapterRefusedError` when the audit refused it, did not read its values, or when the files have changed.
@@ -155,18 +154,23 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha25
     if expected is None:
         raise AdapterRefusedError(f"adapter {audit.name!r}: its values were not audited. Use check_values=True.")
     entries = open_folder(audit.folder).entries
-    keys = dict.fromkeys(key for change in audit.changes for key in change.keys)
-    missing = sorted(key for key in keys if key not in entries)
+    missing = sorted(key for change in audit.changes for key in change.keys if key not in entries)
     if missing:
         raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit. Start again.")
-    with TensorBytes() as data:
-        found = audit.identity_of(content_sha256(audit.changes, entries, data))
-        if found != expected:
-            raise AdapterRefusedError(
-                f"adapter {audit.name!r}: {audit.folder} holds content {found[:12]}, expected {expected[:12]}. "
-                "Its files have changed since they were audited. Run the job again, and its rows are planned anew."
-            )
-        stored = {key: _tensor(entries[key], data).to(device) for key in keys}
+    stored: dict[str, Tensor] = {}
+    with TensorReader() as reader:
+
+        def read(key: str) -> TensorData:
+            data = reader.read(entries[key])
+            stored[key] = _tensor(entries[key], data).to(device)
+            return data
+
+        found = audit.identity_of(content_sha256(audit.changes, entries, read))
+    if found != expected:
+        raise AdapterRefusedError(
+            f"adapter {audit.name!r}: {audit.folder} holds content {found[:12]}, expected {expected[:12]}. "
+            "Its files have changed since they were audited. Run the job again, and its rows are planned anew."
+        )
     pairs = {
         site.module: LoraPair(stored[site.a_key], stored[site.b_key], site.scaling)
         for site in audit.sites
@@ -175,8 +179,8 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha25
     return AdapterWeights(audit, stored, pairs, {change.parameter: change for change in audit.changes})
 
 
-def _tensor(entry: TensorEntry, data: TensorBytes) -> Tensor:
-    """The tensor's bytes where they are mapped; its memory lasts as long as the tensor."""
+def _tensor(entry: TensorEntry, data: TensorData) -> Tensor:
+    """A tensor over the bytes, which are not copied."""
     if entry.num_bytes == 0:
         return torch.empty(entry.shape, dtype=_TORCH_TYPES[entry.dtype])
-    return torch.frombuffer(data.view(entry), dtype=_TORCH_TYPES[entry.dtype]).reshape(entry.shape)
+    return torch.frombuffer(data.data, dtype=_TORCH_TYPES[entry.dtype]).reshape(entry.shape)
