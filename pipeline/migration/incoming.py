@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...engine.request import ExportedRow
 from ...jobs.errors import JobFailedError
+from ...scheduler.liveness import LivenessDetector
 from ..messages import LocalAdapter
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
@@ -31,7 +32,6 @@ class _Loan:
     """Rows that one owner has lent together. `unacknowledged`: results that it may not have, by request id."""
 
     shard: OpenShard
-    asked_s: float
     unacknowledged: dict[str, ServedRow] = field(default_factory=dict)
 
 
@@ -44,6 +44,7 @@ class IncomingRows:
     def __init__(self, engine: EngineHandle, patience_s: float = PATIENCE_S) -> None:
         self._engine = engine
         self._patience_s = patience_s
+        self._liveness = self._new_detector()
         self._loans: dict[str, _Loan] = {}
         self._watcher: asyncio.Task[None] | None = None
 
@@ -51,9 +52,12 @@ class IncomingRows:
         """Work on these rows. Asked again for the same loan, nothing happens."""
         if loan_id in self._loans:
             return
-        self._loans[loan_id] = _Loan(self._engine.open(None, rows, adapters), time.monotonic())
+        self._loans[loan_id] = _Loan(self._engine.open(None, rows, adapters))
         if self._watcher is None or self._watcher.done():
+            # A detector needs regular looks; the one before had its last when there were no loans any more.
+            self._liveness = self._new_detector()
             self._watcher = asyncio.create_task(self._watch())
+        self._liveness.heard(loan_id, time.monotonic())
 
     def results(self, loan_id: str, acknowledged: Sequence[str]) -> LoanResults:
         """What has finished and was not acknowledged yet (`rows`).
@@ -62,7 +66,7 @@ class IncomingRows:
         for the rows (`is_over`); the rest is `returned` as it is. Raises KeyError for a loan that has ended.
         """
         loan = self._loans[loan_id]
-        loan.asked_s = time.monotonic()
+        self._liveness.heard(loan_id, time.monotonic())
         for request_id in acknowledged:
             loan.unacknowledged.pop(request_id, None)
         is_over = False
@@ -72,6 +76,7 @@ class IncomingRows:
             is_over = True
         if is_over or (not loan.unacknowledged and not loan.shard.num_unfinished):
             del self._loans[loan_id]
+            self._liveness.forget(loan_id)
         return LoanResults(tuple(loan.unacknowledged.values()), is_over, loan.shard.begun if is_over else ())
 
     def recall(self, loan_id: str) -> None:
@@ -89,13 +94,16 @@ class IncomingRows:
     def drop(self, loan_id: str) -> None:
         """Forget rows that their owner does not need any more."""
         loan = self._loans.pop(loan_id, None)
+        self._liveness.forget(loan_id)
         if loan is not None:
             self._engine.submit(EngineQueue.abandon, loan.shard)
 
     async def _watch(self) -> None:
         while self._loans:
             await asyncio.sleep(self._patience_s / 4)
-            for loan_id, loan in list(self._loans.items()):
-                if time.monotonic() - loan.asked_s > self._patience_s:
-                    logger.warning("the owner of loan %s is silent; its rows leave", loan_id)
-                    self.drop(loan_id)
+            for loan_id in self._liveness.silent(list(self._loans), time.monotonic()):
+                logger.warning("the owner of loan %s is silent; its rows leave", loan_id)
+                self.drop(loan_id)
+
+    def _new_detector(self) -> LivenessDetector:
+        return LivenessDetector(self._patience_s, self._patience_s / 2, time.monotonic())

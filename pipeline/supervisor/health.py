@@ -1,60 +1,69 @@
-"""Whether an engine process still gives signs of life. Pure: told the time, it holds no clock and no process.
+"""When an engine process counts as hung, and what follows when one has died. Pure: no clock, no process.
 
-When an engine process has died: start another, and when, or give the engine up. Pure: no clock, no process.
+`EngineHealth` finds out that a process hangs: it is silent, or one of its steps never ends. `RestartPolicy` says
+whether to start another process, and when, or to give the engine up.
 
-Some rows kill engines, and `row_ledger.py` searches for them: suspects run alone, a group that dies is halved, a row
-that dies alone twice is blamed. Deaths of the search are progress, whether or not a row finishes: each halves a group
-or counts against one row, so that at most log2(suspects) + 2 of them lie between two blamed rows. They are not
-counted, and the next process starts at once.
+Some rows kill engines, and `queue.py` searches for them: suspects run alone, a group that dies is halved, a row that
+dies alone twice is blamed. Deaths of the search are progress, whether or not a row finishes: each halves a group or
+counts against one row, so that at most log2(suspects) + 2 of them happen between two blamed rows. They are not counted,
+and the next process starts at once.
 
-What ends then:
-- Deaths apart from the search without a finished row, `MAX_FRUITLESS_DEATHS` in a row: the engine does not work.
-- Rows blamed without a finished row between them, `MAX_BLAMED_ROWS` in a row: that so many rows in succession kill an
+The engine is given up after:
+- `MAX_FRUITLESS_DEATHS` deaths in a row apart from the search, without a finished row: the engine does not work.
+- `MAX_BLAMED_ROWS` blamed rows in a row, without a finished row between them: that so many rows in succession kill an
   engine is less likely than that the engine is broken, and a broken one must not make error rows of a whole job.
-- All else: each row finishes once or is blamed once.
+Otherwise each row finishes once or is blamed once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Between two pulses lies a second. Stopped, swapped-out or deadlocked processes are silent; busy ones are not.
-SILENCE_LIMIT_S = 15.0
-# While a process imports its libraries and reads weights, a file system may hold up all of its threads.
-START_SILENCE_LIMIT_S = 300.0
-# The longest step of a healthy engine is one big prefill.
-STEP_LIMIT_S = 600.0
-# The watcher wakes up about once a second. After a longer sleep (its own process was stopped) nothing can be held
-# against the engine: what it said meanwhile may still be on its way.
-_OWN_SLEEP_S = 3.0
+from ...scheduler.liveness import LivenessDetector
+
+# The supervisor looks about once a second; it looked so long ago only if its own process was stopped.
+_MAX_GAP_S = 3.0
+_PROCESS = "engine process"
 
 
-class EnginePulse:
-    """Told every message of one process after another; `problem` says when to replace it."""
+@dataclass(frozen=True, slots=True)
+class HealthLimits:
+    """Seconds after which an engine process counts as hung.
 
-    def __init__(self, now_s: float) -> None:
+    `silence_s`: a ready process sends a heartbeat every second, busy or not. `start_silence_s`: while a process imports
+    its libraries and reads weights, a file system may hold up all of its threads. `step_s`: the longest step of a
+    healthy engine is one big prefill.
+    """
+
+    silence_s: float = 15.0
+    start_silence_s: float = 300.0
+    step_s: float = 600.0
+
+
+class EngineHealth:
+    """Takes in the heartbeats of one engine process after another; `problem` says when to replace the process."""
+
+    def __init__(self, now_s: float, limits: HealthLimits | None = None) -> None:
+        self._limits = limits or HealthLimits()
+        self._liveness = LivenessDetector(self._limits.start_silence_s, _MAX_GAP_S, now_s)
         self.start(now_s)
 
     def start(self, now_s: float) -> None:
-        """A new process begins."""
-        self._heard_s = self._watched_s = now_s
-        self._step_s = 0.0
+        """Record the start of a new process."""
+        self.heard(now_s, is_ready=False)
 
-    def heard(self, now_s: float, step_s: float) -> None:
-        """The process said something; its current step has run for `step_s` seconds."""
-        self._heard_s = now_s
+    def heard(self, now_s: float, *, is_ready: bool, step_s: float = 0.0) -> None:
+        """Record a message of the process, whose current step has run for `step_s` seconds."""
+        self._limit_s = self._limits.silence_s if is_ready else self._limits.start_silence_s
+        self._liveness.heard(_PROCESS, now_s, limit_s=self._limit_s)
         self._step_s = step_s
 
-    def problem(self, now_s: float, *, is_ready: bool) -> str | None:
-        """Why the process must be taken for hung, or None. To be asked about once a second."""
-        asleep_s, self._watched_s = now_s - self._watched_s, now_s
-        if asleep_s > _OWN_SLEEP_S:
-            self._heard_s += asleep_s
-        limit_s = SILENCE_LIMIT_S if is_ready else START_SILENCE_LIMIT_S
-        if now_s - self._heard_s > limit_s:
-            return f"it gave no sign of life for {limit_s:.0f} s"
-        if self._step_s > STEP_LIMIT_S:
-            return f"one step took more than {STEP_LIMIT_S:.0f} s"
+    def problem(self, now_s: float) -> str | None:
+        """Why the process counts as hung, or None. To be called about once a second."""
+        if self._liveness.silent([_PROCESS], now_s):
+            return f"it sent no heartbeat for {self._limit_s:.0f} s"
+        if self._step_s > self._limits.step_s:
+            return f"one step took more than {self._limits.step_s:.0f} s"
         return None
 
 
@@ -105,7 +114,7 @@ class RestartPolicy:
     def died(
         self, reason: str, is_permanent: bool, *, is_of_search: bool = False, num_blamed: int = 0
     ) -> Restart | GiveUp:
-        """The process is gone. `is_permanent`: it said that trying again is pointless. `is_of_search`: suspects ran
+        """The process is gone. `is_permanent`: it reported that trying again is pointless. `is_of_search`: suspects ran
         alone in it, and rows of them, `num_blamed`, are given up now.
         """
         was_started, self._is_started = self._is_started, False

@@ -21,7 +21,7 @@ from ...engine.request import ExportedRow
 from ...engine.server.frames import Exported, Fatal, FromEngine, Heartbeat, Progress, Ready, Results
 from ...engine.server.process import kernel_kills
 from ..messages import EngineFailedError, EngineSettings, LocalAdapter, WorkerReport
-from .health import EnginePulse, GiveUp, RestartPolicy
+from .health import EngineHealth, GiveUp, HealthLimits, RestartPolicy
 from .metrics import EngineMeter
 from .open_shard import OpenShard
 from .process import EngineProcess, ProcessExited
@@ -39,7 +39,14 @@ class EngineSupervisor:
     `find_model` returns the local model folder (it may download). `folder`: of the engine's own files.
     """
 
-    def __init__(self, settings: EngineSettings, find_model: Callable[[], Path], folder: Path, worker: str) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        find_model: Callable[[], Path],
+        folder: Path,
+        worker: str,
+        limits: HealthLimits | None = None,
+    ) -> None:
         self._settings = settings
         self._folder = folder
         self._start_process = partial(EngineProcess, find_model, engine_log(folder), self._receive)
@@ -53,7 +60,7 @@ class EngineSupervisor:
         self._is_closed = False
         self._restart_at_s: float | None = None
         self._report_at_s = 0.0
-        self._pulse = EnginePulse(time.monotonic())
+        self._health = EngineHealth(time.monotonic(), limits)
         self._kernel_kills = kernel_kills()
         self._process = self._start_process(settings)
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
@@ -108,7 +115,7 @@ class EngineSupervisor:
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):
             self._inbox.get(timeout=self._patience_s())()
-        self._watch_pulse()
+        self._watch_health()
         self._restart_if_due()
         if not self._is_closed:
             for frame in self._queue.take_frames(self._settings.config.batch_rows):
@@ -145,7 +152,6 @@ class EngineSupervisor:
     def _handle(self, process: EngineProcess, message: FromEngine | ProcessExited) -> None:
         if process is not self._process:
             return
-        self._pulse.heard(time.monotonic(), message.step_s if isinstance(message, Heartbeat) else 0.0)
         match message:
             case Ready():
                 self._ready(message)
@@ -160,6 +166,8 @@ class EngineSupervisor:
                 self._fatal = message
             case ProcessExited(reason):
                 self._process_exited(self._fatal or Fatal(reason))
+        step_s = message.step_s if isinstance(message, Heartbeat) else 0.0
+        self._health.heard(time.monotonic(), is_ready=self._meter.latest.state == "ready", step_s=step_s)
 
     def _ready(self, message: Ready) -> None:
         logger.info("engine process %d ready after %.1f s", message.pid, message.load_s)
@@ -203,18 +211,18 @@ class EngineSupervisor:
         self._queue.fail(EngineFailedError(f"The engine on {self._meter.latest.worker}: {reason}"))
         self._report_at_s = 0.0
 
-    def _watch_pulse(self) -> None:
-        problem = self._pulse.problem(time.monotonic(), is_ready=self._meter.latest.state == "ready")
+    def _watch_health(self) -> None:
+        problem = self._health.problem(time.monotonic())
         if problem is not None and self._restart_at_s is None:
             logger.error("engine process: %s; it is replaced", problem)
             self._fatal = Fatal(problem)
-            self._pulse.start(time.monotonic())
+            self._health.start(time.monotonic())
             self._process.stop()
 
     def _restart_if_due(self) -> None:
         if self._restart_at_s is not None and time.monotonic() >= self._restart_at_s and not self._is_closed:
             self._restart_at_s = None
-            self._pulse.start(time.monotonic())
+            self._health.start(time.monotonic())
             self._process = self._start_process(self._settings)
 
     def _report_if_due(self) -> None:

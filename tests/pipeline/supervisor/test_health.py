@@ -11,11 +11,9 @@ from lorabatch.pipeline.supervisor.health import (
     MAX_DELAY_S,
     MAX_FAILED_STARTS,
     MAX_FRUITLESS_DEATHS,
-    SILENCE_LIMIT_S,
-    START_SILENCE_LIMIT_S,
-    STEP_LIMIT_S,
-    EnginePulse,
+    EngineHealth,
     GiveUp,
+    HealthLimits,
     Restart,
     RestartPolicy,
 )
@@ -96,40 +94,50 @@ def test_a_search_does_not_excuse_processes_that_cannot_be_started() -> None:
     assert isinstance(verdict, GiveUp)
 
 
-def watched(pulse: EnginePulse, from_s: float, to_s: float, *, is_ready: bool) -> str | None:
-    """The first problem seen by somebody who looks every second."""
+LIMITS = HealthLimits()
+
+
+def health(*, is_ready: bool) -> EngineHealth:
+    """That of a process which is ready, or starts, at time 0."""
+    made = EngineHealth(0.0)
+    made.heard(0.0, is_ready=is_ready)
+    return made
+
+
+def watched(engine: EngineHealth, from_s: float, to_s: float) -> str | None:
+    """The first problem that an observer sees who looks every second."""
     for now_s in range(int(from_s), int(to_s) + 1):
-        if problem := pulse.problem(float(now_s), is_ready=is_ready):
+        if problem := engine.problem(float(now_s)):
             return problem
     return None
 
 
 def test_silence_of_a_ready_engine_is_noticed_after_seconds_and_of_a_starting_one_after_minutes() -> None:
-    assert watched(EnginePulse(0.0), 0, SILENCE_LIMIT_S, is_ready=True) is None
-    assert "no sign of life" in str(watched(EnginePulse(0.0), 0, SILENCE_LIMIT_S + 1, is_ready=True))
-    assert watched(EnginePulse(0.0), 0, START_SILENCE_LIMIT_S, is_ready=False) is None
-    assert watched(EnginePulse(0.0), 0, START_SILENCE_LIMIT_S + 1, is_ready=False) is not None
+    assert watched(health(is_ready=True), 0, LIMITS.silence_s) is None
+    assert watched(health(is_ready=True), 0, LIMITS.silence_s + 1) == "it sent no heartbeat for 15 s"
+    assert watched(health(is_ready=False), 0, LIMITS.start_silence_s) is None
+    assert watched(health(is_ready=False), 0, LIMITS.start_silence_s + 1) == "it sent no heartbeat for 300 s"
 
 
 def test_an_engine_in_a_long_step_is_left_alone_until_the_step_is_absurd() -> None:
-    pulse = EnginePulse(0.0)
-    for now_s in range(int(STEP_LIMIT_S) + 1):
-        pulse.heard(float(now_s), step_s=float(now_s))
-        assert pulse.problem(float(now_s), is_ready=True) is None
-    pulse.heard(STEP_LIMIT_S + 1, step_s=STEP_LIMIT_S + 1)
-    assert "one step took" in str(pulse.problem(STEP_LIMIT_S + 1, is_ready=True))
+    engine = EngineHealth(0.0)
+    for now_s in range(int(LIMITS.step_s) + 1):
+        engine.heard(float(now_s), is_ready=True, step_s=float(now_s))
+        assert engine.problem(float(now_s)) is None
+    engine.heard(LIMITS.step_s + 1, is_ready=True, step_s=LIMITS.step_s + 1)
+    assert "one step took" in str(engine.problem(LIMITS.step_s + 1))
 
 
-def test_a_watcher_that_slept_itself_holds_nothing_against_the_engine() -> None:
-    pulse = EnginePulse(0.0)
-    assert watched(pulse, 0, 10, is_ready=True) is None
-    assert pulse.problem(500.0, is_ready=True) is None
-    assert watched(pulse, 501, 504, is_ready=True) is None
-    assert watched(pulse, 505, 520, is_ready=True) is not None
+def test_the_time_in_which_the_supervisor_itself_was_stopped_is_no_silence() -> None:
+    engine = health(is_ready=True)
+    assert watched(engine, 0, 10) is None
+    assert engine.problem(500.0) is None
+    assert watched(engine, 501, 504) is None
+    assert watched(engine, 505, 520) is not None
 
 
 def test_a_new_process_starts_with_a_clean_slate() -> None:
-    pulse = EnginePulse(0.0)
-    pulse.heard(1.0, step_s=10_000.0)
-    pulse.start(2.0)
-    assert pulse.problem(2.5, is_ready=True) is None
+    engine = EngineHealth(0.0)
+    engine.heard(1.0, is_ready=True, step_s=10_000.0)
+    engine.start(2.0)
+    assert watched(engine, 3, 2 + LIMITS.start_silence_s) is None

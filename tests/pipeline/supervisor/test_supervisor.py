@@ -25,12 +25,13 @@ from lorabatch.pipeline.messages import (
     ShardAbandonedError,
     WorkerReport,
 )
-from lorabatch.pipeline.supervisor import health as engine_pulse
+from lorabatch.pipeline.supervisor.health import HealthLimits
 from lorabatch.pipeline.supervisor.open_shard import OpenShard, ServedRow
 from lorabatch.pipeline.supervisor.queue import EngineQueue
 from lorabatch.pipeline.supervisor.supervisor import EngineHandle, EngineSupervisor
 
 POISON = 13
+IMPATIENT = HealthLimits(silence_s=2.5)
 
 
 class Reports:
@@ -72,12 +73,12 @@ def start(
     """Start an engine with the echo engine's options; the share of a run that reports to `reports`."""
     monkeypatch.setenv("PYTHONPATH", str(Path(echo_engine.__file__).parent), prepend=os.pathsep)
 
-    def start_with(batch_rows: int = 64, **options: Any) -> EngineHandle:
+    def start_with(batch_rows: int = 64, limits: HealthLimits | None = None, **options: Any) -> EngineHandle:
         (tmp_path / "echo.json").write_text(json.dumps(options))
         settings = EngineSettings(
             "model", EngineConfig(num_threads=1, max_batch_rows=batch_rows), factory="echo_engine:EchoEngine"
         )
-        supervisors.append(EngineSupervisor(settings, lambda: tmp_path, tmp_path, "tcp://worker"))
+        supervisors.append(EngineSupervisor(settings, lambda: tmp_path, tmp_path, "tcp://worker", limits))
         return supervisors[-1].join("run", reports)
 
     return start_with
@@ -186,11 +187,10 @@ def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., 
 
 
 def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
-    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
     gate = tmp_path / "gate"
-    engine = start(gate=str(gate), batch_rows=4)
+    engine = start(gate=str(gate), batch_rows=4, limits=IMPATIENT)
     requests = make_requests(range(24))
     shard = open_shard(engine, 0, requests, [])
     running = reports.wait_for(lambda report: report.running_rows > 0)
@@ -198,17 +198,16 @@ def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
     os.kill(running.engine_pid, signal.SIGSTOP)
     gate.touch()
     assert_right(requests, collect(shard))
-    assert "no sign of life" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
+    assert "no heartbeat" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
     with pytest.raises(ProcessLookupError):
         os.kill(running.engine_pid, 0)
 
 
 def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_takes(
-    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engine_pulse, "SILENCE_LIMIT_S", 2.5)
     gate = tmp_path / "gate"
-    engine = start(gate=str(gate))
+    engine = start(gate=str(gate), limits=IMPATIENT)
     requests = make_requests(range(5000))
     first = open_shard(engine, 0, requests[:10], [])
     pid = reports.wait_for(lambda report: report.running_rows > 0).engine_pid
@@ -218,7 +217,7 @@ def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_t
     try:
         # Half a megabyte.
         second = open_shard(engine, 1, requests[10:], [])
-        assert "no sign of life" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
+        assert "no heartbeat" in str(reports.wait_for(lambda report: report.num_crashes == 1).error)
         assert_right(requests, collect(first) | collect(second))
     finally:
         with contextlib.suppress(ProcessLookupError):
