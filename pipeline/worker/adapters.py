@@ -1,6 +1,4 @@
-"""Adapters of one job as local folders on one worker: found once, and taken from another worker before storage.
-
-Brings adapters to this worker from another one before storage is asked, and passes them on.
+"""`AdapterCache`: the adapters of one job as local folders on one worker, each fetched once.
 
 An adapter is read from storage by the first worker that needs it; the others get it from there (LoRAServe's
 distributed pool).
@@ -12,151 +10,139 @@ import asyncio
 import logging
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...jobs.record import AdapterRecord
 from ...jobs.storage.local_copy import local_folder
 from ..messages import AdapterSource, LocalAdapter
-from ..migration.peers import FetchAdapter, PeerLostError, Peers
+from ..migration.peers import AdapterFiles, FetchAdapter, PeerLostError, PeerRequest
 
 logger = logging.getLogger(__name__)
+# Less than a hung worker is given: storage is there instead.
+_PEER_TIMEOUT_S = 10.0
 
 
-class AdapterShelf:
-    """What is there already, by content hash. `folder`: where copies from other workers go. Any thread may ask.
+class _AsksPeers(Protocol):
+    async def ask(self, address: str, request: PeerRequest[AdapterFiles], timeout_s: float) -> AdapterFiles:
+        """See `Peers.ask`."""
 
-    Whoever asks for an adapter that somebody else is bringing waits for that one, and brings it himself if it does not
-    come.
+
+class AdapterCache:
+    """Adapters by content hash. `folder`: for copies from other workers, which `peers` reaches.
+
+    A caller that needs an adapter which another one is fetching waits for that one, and fetches it itself if the other
+    fails. Methods are for any thread; coroutines are for the worker's event loop.
     """
 
-    def __init__(self, adapters: Iterable[AdapterRecord], storage_options: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self, adapters: Iterable[AdapterRecord], storage_options: Mapping[str, Any], folder: Path, peers: _AsksPeers
+    ) -> None:
         served = [adapter for adapter in adapters if not adapter.is_refused]
         self._sources = {a.sha256: AdapterSource(a.sha256, a.name, a.url) for a in served}
         self._id_of = {adapter.name: adapter.sha256 for adapter in served}
         self._storage_options = storage_options
         self._folder = folder
-        self._found: dict[str, LocalAdapter] = {}
-        self._coming: set[str] = set()
-        self._changed = threading.Condition()
+        self._peers = peers
+        self._lock = threading.Lock()
+        # Done with the adapter, under way, or done with None where a fetch has failed just now.
+        self._fetches: dict[str, Future[LocalAdapter | None]] = {}
 
     def id_of(self, name: str) -> str:
         """The content hash of an adapter."""
         return self._id_of[name]
 
     def local(self, adapter_ids: Iterable[str]) -> list[LocalAdapter]:
-        """The adapters in local folders; fetched from storage if they lie there. Raises `StorageError`."""
+        """The adapters in local folders, remote ones fetched from storage. Raises KeyError for one that is not the
+        job's, `StorageError`.
+        """
         return [self._local(adapter_id) for adapter_id in adapter_ids]
 
-    def _local(self, adapter_id: str) -> LocalAdapter:
-        while True:
-            with self.bringing(adapter_id) as is_ours:
-                if is_ours:
-                    source = self._sources[adapter_id]
-                    self._keep(LocalAdapter(source, local_folder(source.url, self._storage_options)))
-            with self._changed:
-                self._changed.wait_for(lambda: adapter_id not in self._coming)
-                if adapter_id in self._found:
-                    return self._found[adapter_id]
-
     def is_far(self, adapter_id: str) -> bool:
-        """Whether it would have to be fetched from storage: it lies there, and nobody has brought it yet."""
-        with self._changed:
-            return adapter_id not in self._found and is_remote(self._sources[adapter_id].url)
+        """Whether it would have to be fetched from storage."""
+        fetch = self._fetches.get(adapter_id)
+        return (fetch is None or not fetch.done()) and is_remote(self._sources[adapter_id].url)
 
-    def is_coming(self, adapter_id: str) -> bool:
-        """Whether somebody is bringing it."""
-        with self._changed:
-            return adapter_id in self._coming
+    async def take_over(self, workers: Mapping[str, str]) -> list[LocalAdapter]:
+        """Adapters in local folders, remote ones from a worker that has them if it replies. `workers`: by adapter.
 
-    @contextmanager
-    def bringing(self, adapter_id: str) -> Iterator[bool]:
-        """Whether it is for the caller to bring an adapter within this block: it is neither here nor on its way."""
-        with self._changed:
-            is_ours = adapter_id not in self._found and adapter_id not in self._coming
-            if is_ours:
-                self._coming.add(adapter_id)
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                with self._changed:
-                    self._coming.discard(adapter_id)
-                    self._changed.notify_all()
-
-    def files(self, adapter_id: str) -> dict[str, bytes]:
-        """The files of an adapter by name, for another worker; it is fetched from storage if need be. Raises KeyError
-        for one that is not the job's, `StorageError`.
+        Raises `StorageError`.
         """
+        for adapter_id, worker in workers.items():
+            if self.is_far(adapter_id):
+                with self._fetching(adapter_id) as (fetch, is_ours):
+                    if is_ours:
+                        await self._ask_peer(adapter_id, worker, fetch)
+                await asyncio.wrap_future(fetch)
+        return await asyncio.to_thread(self.local, workers)
+
+    async def files(self, adapter_id: str) -> dict[str, bytes]:
+        """The files of an adapter by name, for another worker. Raises KeyError for an adapter that is not the job's,
+        `StorageError`.
+        """
+        fetch = self._fetches.get(adapter_id)
+        if fetch is not None:
+            # Not in one of the few threads of the event loop, which may all be needed for fetches.
+            await asyncio.wrap_future(fetch)
+        return await asyncio.to_thread(self._read_files, adapter_id)
+
+    def _read_files(self, adapter_id: str) -> dict[str, bytes]:
         folder = self._local(adapter_id).folder
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
-    def put(self, adapter_id: str, files: Mapping[str, bytes]) -> None:
-        """Keep a copy that another worker sent. Raises ValueError for names that are no plain file names."""
-        for name in files:
-            if Path(name).name != name or name in ("", ".", ".."):
-                raise ValueError(f"{name!r} is no file name")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=self._folder))
-        for name, content in files.items():
-            (scratch / name).write_bytes(content)
-        self._keep(LocalAdapter(self._sources[adapter_id], scratch))
+    def _local(self, adapter_id: str) -> LocalAdapter:
+        while True:
+            with self._fetching(adapter_id) as (fetch, is_ours):
+                if is_ours:
+                    source = self._sources[adapter_id]
+                    fetch.set_result(LocalAdapter(source, local_folder(source.url, self._storage_options)))
+            adapter = fetch.result()
+            if adapter is not None:
+                return adapter
 
-    def _keep(self, adapter: LocalAdapter) -> None:
-        with self._changed:
-            self._found.setdefault(adapter.source.adapter_id, adapter)
+    @contextmanager
+    def _fetching(self, adapter_id: str) -> Iterator[tuple[Future[LocalAdapter | None], bool]]:
+        """The fetch of an adapter, and whether the caller has to set its result within this block. Without a result the
+        next caller tries.
+        """
+        with self._lock:
+            is_ours = adapter_id not in self._fetches
+            fetch = self._fetches.setdefault(adapter_id, Future())
+        if is_ours:
+            # Otherwise a waiting coroutine that is cancelled would cancel the fetch for all.
+            fetch.set_running_or_notify_cancel()
+        try:
+            yield fetch, is_ours
+        finally:
+            if is_ours and not fetch.done():
+                with self._lock:
+                    del self._fetches[adapter_id]
+                fetch.set_result(None)
+
+    async def _ask_peer(self, adapter_id: str, worker: str, fetch: Future[LocalAdapter | None]) -> None:
+        try:
+            found = await self._peers.ask(worker, FetchAdapter(adapter_id), timeout_s=_PEER_TIMEOUT_S)
+            folder = await asyncio.to_thread(_write_files, self._folder, found.files)
+            fetch.set_result(LocalAdapter(self._sources[adapter_id], folder))
+        except (PeerLostError, ValueError) as error:
+            logger.warning("adapter %s is fetched from storage: %s", adapter_id[:12], error)
+
+
+def _write_files(parent: Path, files: Mapping[str, bytes]) -> Path:
+    """A new folder in `parent` with these files. Raises ValueError for names that are no plain file names."""
+    for name in files:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is no file name")
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
 
 
 def is_remote(url: str) -> bool:
-    """Whether what lies there must be fetched before it can be read."""
+    """Whether what is stored there must be fetched before it can be read."""
     return "://" in url and not url.startswith("file://")
-
-
-# Storage is always there instead. Less than a hung worker is given.
-_ADAPTER_TIMEOUT_S = 10.0
-_SETTLE_POLL_S = 0.02
-
-
-class AdapterSupply:
-    """Used from the worker's event loop only. `find_shelf` may read from storage on its first call."""
-
-    def __init__(self, peers: Peers, find_shelf: Callable[[], AdapterShelf]) -> None:
-        self._peers = peers
-        self._find_shelf = find_shelf
-
-    async def take_over(self, sources: Mapping[str, str]) -> list[LocalAdapter]:
-        """Adapters in local folders, `sources`: by content hash, with a worker each that has it. Storage is asked for
-        those that lie there and that the worker does not give. Raises `StorageError`.
-        """
-        shelf = await asyncio.to_thread(self._find_shelf)
-        for adapter_id, source in sources.items():
-            if shelf.is_far(adapter_id):
-                await self._take_over(shelf, adapter_id, source)
-        return await asyncio.to_thread(shelf.local, sources)
-
-    async def files(self, adapter_id: str) -> dict[str, bytes]:
-        """An adapter for another worker; see `AdapterShelf.files`."""
-        shelf = await asyncio.to_thread(self._find_shelf)
-        await _settle(shelf, adapter_id)
-        return await asyncio.to_thread(shelf.files, adapter_id)
-
-    async def _take_over(self, shelf: AdapterShelf, adapter_id: str, source: str) -> None:
-        with shelf.bringing(adapter_id) as is_ours:
-            if is_ours:
-                await self._bring(shelf, adapter_id, source)
-        await _settle(shelf, adapter_id)
-
-    async def _bring(self, shelf: AdapterShelf, adapter_id: str, source: str) -> None:
-        try:
-            found = await self._peers.ask(source, FetchAdapter(adapter_id), timeout_s=_ADAPTER_TIMEOUT_S)
-            await asyncio.to_thread(shelf.put, adapter_id, found.files)
-        except (PeerLostError, ValueError) as error:
-            logger.warning("adapter %s comes from storage: %s", adapter_id[:12], error)
-
-
-async def _settle(shelf: AdapterShelf, adapter_id: str) -> None:
-    """Wait here, and not in one of the few threads that bring adapters, until one on its way has come."""
-    while shelf.is_coming(adapter_id):
-        await asyncio.sleep(_SETTLE_POLL_S)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from distributed import Worker
 
+from ..messages import LocalAdapter
 from ..migration.incoming import IncomingRows
 from ..migration.outgoing import OutgoingRows
 from ..migration.peers import (
@@ -25,31 +26,30 @@ from ..migration.peers import (
     stop_serving_peers,
 )
 from ..supervisor.supervisor import EngineHandle
-from .adapters import AdapterShelf, AdapterSupply
+from .adapters import AdapterCache
 
 # Longer than another worker is waited for; what comes from storage instead may take its time.
 _TAKE_OVER_LIMIT_S = 30.0
 
 
 class PeerService:
-    """Serves the coordinator and other workers. `find_shelf` may read from storage on its first call."""
+    """Serves the coordinator and other workers. `find_cache` may read from storage on its first call."""
 
     def __init__(
-        self, worker: Worker, run_id: str, engine: EngineHandle, find_shelf: Callable[[], AdapterShelf]
+        self, worker: Worker, run_id: str, engine: EngineHandle, peers: Peers, find_cache: Callable[[], AdapterCache]
     ) -> None:
         self._worker = worker
         self._run_id = run_id
-        peers = Peers(worker, run_id)
-        self._supply = AdapterSupply(peers, find_shelf)
+        self._find_cache = find_cache
         self._outgoing = OutgoingRows(engine, peers, worker.address)
         self._incoming = IncomingRows(engine)
         serve_peers(worker, run_id, self._reply_to)
 
     def take_over(self, sources: Mapping[str, str]) -> None:
-        """`AdapterSupply.take_over` for a thread that is not the event loop's: it waits, but not for ever, as the loop
+        """`AdapterCache.take_over` for a thread that is not the event loop's: it waits, but not for ever, as the loop
         may have ended.
         """
-        asked = asyncio.run_coroutine_threadsafe(self._supply.take_over(sources), self._worker.loop.asyncio_loop)  # type: ignore[attr-defined]
+        asked = asyncio.run_coroutine_threadsafe(self._take_over(sources), self._worker.loop.asyncio_loop)  # type: ignore[attr-defined]
         with contextlib.suppress(TimeoutError):
             asked.result(_TAKE_OVER_LIMIT_S)
 
@@ -78,7 +78,7 @@ class PeerService:
             case DropRows():
                 self._incoming.drop(request.loan_id)
             case FetchAdapter():
-                return AdapterFiles(await self._supply.files(request.adapter_id))
+                return AdapterFiles(await (await self._cache()).files(request.adapter_id))
             case _:
                 raise AssertionError(f"no way to reply to {request!r}")
         return Accepted()
@@ -87,5 +87,11 @@ class PeerService:
         named = (row.request.adapter_id for row in request.rows)
         # The owner has them at hand.
         owner = request.owner
-        adapters = await self._supply.take_over({adapter_id: owner for adapter_id in named if adapter_id is not None})
+        adapters = await self._take_over({adapter_id: owner for adapter_id in named if adapter_id is not None})
         self._incoming.receive(request.loan_id, request.rows, adapters)
+
+    async def _take_over(self, workers: Mapping[str, str]) -> list[LocalAdapter]:
+        return await (await self._cache()).take_over(workers)
+
+    async def _cache(self) -> AdapterCache:
+        return await asyncio.to_thread(self._find_cache)

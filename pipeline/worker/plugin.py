@@ -36,10 +36,11 @@ from ..messages import (
     WorkerReport,
     job_of_run,
 )
+from ..migration.peers import Peers
 from ..monitoring.logs import LogShipper
 from ..monitoring.topics import REPORTS
 from ..supervisor.supervisor import EngineHandle, EngineSupervisor, Reporter
-from .adapters import AdapterShelf
+from .adapters import AdapterCache
 from .peer_service import PeerService
 
 _CLOSE_TIMEOUT_S = 4.0
@@ -73,16 +74,17 @@ class RunPlugin(WorkerPlugin):
         """Join the engine, starting it if need be; called by Dask on the worker."""
         self._worker = worker
         self._record: JobRecord | None = None
-        self._shelf: AdapterShelf | None = None
+        self._cache: AdapterCache | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
+        self._peers = Peers(worker, self._run_id)
         self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
         self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
         tag = worker_tag(worker.address)
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self._store, logs, shared=logs)
-        self._peer_service = PeerService(worker, self._run_id, self.engine, self._find_shelf)
+        self._peer_service = PeerService(worker, self._run_id, self.engine, self._peers, self._find_cache)
         leave_on_sigterm(worker)
 
     async def teardown(self, worker: Worker) -> None:
@@ -153,20 +155,20 @@ class RunPlugin(WorkerPlugin):
         """Adapters in local folders: those that lie in storage from the workers in `sources` (by name), if they have
         them. Not to be called from the event loop. Raises `StorageError`.
         """
-        shelf = self._find_shelf()
-        named = {shelf.id_of(name): worker for name, worker in sources.items()}
-        far = {a: named[a] for a in adapter_ids if a in named and shelf.is_far(a)}
+        cache = self._find_cache()
+        named = {cache.id_of(name): worker for name, worker in sources.items()}
+        far = {a: named[a] for a in adapter_ids if a in named and cache.is_far(a)}
         if far:
             self._peer_service.take_over(far)
-        return shelf.local(adapter_ids)
+        return cache.local(adapter_ids)
 
-    def _find_shelf(self) -> AdapterShelf:
+    def _find_cache(self) -> AdapterCache:
         record = self.record()
         with self._lock:
-            if self._shelf is None:
+            if self._cache is None:
                 folder = self.engine.folder / "adapters"
-                self._shelf = AdapterShelf(record.adapters, self._settings.storage_options, folder)
-            return self._shelf
+                self._cache = AdapterCache(record.adapters, self._settings.storage_options, folder, self._peers)
+            return self._cache
 
     def _find_model(self) -> Path:
         return local_folder(self._settings.model_url, self._settings.storage_options)

@@ -1,7 +1,9 @@
-"""Adapters of a job on one worker: found once, passed on between workers, and no file where none belongs."""
+"""Adapters of a job on one worker: fetched once, from another worker or storage, and no file where none belongs."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,105 +11,132 @@ import pytest
 
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
-from lorabatch.pipeline.worker.adapters import AdapterShelf
+from lorabatch.pipeline.migration.peers import AdapterFiles, FetchAdapter, PeerLostError, PeerRequest
+from lorabatch.pipeline.worker.adapters import AdapterCache
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"\x00weights"}
+FAR = "s3://no-such-bucket/alpha"
+ALPHA = "sha-alpha"
+PEER = "tcp://peer"
+
+
+class Peer:
+    """Another worker: replies with `files` once it may, or is lost (None)."""
+
+    def __init__(self, files: Mapping[str, bytes] | None = FILES) -> None:
+        self.files = files
+        self.asked: list[object] = []
+        self.may_reply = asyncio.Event()
+        self.may_reply.set()
+
+    async def ask(self, address: str, request: PeerRequest[AdapterFiles], timeout_s: float) -> AdapterFiles:
+        self.asked.append(request)
+        await self.may_reply.wait()
+        if self.files is None:
+            raise PeerLostError(f"{address} does not answer")
+        return AdapterFiles(self.files)
 
 
 def record(name: str, url: str, verdict: str = "exact") -> AdapterRecord:
     return AdapterRecord.model_validate({"name": name, "url": url, "verdict": verdict, "sha256": f"sha-{name}"})
 
 
+def cache_of(folder: Path, *adapters: AdapterRecord, peer: Peer | None = None) -> AdapterCache:
+    return AdapterCache(adapters, {}, folder / "copies", peer or Peer())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.fixture
 def alpha(tmp_path: Path) -> Path:
     folder = tmp_path / "alpha"
     folder.mkdir()
-    for name, content in FILES.items():
-        (folder / name).write_bytes(content)
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
     return folder
 
 
-def test_a_local_adapter_stays_where_it_is(alpha: Path, tmp_path: Path) -> None:
-    shelf = AdapterShelf([record("alpha", str(alpha))], {}, tmp_path / "copies")
-    (found,) = shelf.local(["sha-alpha"])
+def test_a_local_adapter_stays_where_it_is_and_is_never_far(alpha: Path, tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, record("alpha", str(alpha)), record("beta", f"file://{alpha}"))
+    assert not any(map(cache.is_far, [ALPHA, "sha-beta"]))
+    (found,) = cache.local([cache.id_of("alpha")])
     assert (found.folder, found.source.name) == (alpha, "alpha")
     assert not (tmp_path / "copies").exists()
 
 
-def test_what_lies_in_storage_is_far_until_it_is_here(tmp_path: Path) -> None:
-    shelf = AdapterShelf([record("alpha", "s3://bucket/alpha")], {}, tmp_path / "copies")
-    assert shelf.is_far("sha-alpha")
-    shelf.put("sha-alpha", FILES)
-    assert not shelf.is_far("sha-alpha")
-    (found,) = shelf.local(["sha-alpha"])
-    assert {path.name: path.read_bytes() for path in found.folder.iterdir()} == FILES
+def test_a_remote_adapter_is_far_until_another_worker_has_given_it_once(tmp_path: Path) -> None:
+    peer = Peer()
+    cache = cache_of(tmp_path, record("alpha", FAR), peer=peer)
+
+    async def story() -> None:
+        assert cache.is_far(ALPHA)
+        peer.may_reply.clear()
+        waiting = [asyncio.create_task(cache.take_over({ALPHA: PEER})) for _ in range(3)]
+        serving = asyncio.create_task(cache.files(ALPHA))
+        while not peer.asked:
+            await asyncio.sleep(0)
+        assert cache.is_far(ALPHA)
+        waiting[1].cancel()
+        peer.may_reply.set()
+        ((first,), (third,)) = await asyncio.gather(waiting[0], waiting[2])
+        assert not cache.is_far(ALPHA)
+        assert first == third
+        assert content(first.folder) == await serving == FILES
+
+    asyncio.run(story())
+    assert peer.asked == [FetchAdapter(ALPHA)]
 
 
-def test_a_local_adapter_is_never_far(alpha: Path, tmp_path: Path) -> None:
-    adapters = [record("alpha", str(alpha)), record("beta", f"file://{alpha}")]
-    shelf = AdapterShelf(adapters, {}, tmp_path)
-    assert not any(map(shelf.is_far, ["sha-alpha", "sha-beta"]))
-
-
-def test_an_adapter_travels_from_shelf_to_shelf(alpha: Path, tmp_path: Path) -> None:
-    owner = AdapterShelf([record("alpha", str(alpha))], {}, tmp_path / "owner")
-    (there,) = owner.local([owner.id_of("alpha")])
-    assert there.folder == alpha
-    helper = AdapterShelf([record("alpha", "s3://bucket/alpha")], {}, tmp_path / "helper")
-    helper.put("sha-alpha", owner.files("sha-alpha"))
-    assert helper.files("sha-alpha") == FILES
-
-
-def test_what_nobody_has_brought_yet_is_fetched_to_be_passed_on(alpha: Path, tmp_path: Path) -> None:
-    shelf = AdapterShelf([record("alpha", str(alpha))], {}, tmp_path)
-    assert shelf.files("sha-alpha") == FILES
+def test_an_adapter_is_fetched_to_be_passed_on(alpha: Path, tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, record("alpha", str(alpha)))
+    assert asyncio.run(cache.files(ALPHA)) == FILES
     with pytest.raises(KeyError):
-        shelf.files("sha-of-another-job")
+        asyncio.run(cache.files("sha-of-another-job"))
 
 
-def test_who_asks_for_an_adapter_on_its_way_gets_the_one_that_comes(tmp_path: Path) -> None:
-    shelf = AdapterShelf([record("alpha", "s3://no-such-bucket/alpha")], {}, tmp_path / "copies")
-    with ThreadPoolExecutor(1) as pool:
-        with shelf.bringing("sha-alpha") as is_ours:
-            assert is_ours
-            assert shelf.is_coming("sha-alpha")
-            with shelf.bringing("sha-alpha") as is_ours_too:
-                assert not is_ours_too
-            asked = pool.submit(shelf.local, ["sha-alpha"])
-            shelf.put("sha-alpha", FILES)
-        assert {path.name for path in asked.result(60)[0].folder.iterdir()} == set(FILES)
-    assert not shelf.is_coming("sha-alpha")
+def test_a_thread_waits_for_an_adapter_that_is_under_way(tmp_path: Path) -> None:
+    peer = Peer()
+    cache = cache_of(tmp_path, record("alpha", FAR), peer=peer)
+
+    async def story() -> None:
+        peer.may_reply.clear()
+        taking = asyncio.create_task(cache.take_over({ALPHA: PEER}))
+        while not peer.asked:
+            await asyncio.sleep(0)
+        with ThreadPoolExecutor(1) as pool:
+            needed = pool.submit(cache.local, [ALPHA])
+            peer.may_reply.set()
+            assert await asyncio.wrap_future(needed) == await taking
+
+    asyncio.run(story())
 
 
-def test_one_that_does_not_come_is_fetched_by_who_waited_for_it(alpha: Path, tmp_path: Path) -> None:
-    shelf = AdapterShelf([record("alpha", str(alpha))], {}, tmp_path / "copies")
-    with ThreadPoolExecutor(1) as pool:
-        with shelf.bringing("sha-alpha"):
-            asked = pool.submit(shelf.local, ["sha-alpha"])
-        assert asked.result(60)[0].folder == alpha
+def test_an_adapter_that_the_peer_does_not_give_is_fetched_from_storage_by_each_that_waited(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, record("alpha", FAR), peer=Peer(None))
+
+    async def story() -> None:
+        taking = [cache.take_over({ALPHA: PEER}) for _ in range(2)]
+        errors = await asyncio.gather(*taking, return_exceptions=True)
+        assert all(isinstance(error, StorageError) for error in errors)
+        assert cache.is_far(ALPHA)
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "/etc/passwd", "..", ".", ""])
 def test_a_copy_whose_file_names_lead_elsewhere_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
-    shelf = AdapterShelf([record("alpha", "s3://bucket/alpha")], {}, tmp_path / "copies")
-    with pytest.raises(ValueError, match="is no file name"):
-        shelf.put("sha-alpha", {"adapter_config.json": b"{}", name: b"x"})
+    cache = cache_of(tmp_path, record("alpha", FAR), peer=Peer({"adapter_config.json": b"{}", name: b"x"}))
+    with pytest.raises(StorageError):
+        asyncio.run(cache.take_over({ALPHA: PEER}))
     assert not (tmp_path / "copies").exists()
-    assert shelf.is_far("sha-alpha")
-
-
-def test_the_first_copy_stays_when_two_come_at_once(tmp_path: Path) -> None:
-    shelf = AdapterShelf([record("alpha", "s3://bucket/alpha")], {}, tmp_path / "copies")
-    shelf.put("sha-alpha", FILES)
-    (first,) = shelf.local(["sha-alpha"])
-    shelf.put("sha-alpha", FILES)
-    assert shelf.local(["sha-alpha"]) == [first]
+    assert cache.is_far(ALPHA)
 
 
 def test_refused_adapters_have_no_place_and_missing_ones_say_so(tmp_path: Path) -> None:
-    adapters = [record("broken", "/nowhere", "refused"), record("gone", str(tmp_path / "gone"))]
-    shelf = AdapterShelf(adapters, {}, tmp_path)
+    cache = cache_of(tmp_path, record("broken", "/nowhere", "refused"), record("gone", str(tmp_path / "gone")))
     with pytest.raises(KeyError):
-        shelf.local(["sha-broken"])
+        cache.local(["sha-broken"])
     with pytest.raises(StorageError, match="gone"):
-        shelf.local(["sha-gone"])
+        cache.local(["sha-gone"])

@@ -31,7 +31,7 @@ from lorabatch.pipeline.migration.peers import (
     ReplyT,
     serve_peers,
 )
-from lorabatch.pipeline.worker.adapters import AdapterShelf
+from lorabatch.pipeline.worker.adapters import AdapterCache
 from lorabatch.pipeline.worker.peer_service import PeerService
 
 RUN = "run"
@@ -60,24 +60,24 @@ class Site:
 
     worker: Worker
     host: Host
-    shelf: AdapterShelf
+    cache: AdapterCache
     service: PeerService = field(init=False)
 
     def __post_init__(self) -> None:
-        self.service = PeerService(self.worker, RUN, self.host.engine, lambda: self.shelf)
+        self.service = PeerService(self.worker, RUN, self.host.engine, Peers(self.worker, RUN), lambda: self.cache)
 
     async def ask(self, other: Site, request: PeerRequest[ReplyT]) -> ReplyT:
         return await Peers(self.worker, RUN).ask(other.worker.address, request)
 
     def adapters(self) -> dict[str, bytes]:
         """The files of alpha as they lie here."""
-        (adapter,) = self.shelf.local([ALPHA])
+        (adapter,) = self.cache.local([ALPHA])
         return {path.name: path.read_bytes() for path in adapter.folder.iterdir()}
 
 
-def shelf_of(folder: Path, url: str) -> AdapterShelf:
+def cache_of(worker: Worker, folder: Path, url: str) -> AdapterCache:
     record = AdapterRecord.model_validate({"name": "alpha", "url": url, "verdict": "exact", "sha256": ALPHA})
-    return AdapterShelf([record], {}, folder)
+    return AdapterCache([record], {}, folder, Peers(worker, RUN))
 
 
 @asynccontextmanager
@@ -92,7 +92,7 @@ async def sites(tmp_path: Path, urls: list[str], hosts: list[Host]) -> AsyncIter
             local.mkdir()
             made = Worker(scheduler.address, nthreads=1, local_directory=str(local), **options)
             worker = await stack.enter_async_context(made)
-            found.append(Site(worker, host, shelf_of(local / "adapters", url)))
+            found.append(Site(worker, host, cache_of(worker, local / "adapters", url)))
         yield found
 
 
@@ -102,7 +102,7 @@ def test_rows_go_with_their_adapter_to_a_helper_that_cannot_get_it_elsewhere(
     async def story() -> None:
         engines = [hosts(gate=str(tmp_path / "gate")), hosts(step_s=0.01)]
         async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
-            shard = open_shard(owner.host, 6, *await asyncio.to_thread(owner.shelf.local, [ALPHA]))
+            shard = open_shard(owner.host, 6, *await asyncio.to_thread(owner.cache.local, [ALPHA]))
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             # As the coordinator does, from whatever worker it is on.
             await helper.ask(owner, LendRows(7, 4, helper.worker.address))
@@ -120,12 +120,12 @@ def test_rows_whose_adapter_a_helper_cannot_get_stay_with_their_owner(
     async def story() -> None:
         engines = [hosts(gate=str(tmp_path / "gate")), hosts()]
         async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
-            adapters = await asyncio.to_thread(owner.shelf.local, [ALPHA])
+            adapters = await asyncio.to_thread(owner.cache.local, [ALPHA])
             shard = open_shard(owner.host, 4, *adapters)
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             adapters[0].folder.rename(tmp_path / "taken-away")
             await helper.ask(owner, LendRows(7, 3, helper.worker.address))
-            await until(lambda: not owner.shelf.is_coming(ALPHA) and owner.host.reports[-1].lent_rows == 0)
+            await until(lambda: owner.host.reports[-1].lent_rows == 0)
             (tmp_path / "gate").touch()
             await finish(shard, 4, ALPHA)
             assert not any(report.incoming_rows for report in helper.host.reports)
