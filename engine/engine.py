@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..scheduler.batching import Batcher, BatchView, StepPlan, everybody_unmerged
+from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
 from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
@@ -297,10 +298,8 @@ def _running_batch(
         named = traits.has_block_tables
         prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, memory)
     clean = eraser_for(memory, layout) if traits.reads_other_rows else None
-    return RunningBatch(
-        pool, layout, residency, registry, prefixes, clean,
-        may_switch=config.mode == "auto", merges_all=config.mode == "merged",
-    )  # fmt: skip
+    room = Room(pool, layout, residency, registry, prefixes)
+    return RunningBatch(room, clean, may_switch=config.mode == "auto", merges_all=config.mode == "merged")
 
 
 def problem_with(

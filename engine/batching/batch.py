@@ -11,13 +11,11 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from ...scheduler.batching import BatchView, StepPlan, without_vain_merge
-from ..memory.pool import PageLayout, PagePool, PageRun
-from ..memory.registry import AdapterRegistry
-from ..memory.residency import AdapterResidency, MergedShare
+from ..memory.pool import PageRun
+from ..memory.residency import MergedShare
 from ..models.step_batch import StepEntry
 from ..request import Request, Sequence
 from .admission import Admission, Room, WaitingRows, row_owner
-from .prefix_sharing import PrefixSharing
 
 
 class RunningBatch:
@@ -28,31 +26,20 @@ class RunningBatch:
     """
 
     def __init__(
-        self,
-        pool: PagePool,
-        layout: PageLayout,
-        residency: AdapterResidency,
-        registry: AdapterRegistry,
-        prefixes: PrefixSharing | None,
-        clean: Callable[[PageRun], None] | None,
-        *,
-        may_switch: bool,
-        merges_all: bool,
+        self, room: Room, clean: Callable[[PageRun], None] | None, *, may_switch: bool, merges_all: bool
     ) -> None:
-        self.pool = pool
-        self.residency = residency
-        self.prefixes = prefixes
-        self._layout = layout
-        self._registry = registry
-        self._room = Room(pool, layout, residency, registry, prefixes)
+        self.pool = room.pool
+        self.residency = room.residency
+        self.prefixes = room.prefixes
+        self._layout = room.layout
+        self._registry = room.registry
+        self._room = room
         self._merges_all = merges_all
         self._taken_out: MergedShare | None = None
         self._may_switch = may_switch
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
-        self._admission = Admission(
-            self._waiting, self._running, pool, layout, residency, registry, self._room, clean, may_switch=may_switch
-        )
+        self._admission = Admission(self._waiting, self._running, room, clean, may_switch=may_switch)
 
     @property
     def num_waiting(self) -> int:

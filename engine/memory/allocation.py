@@ -131,12 +131,10 @@ def host_tier_bytes(config: EngineConfig) -> int:
     return min(_GIB, _total_bytes() // 16)
 
 
-def zeroed_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[num_elements]`, all zero. On a CPU pages are taken from the system as they are first used: a pool of
-    gigabytes is there at once and counts only for what it holds (small pages, docs/adr/0013).
+def zeroed_memory(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """`[num_elements]` on the CPU, all zero, taken from the system page by page on first use: a pool of gigabytes is
+    there at once and counts only for what it holds (small pages, docs/adr/0013).
     """
-    if device.type != "cpu":
-        return torch.zeros(num_elements, dtype=dtype, device=device)
     # torch.zeros writes every byte; the system hands out memory that is zero already, and aligned to its pages.
     memory = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

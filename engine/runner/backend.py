@@ -29,6 +29,7 @@ from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixe
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import load_weights
 from ..models.merge import LiveWeights
+from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
 from .sampler import StopTokens
@@ -105,7 +106,7 @@ class Backend(ABC):
 
     def allocate(self, num_elements: int) -> Tensor:
         """The flat pool, all zero."""
-        return zeroed_memory(num_elements, self.dtype, self.device)
+        return torch.zeros(num_elements, dtype=self.dtype, device=self.device)
 
     def _layout(self) -> PageLayout:
         return PageLayout.of(self.model, self.config.page_tokens, run_pages=self.traits.run_pages)
@@ -129,7 +130,7 @@ class CpuBackend(Backend):
         return KernelTraits(
             run_pages=_CPU_RUN_PAGES,
             has_block_tables=False,
-            has_lora_panels=self.device.type == "cpu" and self.dtype == torch.float32 and has_panels(),
+            has_lora_panels=self.dtype == torch.float32 and has_panels(),
             reads_other_rows=not can_attend_compiled(self.model.head_dim, self.dtype),
             is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device, self.dtype),
         )
@@ -137,6 +138,10 @@ class CpuBackend(Backend):
     def plan_memory(self) -> MemoryPlan:
         """See `Backend`."""
         return self._plan_cpu_memory()
+
+    def allocate(self, num_elements: int) -> Tensor:
+        """See `Backend`."""
+        return zeroed_memory(num_elements, self.dtype)
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
@@ -182,7 +187,11 @@ class GpuBackend(Backend):
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
     ) -> StepRunner:
         """See `Backend`."""
-        return GpuRunner(self.decoder, live, memory, layout, config, stop_tokens)
+        return GpuRunner(self.decoder, live, memory, layout, config, stop_tokens, self.executor())
+
+    def executor(self) -> StepExecutor:
+        """How decode steps are launched: as CUDA graphs, or kernel by kernel where there is no GPU."""
+        return GraphExecutor() if self.device.type == "cuda" else EagerExecutor()
 
 
 #: Makes an engine's backend from the model folder, the configuration and the folder's model.

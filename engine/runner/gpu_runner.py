@@ -10,7 +10,7 @@ tokens it has, and the token itself is fed from the step before on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
 from ..request import Sequence
 from .gpu_adapters import GpuAdapters
-from .gpu_graphs import EagerExecutor, GraphExecutor, GraphKey, StepExecutor, bucket_of
+from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, attention_tile_rows, rounded
 from .runner import LaunchedStep, SampledTokens
 from .sampler import NO_TOKEN, StopTokens
@@ -39,9 +39,16 @@ _SHRINK_PROGRAMS = 4  # per multiprocessor, as in kernels.lora_shrink.triton
 # What a bucket has room for, per row: rank 64 on the three members of qkv is 12 chunks, and a few stop tokens are
 # withheld. Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
 _BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
-# What the device holds at first; all of it grows with what steps need. 4096 rows of scratch are 256 KiB, which lets a
-# small step split its contractions 16 times.
-_FIRST_RESIDENTS, _FIRST_CHUNKS, _FIRST_SCRATCH_ROWS = 64, 1 << 14, 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSizes:
+    """What a runner allocates at first; all of it grows with what steps need. 4096 rows of scratch are 256 KiB, which
+    lets a small step split its contractions 16 times."""
+
+    num_residents: int = 64
+    num_chunks: int = 1 << 14
+    scratch_rows: int = 1 << 12
 
 
 class GpuRunner:
@@ -55,7 +62,8 @@ class GpuRunner:
         layout: PageLayout,
         config: EngineConfig,
         stop_tokens: StopTokens,
-        executor: StepExecutor | None = None,
+        executor: StepExecutor,
+        first: FirstSizes | None = None,
     ) -> None:
         model, device = decoder.model, memory.device
         self.steps_ahead = steps_ahead(model, config)
@@ -63,8 +71,9 @@ class GpuRunner:
         self._live = live
         self._seen_switches = live.num_switches
         self._weight_addresses = decoder.weight_addresses()
-        self._executor = executor or (GraphExecutor() if device.type == "cuda" else EagerExecutor())
-        self._adapters = GpuAdapters(memory, model, _FIRST_RESIDENTS, _FIRST_CHUNKS)
+        self._executor = executor
+        first = first or FirstSizes()
+        self._adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
         self._num_pages = len(memory) // layout.page_elements
         self._context_pages = layout.pages_for_tokens(model.max_context_tokens)
         self._page_tokens = layout.page_tokens
@@ -73,7 +82,7 @@ class GpuRunner:
         self._num_programs = 1 if config.mode == "exact" else programs
         rows = bucket_of(config.batch_rows)
         self._memory = GpuMemory.allocate(
-            model, self._adapters.table, _FIRST_SCRATCH_ROWS, self._attention_items(rows), layout.page_tokens
+            model, self._adapters.table, first.scratch_rows, self._attention_items(rows), layout.page_tokens
         )
         self._buffers: dict[int, StepBuffer] = {}
         # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
@@ -96,7 +105,7 @@ class GpuRunner:
         host.copy_to(target, planned.num_pages)
 
         def work() -> None:
-            self._compute(
+            self.compute(
                 target.step(self._decoder.model, has_lora=planned.has_lora, wants_logprobs=planned.wants_logprobs)
             )
 
@@ -106,6 +115,24 @@ class GpuRunner:
             self._executor.run(GraphKey(bucket, planned.has_lora, planned.wants_logprobs), work)
         self._places = {id(sequence): place for place, sequence in enumerate(planned.sampled)}
         return self._launched(planned.sampled, planned.wants_logprobs)
+
+    def compute(self, step: GpuStep) -> None:
+        """Launch the device's part: forward pass and sampling; the tokens stay on the device for the next step."""
+        fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
+        token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
+        logits = self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
+        count = len(step.sampled_rows)
+        if not count:
+            return
+        whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
+        raw = logits.clone() if step.wants_logprobs else logits
+        _withhold_(logits, step.withheld)
+        is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
+        tokens = sample_tokens(logits, step.sampling)
+        self._tokens[:count].copy_(tokens)
+        self._read_tokens[:count].copy_(torch.where(is_finite, tokens, NO_TOKEN))
+        if whole is not None:
+            self._logprobs[:count].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
 
     def _plan(self, entries: Items[StepEntry]) -> PlannedStep:
         plus = [e.adapter for e in entries]
@@ -190,24 +217,6 @@ class GpuRunner:
         if bucket is not None:
             self._buffers[bucket] = buffer
         return buffer
-
-    def _compute(self, step: GpuStep) -> None:
-        """The device's part: forward pass and sampling; the tokens stay on the device for the next step."""
-        fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
-        token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
-        logits = self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
-        count = len(step.sampled_rows)
-        if not count:
-            return
-        whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
-        raw = logits.clone() if step.wants_logprobs else logits
-        _withhold_(logits, step.withheld)
-        is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
-        tokens = sample_tokens(logits, step.sampling)
-        self._tokens[:count].copy_(tokens)
-        self._read_tokens[:count].copy_(torch.where(is_finite, tokens, NO_TOKEN))
-        if whole is not None:
-            self._logprobs[:count].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
 
     def _launched(self, sampled: tuple[Sequence, ...], wants_logprobs: bool) -> LaunchedStep:
         """Copy the step's tokens back behind it."""

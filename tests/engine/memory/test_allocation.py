@@ -12,7 +12,7 @@ _MIB = 1 << 20
 
 
 def test_memory_is_zero_aligned_and_writable() -> None:
-    memory = zeroed_memory(1000, torch.bfloat16, torch.device("cpu"))
+    memory = zeroed_memory(1000, torch.bfloat16)
     assert memory.shape == (1000,)
     assert memory.dtype == torch.bfloat16
     assert not memory.any()
@@ -23,7 +23,7 @@ def test_memory_is_zero_aligned_and_writable() -> None:
 
 @pytest.mark.skipif(not _STATUS.exists(), reason="no /proc")
 def test_writes_far_apart_take_only_the_pages_they_fall_on() -> None:
-    memory = zeroed_memory(256 * _MIB, torch.uint8, torch.device("cpu"))
+    memory = zeroed_memory(256 * _MIB, torch.uint8)
     before = _held_bytes()
     memory[::_MIB] = 1
     assert _held_bytes() - before < 32 * _MIB

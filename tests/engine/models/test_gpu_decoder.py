@@ -15,8 +15,9 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.gpu_step import GpuStep, StepBuffer
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.runner import gpu_runner as device_runner
-from lorabatch.engine.runner.gpu_runner import GpuRunner
+from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
+from lorabatch.engine.runner.gpu_graphs import EagerExecutor
+from lorabatch.engine.runner.gpu_runner import FirstSizes, GpuRunner
 from lorabatch.kernels.launch import is_interpreted
 
 CONFIG = EngineConfig(
@@ -37,17 +38,39 @@ def requests(adapter_ids: list[str | None], **sampling: Any) -> list[Request]:
     ]
 
 
-def run(folder: Path, adapters: dict[str, Path], rows: list[Request], config: EngineConfig) -> list[Result]:
-    engine = Engine(folder, config)
+def run(
+    folder: Path,
+    adapters: dict[str, Path],
+    rows: list[Request],
+    config: EngineConfig,
+    make_backend: MakeBackend = choose_backend,
+) -> list[Result]:
+    engine = Engine(folder, config, make_backend=make_backend)
     for adapter_id, path in adapters.items():
         engine.register_adapter(adapter_id, path)
-    if isinstance(engine._runner, GpuRunner):
-        memory = engine._runner._memory
-        for scratch in (memory.scratch, memory.partials.values, memory.partials.stats):
-            scratch.fill_(torch.nan)
     results = sorted(engine.run(rows), key=lambda result: int(result.request_id))
     engine.check_integrity()
     return results
+
+
+def watched(seen: list[GpuStep], first: FirstSizes | None) -> MakeBackend:
+    """A backend whose runner begins with `first` and poisoned scratch, and adds the steps it computes to `seen`."""
+
+    class Runner(GpuRunner):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, first)
+            for scratch in (self._memory.scratch, self._memory.partials.values, self._memory.partials.stats):
+                scratch.fill_(torch.nan)
+
+        def compute(self, step: GpuStep) -> None:
+            seen.append(step)
+            super().compute(step)
+
+    class Backend(GpuBackend):
+        def runner(self, live: Any, memory: Any, layout: Any, config: Any, stop_tokens: Any) -> GpuRunner:
+            return Runner(self.decoder, live, memory, layout, config, stop_tokens, self.executor())
+
+    return Backend
 
 
 def assert_equal(found: list[Result], expected: list[Result]) -> None:
@@ -61,34 +84,31 @@ def assert_equal(found: list[Result], expected: list[Result]) -> None:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[GpuStep]:
     """The steps that devices compute. What their lists leave free, on host and device, holds garbage."""
-    seen: list[GpuStep] = []
-    compute = GpuRunner._compute
     create = StepBuffer.__init__
-
-    def noted(runner: GpuRunner, step: GpuStep) -> None:
-        seen.append(step)
-        compute(runner, step)
 
     def poisoned(buffer: StepBuffer, sizes: Any, memory: torch.Tensor) -> None:
         create(buffer, sizes, memory.fill_(GARBAGE))
 
-    monkeypatch.setattr(GpuRunner, "_compute", noted)
     monkeypatch.setattr(StepBuffer, "__init__", poisoned)
-    return seen
+    return []
 
 
 @pytest.fixture
 def compare(steps: list[GpuStep]) -> Callable[..., list[Result]]:
-    """`compare(model_folder, adapter_folders, rows_of_ids, **config)`: the same rows on both engines."""
+    """`compare(model_folder, adapter_folders, rows_of_ids, first_sizes, **config)`: the same rows on both engines."""
 
     def check(
-        folder: Path, adapters: list[Path], make_rows: Callable[..., list[Request]] = requests, **config: Any
+        folder: Path,
+        adapters: list[Path],
+        make_rows: Callable[..., list[Request]] = requests,
+        first: FirstSizes | None = None,
+        **config: Any,
     ) -> list[Result]:
         model = read_model_config(folder)
         ids = {audit_adapter(path, model, path.name).content_sha256 or "": path for path in adapters}
         rows = make_rows([None, *ids])
         expected = run(folder, ids, rows, replace(CONFIG, **config))
-        found = run(folder, ids, rows, replace(CONFIG, **ON_DEVICE, **config))
+        found = run(folder, ids, rows, replace(CONFIG, **ON_DEVICE, **config), watched(steps, first))
         assert_equal(found, expected)
         return found
 
@@ -140,12 +160,9 @@ def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
     make_adapter: Callable[..., Path],
     compare: Callable[..., object],
     steps: list[GpuStep],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_runner, "_FIRST_SCRATCH_ROWS", 16)
-    monkeypatch.setattr(device_runner, "_FIRST_CHUNKS", 4)
     wide = make_adapter(tmp_path / "wide", tiny_llama, r=272, target_modules=["q_proj"])
-    compare(tiny_llama, [wide], lambda ids: requests(ids)[::-1])
+    compare(tiny_llama, [wide], lambda ids: requests(ids)[::-1], FirstSizes(num_chunks=4, scratch_rows=16))
     assert max(step.segments.limits.scratch_rows for step in steps) > 16
 
 
@@ -163,12 +180,20 @@ def test_merging_by_the_kernel_and_parameter_by_parameter(
 
 
 def test_any_number_of_switches_leaves_the_weights_bit_for_bit(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tiny_adapters: dict[str, Path]
 ) -> None:
-    engine = Engine(tiny_llama, replace(CONFIG, **(ON_DEVICE | {"mode": "merged"})))
-    before, forgotten = engine.weights_sha256(), []
-    executor = engine._runner._executor
-    monkeypatch.setattr(executor, "forget", lambda: forgotten.append(True))
+    forgotten: list[bool] = []
+
+    class Forgetting(EagerExecutor):
+        def forget(self) -> None:
+            forgotten.append(True)
+
+    class Backend(GpuBackend):
+        def executor(self) -> Forgetting:
+            return Forgetting()
+
+    engine = Engine(tiny_llama, replace(CONFIG, **(ON_DEVICE | {"mode": "merged"})), make_backend=Backend)
+    before = engine.weights_sha256()
     for path in (tiny_adapters["rank8"], tiny_adapters["rank1"], tiny_adapters["rank8"]):
         content = audit_adapter(path, engine.model, path.name).content_sha256 or ""
         engine.register_adapter(content, path)

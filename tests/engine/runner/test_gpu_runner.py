@@ -18,26 +18,40 @@ from triton.runtime.interpreter import InterpretedFunction
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.runner import gpu_runner as device_runner
-from lorabatch.engine.runner.backend import CpuBackend, GpuBackend, backend_type
+from lorabatch.engine.runner import gpu_runner
+from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
 from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphKey
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.kernels.launch import is_interpreted
-from lorabatch.scheduler.batching import BatchView, StepPlan
+from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
 
 PROMPT = (5, 6, 7, 8, 9)
 
 
-def make_engine(folder: Path, **config: Any) -> Engine:
+def make_engine(
+    folder: Path, batcher: Batcher | None = None, make_backend: MakeBackend = choose_backend, **config: Any
+) -> Engine:
     settings: dict[str, Any] = {"max_batch_rows": 12, "max_step_tokens": 64, "page_tokens": 4, "pool_bytes": 4 << 20}
     settings |= {"device": "cpu", "mode": "unmerged", "uses_prefix_cache": False}
-    return Engine(folder, EngineConfig(**(settings | config)))
+    return Engine(folder, EngineConfig(**(settings | config)), batcher, make_backend)
 
 
-def device_engine(folder: Path, **config: Any) -> Engine:
+def device_engine(
+    folder: Path, batcher: Batcher | None = None, make_backend: MakeBackend = choose_backend, **config: Any
+) -> Engine:
     on_device = {"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"}
-    return make_engine(folder, **on_device, **config)
+    return make_engine(folder, batcher, make_backend, **on_device, **config)
+
+
+def with_runner(kind: type[GpuRunner]) -> MakeBackend:
+    """A backend whose steps a runner of this kind computes."""
+
+    class Backend(GpuBackend):
+        def runner(self, live: Any, memory: Any, layout: Any, config: Any, stop_tokens: Any) -> GpuRunner:
+            return kind(self.decoder, live, memory, layout, config, stop_tokens, self.executor())
+
+    return Backend
 
 
 def rows(count: int, **sampling: Any) -> list[Request]:
@@ -56,8 +70,7 @@ def test_rows_beside_a_merged_adapter_take_it_out_again(tiny_llama: Path, tiny_a
         if kind == "unmerged":
             engine = make_engine(tiny_llama)
         else:
-            engine = device_engine(tiny_llama, mode="auto")
-            engine._batcher = MergesFirst()
+            engine = device_engine(tiny_llama, MergesFirst(), mode="auto")
         ids = register_all(engine, {name: tiny_adapters[name] for name in names})
         adapters = [None, *ids.values()]
         requests = [Request(f"{i}", (*PROMPT, i + 3), adapters[i % 3], sampling) for i in range(6)]
@@ -87,8 +100,13 @@ class Noting(EagerExecutor):
 
 
 def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> None:
-    engine = device_engine(tiny_llama)
-    engine._runner._executor = noting = Noting()
+    noting = Noting()
+
+    class Backend(GpuBackend):
+        def executor(self) -> Noting:
+            return noting
+
+    engine = device_engine(tiny_llama, make_backend=Backend)
     requests = [*rows(8, max_tokens=2, ignore_eos=True), *rows(9, max_tokens=3, ignore_eos=True)[8:]]
     found = by_id(list(engine.run(requests)))
     expected = by_id(list(make_engine(tiny_llama).run(requests)))
@@ -96,26 +114,22 @@ def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> Non
     assert noting.keys == [GraphKey(10, False, False), GraphKey(1, False, False)], "9 rows run in a bucket of 10"
 
 
-def test_the_next_step_is_launched_before_the_last_is_read(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_is_launched_before_the_last_is_read(tiny_llama: Path) -> None:
     calls: list[str] = []
-    launch, launched = GpuRunner.launch, GpuRunner._launched
 
-    def noting_launch(runner: GpuRunner, entries: Any) -> Any:
-        calls.append("launch")
-        return launch(runner, entries)
+    class Noted(GpuRunner):
+        def launch(self, entries: Any) -> LaunchedStep:
+            calls.append("launch")
+            made = super().launch(entries)
+            return LaunchedStep(made.sampled, lambda: (calls.append("read"), made.read())[1])  # type: ignore[func-returns-value]
 
-    def noting_read(runner: GpuRunner, *step: Any) -> Any:
-        made = launched(runner, *step)
-        return type(made)(made.sampled, lambda: (calls.append("read"), made.read())[1])
-
-    monkeypatch.setattr(GpuRunner, "launch", noting_launch)
-    monkeypatch.setattr(GpuRunner, "_launched", noting_read)
-    ahead = list(device_engine(tiny_llama).run(rows(1, max_tokens=3, ignore_eos=True)))
+    make = with_runner(Noted)
+    ahead = list(device_engine(tiny_llama, make_backend=make).run(rows(1, max_tokens=3, ignore_eos=True)))
     assert calls == ["launch", "launch", "read", "launch", "read", "read"]
     calls.clear()
-    behind = list(device_engine(tiny_llama, launches_ahead=False).run(rows(1, max_tokens=3, ignore_eos=True)))
+    behind = device_engine(tiny_llama, make_backend=make, launches_ahead=False)
+    assert list(behind.run(rows(1, max_tokens=3, ignore_eos=True))) == ahead
     assert calls == ["launch", "read"] * 3
-    assert ahead == behind
 
 
 def test_a_row_that_ends_early_costs_one_row_of_one_step_and_no_token(tiny_llama: Path) -> None:
@@ -194,45 +208,25 @@ def test_launching_waits_for_nothing(
     tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill, decode, an adapter new to the device: no number comes back to the host before it is read."""
-    engine = device_engine(tiny_llama)
-    for name in ("rank1", "rank20"):
-        engine.register_adapter(content_of(engine, tiny_adapters[name]), tiny_adapters[name])
-    ids = [None, *engine._registry._audits]
+    launched: list[int] = []
+
+    class Watched(GpuRunner):
+        def launch(self, entries: Any) -> LaunchedStep:
+            with _HostOnly(), _DeviceOnly():
+                launched.append(len(entries))
+                return super().launch(entries)
+
+    engine = device_engine(tiny_llama, make_backend=with_runner(Watched))
+    ids = [None, *register_all(engine, {name: tiny_adapters[name] for name in ("rank1", "rank20")}).values()]
     sampling = SamplingParams(max_tokens=100, min_tokens=100, logprobs=True, temperature=0.5, top_k=3)
     engine.add([Request(str(i), PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])
-    launched: list[int] = []
-    launch = GpuRunner.launch
-
-    def watched(runner: GpuRunner, entries: Any) -> Any:
-        with _HostOnly(), _DeviceOnly():
-            launched.append(len(entries))
-            return launch(runner, entries)
-
     # the interpreter reads what a GPU would: launches themselves are not what is watched
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
-    monkeypatch.setattr(device_runner, "sample_tokens", lambda logits, rows: logits.argmax(-1))
-    monkeypatch.setattr(GpuRunner, "launch", watched)
+    monkeypatch.setattr(gpu_runner, "sample_tokens", lambda logits, rows: logits.argmax(-1))
     # adapters are read in a thread: their rows join when they have come
     while engine.num_unfinished and launched[-2:] != [3, 3]:
         engine.step()
     assert launched[-2:] == [3, 3]
-
-
-def content_of(engine: Engine, folder: Path) -> str:
-    from lorabatch.engine.peft import audit_adapter
-
-    return audit_adapter(folder, engine.model, folder.name).content_sha256 or ""
-
-
-def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert backend_type(EngineConfig(kernels="triton"), cpu) is GpuBackend
-    assert backend_type(EngineConfig(), cpu) is CpuBackend
-    assert backend_type(EngineConfig(), torch.device("cuda")) is GpuBackend
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        backend_type(EngineConfig(kernels="triton"), cpu)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns
@@ -254,22 +248,20 @@ def test_a_row_whose_numbers_overflow_is_an_error_and_the_rows_beside_it_go_on(
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="a GPU refuses by itself")
-def test_what_steps_are_computed_from_lies_on_the_device(
-    weightless_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_steps_are_computed_from_is_on_the_device(weightless_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without numbers: operators refuse to mix its tensors with the host's, and no number can be asked of it.
     Prefill, decode, adapters of two ranks, drawn tokens with log-probabilities."""
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: None)
     copied: list[int] = []
 
-    def read_nothing(runner: GpuRunner, sampled: Any, wants_logprobs: bool) -> LaunchedStep:
-        assert runner._calls_tokens.device.type == runner._logprobs.device.type == "meta"
-        copied.append(len(sampled))
-        return LaunchedStep(sampled, lambda: ([1] * len(sampled), [0.0] * len(sampled)))
+    class Unread(GpuRunner):
+        def _launched(self, sampled: Any, wants_logprobs: bool) -> LaunchedStep:
+            assert self._read_tokens.device.type == self._logprobs.device.type == "meta"
+            copied.append(len(sampled))
+            return LaunchedStep(sampled, lambda: ([1] * len(sampled), [0.0] * len(sampled)))
 
-    monkeypatch.setattr(GpuRunner, "_launched", read_nothing)
     config = {"device": "meta", "load_format": "dummy", "kernels": "triton", "page_tokens": 16}
-    engine = make_engine(weightless_model, **config)
+    engine = make_engine(weightless_model, make_backend=with_runner(Unread), **config)
     ids = [None, engine.register_dummy_adapter("a", 3), engine.register_dummy_adapter("b", 20)]
     sampling = SamplingParams(max_tokens=4, min_tokens=4, logprobs=True, temperature=0.5, top_k=3)
     engine.add([Request(f"{i}", PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])

@@ -16,21 +16,25 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.runner.gpu_graphs import EagerExecutor
+from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
+from lorabatch.engine.runner.gpu_graphs import EagerExecutor, StepExecutor
 from lorabatch.kernels.launch import is_interpreted
 
 FAR = tuple(f"<|far{i}|>" for i in range(12))  # special tokens behind the model's vocabulary
 
 
-def make_engine(folder: Path, **config: Any) -> Engine:
+def make_engine(folder: Path, make_backend: MakeBackend = choose_backend, **config: Any) -> Engine:
     settings = {"max_batch_rows": 8, "max_step_tokens": 64, "pool_bytes": 4 << 20, "device": "cpu", "mode": "unmerged"}
-    return Engine(folder, EngineConfig(**(settings | config)))
+    return Engine(folder, EngineConfig(**(settings | config)), make_backend=make_backend)
 
 
-def device_engine(folder: Path) -> Engine:
-    return make_engine(
-        folder, **({"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"})
-    )
+def device_engine(folder: Path, executor: StepExecutor | None = None) -> Engine:
+    class Backend(GpuBackend):
+        def executor(self) -> StepExecutor:
+            return executor or super().executor()
+
+    on_device = {"kernels": "triton"} if is_interpreted() else {"device": "cuda", "dtype": "float32"}
+    return make_engine(folder, Backend, **on_device)
 
 
 def registered(engine: Engine, folder: Path) -> str:
@@ -81,9 +85,7 @@ def test_every_token_that_could_end_a_row_is_withheld(
 
     folder, found, executor = ends_otherwise(end), {}, Counting()
     for kind in ("host", "device"):
-        engine = make_engine(tiny_llama) if kind == "host" else device_engine(tiny_llama)
-        if kind == "device":
-            engine._runner._executor = executor
+        engine = make_engine(tiny_llama) if kind == "host" else device_engine(tiny_llama, executor)
         adapter_id = registered(engine, folder)
         requests = [
             Request("own end", prompt, adapter_id, SamplingParams(max_tokens=4, min_tokens=3)),

@@ -1,0 +1,83 @@
+"""Back ends: which one an engine gets, and that an engine with another serves the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft_oracle import POOL_BYTES, prompts, register_all, serve
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.errors import PoolExhaustedError
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.runner.backend import (
+    CpuBackend,
+    GpuBackend,
+    KernelTraits,
+    MakeBackend,
+    backend_type,
+    choose_device,
+)
+
+CPU = torch.device("cpu")
+
+
+def tokens(model: Path, adapters: dict[str, Path], make_backend: MakeBackend) -> dict[str, tuple[int, ...]]:
+    """Greedy tokens of rows that begin alike, over the base and two adapters, in a pool with little room."""
+    config = EngineConfig(
+        max_batch_rows=4, max_step_tokens=24, pool_bytes=POOL_BYTES // 8, device="cpu", mode="unmerged"
+    )
+    engine = Engine(model, config, make_backend=make_backend)
+    ids = [None, *register_all(engine, {name: adapters[name] for name in ("rank8", "rank20")}).values()]
+    start = tuple(range(5, 25))
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    ends = prompts(12, engine.model.vocab_size)
+    rows = [Request(f"{i}", start + end[:9], ids[i % len(ids)], sampling) for i, end in enumerate(ends)]
+    results = serve(engine, rows)
+    assert [result.error for result in results.values()] == [None] * len(rows)
+    return {key: result.token_ids for key, result in results.items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"run_pages": 1}, {"has_lora_panels": False}, {"reads_other_rows": True}, {"run_pages": 7}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_memory_and_batching_follow_the_traits_of_the_kernels(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], changes: dict[str, Any]
+) -> None:
+    class Other(CpuBackend):
+        @property
+        def traits(self) -> KernelTraits:
+            return replace(super().traits, **changes)
+
+    assert tokens(tiny_llama, tiny_adapters, Other) == tokens(tiny_llama, tiny_adapters, CpuBackend)
+
+
+def test_a_pool_without_room_for_a_page_is_refused_with_both_sizes(tiny_llama: Path) -> None:
+    with pytest.raises(PoolExhaustedError, match="pool_bytes=10: one page of this model takes 8192 bytes"):
+        Engine(tiny_llama, EngineConfig(device="cpu", pool_bytes=10))
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_cpu_computes_in_fp32_unless_asked_otherwise(asked: str, dtype: torch.dtype) -> None:
+    assert choose_device(EngineConfig(device="cpu", dtype=asked)) == (CPU, dtype)
+
+
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="dtype='int8': must be auto, float32, bfloat16, float16"):
+        choose_device(EngineConfig(device="cpu", dtype="int8"))
+
+
+def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend_type(EngineConfig(kernels="triton"), CPU) is GpuBackend
+    assert backend_type(EngineConfig(), CPU) is CpuBackend
+    assert backend_type(EngineConfig(), torch.device("cuda")) is GpuBackend
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        backend_type(EngineConfig(kernels="triton"), CPU)
