@@ -3,7 +3,7 @@
 `EngineHealth` finds out that a process hangs: it is silent, or one of its steps never ends. `RestartPolicy` says
 whether to start another process, and when, or to give the engine up.
 
-Some rows kill engines, and `queue.py` searches for them: suspects run alone, a group that dies is halved, a row that
+Some rows kill engines, and `rows.py` searches for them: suspects run alone, a group that dies is halved, a row that
 dies alone twice is blamed. Deaths of the search are progress, whether or not a row finishes: each halves a group or
 counts against one row, so that at most log2(suspects) + 2 of them happen between two blamed rows. They are not counted,
 and the next process starts at once.

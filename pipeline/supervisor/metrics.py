@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,11 @@ from .open_shard import OpenShard
 
 
 class EngineMeter:
-    """The latest state of one engine."""
+    """The latest state of one engine. It holds no clock: times are the caller's, in seconds."""
 
-    def __init__(self, worker: str, batch_rows: int) -> None:
+    def __init__(self, worker: str, batch_rows: int, now_s: float) -> None:
         self._latest = WorkerReport(worker, "starting", batch_rows)
-        self._counted_s = time.monotonic()
+        self._counted_s = now_s
 
     @property
     def latest(self) -> WorkerReport:
@@ -28,9 +27,9 @@ class EngineMeter:
         """Change fields of the coming reports."""
         self._latest = replace(self._latest, **changes)
 
-    def process_started(self, pid: int) -> None:
+    def process_started(self, pid: int, now_s: float) -> None:
         """Record a new engine process that is ready: its counts start at 0."""
-        self._counted_s = time.monotonic()
+        self._counted_s = now_s
         self.set(state="ready", engine_pid=pid, telemetry=EngineTelemetry())
 
     def process_died(self, reason: str) -> None:
@@ -45,9 +44,8 @@ class EngineMeter:
             prompt_tokens_per_s=0.0,
         )
 
-    def engine_said(self, telemetry: EngineTelemetry) -> None:
+    def progressed(self, telemetry: EngineTelemetry, now_s: float) -> None:
         """Record a snapshot of the engine process; rates are over the time since the one before."""
-        now_s = time.monotonic()
         seconds = max(now_s - self._counted_s, 1e-3)
         self._counted_s = now_s
         before = self._latest.telemetry
@@ -70,8 +68,8 @@ class EngineMeter:
     ) -> WorkerReport:
         """The next report of one run.
 
-        `finished`: rows since its last one. `lent`: rows on loan by shard. `share`: of the engine's rows that are the
-        run's; running rows and rates are reported in this proportion.
+        `finished`: rows since its last one. `lent`: rows by shard that other engines work on. `share`: of the engine's
+        rows that are the run's; running rows and rates are reported in this proportion.
         """
         unfinished = [(shard.shard_id, shard.num_unfinished) for shard in open_shards]
         latest, telemetry = self._latest, self._latest.telemetry

@@ -54,7 +54,7 @@ class EngineSupervisor:
         self._queue = EngineQueue()
         self._reporters: dict[str, Reporter] = {}
         self._policy = RestartPolicy()
-        self._meter = EngineMeter(worker, settings.config.batch_rows)
+        self._meter = EngineMeter(worker, settings.config.batch_rows, time.monotonic())
         # Why the present process ends, if it said so or the supervisor ends it.
         self._fatal: Fatal | None = None
         self._is_closed = False
@@ -161,7 +161,7 @@ class EngineSupervisor:
             case Exported(rows):
                 self._queue.exported(rows)
             case Progress(telemetry):
-                self._meter.engine_said(telemetry)
+                self._meter.progressed(telemetry, time.monotonic())
             case Fatal():
                 self._fatal = message
             case ProcessExited(reason):
@@ -176,7 +176,7 @@ class EngineSupervisor:
         self._meter.set(batch_rows=message.batch_rows)
         self._policy.started()
         self._queue.process_ready()
-        self._meter.process_started(message.pid)
+        self._meter.process_started(message.pid, time.monotonic())
         self._report_at_s = 0.0
 
     def _process_exited(self, fatal: Fatal) -> None:

@@ -44,7 +44,7 @@ from .adapters import AdapterCache
 from .peer_service import PeerService
 
 _CLOSE_TIMEOUT_S = 4.0
-# A helper's step, and the time between two questions. What has not come back by then begins where it was lent.
+# A helper's step, and the time between two requests. Rows that are not here by then go on from where they were lent.
 _RECALL_TIMEOUT_S = 2.0
 # Owners ask for their rows several times a second.
 _RETURN_TIMEOUT_S = 1.0
@@ -104,7 +104,7 @@ class RunPlugin(WorkerPlugin):
             with contextlib.suppress(Exception):
                 claim.result(_CLOSE_TIMEOUT_S)
         if self._worker.status not in (Status.running, Status.paused):
-            # Only now: whoever opens its shards next must find what was kept.
+            # Only now: the worker that opens its shards next must find what was kept.
             self._send(WorkerReport(self.address, "left", self._settings.config.batch_rows))
         self._shipper.close(_CLOSE_TIMEOUT_S)
         if folder is not None:
@@ -234,7 +234,7 @@ class WorkerEngines:
             return engine.supervisor.join(run, send_report)
 
     def leave(self, run: str, timeout_s: float) -> tempfile.TemporaryDirectory[str] | None:
-        """A run is over: its open shards fail with `ShardAbandonedError`, and nobody else's. With the last run the
+        """A run is over: its open shards fail with `ShardAbandonedError`, and no others. With the last run the
         engine ends; what is returned then is its folder, to be removed when its log has been read.
         """
         with self._lock:

@@ -1,10 +1,8 @@
 """`run_shard`: the Dask task that turns one shard into one part.
 
 It leaves the worker's thread pool at once and waits for the engine; any number of shards may be open on a worker.
-What earlier attempts have kept is reused (`kept_rows.py`); finished rows are journalled about once a second, begun ones
-when the worker has to leave; the part is written in one piece at the end.
-
-What earlier attempts at a shard have left in the output: answers that still hold, and rows they had begun.
+Answers and begun rows that earlier attempts have left in the output are reused (`read_kept`). Finished rows are
+journalled about once a second, begun ones when the worker has to leave. The part is written in one piece at the end.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def _answer_and_commit(plugin: RunPlugin, task: ShardTask) -> ShardOutcome:
     part = part_bytes(rows, answers, record)
     plugin.check_output()
     while not plugin.store.commit_part(task.shard_id, part) and read_done(plugin.store, record, rows) is None:
-        # Somebody who works for a run before this one, whose adapters were others, was faster.
+        # A worker of a former run, whose adapters were others, was faster.
         plugin.store.remove_part(task.shard_id)
     return _outcome(plugin, rows, answers, num_reused)
 
@@ -88,7 +86,7 @@ def _answer(plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: Kept
 
 
 def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:
-    """Whoever opens the shard next goes on with its rows from where they are."""
+    """Journal begun rows: the next attempt at the shard goes on with them from where they are."""
     begun = [
         BegunRow(fingerprints[row.request.request_id], row.request.adapter_id, row.token_ids, row.token_logprobs)
         for row in shard.begun

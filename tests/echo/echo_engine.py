@@ -8,7 +8,7 @@ that token is in the batch, `raise_on_token` raises, `room_for_rows` is the larg
 `trace` is a file that gains the number of tokens of each step.
 `slow_factor`: the engine that starts first on a model folder takes so many times longer.
 
-The tokens of a row are 0, 1, 2, …: a row from another engine that brings anything else ends the process.
+The tokens of a row are 0, 1, 2, …: a row from another engine with anything else ends the process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lorabatch.engine.request import EngineTelemetry, ExportedRow, Request, Resu
 
 def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, max_tokens: int) -> str:
     """The one right completion of a row."""
-    told = f"{list(prompt_token_ids)}|{adapter_id}|{max_tokens}"
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    known = f"{list(prompt_token_ids)}|{adapter_id}|{max_tokens}"
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
 def slowness(model_folder: Path, slow_factor: float | None) -> float:
@@ -85,7 +85,7 @@ class EchoEngine:
         return rows
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
-        assert adapter_id in self._adapters, f"rows of an adapter nobody told of: {adapter_id}"
+        assert adapter_id in self._adapters, f"rows of an unknown adapter: {adapter_id}"
 
     def abort(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:

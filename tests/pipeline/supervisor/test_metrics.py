@@ -1,9 +1,8 @@
-"""Reports of one host: rates, restarts, and rows counted once."""
+"""Reports of one engine: rates, restarts, and rows counted once."""
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import msgpack
@@ -31,10 +30,10 @@ SNAPSHOT = EngineTelemetry(
 )
 
 
-def test_a_run_is_told_its_share_of_what_the_engine_does() -> None:
-    meter = EngineMeter("tcp://w", batch_rows=8)
-    meter.process_started(1)
-    meter.engine_said(SNAPSHOT)
+def test_a_run_gets_its_share_of_what_the_engine_does() -> None:
+    meter = EngineMeter("tcp://w", batch_rows=8, now_s=0.0)
+    meter.process_started(1, 10.0)
+    meter.progressed(SNAPSHOT, 12.0)
     whole, third = meter.report([]), meter.report([], share=1 / 3)
     assert (whole.telemetry.num_running, third.telemetry.num_running) == (3, 1)
     assert third.tokens_per_s == pytest.approx(whole.tokens_per_s / 3)
@@ -42,43 +41,37 @@ def test_a_run_is_told_its_share_of_what_the_engine_does() -> None:
 
 
 def test_rates_count_from_the_start_of_the_process_that_runs_now() -> None:
-    meter = EngineMeter("tcp://w", batch_rows=8)
-    meter.process_started(1)
-    meter.engine_said(SNAPSHOT)
-    assert meter.latest.tokens_per_s > 0
+    meter = EngineMeter("tcp://w", batch_rows=8, now_s=0.0)
+    meter.process_started(1, 10.0)
+    meter.progressed(SNAPSHOT, 12.0)
+    assert meter.latest.tokens_per_s == 25.0
     latest = meter.latest.telemetry
     assert (latest.prefix_hit_rate, latest.adapter_loads, latest.adapter_stall_s) == (0.75, 2, 0.5)
     meter.process_died("it was killed by signal 9")
     assert (meter.latest.state, meter.latest.tokens_per_s, meter.latest.num_crashes) == ("restarting", 0.0, 1)
     assert meter.latest.telemetry.resident_adapter_ids == ()
-    meter.process_started(2)
-    meter.engine_said(SNAPSHOT)
-    assert meter.latest.tokens_per_s > 0
+    meter.process_started(2, 20.0)
+    meter.progressed(SNAPSHOT, 25.0)
+    assert meter.latest.tokens_per_s == 10.0
     assert meter.latest.engine_pid == 2
 
 
-def test_places_are_used_by_rows_in_steps_and_offered_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    meter = EngineMeter("tcp://w", batch_rows=8)
-    meter.process_started(1)
-    now_s = 102.0
-    meter.engine_said(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5))
+def test_places_are_used_by_rows_in_steps_and_offered_all_the_time() -> None:
+    meter = EngineMeter("tcp://w", batch_rows=8, now_s=90.0)
+    meter.process_started(1, 100.0)
+    meter.progressed(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5), 102.0)
     assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 2.0)
-    now_s = 103.0
-    meter.engine_said(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5))
+    meter.progressed(replace(SNAPSHOT, num_steps=10, num_step_rows=60, busy_s=1.5), 103.0)
     assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (6 * 1.5, 8 * 3.0)
-    now_s = 110.0
-    meter.process_started(2)
-    now_s = 111.0
-    meter.engine_said(replace(SNAPSHOT, num_steps=4, num_step_rows=32, busy_s=1.0))
+    meter.process_started(2, 110.0)
+    meter.progressed(replace(SNAPSHOT, num_steps=4, num_step_rows=32, busy_s=1.0), 111.0)
     assert (meter.latest.used_place_s, meter.latest.offered_place_s) == (9 + 8 * 1.0, 8 * 4.0)
 
 
 def test_a_report_survives_the_way_through_dask() -> None:
-    meter = EngineMeter("tcp://w", batch_rows=8)
-    meter.process_started(1)
-    meter.engine_said(SNAPSHOT)
+    meter = EngineMeter("tcp://w", batch_rows=8, now_s=0.0)
+    meter.process_started(1, 10.0)
+    meter.progressed(SNAPSHOT, 12.0)
     shard = OpenShard(4, [ExportedRow(Request("r", (1,), None, SamplingParams()))], "run")
     report = meter.report([shard], (FinishedRows("sha-a", 1, 5),))
     assert report.open_rows == 1
