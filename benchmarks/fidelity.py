@@ -38,7 +38,8 @@ from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.planning.forecast import job_batcher
 from lorabatch.pipeline.planning.profile import machine
 from lorabatch.pipeline.run import run
-from lorabatch.scheduler.forecast import plan_waves, predicted_lengths
+from lorabatch.scheduler.forecast import plan_waves
+from lorabatch.scheduler.lengths import expected_tokens
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.run import run_planned
 
@@ -129,7 +130,9 @@ def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
     batch_rows, step_tokens = spec.batch_rows or DEFAULT_BATCH_ROWS, spec.step_tokens or DEFAULT_STEP_TOKENS
     settings = ReplicaSettings(batch_rows, step_tokens, adapter_source="storage", leap_steps=8)
     cost, batcher = found.cost.cost, partial(job_batcher, spec, workload, found.adapters, found.cost.cost)
-    plan = plan_waves(workload, cost, predicted_lengths(workload), batch_rows=batch_rows, num_replicas=NUM_WORKERS)
+    plan = plan_waves(
+        workload, cost, expected_tokens(workload.max_tokens), batch_rows=batch_rows, num_replicas=NUM_WORKERS
+    )
     known_s = run_planned(workload, plan, cost, settings, NUM_WORKERS, batcher).metrics.makespan_s
     sizes = (workload.num_rows, int(workload.prompt_tokens.sum()), int(answers["completion_tokens"].to_numpy().sum()))
     return [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..scheduler.batching import Batcher, BatchView, StepPlan, everybody_unmerged
+from ..scheduler.lengths import LengthEstimator
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
@@ -37,10 +38,6 @@ from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
 from .runner.sampler import NO_TOKEN
 from .text.completion import Completion
-
-# Until rows have finished, half of `max_tokens` is expected, as if so many rows had shown it. The first rows to
-# finish are short ones: a few of them must not decide.
-_PRIOR_ROWS = 16
 
 
 class Engine:
@@ -69,7 +66,7 @@ class Engine:
         self._registry = AdapterRegistry(self.model, backend.dtype, backend.device)
         self._batch = _running_batch(backend, plan, memory, self._registry, config)
         self._live = LiveWeights(backend.decoder)
-        self._lengths = OutputLengths()
+        self._lengths = LengthEstimator()
         self._batcher = batcher or choose_batcher(
             config,
             self._registry.must_merge,
@@ -326,29 +323,6 @@ def problem_with(
     if pages > num_pages:
         return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"
     return None
-
-
-class OutputLengths:
-    """Mean completion of an engine's rows, in tokens."""
-
-    def __init__(self) -> None:
-        self._num_asked = self._asked_tokens = 0
-        self._num_finished = self._finished_tokens = 0
-
-    def asked(self, max_tokens: int) -> None:
-        """A row came that may generate so many tokens."""
-        self._num_asked += 1
-        self._asked_tokens += max_tokens
-
-    def finished(self, num_tokens: int) -> None:
-        """A row ended after so many."""
-        self._num_finished += 1
-        self._finished_tokens += num_tokens
-
-    def mean(self) -> float:
-        """Tokens expected of a row; 1 before any row came."""
-        prior = self._asked_tokens / self._num_asked / 2 if self._num_asked else 1.0
-        return (_PRIOR_ROWS * prior + self._finished_tokens) / (_PRIOR_ROWS + self._num_finished)
 
 
 @dataclass(slots=True)

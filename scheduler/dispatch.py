@@ -1,36 +1,82 @@
-"""Shards that no replica has opened yet, and which of them a replica should open next.
+"""Parts of the scheduler's state: shards and replicas, the queue of pending shards, where replicas get adapters.
 
-Rows that will run longest must not start last, so waves are ranked by the predicted length of their next rows, by
-powers of two. Among equals, affinity: a replica goes on with the waves it has open (their adapters are resident)
-before it starts another, and a new wave is the one with the most pending work per replica already on it, so replicas
-spread over the adapters first and help each other later. Within a wave the plan's order holds.
-
-Adapters travel before their rows: what a replica must load for a shard it is given, and what it may drop for it.
-
-A shard is opened while the rows before it still fill the batch, so an adapter that is asked for at that moment
-arrives in time. A peer that has it in memory is asked before storage (LoRAServe's distributed pool). Where memory is
-short, the adapter whose next use lies furthest ahead in the plan goes first (Belady); one that no pending shard needs
-goes before all others.
-
-What of a merged wave is still to come behind each of its shards, so that a replica knows what a merge is for.
-
-The scheduler's mutable state: what it believes of each replica, and where each shard stands.
+Which pending shard a replica opens next (`ShardQueue.take`): waves are ranked by the predicted length of their next
+rows, by powers of two, since the rows that run longest must not start last. Among equals, affinity decides: a replica
+goes on with the waves it has open (their adapters are resident) before it starts another. A new wave is the one with
+the most pending work per replica already on it, so that replicas spread over the adapters first and help each other
+later. Within a wave the plan's order holds.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
-from .messages import Command, EvictAdapter, LoadAdapter
 from .waves import Shard
 
 
-class Backlog:
+class ShardStatus(Enum):
+    """Where a shard stands: pending in a queue, open on a replica, or its part is written."""
+
+    QUEUED = "queued"
+    OPEN = "open"
+    COMMITTED = "committed"
+
+
+# A queued shard becomes committed when an attempt that was given up makes it after all.
+_TRANSITIONS = {
+    (ShardStatus.QUEUED, ShardStatus.OPEN),
+    (ShardStatus.OPEN, ShardStatus.QUEUED),
+    (ShardStatus.OPEN, ShardStatus.COMMITTED),
+    (ShardStatus.QUEUED, ShardStatus.COMMITTED),
+}
+
+
+@dataclass(slots=True)
+class ShardState:
+    """One shard of the job. `owner`: the replica that has it open. `failed_on`: replicas where it failed; others are
+    tried first.
+    """
+
+    shard: Shard
+    status: ShardStatus = ShardStatus.QUEUED
+    owner: str | None = None
+    attempt: int = 0
+    failures: int = 0
+    losses: int = 0
+    failed_on: frozenset[str] = frozenset()
+
+    def move(self, status: ShardStatus, owner: str | None = None) -> None:
+        """Change the status; any but the transitions above is a fault of the scheduler."""
+        assert (self.status, status) in _TRANSITIONS, f"shard {self.shard.shard_id}: {self.status} -> {status}"
+        self.status, self.owner = status, owner
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there."""
+
+    replica_id: str
+    batch_rows: int
+    rows_left: dict[int, int] = field(default_factory=dict)
+    open_rows: int = 0
+
+    def set_rows_left(self, shard_id: int, rows: int) -> None:
+        """Note that a shard is open here with so many unfinished rows."""
+        self.open_rows += rows - self.rows_left.get(shard_id, 0)
+        self.rows_left[shard_id] = rows
+
+    def close(self, shard_id: int) -> None:
+        """Note that a shard is open here no more."""
+        self.open_rows -= self.rows_left.pop(shard_id)
+
+
+class ShardQueue:
     """Pending shards by wave. Shards given at construction are all pending.
 
     Taking a shard costs one pass over an array of waves, however many shards there are.
@@ -93,11 +139,11 @@ class Backlog:
         return None
 
     def put_back(self, shard_id: int) -> None:
-        """A shard that was taken is pending again, at its place in the plan's order."""
+        """Queue a shard that was taken again, at its place in the plan's order."""
         self._insert(self._shards[shard_id])
 
     def discard(self, shard_id: int) -> None:
-        """A shard is pending no more."""
+        """Remove a shard."""
         wave = self._wave(shard_id)
         pending = self._pending[wave]
         if pending[-1] == shard_id:
@@ -110,13 +156,13 @@ class Backlog:
         self._classify(wave)
 
     def opened(self, shard_id: int, replica_id: str) -> None:
-        """A shard is open on a replica."""
+        """Note that a shard is open on a replica."""
         wave = self._wave(shard_id)
         self._num_servers[wave] += self._open[replica_id][wave] == 0
         self._open[replica_id][wave] += 1
 
     def closed(self, shard_id: int, replica_id: str) -> None:
-        """A shard is open on a replica no more."""
+        """Note that a shard is open on a replica no more."""
         wave, waves = self._wave(shard_id), self._open[replica_id]
         waves[wave] -= 1
         if not waves[wave]:
@@ -141,7 +187,7 @@ class Backlog:
         self._length_class[wave] = np.floor(np.log2(max(1.0, length)))
 
     def correct_length(self, adapter: str, tokens_per_row: float) -> None:
-        """Rows of an adapter have finished with this mean length: its waves are ranked by that from now on."""
+        """Rank the waves of one adapter by the mean length of its finished rows from now on."""
         for wave, predicted in self._waves_of.get(adapter, ()):
             self._correction[wave] = tokens_per_row / max(1.0, predicted)
             self._classify(wave)
@@ -186,96 +232,46 @@ def _work(shard: Shard) -> int:
     return 1 + shard.predicted_output_tokens + shard.prompt_tokens // 10
 
 
-_NEVER = 1 << 60
+class AdapterSources:
+    """Names where each replica fetches an adapter: from another replica that has it, before storage.
 
+    This is LoRAServe's distributed pool of adapters (section 4): storage is read once per adapter, not per replica.
+    """
 
-@dataclass(frozen=True, slots=True)
-class TrafficSettings:
-    """`weight_bytes`: of each adapter by name. `capacity_bytes`: of one replica for adapters; None: endless."""
+    def __init__(self) -> None:
+        # Replica -> its adapters, and where each is being fetched from ("": storage; None: it is there).
+        self._source: defaultdict[str, dict[str, str | None]] = defaultdict(dict)
 
-    weight_bytes: Mapping[str, int]
-    capacity_bytes: int | None = None
+    def of_shard(self, replica_id: str, shard: Shard) -> tuple[tuple[str, str], ...]:
+        """(adapter, source) of the adapters of a shard that the replica opening it does not have yet.
 
-
-class AdapterTraffic:
-    """What each replica holds or has been told to fetch, and which adapters its open shards need."""
-
-    def __init__(self, shards: Sequence[Shard], settings: TrafficSettings) -> None:
-        self._settings = settings
-        # Replica -> its adapters, oldest first.
-        self._held: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        self._in_use: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._is_pending = {shard.shard_id: True for shard in shards}
-        # Adapter -> its shards in the plan's order, last first; those at the end that are pending no more are dropped.
-        self._uses: defaultdict[str, list[int]] = defaultdict(list)
-        for shard in reversed(shards):
-            for name in shard.adapters:
-                self._uses[name].append(shard.shard_id)
-
-    def opened(self, replica_id: str, shard: Shard) -> list[Command]:
-        """Before a shard runs on a replica: drop what it can spare, load what it lacks."""
-        self._is_pending[shard.shard_id] = False
-        held, in_use = self._held[replica_id], self._in_use[replica_id]
-        commands: list[Command] = []
+        An adapter that is still being fetched for an earlier shard keeps its source.
+        """
+        sources = self._source[replica_id]
         for name in shard.adapters:
-            in_use[name] += 1
-        for name in shard.adapters:
-            if name not in held:
-                source = self._peer_with(name)
-                commands += [EvictAdapter(replica_id, victim) for victim in self._make_room(replica_id, name)]
-                commands.append(LoadAdapter(replica_id, name, source))
-                held[name] = None
-        return commands
-
-    def closed(self, replica_id: str, shard: Shard, *, is_pending: bool) -> None:
-        """A shard is open on a replica no more; `is_pending`: it will run again."""
-        self._is_pending[shard.shard_id] = is_pending
-        if is_pending:
-            for name in shard.adapters:
-                self._uses[name].append(shard.shard_id)
-        in_use = self._in_use[replica_id]
-        in_use.subtract(shard.adapters)
-        self._in_use[replica_id] = +in_use
+            if name not in sources:
+                sources[name] = self._replica_with(name)
+            elif sources[name] and sources[name] not in self._source:
+                sources[name] = ""
+        return tuple((name, source) for name in shard.adapters if (source := sources[name]) is not None)
 
     def reported(self, replica_id: str, resident: Collection[str]) -> None:
-        """A replica says what it has; it may have loaded some by itself."""
-        self._held[replica_id] |= dict.fromkeys(name for name in resident if name in self._settings.weight_bytes)
+        """Take in what a replica has in memory; it may have fetched some by itself."""
+        self._source[replica_id] |= dict.fromkeys(resident)
 
-    def lost(self, replica_id: str) -> None:
-        """A replica is gone, and its memory with it."""
-        self._held.pop(replica_id, None)
-        self._in_use.pop(replica_id, None)
+    def removed(self, replica_id: str) -> None:
+        """Drop a replica, and its memory with it."""
+        self._source.pop(replica_id, None)
 
-    def _peer_with(self, name: str) -> str:
-        return next((replica for replica, held in sorted(self._held.items()) if name in held), "")
-
-    def _make_room(self, replica_id: str, name: str) -> list[str]:
-        """Adapters to evict so that `name` fits; what open shards need stays, even if that is too much."""
-        if self._settings.capacity_bytes is None:
-            return []
-        held, weight = self._held[replica_id], self._settings.weight_bytes
-        used = sum(weight[other] for other in held) + weight[name]
-        evicted = []
-        spare = sorted((o for o in held if not self._in_use[replica_id][o]), key=lambda o: (-self._next_use(o), o))
-        for victim in spare:
-            if used <= self._settings.capacity_bytes:
-                break
-            used -= weight[victim]
-            del held[victim]
-            evicted.append(victim)
-        return evicted
-
-    def _next_use(self, name: str) -> int:
-        uses = self._uses[name]
-        while uses and not self._is_pending[uses[-1]]:
-            uses.pop()
-        return uses[-1] if uses else _NEVER
+    def _replica_with(self, name: str) -> str:
+        return min((replica for replica, held in self._source.items() if name in held), default="")
 
 
 def rows_behind(shards: Sequence[Shard], num_replicas: int) -> dict[int, int]:
-    """By shard, rows of its wave behind it that one of `num_replicas` may expect; only of waves planned to run merged.
+    """By shard, the rows of its wave behind it that one of `num_replicas` may expect, so that a replica knows how many
+    rows a merge serves; only of waves planned to run merged.
 
-    Shards come in order, and to all replicas alike; what is announced last is what holds.
+    Shards go out in order, and to all replicas alike. A replica uses the number of the shard it received last.
     """
     behind: dict[int, int] = {}
     seen: Counter[int] = Counter()
@@ -284,37 +280,3 @@ def rows_behind(shards: Sequence[Shard], num_replicas: int) -> dict[int, int]:
             behind[shard.shard_id] = seen[shard.wave_id] // num_replicas
             seen[shard.wave_id] += shard.num_rows
     return behind
-
-
-@dataclass(slots=True)
-class ReplicaState:
-    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there."""
-
-    replica_id: str
-    batch_rows: int
-    rows_left: dict[int, int] = field(default_factory=dict)
-    open_rows: int = 0
-    resident: frozenset[str] = frozenset()
-
-    def set_rows_left(self, shard_id: int, rows: int) -> None:
-        """A shard is open here with so many unfinished rows."""
-        self.open_rows += rows - self.rows_left.get(shard_id, 0)
-        self.rows_left[shard_id] = rows
-
-    def close(self, shard_id: int) -> None:
-        """A shard is open here no more."""
-        self.open_rows -= self.rows_left.pop(shard_id)
-
-
-@dataclass(slots=True)
-class ShardState:
-    """Where one shard stands."""
-
-    shard: Shard
-    attempt: int = 0
-    failures: int = 0
-    losses: int = 0
-    owner: str | None = None
-    is_committed: bool = False
-    # Replicas where it failed: others are tried first.
-    failed_on: frozenset[str] = frozenset()

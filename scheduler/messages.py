@@ -1,12 +1,9 @@
-"""What happens in a cluster, real or simulated, as the scheduler is told. `time_s` counts from the job's
-start.
+"""Events that the scheduler handles and commands that it gives, on a real cluster and on a simulated one.
 
-What the scheduler asks of a cluster, real or simulated.
+All are frozen records. Each is one line of `events.jsonl`: a flat JSON object with the class under `kind`. Tuples
+become lists there and tuples again when they are read: `Event.from_json(event.to_json()) == event`.
 
-Frozen records that travel as JSON: the base of events and commands.
-
-A record becomes a flat object with its class under `kind`; tuples become lists and come back as tuples, so
-`Event.from_json(event.to_json()) == event` and one line of `events.jsonl` is one record.
+A replica is the engine of one worker; both have the same id, the worker's address.
 """
 
 from __future__ import annotations
@@ -51,9 +48,27 @@ def _as_tuples(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Event(Record):
-    """Base of all events."""
+    """Base of all events. `time_s`: since the scheduler started."""
 
     time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersSeen(Event):
+    """The workers of the cluster, whether their engines are ready or not; an event whenever they have changed."""
+
+    worker_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasFound(Event):
+    """Replicas that work for this job already when its scheduler starts, as they last reported.
+
+    One event for all, so that none is given a shard that another has open. `replicas`: (replica id, batch rows,
+    ((shard id, unfinished rows) of each open shard, …), seconds since its report) of each.
+    """
+
+    replicas: tuple[tuple[str, int, tuple[tuple[int, int], ...], float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +80,18 @@ class ReplicaJoined(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicasFound(Event):
-    """Replicas that work for this job already when its scheduler starts, all at once, so that none is given a shard
-    that another has open.
+class ReplicaLeft(Event):
+    """A replica's worker leaves in good order: finished and begun rows of its open shards are kept."""
 
-    `replicas`: (replica id, batch rows, ((shard id, unfinished rows) of each open shard, …)) of each.
-    """
-
-    replicas: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
+    replica_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaLost(Event):
-    """A replica is gone; what it had not committed is lost with it, unless it was `handed_over`."""
+class ReplicaFailed(Event):
+    """A replica's engine cannot be kept alive. `reason`: a clause without a full stop."""
 
     replica_id: str
-    handed_over: bool = False
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ class ShardCommitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class ShardFailed(Event):
-    """An attempt at a shard ended without a part although its replica lives."""
+    """An attempt at a shard ended without a part although its replica is alive."""
 
     shard_id: int
     replica_id: str
@@ -102,13 +113,13 @@ class ShardFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """A replica's state, about once a second.
+    """A replica's report of its state, about once a second. It is also the replica's heartbeat.
 
     `open_rows`: unfinished rows of the shards open there; `running_rows`: those decoding now. `open_shards`:
     (shard id, unfinished rows) of each open shard. `finished`: (adapter name or "", rows, output tokens) completed
-    since the last report, for length prediction. `mode`: how its latest step served its rows, for whoever reads the
-    record. `running_tokens`: what the running rows have generated so far. `lent_shards`: (shard id, rows that other
-    replicas work on); `guest_rows`: unfinished rows of other replicas' shards.
+    since the last report. `mode`: how its latest step served its rows, for reports only. `running_tokens`: what the
+    running rows have generated so far. `lent_shards`: (shard id, rows that other replicas work on); `incoming_rows`:
+    unfinished rows of other replicas' shards.
     """
 
     replica_id: str
@@ -121,12 +132,12 @@ class Progress(Event):
     mode: str = ""
     running_tokens: int = 0
     lent_shards: tuple[tuple[int, int], ...] = ()
-    guest_rows: int = 0
+    incoming_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time passed; nothing else happened."""
+    """Time passed. Comes every few seconds, whatever else happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +147,43 @@ class Command(Record):
 
 @dataclass(frozen=True, slots=True)
 class RunShard(Command):
-    """Open a shard on a replica. `attempt` counts from 0 and grows with each retry."""
+    """Open a shard on a replica.
+
+    `attempt`: counts from 0 and grows with each retry. `adapter_sources`: (adapter, the replica it is fetched from,
+    "" for storage) of each adapter to fetch before its rows run; adapters not named here are found by the replica.
+    `rows_behind`: rows of the same merged wave that will follow this shard to the replica.
+    """
 
     shard_id: int
     replica_id: str
     attempt: int
+    adapter_sources: tuple[tuple[str, str], ...] = ()
+    rows_behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Recall(Command):
-    """Close a shard on a replica without committing it: somebody else has committed it, or will."""
+    """Close a shard on a replica without committing it: another replica has committed it."""
 
     shard_id: int
     replica_id: str
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveReplica(Command):
+    """Close all shards of a replica without committing them and forget its reports; it may join again.
+
+    `reason`: why the replica counts as lost, a clause without a full stop.
+    """
+
+    replica_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MigrateRows(Command):
-    """Lend `num_rows` unfinished rows of `shard_id` from its owner to a helper. `adapter`: theirs, when the shard has
-    one only (else "", as for the base model).
+    """Lend `num_rows` unfinished rows of `shard_id` from its owner to a helper. `adapter`: of these rows, when the
+    shard has one only (else "", as for the base model).
 
     The owner keeps the shard and its commit and picks the rows it expects to run longest.
     """
@@ -164,23 +193,6 @@ class MigrateRows(Command):
     to_replica_id: str
     adapter: str
     num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadAdapter(Command):
-    """Fetch an adapter before its rows need it; `source_replica_id` has it ("": from storage)."""
-
-    replica_id: str
-    adapter: str
-    source_replica_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EvictAdapter(Command):
-    """Drop an adapter from a replica's memory; only where `TrafficSettings` limit it."""
-
-    replica_id: str
-    adapter: str
 
 
 @dataclass(frozen=True, slots=True)

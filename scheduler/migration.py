@@ -1,9 +1,8 @@
-"""Who may help whom at a job's end: measured paces and lengths, and replicas that have guests already.
+"""Tail migration: moves running rows from busy replicas to idle ones once no shard is queued.
 
-The job's tail: nothing is queued, some replicas are idle, one still works. Is it worth sharing its rows?
-
-Moving a row costs a hop and a second prefill of its prompt and what it has generated. It pays when steps of the
-smaller batch are faster, when the helper is faster, or when the owner has more rows than it decodes together.
+Moving a row costs a hop and a second prefill of its prompt and of what it has generated. It pays when steps of the
+smaller batch are faster, when the helper is faster, or when the owner has more rows than it decodes together. The owner
+keeps the shard; a row on a helper counts as lent there and as incoming here.
 """
 
 from __future__ import annotations
@@ -14,50 +13,43 @@ from typing import NamedTuple
 
 from .cost import CostModel, StepLoad
 from .dispatch import ReplicaState
+from .lengths import LengthEstimator
 from .messages import MigrateRows, Progress
 from .waves import Shard
 
-# A helper that reports no guests for so long never got any.
+# A helper that reports no incoming rows for so long never got any.
 HELP_PATIENCE_S = 5.0
-# Replicas with the most left to do that are asked for rows when another one has nothing to do.
-_OWNERS_ASKED = 4
+# Replicas with the most left to do that are considered as owners when another one has nothing to do.
+_MAX_OWNERS = 4
 # As many as take part in one decision; a replica that is not idle is a helper with so large a share of its batch free.
 _MAX_HELPERS, _LEAST_FREE = 8, 0.25
-# Finished rows of an adapter from which its mean length counts for more than the plan's guess.
-_LENGTHS_KNOWN = 8
 OpenShards = Callable[[ReplicaState], Sequence[Shard]]
 
 
 @dataclass(slots=True)
 class _Help:
-    """A replica was given guests at `since_s`. `has_begun`: it has reported them."""
+    """Rows of other replicas that a replica was given at `since_s`. `has_begun`: it has reported them."""
 
     since_s: float
     has_begun: bool = False
 
 
-class Lender:
-    """Decides on loans, from reports and when replicas run out of work."""
+class TailMigration:
+    """Decides which rows move, from reports and when replicas run out of work."""
 
-    def __init__(self, shards: Sequence[Shard], settings: TailSettings) -> None:
+    def __init__(self, shards: Sequence[Shard], settings: TailSettings, lengths: LengthEstimator) -> None:
         self._settings = settings
+        self._lengths = lengths
         self._context_tokens = _mean_context(shards)
         self._paces: dict[str, Pace] = {}
-        # What each replica said last; dropped when rows have left since.
+        # The last report of each replica; dropped when rows have left since.
         self._reports: dict[str, Progress] = {}
-        # Replicas that were given guests and have not said that they are done with them.
+        # Replicas that were given rows of others and have not reported that they are done with them.
         self._helping: dict[str, _Help] = {}
-        # Adapter -> rows finished so far and their output tokens.
-        self._finished: dict[str, tuple[int, int]] = {}
 
-    def hear(self, replica: ReplicaState, report: Progress) -> None:
-        """Learn how fast a replica is, from reports in which it was busy, how long rows are, and whether its guests
-        are done.
-        """
+    def reported(self, replica: ReplicaState, report: Progress) -> None:
+        """Take in how fast a replica is, from reports in which it was busy, and whether it is done helping."""
         self._reports[replica.replica_id] = report
-        for adapter, num_rows, output_tokens in report.finished:
-            rows, tokens = self._finished.get(adapter, (0, 0))
-            self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
         if 2 * report.running_rows >= replica.batch_rows:
             pace = measured_pace(report, replica.batch_rows, self._context_tokens, self._settings.cost)
             if pace is not None:
@@ -65,36 +57,36 @@ class Lender:
                 self._paces[replica.replica_id] = replace(pace, slowness=(before.slowness + pace.slowness) / 2)
         help_given = self._helping.get(replica.replica_id)
         if help_given is not None:
-            help_given.has_begun |= report.guest_rows > 0
+            help_given.has_begun |= report.incoming_rows > 0
             is_overdue = report.time_s - help_given.since_s > HELP_PATIENCE_S
-            if not report.guest_rows and (help_given.has_begun or is_overdue):
+            if not report.incoming_rows and (help_given.has_begun or is_overdue):
                 del self._helping[replica.replica_id]
 
-    def lost(self, replica_id: str) -> None:
-        """A replica is gone."""
+    def removed(self, replica_id: str) -> None:
+        """Drop a replica."""
         self._reports.pop(replica_id, None)
         self._helping.pop(replica_id, None)
 
     def share(
         self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
-        """What should move because this replica has told something or has nothing to do: rows of its own, or of those
-        that have most left.
+        """What should move now that this replica has reported or has nothing to do: rows of its own, or of those
+        replicas that have most left.
         """
         helpers = self._helpers(replicas)
         if not helpers:
             return ()
         owners = [replica_id] if replicas[replica_id].rows_left else self._most_left(replicas)
         for owner in owners:
-            lent = self._lend(owner, helpers, replicas, open_shards)
-            if lent:
-                self._helping |= {command.to_replica_id: _Help(time_s) for command in lent}
+            moves = self._moves(owner, helpers, replicas, open_shards)
+            if moves:
+                self._helping |= {command.to_replica_id: _Help(time_s) for command in moves}
                 del self._reports[owner]
-                return lent
+                return moves
         return ()
 
     def _helpers(self, replicas: Mapping[str, ReplicaState]) -> dict[str, Pace]:
-        """Replicas without guests that have room, those with most of it first."""
+        """Replicas that help no other and have room, those with most of it first."""
         own = {name: self._own_rows(replica) for name, replica in replicas.items() if name not in self._helping}
         has_room = (n for n, rows in own.items() if rows <= (1 - _LEAST_FREE) * replicas[n].batch_rows)
         # One more than needed: the owner may be among them.
@@ -111,9 +103,9 @@ class Lender:
         def left(name: str) -> float:
             return sum(rows_here(self._reports[name]).values()) * self._pace(replicas[name]).slowness
 
-        return sorted((name for name in replicas if name in self._reports), key=left, reverse=True)[:_OWNERS_ASKED]
+        return sorted((name for name in replicas if name in self._reports), key=left, reverse=True)[:_MAX_OWNERS]
 
-    def _lend(
+    def _moves(
         self, owner: str, helpers: Mapping[str, Pace], replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
         report = self._reports.get(owner)
@@ -127,16 +119,15 @@ class Lender:
         weight = sum(left.get(shard.shard_id, 0) for shard in shards)
         output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
         waits = weight > report.running_rows
-        # Rows that run gain little beside rows of others. More helpers than rows are of no use.
+        # Running rows gain little beside rows of others. More helpers than rows are of no use.
         chosen = [name for name, pace in helpers.items() if name != owner and (waits or not pace.own_rows)]
         paces = {name: helpers[name] for name in chosen[: min(weight, _MAX_HELPERS)]}
         return lend(report, shards, output, self._pace(replicas[owner]), paces, self._settings)
 
     def _output_tokens(self, shard: Shard) -> float:
-        """Of a row of this shard, when it is done: what rows of its adapters came to, else what was planned."""
-        known = [self._finished[name] for name in shard.adapters or ("",) if name in self._finished]
-        means = [tokens / rows for rows, tokens in known if rows >= _LENGTHS_KNOWN]
-        return sum(means) / len(means) if means else shard.predicted_output_tokens / shard.num_rows
+        """Of a row of this shard when it is done: as measured for its adapters, else as planned."""
+        measured = self._lengths.measured_together(shard.adapters)
+        return shard.predicted_output_tokens / shard.num_rows if measured is None else measured
 
     def _pace(self, replica: ReplicaState) -> Pace:
         """As measured; where nothing was, as the others on average."""
@@ -171,7 +162,7 @@ class _Alike(NamedTuple):
 class TailRows:
     """Unfinished rows of one replica: those that run, and those that wait for a place. Tokens are means of a row.
 
-    `generated_tokens`: of running rows, so far. `output_tokens`: what rows are expected to come to.
+    `generated_tokens`: of running rows, so far. `output_tokens`: what rows are expected to generate in all.
     """
 
     num_running: int
@@ -207,7 +198,7 @@ class TailRows:
 class Pace:
     """How a replica works off rows: so many together, in steps that take `slowness` times what the model says.
 
-    `own_rows`: of its own that run beside guests, in places that guests do not get.
+    `own_rows`: of its own shards, which run beside incoming rows and keep their places.
     """
 
     batch_rows: int
@@ -251,7 +242,7 @@ def lend(
     """Rows of the reporting replica that idle `helpers` should take; empty when it does not pay.
 
     `open_shards`: in the order in which they were opened; the last ones' rows have most of their way to go and move
-    first. `output_tokens`: what a row of theirs is expected to come to.
+    first. `output_tokens`: what a row of theirs is expected to generate.
     """
     rows = tail_rows(progress, open_shards, output_tokens)
     if not helpers or not rows.num_rows:
@@ -271,7 +262,7 @@ def lend(
 
 
 def rows_here(progress: Progress) -> dict[int, int]:
-    """By shard, the unfinished rows that are not on loan."""
+    """By shard, the unfinished rows that are not lent to other replicas."""
     lent = dict(progress.lent_shards)
     return {shard_id: rows - lent.get(shard_id, 0) for shard_id, rows in progress.open_shards}
 
@@ -307,8 +298,8 @@ def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings:
             continue
         end_s = _work_s(rows.kept(num_lent), owner, cost)
         for share, helper in zip(shares, helpers, strict=True):
-            guests = rows.lent(num_lent, share)
-            end_s = max(end_s, hop_s + _prefill_s(guests, helper, cost) + _work_s(guests, helper, cost))
+            moved = rows.lent(num_lent, share)
+            end_s = max(end_s, hop_s + _prefill_s(moved, helper, cost) + _work_s(moved, helper, cost))
         if end_s <= best_s and end_s < stay_s:
             best_s, best = end_s, shares
     return best

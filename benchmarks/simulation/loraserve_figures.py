@@ -11,7 +11,13 @@ from lorabatch.benchmarks.simulation.figure import Claim, Figure
 from lorabatch.benchmarks.simulation.lengths import Lengths
 from lorabatch.benchmarks.simulation.serving_run import Policy, at_rate, serve, sustained_factor
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
-from lorabatch.scheduler.baselines.loraserve import Routing, assign_loraserve, place_contiguous, place_random
+from lorabatch.scheduler.baselines.loraserve import (
+    Routing,
+    assign_loraserve,
+    extrapolate,
+    place_contiguous,
+    place_random,
+)
 from lorabatch.scheduler.baselines.serving import (
     Dispatcher,
     FewestTokensDispatcher,
@@ -19,7 +25,6 @@ from lorabatch.scheduler.baselines.serving import (
     RoutedDispatcher,
 )
 from lorabatch.scheduler.cost import LORASERVE_A100_LLAMA_7B
-from lorabatch.scheduler.forecast import extrapolate
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,

@@ -13,7 +13,6 @@ import numpy as np
 from lorabatch.benchmarks.simulation.lengths import Lengths
 from lorabatch.scheduler.baselines.policies import simulate_policy
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.dispatch import TrafficSettings
 from lorabatch.scheduler.scheduler import SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
 from lorabatch.scheduler.simulation.run import run_planned
@@ -110,16 +109,15 @@ class LoadsAhead:
 
 
 def compare_loads(lengths: Lengths, num_rows: int, seed: int = 21) -> list[LoadsAhead]:
-    """Jobs whose adapters lie in storage, with and without LoadAdapter commands."""
+    """Jobs whose adapters lie in storage, with and without sources named in RunShard."""
     stored = replace(SETTINGS, adapter_source="storage")
     found = []
     for job in jobs(lengths, num_rows, seed)[2:]:
         workload = job.workload
         plan = plan_shards(workload, batch_rows=stored.max_batch_rows, num_replicas=NUM_REPLICAS)
-        traffic = TrafficSettings({adapter.name: adapter.weight_bytes for adapter in workload.adapters})
         seconds = []
-        for chosen in (None, traffic):
-            scheduling = SchedulerSettings(expected_replicas=NUM_REPLICAS, traffic=chosen)
+        for is_ahead in (False, True):
+            scheduling = SchedulerSettings(expected_replicas=NUM_REPLICAS, shares_adapters=is_ahead)
             run = run_planned(workload, plan, H200_LLAMA_3_8B, stored, NUM_REPLICAS, scheduling=scheduling)
             seconds.append((run.metrics.makespan_s, run.metrics.load_share))
         found.append(LoadsAhead(job.name, *seconds))

@@ -21,6 +21,8 @@ def main() -> int:
     """Print what was found; 0 when every command agrees."""
     found = replay_job(JobStore(sys.argv[1]))
     print(f"{found.num_events} events, {found.num_commands} commands agree")
+    if found.num_passed_over:
+        print(f"passed over: {found.num_passed_over} runs of another version")
     if found.first_difference is None:
         return 0
     number, recorded, given = found.first_difference

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...scheduler.baselines.dlora_batching import DloraBatcher
 from ...scheduler.batching import (
     Batcher,
     ClusteredBatcher,
@@ -42,6 +41,9 @@ def choose_batcher(
             case "cost":
                 inner = InClusters(CostBatcher(cost, ranks, mean_output_tokens, rows_to_come))
             case "dlora":
+                # A policy of a paper: loaded only when it is asked for.
+                from ...scheduler.baselines.dlora_batching import DloraBatcher
+
                 inner = DloraBatcher(cost, ranks, config.batch_rows)
             case "waves":
                 min_rows = _WAVE_BATCHES * config.batch_rows

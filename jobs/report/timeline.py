@@ -100,9 +100,11 @@ class _RunReader:
         now_s = self.timeline.end_s = max(self.timeline.end_s, record.get("time_s", 0.0))
         match record:
             case {"kind": "ReplicaJoined", "replica_id": worker, "batch_rows": batch_rows}:
-                self._alive[worker] = WorkerTrack(worker, batch_rows, now_s)
-                self.timeline.tracks.append(self._alive[worker])
-            case {"kind": "ReplicaLost", "replica_id": worker}:
+                self._join(worker, batch_rows, now_s)
+            case {"kind": "ReplicasFound", "replicas": found}:
+                for worker, batch_rows, *_ in found:
+                    self._join(worker, batch_rows, now_s)
+            case {"kind": "RemoveReplica" | "ReplicaLost", "replica_id": worker}:  # the second up to version 0.1
                 self._end_spans(now_s, "lost", worker=worker)
                 if track := self._alive.pop(worker, None):
                     track.lost_s = now_s
@@ -118,6 +120,10 @@ class _RunReader:
                 self._end_spans(now_s, "recalled", shard_id, worker)
             case {"kind": "MigrateRows"}:
                 self.timeline.moves.append(_move(now_s, record))
+
+    def _join(self, worker: str, batch_rows: int, now_s: float) -> None:
+        self._alive[worker] = WorkerTrack(worker, batch_rows, now_s)
+        self.timeline.tracks.append(self._alive[worker])
 
     def closed(self) -> RunTimeline:
         """The run; what is still open ends with it."""

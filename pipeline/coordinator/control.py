@@ -1,39 +1,54 @@
-"""What a running job's coordinator must know to stop: asked to, displaced by another, or forgotten by Dask.
-
-Which workers have not reported for so long that they count as lost. Pure: told the time, it holds no clock.
-"""
+"""`JobRun`: a job as its coordinator holds it. `JobControl`: whether the coordinator must stop."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from distributed import Client, Status, Worker
 
 from ...jobs.errors import JobCancelledError, JobFailedError, JobInterruptedError
+from ...jobs.opening import OpenedJob
 from ...jobs.store import JobStore
 from ..cluster.connect import SCHEDULER_LOST
 from ..messages import CoordinatorStarted, StopRun, job_of_run
-from ..monitoring.reporter import INTERRUPTED
+from ..migration.peers import Peers
+from ..monitoring.reporter import INTERRUPTED, JobReporter
 from ..monitoring.topics import CONTROL
+from ..planning.forecast import Forecaster
 from .lease import CoordinatorLease
 
 # How often CANCEL is looked for in storage.
 _CANCEL_INTERVAL_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One coordinator's hold of a job. `control` is checked between any two steps. `forecaster`: of rows and of what
+    engines need for them.
+    """
+
+    client: Client
+    job: OpenedJob
+    run_id: str
+    control: JobControl
+    reporter: JobReporter
+    peers: Peers
+    forecaster: Forecaster
+
+
 class DisplacedError(Exception):
-    """This coordinator's worker ends, or another coordinator has taken over: leave everything as it is."""
+    """The coordinator's worker ends, or another coordinator has taken over: everything stays as it is."""
 
 
 class JobControl:
-    """Asked by every stage of a running job, often. A context manager.
+    """Finds out whether the coordinator must stop: on request, displaced by another, or forgotten by Dask.
 
-    `task_key`: of the coordinator's own task. When its worker has lost it, Dask has moved it, or nobody waits for the
-    job any more.
+    A context manager. `task_key`: of the coordinator's own task. When its worker has lost it, Dask has moved the task,
+    or no client waits for the job any more.
     """
 
     def __init__(
@@ -71,21 +86,21 @@ class JobControl:
 
     @property
     def is_displaced(self) -> bool:
-        """Whether somebody else goes on with the job, or will."""
+        """Whether another coordinator goes on with the job, or will."""
         is_leaving = self._worker.status not in (Status.running, Status.paused)
         return self._is_replaced or is_leaving or self._lease.is_lost
 
     def check(self) -> None:
         """Raise `DisplacedError`, `JobFailedError` when Dask's scheduler is gone, `JobInterruptedError` when the
-        client asked to stop or has died, `JobCancelledError` when CANCEL lies in the output, `OutputConflictError`
-        when the output is another job's by now.
+        client asked to stop or has died, `JobCancelledError` when CANCEL is in the output, `OutputConflictError`
+        when the output has become another job's.
         """
         if self.is_displaced:
             raise DisplacedError
         if self._client.status == "closed":
             raise JobFailedError(SCHEDULER_LOST)
         if not self._is_stop_asked and self._is_disowned():
-            # A busy worker may hear late that Dask has moved the task.
+            # A busy worker may learn late that Dask has moved the task.
             self._is_replaced = self._client.run_on_scheduler(_is_wanted, key=self._task_key)
             self._is_stop_asked = not self._is_replaced
         if self._is_replaced:
@@ -107,29 +122,3 @@ class JobControl:
 def _is_wanted(dask_scheduler: Any, key: Any) -> bool:
     task = dask_scheduler.tasks.get(key)
     return task is not None and bool(task.who_wants)
-
-
-# Hosts report once a second. Dask gives up a silent worker after minutes; its rows need not wait so long.
-SILENCE_LIMIT_S = 20.0
-# Who slept longer than this between two calls (its own process was stopped) must first hear what was said meanwhile.
-_OWN_SLEEP_S = 6.0
-
-
-class RollCall:
-    """Told every report; `silent` names those whose rows should go to others. A worker that reports again is back."""
-
-    def __init__(self, now_s: float) -> None:
-        self._heard_s: dict[str, float] = {}
-        self._called_s = now_s
-
-    def heard(self, worker: str, now_s: float) -> None:
-        """A worker reported."""
-        self._heard_s[worker] = now_s
-
-    def silent(self, workers: Collection[str], now_s: float) -> set[str]:
-        """Those of `workers` that have been silent for too long. To be asked every few seconds."""
-        asleep_s, self._called_s = now_s - self._called_s, now_s
-        if asleep_s > _OWN_SLEEP_S:
-            self._heard_s = {worker: heard_s + asleep_s for worker, heard_s in self._heard_s.items()}
-        self._heard_s = {worker: self._heard_s.get(worker, now_s) for worker in workers}
-        return {worker for worker, heard_s in self._heard_s.items() if now_s - heard_s > SILENCE_LIMIT_S}

@@ -1,4 +1,8 @@
-"""Small tasks that any worker may do, even twice: indexing a chunk, counting parts. Who hangs holds nobody up."""
+"""Fans small tasks out over the workers: indexing chunks, counting parts.
+
+Any worker may run a task, even twice. A task that only hung workers have is submitted again, so that none of them holds
+the job up.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ from .control import JobControl
 _CHECK_INTERVAL_S = 0.5
 _LOOK_INTERVAL_S = 2.0
 _RETRIES = 3
-_MAX_ASKED = 3
+_MAX_SUBMITTED = 3
 
 
-class Errands:
-    """One call `function(item, **same)` per item. `name`: of the tasks; unique."""
+class FanOut:
+    """Runs `function(item, **same)` once per item on the workers. `name`: of the tasks; unique."""
 
     def __init__(
         self, client: Client, function: Callable[..., Any], items: Sequence[Any], name: str, **same: Any
@@ -32,16 +36,16 @@ class Errands:
         self._name = name
         self._same = same
         self._ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        # Key of a task -> number of its item; items that a hung worker has are asked for again under another key.
+        # Key of a task -> number of its item; items of hung workers are submitted again under another key.
         self._numbers: dict[str, int] = {}
-        # Of tasks that have not ended: the others are forgotten at once, by Dask too.
+        # Of tasks that have not ended; those of the others are released at once.
         self._futures: dict[str, Future[Any]] = {}
         self._waiting = set(range(len(items)))
-        self._num_asked: Counter[int] = Counter()
+        self._num_submitted: Counter[int] = Counter()
 
     def results(self, control: JobControl) -> Iterator[Any]:
-        """In the order in which they come. Raises what a task raises, and what `control` raises."""
-        self._ask(sorted(self._waiting))
+        """Results as they arrive. Raises what a task raises, and what `control` raises."""
+        self._submit(sorted(self._waiting))
         looked_s = time.monotonic()
         try:
             while self._waiting:
@@ -56,15 +60,15 @@ class Errands:
                         yield result
                 if time.monotonic() - looked_s > _LOOK_INTERVAL_S:
                     looked_s = time.monotonic()
-                    self._ask(self._held_up())
+                    self._submit(self._held_up())
         finally:
             self._client.cancel(list(self._futures.values()))
 
-    def _ask(self, numbers: Sequence[int]) -> None:
+    def _submit(self, numbers: Sequence[int]) -> None:
         if not numbers:
             return
-        self._num_asked.update(numbers)
-        keys = [f"{self._name}-{number}-{self._num_asked[number]}" for number in numbers]
+        self._num_submitted.update(numbers)
+        keys = [f"{self._name}-{number}-{self._num_submitted[number]}" for number in numbers]
         self._numbers |= dict(zip(keys, numbers, strict=True))
         items = [self._items[number] for number in numbers]
         where = placement_of_tasks(self._client)
@@ -74,7 +78,7 @@ class Errands:
             future.add_done_callback(self._ended.put)
 
     def _held_up(self) -> list[int]:
-        """Items that only workers which hang have; those that were asked for often enough are left to Dask."""
+        """Items that only hung workers have; those that were submitted often enough are left to Dask."""
         hung = hung_workers(self._client)
         if not hung:
             return []
@@ -83,4 +87,4 @@ class Errands:
         for worker, keys in processing.items():
             found[worker in hung] |= {self._numbers[key] for key in map(str, keys) if key in self._numbers}
         held_up = (found[True] - found[False]) & self._waiting
-        return sorted(number for number in held_up if self._num_asked[number] < _MAX_ASKED)
+        return sorted(number for number in held_up if self._num_submitted[number] < _MAX_SUBMITTED)

@@ -1,9 +1,7 @@
-"""`run_job`: the Dask task that takes one opened job to its end.
+"""`run_job`: the Dask task that takes one opened job to its end: index, plan, coordinate, count, finish.
 
-It leaves the worker's thread pool at once and needs no client: when its worker is lost, Dask starts it again on
-another, where it goes on from what the output holds and from what the engines still have open.
-
-What becomes of an opened job: index ── plan ── coordinate ── count ── finish. Each stage can be repeated.
+It leaves the worker's thread pool at once and needs no client. Each stage can be repeated: when the task's worker is
+lost, Dask starts it again on another one, where it goes on from what the output holds and what engines have open.
 """
 
 from __future__ import annotations
@@ -14,13 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distributed import Client, Reschedule, get_worker, secede
+from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import OutputConflictError
 from ...jobs.opening import OpenedJob, changed_adapters
-from ...jobs.record import JobRecord
 from ...jobs.storage.redaction import redacted_url
-from ...scheduler.dispatch import TrafficSettings
 from ...scheduler.migration import TailSettings
 from ...scheduler.scheduler import Scheduler, SchedulerSettings
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
@@ -34,9 +30,9 @@ from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards
 from ..result import JobResult
 from ..worker.adapters import is_remote
 from ..worker.registration import unregister_plugin
-from .control import JobControl
-from .driver import Coordinator, ShardBriefing
-from .fan_out import Errands
+from .control import JobControl, JobRun
+from .driver import Coordinator
+from .fan_out import FanOut
 from .lease import CoordinatorLease
 from .summary import Account, account_parts
 
@@ -47,7 +43,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
     """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch. `lease_s`: another
     coordinator takes over when this one has been silent for so long.
 
-    Raises what `run.run` says. The hosts are gone when it returns or raises.
+    Raises what `run.run` raises. The hosts are gone when it returns or raises.
     """
     secede()
     worker = get_worker()
@@ -75,7 +71,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
             unregister_plugin(client, run_id)
             lease.end()
             if isinstance(error, OutputConflictError):
-                raise  # what lies there, and its state, is another job's
+                raise  # the output and its state are another job's
             if _is_finished(job):
                 return finished_before(job)  # another run of the job was faster, and has removed what this one needed
             reporter.ended(error)
@@ -115,32 +111,17 @@ def _stages(run: JobRun, began_s: float) -> JobResult:
 
 
 def _forgive(dask_scheduler: Any, key: Any) -> None:
-    """Deaths of workers that this task was on do not count against it: `allowed-failures` would end it for them."""
+    """Do not count lost workers against the task: Dask's `allowed-failures` would end it."""
     task = dask_scheduler.tasks.get(key)
     if task is not None:
         task.suspicious = 0
 
 
 _PARTS_PER_COUNT = 64
-# From a decision until lent rows run again: they travel, the helper meets their adapters. Results wait to be fetched.
+# From a decision until moved rows run again: the transfer, loading their adapters, fetching the results.
 _HOP_S = 0.3
-# Below this, measured paces are too rough to tell.
+# Below this, measured paces are too rough to decide by.
 _LEAST_GAIN_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class JobRun:
-    """One coordinator's hold of a job. `control` is asked between any two steps. `forecaster`: of rows, and of what
-    engines take.
-    """
-
-    client: Client
-    job: OpenedJob
-    run_id: str
-    control: JobControl
-    reporter: JobReporter
-    peers: Peers
-    forecaster: Forecaster
 
 
 def index_rows(run: JobRun) -> IndexTotals:
@@ -151,9 +132,9 @@ def index_rows(run: JobRun) -> IndexTotals:
     chunks = list_chunks(record, run.job.spec.input)
     name = f"lora_index-{run.run_id}-{run.control.coordinator_id}"
     index_job = IndexJob.from_record(record, run.job.spec)
-    errands = Errands(run.client, index_chunk, chunks, name, job=index_job, store=run.job.store)
+    indexing = FanOut(run.client, index_chunk, chunks, name, job=index_job, store=run.job.store)
     totals = IndexTotals()
-    for summary in errands.results(run.control):
+    for summary in indexing.results(run.control):
         totals.add(summary)
         reporter.phase("indexing", rows, totals.num_rows)
     return totals
@@ -172,7 +153,7 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
             forecast=run.forecaster,
         )
     else:
-        # Asked here, not remembered: a coordinator before this one may have reopened them.
+        # Read anew: a coordinator before this one may have reopened them.
         changed = changed_adapters(job.store.read_record(), job.record)
         plan, _ = reopen_shards(job.store, job.record, read_plan(job.store), changed)
     # Only now: a run that is killed before must find the adapters changed again.
@@ -201,28 +182,19 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors)
     tail = TailSettings(run.forecaster.cost.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
-    num_workers = count_workers(run.client)
-    settings = SchedulerSettings(expected_replicas=num_workers, tail=tail, traffic=traffic_settings(job.record))
+    # What workers see as files needs no source.
+    served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
+    settings = SchedulerSettings(
+        expected_replicas=count_workers(run.client),
+        tail=tail,
+        shares_adapters=any(is_remote(adapter.url) for adapter in served),
+    )
     scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
-    briefing = ShardBriefing(run.run_id, plan.shards, num_workers)
-    coordinator = Coordinator(
-        run.client, job.store, run.run_id, scheduler, briefing, monitor, run.reporter, run.control, run.peers
-    )
+    coordinator = Coordinator(run, scheduler, monitor)
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
     return Coordinated(num_reused, coordinator.working_s, monitor.batch_fill, monitor.prefix_hit_rate)
-
-
-def traffic_settings(record: JobRecord) -> TrafficSettings | None:
-    """Adapters travel ahead of their rows where they lie in storage; what workers see as files is there already.
-
-    Endless memory: what engines keep of them, they judge by the rows they have.
-    """
-    served = [adapter for adapter in record.adapters if not adapter.is_refused]
-    if not any(is_remote(adapter.url) for adapter in served):
-        return None
-    return TrafficSettings({adapter.name: adapter.weight_bytes for adapter in served})
 
 
 def count_rows(run: JobRun, plan: JobPlan) -> Account:
@@ -232,18 +204,18 @@ def count_rows(run: JobRun, plan: JobPlan) -> Account:
 
 
 def _count(run: JobRun, shard_ids: Sequence[int], name: str) -> Account:
-    """Count what these parts hold, on the workers. `name`: of this count; an errand's results are kept by its name."""
+    """Count what these parts hold, on the workers. `name`: of this count; Dask keeps results by name."""
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
     key = f"lora_{name}-{run.run_id}-{run.control.coordinator_id}"
-    errands = Errands(run.client, account_parts, groups, key, store=run.job.store, record=run.job.record)
-    for account in errands.results(run.control):
+    counting = FanOut(run.client, account_parts, groups, key, store=run.job.store, record=run.job.record)
+    for account in counting.results(run.control):
         total.add(account)
     return total
 
 
 def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seconds: float) -> JobResult:
-    """Check that the parts hold every row, write the summary, and say that the job is done."""
+    """Check that the parts hold every row, write the summary, and report that the job is done."""
     account.check_complete(plan)
     job = run.job
     result = JobResult(
@@ -267,6 +239,6 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
     job.store.check_holder(job.record.job_id)
     job.store.write_summary(result.to_json())
     job.store.mark_success()
-    # Only now: whoever waits for "done" may read the output.
+    # Last, since a client that waits for "done" may read the output.
     run.reporter.done(result)
     return result

@@ -23,7 +23,8 @@ from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
 from ...scheduler.batching import Batcher
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
-from ...scheduler.forecast import CutRows, Forecast, LengthModel, WaveMode, cut_job, forecast_job, place_job
+from ...scheduler.forecast import CutRows, Forecast, WaveMode, cut_job, forecast_job, place_job
+from ...scheduler.lengths import PRIOR_SHARE, LengthEstimator
 from ...scheduler.simulation.replica import ReplicaSettings
 from ...scheduler.waves import Shard, shard_rows
 from ...scheduler.workload import AdapterInfo, Workload
@@ -114,7 +115,7 @@ class Forecaster:
             self.cost.cost,
             self.settings,
             num_workers,
-            lengths=self._lengths(workload, length_share),
+            length_share=expected_share(self.spec) if length_share is None else length_share,
             rows_per_shard=self.spec.rows_per_shard,
             mode=self._wave_mode,
             make_batcher=partial(job_batcher, self.spec, workload, self.adapters, self.cost.cost),
@@ -129,7 +130,7 @@ class Forecaster:
             self.cost.cost,
             self.settings,
             num_workers,
-            lengths=self._lengths(block),
+            length_share=expected_share(self.spec),
             rows_per_shard=rows_per_shard,
             mode=self._wave_mode,
         )
@@ -143,10 +144,6 @@ class Forecaster:
     @property
     def _wave_mode(self) -> WaveMode:
         return "unmerged" if self.spec.mode == "exact" else self.spec.mode
-
-    def _lengths(self, workload: Workload, length_share: float | None = None) -> LengthModel:
-        share = expected_share(self.spec) if length_share is None else length_share
-        return LengthModel([adapter.name for adapter in workload.adapters], prior_share=share)
 
     def with_reuse(self, workload: Workload) -> Workload:
         """What of the prompts an engine of this job copies instead of computing it: whole pages, never the last token,
@@ -171,8 +168,8 @@ def replica_settings(spec: JobSpec, model: ModelConfig) -> ReplicaSettings:
 
 
 def expected_share(spec: JobSpec) -> float:
-    """How long answers are expected to be: half of `max_tokens`, or all of it when the stop token is ignored."""
-    return 1.0 if spec.sampling.ignore_eos else 0.5
+    """Share of `max_tokens` that answers are expected to have: all of it when the stop token is ignored."""
+    return 1.0 if spec.sampling.ignore_eos else PRIOR_SHARE
 
 
 def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord, ...], cost: CostModel) -> Batcher:
@@ -180,11 +177,11 @@ def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord
     verdicts = {adapter.name: adapter.verdict for adapter in adapters}
     config = EngineConfig(max_batch_rows=spec.batch_rows, max_step_tokens=spec.step_tokens, mode=spec.mode)
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
-    mean_output_tokens = float(workload.max_tokens.mean()) / 2 if workload.num_rows else 1.0
+    lengths = LengthEstimator.of_rows(workload.max_tokens)
     return choose_batcher(
         config,
         lambda number: verdicts[workload.adapters[number].name] == "exact-by-merge",
         cost,
         lambda: ranks,
-        lambda: mean_output_tokens,
+        lengths.mean,
     )

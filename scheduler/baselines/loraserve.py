@@ -1,17 +1,11 @@
-"""LoRAServe's adapter placement (section IV, Algorithm 1): keep ranks apart, loads equal, and move little.
+"""Placement of adapters on servers while requests keep arriving: LoRAServe's (section IV, Algorithm 1), dLoRA's
+replication, and the baselines that LoRAServe is compared with.
 
-Six steps, one function each. Load is measured in *utilisation*: an adapter's demand in tokens per second
-divided by the tokens per second a server manages at that rank (its operating point), so 1.0 fills one
-server.
+LoRAServe's steps are one function each; they keep ranks apart and loads equal, and move few bytes. Load is measured in
+*utilisation*: an adapter's demand in tokens per second divided by the tokens per second a server manages at that rank
+(its operating point), so that 1.0 fills one server. Offline placement of a whole job is `placement.py`.
 
 Shapes: `[num_adapters, num_servers]` for fractions, `[num_adapters]` for ranks, demand and utilisation.
-
-The cheapest one-to-one assignment (Hungarian method with shortest augmenting paths).
-
-Which adapters live on which replicas while requests keep arriving: dLoRA's replication and the baselines.
-
-Offline placement of a whole job is `makespan.py`; LoRAServe's is `loraserve.py`.
-Shapes: `[num_adapters, num_servers]` unless said otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 _EPSILON = 1e-12
 _LEVEL_ROUNDS = 30
@@ -48,6 +42,21 @@ class Routing:
         assert np.allclose(sums, 1.0), f"adapter {int(np.argmax(abs(sums - 1)))}: shares sum to {sums.min()}"
 
 
+def extrapolate(history: ArrayLike) -> NDArray[np.float64]:
+    """Next time step's tokens per second of each adapter (LoRAServe Algorithm 1, step 1).
+
+    `history` `[num_steps, num_adapters]`, oldest first. A straight line through the last steps (at most
+    four), never below zero. One step repeats; none is refused.
+    """
+    seen = np.atleast_2d(np.asarray(history, dtype=np.float64))[-4:]
+    assert len(seen) >= 1, "history holds no time step"
+    if len(seen) == 1:
+        return np.asarray(seen[0].copy())
+    steps = np.arange(len(seen)) - (len(seen) - 1) / 2
+    slope = steps @ (seen - seen.mean(axis=0)) / (steps @ steps)
+    return np.asarray(np.maximum(0.0, seen.mean(axis=0) + slope * (steps[-1] + 1)))
+
+
 def assign_loraserve(
     ranks: NDArray[np.int64],
     demand_tps: NDArray[np.float64],
@@ -57,7 +66,7 @@ def assign_loraserve(
     previous: Routing | None = None,
     weight_bytes: NDArray[np.float64] | None = None,
 ) -> Routing:
-    """Algorithm 1. `demand_tps`: step 1's extrapolated demand (`demand.extrapolate`).
+    """Algorithm 1. `demand_tps`: step 1's demand (`extrapolate`).
 
     `operating_points`: tokens per second of a server, per rank. `previous` and `weight_bytes` let step 5
     move as few bytes as it can. Without any demand every adapter counts the same.

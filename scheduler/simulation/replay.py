@@ -1,7 +1,8 @@
-"""Replay: a run's recorded events through a new Scheduler must give the recorded commands, one by one.
+"""Replay of a job: its recorded events through new Schedulers must give the recorded commands, one by one.
 
-A journal (`events.jsonl`) is a sequence of flat objects: how a scheduler began, then each event followed by the
-commands it gave. A job that was resumed has several beginnings; each is replayed by itself.
+An event log (`events.jsonl`) is a sequence of flat objects: how a scheduler began, then each event followed by the
+commands it gave. A job with several coordinators, or one that was resumed, has several beginnings; each is replayed by
+itself. Those of another version of the events are passed over.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cost import CostModel
-from ..dispatch import TrafficSettings
 from ..messages import Command, Event
 from ..migration import TailSettings
-from ..scheduler import BEGINNING, Scheduler, SchedulerSettings
+from ..scheduler import BEGINNING, EVENTS_VERSION, Scheduler, SchedulerSettings
 from ..waves import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """`first_difference`: event number, recorded commands and those given now; None when all agree."""
+    """`first_difference`: event number, recorded commands and those given now; None when all agree. `num_passed_over`:
+    schedulers whose events are of another version.
+    """
 
     num_events: int
     num_commands: int
+    num_passed_over: int = 0
     first_difference: tuple[int, list[dict[str, Any]], list[dict[str, Any]]] | None = None
 
 
@@ -33,31 +36,35 @@ class _Step:
     commands: list[dict[str, Any]] = field(default_factory=list)
 
 
-def replay(shards: Sequence[Shard], journal: Iterable[Mapping[str, Any]]) -> ReplayOutcome:
-    """Play a journal against the shards of its plan. Raises ValueError for a journal without a beginning."""
-    num_events = num_commands = 0
-    for origin, steps in _runs(journal):
+def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> ReplayOutcome:
+    """Play an event log against the shards of its plan. Raises ValueError for one without a beginning."""
+    num_events = num_commands = num_passed_over = 0
+    for origin, steps in _runs(event_log):
+        if origin.get("version") != EVENTS_VERSION:
+            num_passed_over += 1
+            continue
         scheduler = Scheduler(shards, committed=origin["committed"], settings=_settings(origin["settings"]))
         for step in steps:
             given = [command.to_json() for command in scheduler.handle(Event.from_json(step.event))]
             # Through the same form as the record: tuples have become lists there.
             if [Command.from_json(command) for command in given] != [Command.from_json(c) for c in step.commands]:
-                return ReplayOutcome(num_events, num_commands, (num_events, step.commands, given))
+                return ReplayOutcome(num_events, num_commands, num_passed_over, (num_events, step.commands, given))
             num_events += 1
             num_commands += len(given)
-    return ReplayOutcome(num_events, num_commands)
+    return ReplayOutcome(num_events, num_commands, num_passed_over)
 
 
-def _runs(journal: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[_Step]]]:
+def _runs(event_log: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[_Step]]]:
     runs: list[tuple[Mapping[str, Any], list[_Step]]] = []
-    for line in journal:
+    for line in event_log:
         if line["kind"] == BEGINNING:
             runs.append((line, []))
             continue
         if not runs:
-            raise ValueError("the journal does not say how its scheduler began: it is of an older version")
+            raise ValueError("the event log does not say how its scheduler began: it is of an older version")
         steps = runs[-1][1]
-        if line["kind"] in Event.kinds:
+        # Every line has the time of its event, commands have none.
+        if "time_s" in line:
             steps.append(_Step(line))
         elif steps:
             steps[-1].commands.append(dict(line))
@@ -68,7 +75,4 @@ def _settings(raw: Mapping[str, Any]) -> SchedulerSettings:
     tail = raw["tail"]
     if tail is not None:
         tail = TailSettings(**{**tail, "cost": CostModel.from_json(tail["cost"])})
-    traffic = raw["traffic"]
-    if traffic is not None:
-        traffic = TrafficSettings(**traffic)
-    return SchedulerSettings(**{**raw, "tail": tail, "traffic": traffic})
+    return SchedulerSettings(**{**raw, "tail": tail})

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..batching import AdaptiveBatcher, Batcher
 from ..cost import CostModel
+from ..lengths import LengthEstimator
 from ..scheduler import Scheduler, SchedulerSettings
 from ..waves import ShardPlan
 from ..workload import Workload
@@ -53,7 +54,7 @@ def planner_batcher(workload: Workload, cost: CostModel, settings: ReplicaSettin
     """The batcher of a planned job: it knows how many rows of each adapter the whole job still holds at first."""
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
     rows_of = workload.rows_per_adapter()
-    mean_output = float(workload.max_tokens.mean()) / 2 if workload.num_rows else 1.0
+    mean_output = LengthEstimator.of_rows(workload.max_tokens).mean()
 
     def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
         rows = num_rows if adapter is None else max(num_rows, rows_of[adapter] / num_replicas / 2)

@@ -1,15 +1,15 @@
-"""An offline job on simulated replicas: the real Scheduler, the real batching, time from the cost model.
+"""Simulates an offline job: the real Scheduler and the real batching on replicas whose time is the cost model's.
 
-The loop is the cluster's: events go in, commands come out and are enacted, here by a heap of future happenings.
+The loop is the coordinator's: events go in, commands come out and are enacted, here by a heap of future happenings.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +18,20 @@ from ..cost import AdapterSource
 from ..messages import (
     Command,
     Event,
-    EvictAdapter,
     FailJob,
     FinishJob,
-    LoadAdapter,
     MigrateRows,
     Progress,
     Recall,
+    RemoveReplica,
+    ReplicaFailed,
     ReplicaJoined,
-    ReplicaLost,
+    ReplicaLeft,
+    ReplicasFound,
     RunShard,
     ShardCommitted,
+    Tick,
+    WorkersSeen,
 )
 from ..waves import ShardPlan
 from ..workload import Workload
@@ -43,17 +46,24 @@ class Decider(Protocol):
         """One event in, commands out."""
 
 
+Mishap = Literal["lost", "left", "failed", "silent"]
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`join_s`: when each replica is ready. `losses`: (seconds, replica number) at which one disappears for good.
+    """`join_s`: when each replica is ready; its worker is there from the start. `mishaps`: (seconds, replica number,
+    what happens to it) of replicas that end for good: the worker is `lost` or has `left` in good order, its engine has
+    `failed`, or nothing is heard of it any more (`silent`). `takeovers_s`: when another coordinator takes over.
 
-    `progress_s`: between two reports of a replica. `commit_s`: from a shard's last row to its part file.
-    `hop_s`: from a MigrateRows command until its rows are at the helper.
+    `progress_s`: between two reports of a replica. `tick_s`: between two ticks. `commit_s`: from a shard's last row to
+    its part file. `hop_s`: from a MigrateRows command until its rows are at the helper.
     """
 
     join_s: tuple[float, ...]
-    losses: tuple[tuple[float, int], ...] = ()
+    mishaps: tuple[tuple[float, int, Mishap], ...] = ()
+    takeovers_s: tuple[float, ...] = ()
     progress_s: float = 1.0
+    tick_s: float = 2.0
     commit_s: float = 0.0
     hop_s: float = 0.05
 
@@ -79,10 +89,14 @@ class _Happening:
     outcome: StepOutcome | None = field(compare=False, default=None)
     shard: int = field(compare=False, default=-1)
     move: MigrateRows | None = field(compare=False, default=None)
+    mishap: Mishap = field(compare=False, default="lost")
 
 
 class JobSimulation:
-    """One run. `replicas[i]` must have number `i`; `run` may be called once."""
+    """One run. `replicas[i]` must have number `i`; `run` may be called once.
+
+    `successor`: makes the scheduler of a coordinator that takes over, from the ids of the shards with a part.
+    """
 
     def __init__(
         self,
@@ -93,10 +107,15 @@ class JobSimulation:
         cluster: Cluster,
         timeline: Timeline,
         settings: ReplicaSettings,
+        successor: Callable[[Collection[int]], Decider] | None = None,
     ) -> None:
         assert len(replicas) == len(cluster.join_s), f"{len(replicas)} replicas, {len(cluster.join_s)} joins"
         self._workload, self._plan, self._decider, self._timeline = workload, plan, decider, timeline
-        self._replicas, self._cluster, self._settings = replicas, cluster, settings
+        self._replicas, self._cluster, self._settings, self._successor = replicas, cluster, settings, successor
+        # Events count their time from the start of their scheduler.
+        self._began_s = 0.0
+        self._workers = [str(number) for number in range(len(replicas))]
+        self._committed: set[int] = set()
         self._shard_of = np.empty(workload.num_rows, np.int64)
         self._shard_of[plan.row_order] = np.repeat(np.arange(len(plan.shards)), np.diff(plan.shard_offsets))
         self._rows_left: list[dict[int, int]] = [{} for _ in replicas]
@@ -114,20 +133,21 @@ class JobSimulation:
         self._failure: str | None = None
 
     def run(self) -> JobOutcome:
-        """Until FinishJob, FailJob, or nothing can happen any more (then `failure` says so)."""
+        """Until FinishJob or FailJob, which the scheduler commands at the latest when no replica is left."""
+        self._tell(WorkersSeen(0.0, tuple(self._workers)))
         for replica, join_s in enumerate(self._cluster.join_s):
             self._later(join_s, "join", replica=replica)
-        for lost_s, replica in self._cluster.losses:
-            self._later(lost_s, "lose", replica=replica)
-        now = 0.0
-        while self._heap and self._end_s is None:
+        for time_s, replica, mishap in self._cluster.mishaps:
+            self._later(time_s, "mishap", replica=replica, mishap=mishap)
+        for time_s in self._cluster.takeovers_s:
+            self._later(time_s, "take over")
+        self._later(self._cluster.tick_s, "tick")
+        while self._end_s is None:
             happening = heapq.heappop(self._heap)
-            now = happening.time_s
-            self._happen(now, happening)
-        if self._end_s is None:
-            self._failure = "Nothing is left that could happen, but shards are uncommitted: no replica remains."
-        end = now if self._end_s is None else self._end_s
-        return JobOutcome(end, self._timeline, self._num_events, self._num_commands, self._num_migrated, self._failure)
+            self._happen(happening.time_s, happening)
+        return JobOutcome(
+            self._end_s, self._timeline, self._num_events, self._num_commands, self._num_migrated, self._failure
+        )
 
     def _later(
         self,
@@ -138,25 +158,32 @@ class JobSimulation:
         outcome: StepOutcome | None = None,
         shard: int = -1,
         move: MigrateRows | None = None,
+        mishap: Mishap = "lost",
     ) -> None:
         self._order += 1
-        heapq.heappush(self._heap, _Happening(time_s, self._order, kind, replica, outcome, shard, move))
+        heapq.heappush(self._heap, _Happening(time_s, self._order, kind, replica, outcome, shard, move, mishap))
 
     def _happen(self, now: float, happening: _Happening) -> None:
         replica = happening.replica
         match happening.kind:
             case "join":
                 self._is_alive[replica] = True
-                self._tell(ReplicaJoined(now, str(replica), self._settings.max_batch_rows))
+                self._tell(ReplicaJoined(self._event_s(now), str(replica), self._settings.max_batch_rows))
                 self._later(now + self._cluster.progress_s, "progress", replica=replica)
-            case "lose":
-                self._lose(now, replica)
+            case "tick":
+                self._tell(Tick(self._event_s(now)))
+                self._later(now + self._cluster.tick_s, "tick")
+            case "mishap" if self._is_alive[replica]:
+                self._end_replica(now, replica, happening.mishap)
+            case "take over":
+                self._take_over(now)
             case "progress" if self._is_alive[replica]:
                 self._report(now, replica)
                 self._later(now + self._cluster.progress_s, "progress", replica=replica)
             case "commit" if self._is_alive[replica] and happening.shard in self._rows_left[replica]:
                 del self._rows_left[replica][happening.shard]
-                self._tell(ShardCommitted(now, happening.shard, str(replica)))
+                self._committed.add(happening.shard)
+                self._tell(ShardCommitted(self._event_s(now), happening.shard, str(replica)))
             case "migrate":
                 assert happening.move is not None
                 self._migrate(now, happening.move)
@@ -172,19 +199,19 @@ class JobSimulation:
         self._num_events += 1
         for command in self._decider.handle(event):
             self._num_commands += 1
-            self._enact(event.time_s, command)
+            self._enact(self._began_s + event.time_s, command)
+
+    def _event_s(self, now: float) -> float:
+        return now - self._began_s
 
     def _enact(self, now: float, command: Command) -> None:
         match command:
             case RunShard():
-                self._open(now, int(command.replica_id), command.shard_id)
+                self._open(now, command)
+            case RemoveReplica():
+                self._remove(now, int(command.replica_id))
             case Recall():
                 self._rows_left[int(command.replica_id)].pop(command.shard_id, None)
-            case LoadAdapter():
-                source = self._source_of(command)
-                self._replicas[int(command.replica_id)].fetch(self._number[command.adapter], now, source)
-            case EvictAdapter():
-                self._replicas[int(command.replica_id)].drop_adapter(self._number[command.adapter])
             case MigrateRows():
                 self._later(now + self._cluster.hop_s, "migrate", move=command)
             case FinishJob():
@@ -192,13 +219,19 @@ class JobSimulation:
             case FailJob():
                 self._end_s, self._failure = now, command.reason
 
-    def _source_of(self, command: LoadAdapter) -> AdapterSource:
-        """Its own host memory where that is said to hold every adapter, else the peer that the scheduler names."""
+    def _fetch(self, now: float, replica: int, adapter: str, source_replica_id: str) -> None:
+        """From its own host memory where that is said to hold every adapter, else where the scheduler says."""
+        source: AdapterSource = "peer" if source_replica_id else "storage"
         if self._settings.adapter_source == "host":
-            return "host"
-        return "peer" if command.source_replica_id else "storage"
+            source = "host"
+        self._replicas[replica].fetch(self._number[adapter], now, source)
 
-    def _open(self, now: float, replica: int, shard_id: int) -> None:
+    def _open(self, now: float, command: RunShard) -> None:
+        replica, shard_id = int(command.replica_id), command.shard_id
+        if shard_id in self._rows_left[replica]:
+            return  # opened for the coordinator before this one
+        for adapter, source in command.adapter_sources:
+            self._fetch(now, replica, adapter, source)
         rows = self._plan.rows_of(shard_id)
         rows = rows[self._workload.max_tokens[rows] > 0]
         self._rows_left[replica][shard_id] = len(rows)
@@ -210,7 +243,7 @@ class JobSimulation:
             self._start_step(now, replica)
 
     def _migrate(self, now: float, move: MigrateRows) -> None:
-        """The owner keeps the shard: what its guests finish elsewhere is counted there."""
+        """The owner keeps the shard: rows that finish elsewhere are counted there."""
         owner, helper = int(move.from_replica_id), int(move.to_replica_id)
         if not (self._is_alive[owner] and self._is_alive[helper] and move.shard_id in self._rows_left[owner]):
             return
@@ -260,7 +293,7 @@ class JobSimulation:
         lent = Counter(int(self._shard_of[row]) for row, (owner, _) in self._loans.items() if owner == replica)
         self._tell(
             Progress(
-                now,
+                self._event_s(now),
                 str(replica),
                 sum(rows_left.values()),
                 len(engine.running),
@@ -270,13 +303,24 @@ class JobSimulation:
                 finished,
                 running_tokens=engine.running_tokens,
                 lent_shards=tuple(lent.items()),
-                guest_rows=sum(helper == replica for _, helper in self._loans.values()),
+                incoming_rows=sum(helper == replica for _, helper in self._loans.values()),
             )
         )
 
-    def _lose(self, now: float, replica: int) -> None:
-        """What it owned starts again elsewhere; what it had on loan starts again at the owner."""
+    def _end_replica(self, now: float, replica: int, mishap: Mishap) -> None:
+        """A replica stops for good; what becomes of its rows is for the scheduler to decide."""
         self._is_alive[replica] = False
+        match mishap:
+            case "lost":
+                self._workers.remove(str(replica))
+                self._tell(WorkersSeen(self._event_s(now), tuple(self._workers)))
+            case "left":
+                self._tell(ReplicaLeft(self._event_s(now), str(replica)))
+            case "failed":
+                self._tell(ReplicaFailed(self._event_s(now), str(replica), "its engine failed"))
+
+    def _remove(self, now: float, replica: int) -> None:
+        """What it owned starts again elsewhere; what it had for others starts again at the owner."""
         self._replicas[replica].clear()
         for shard_id in self._rows_left[replica]:
             self._timeline.forget(self._plan.rows_of(shard_id))
@@ -289,7 +333,19 @@ class JobSimulation:
                 self._replicas[owner].add(np.array([row]))
             if replica in (owner, helper):
                 del self._loans[row]
-        self._tell(ReplicaLost(now, str(replica)))
         for other, is_alive in enumerate(self._is_alive):
             if is_alive and not self._is_stepping[other]:
                 self._start_step(now, other)
+
+    def _take_over(self, now: float) -> None:
+        """Another coordinator finds the replicas with the shards that they have open."""
+        assert self._successor is not None, "nothing makes the scheduler of the next coordinator"
+        self._decider, self._began_s = self._successor(frozenset(self._committed)), now
+        self._tell(WorkersSeen(0.0, tuple(self._workers)))
+        batch_rows = self._settings.max_batch_rows
+        found = [
+            (str(replica), batch_rows, tuple(self._rows_left[replica].items()), now - self._reported[replica][0])
+            for replica, join_s in enumerate(self._cluster.join_s)
+            if join_s <= now and (self._is_alive[replica] or self._rows_left[replica])
+        ]
+        self._tell(ReplicasFound(0.0, tuple(found)))

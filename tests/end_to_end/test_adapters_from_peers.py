@@ -45,20 +45,25 @@ def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, b
     with workers_apart(tmp_path, 3) as (client, caches):
         echo_job.run(client, adapters=adapters, storage_options=bucket.options, rows_per_shard=8)
     echo_job.assert_answered(rows)
-    loads = [event for event in echo_job.store.read_events() if event["kind"] == "LoadAdapter"]
-    first, *others = loads
-    assert (first["adapter"], first["source_replica_id"]) == ("rank8", "")
-    assert len(others) == 2
-    assert {load["source_replica_id"] for load in others} <= {load["replica_id"] for load in loads}
+    opened = [event for event in echo_job.store.read_events() if event["kind"] == "RunShard"]
+    # Worker -> where it fetched the adapter.
+    source = {
+        event["replica_id"]: dict(event["adapter_sources"])["rank8"] for event in opened if event["adapter_sources"]
+    }
+    assert len(source) == 3
+    (first,) = [worker for worker, origin in source.items() if origin == ""]
+    assert set(source.values()) == {"", first}
     assert sorted(map(fetched, caches.values())) == [[], [], ["rank8"]]
     assert replay_job(echo_job.store).first_difference is None
 
 
-def test_adapters_that_workers_see_as_files_are_nobodys_errand(echo_job: EchoJob, tmp_path: Path) -> None:
+def test_adapters_that_workers_see_as_files_need_no_source(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(32)
     echo_job.write_input(rows)
     with workers_apart(tmp_path, 2) as (client, caches):
         echo_job.run(client)
     echo_job.assert_answered(rows)
-    assert not [event for event in echo_job.store.read_events() if event["kind"] == "LoadAdapter"]
+    opened = [event for event in echo_job.store.read_events() if event["kind"] == "RunShard"]
+    assert opened
+    assert not any(event["adapter_sources"] for event in opened)
     assert not any(map(fetched, caches.values()))

@@ -15,7 +15,6 @@ from peft_oracle import Oracle, make_engine, prompts, register_all, serve
 from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.config import Mode, read_model_config
-from lorabatch.engine.engine import OutputLengths
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
@@ -298,21 +297,3 @@ def test_rows_whose_numbers_overflow_are_errors_and_leave_no_trace(
         found, alone = results[f"good-{i}"], expected[f"good-{i}"]
         assert found.token_ids == alone.token_ids
         assert found.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-3)
-
-
-def test_before_any_row_has_finished_half_of_max_tokens_is_expected() -> None:
-    lengths = OutputLengths()
-    assert lengths.mean() == 1.0
-    lengths.asked(100)
-    lengths.asked(300)
-    assert lengths.mean() == 100.0
-
-
-def test_many_finished_rows_outweigh_what_was_expected() -> None:
-    lengths = OutputLengths()
-    lengths.asked(200)
-    lengths.finished(1)
-    assert 90 < lengths.mean() < 100
-    for _ in range(2000):
-        lengths.finished(10)
-    assert abs(lengths.mean() - 10) < 1

@@ -8,13 +8,16 @@ from lorabatch.scheduler.messages import (
     FinishJob,
     Progress,
     Recall,
+    RemoveReplica,
+    ReplicaFailed,
     ReplicaJoined,
-    ReplicaLost,
+    ReplicaLeft,
     ReplicasFound,
     RunShard,
     ShardCommitted,
     ShardFailed,
     Tick,
+    WorkersSeen,
 )
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.waves import Shard
@@ -76,7 +79,7 @@ def test_shards_without_engine_work_are_opened_beside_the_others():
 def test_a_lost_replica_gives_its_shards_back_with_the_next_attempt():
     scheduler = Scheduler(make_shards(4))
     scheduler.handle(ReplicaJoined(0.0, "a", 64))
-    assert scheduler.handle(ReplicaLost(1.0, "a")) == []
+    assert scheduler.handle(WorkersSeen(1.0, ("b",))) == [RemoveReplica("a", "its worker is gone")]
     scheduler.check_integrity()
     again = opened(scheduler.handle(ReplicaJoined(2.0, "b", 64)))
     assert again == [(i, "b", 1) for i in range(4)]
@@ -107,8 +110,8 @@ def test_a_shard_that_takes_replicas_down_fails_the_job():
     commands = []
     for i in range(2):
         scheduler.handle(ReplicaJoined(float(i), f"w{i}", 64))
-        commands = scheduler.handle(ReplicaLost(i + 0.5, f"w{i}"))
-    assert isinstance(commands[0], FailJob)
+        commands = scheduler.handle(WorkersSeen(i + 0.5, ()))
+    assert [type(command) for command in commands] == [RemoveReplica, FailJob]
 
 
 def test_committed_shards_are_not_run_again():
@@ -125,7 +128,7 @@ def test_a_fully_committed_job_finishes_on_the_first_event():
 def test_a_late_commit_of_a_lost_replica_recalls_the_retry():
     scheduler = Scheduler(make_shards(2))
     scheduler.handle(ReplicaJoined(0.0, "a", 64))
-    scheduler.handle(ReplicaLost(1.0, "a"))
+    scheduler.handle(WorkersSeen(1.0, ("b",)))
     scheduler.handle(ReplicaJoined(2.0, "b", 64))
     assert scheduler.handle(ShardCommitted(3.0, 0, "a")) == [Recall(0, "b")]
     scheduler.check_integrity()
@@ -143,7 +146,7 @@ def test_a_commit_told_twice_counts_once():
 def test_a_late_failure_of_an_old_attempt_is_ignored():
     scheduler = Scheduler(make_shards(1))
     scheduler.handle(ReplicaJoined(0.0, "a", 64))
-    scheduler.handle(ReplicaLost(1.0, "a"))
+    scheduler.handle(WorkersSeen(1.0, ("b",)))
     scheduler.handle(ReplicaJoined(2.0, "b", 64))
     assert scheduler.handle(ShardFailed(3.0, 0, "a", "gone")) == []
     assert scheduler.num_uncommitted == 1
@@ -151,7 +154,7 @@ def test_a_late_failure_of_an_old_attempt_is_ignored():
 
 def test_a_new_scheduler_adopts_shards_already_running_before_it_opens_others():
     scheduler = Scheduler(make_shards(4, rows=100), committed=[3])
-    found = ReplicasFound(0.0, (("a", 25, ((1, 60), (3, 5))), ("b", 50, ((0, 40), (1, 60)))))
+    found = ReplicasFound(0.0, (("a", 25, ((1, 60), (3, 5)), 0.0), ("b", 50, ((0, 40), (1, 60)), 1.0)))
     assert opened(scheduler.handle(found)) == [(1, "a", 0), (0, "b", 0), (2, "b", 0)]
     scheduler.check_integrity()
 
@@ -173,6 +176,71 @@ def test_waves_whose_rows_prove_long_are_opened_before_the_others():
     scheduler.handle(Progress(1.0, "a", 1, 1, 1.0, (), left, ((other, 8, 8 * 2000),)))
     more = opened(scheduler.handle(Progress(2.0, "a", 1, 1, 1.0, (), tuple((s, 0) for s, _, _ in first))))
     assert {s % 2 for s, _, _ in more} <= {1 - wave}
+
+
+def reasons(commands):
+    return [(c.replica_id, c.reason) for c in commands if isinstance(c, RemoveReplica)]
+
+
+def test_a_replica_that_has_not_reported_for_the_limit_is_removed_and_may_join_again():
+    scheduler = Scheduler(make_shards(4), settings=SchedulerSettings(silence_limit_s=20.0))
+    scheduler.handle(WorkersSeen(0.0, ("a", "b")))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    found = []
+    for now_s in range(2, 24, 2):
+        found += reasons(scheduler.handle(Tick(float(now_s))))
+    assert found == [("a", "no report for 20 seconds")]
+    assert not scheduler.has_replica("a")
+    assert opened(scheduler.handle(ReplicaJoined(25.0, "a", 64))) == [(i, "a", 1) for i in range(4)]
+    scheduler.check_integrity()
+
+
+def test_reports_keep_a_replica_and_a_pause_of_the_scheduler_itself_removes_none():
+    scheduler = Scheduler(make_shards(4), settings=SchedulerSettings(silence_limit_s=20.0))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    for now_s in range(2, 60, 2):
+        scheduler.handle(Progress(float(now_s), "a", 1, 1, 1.0, ()))
+        assert scheduler.handle(Tick(float(now_s))) == []
+    assert scheduler.handle(Tick(600.0)) == []
+
+
+def test_shards_of_a_worker_that_leaves_in_good_order_are_not_blamed():
+    scheduler = Scheduler(make_shards(1), settings=SchedulerSettings(max_losses=1))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    assert scheduler.handle(ReplicaLeft(1.0, "a")) == [RemoveReplica("a", "its worker leaves")]
+    assert scheduler.handle(ReplicaLeft(1.5, "a")) == []
+    assert opened(scheduler.handle(ReplicaJoined(2.0, "b", 64))) == [(0, "b", 1)]
+
+
+def test_a_job_fails_when_the_engines_of_all_workers_have_failed():
+    scheduler = Scheduler(make_shards(2))
+    scheduler.handle(WorkersSeen(0.0, ("a", "b")))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    assert reasons(scheduler.handle(ReplicaFailed(1.0, "a", "no memory"))) == [("a", "no memory")]
+    assert scheduler.has_failed("a")
+    assert scheduler.handle(ReplicaFailed(2.0, "b", "no disk")) == [FailJob("No engine works: no disk.")]
+
+
+def test_a_job_whose_last_working_worker_goes_fails_too():
+    scheduler = Scheduler(make_shards(2))
+    scheduler.handle(WorkersSeen(0.0, ("a", "b")))
+    scheduler.handle(ReplicaJoined(0.0, "a", 64))
+    scheduler.handle(ReplicaFailed(1.0, "b", "no memory"))
+    commands = scheduler.handle(WorkersSeen(2.0, ("b",)))
+    assert commands == [RemoveReplica("a", "its worker is gone"), FailJob("No engine works: no memory.")]
+
+
+def test_a_job_without_any_replica_for_the_limit_fails():
+    scheduler = Scheduler(make_shards(2), settings=SchedulerSettings(ready_limit_s=30.0))
+    assert scheduler.handle(Tick(30.0)) == []
+    assert scheduler.handle(Tick(30.5)) == [FailJob("No engine became ready within 30 seconds.")]
+
+
+def test_a_new_scheduler_adopts_neither_silent_replicas_nor_those_whose_workers_are_gone():
+    scheduler = Scheduler(make_shards(4, rows=100))
+    scheduler.handle(WorkersSeen(0.0, ("hung", "b")))
+    found = (("gone", 25, ((0, 60),), 0.0), ("hung", 25, ((1, 60),), 40.0), ("b", 25, ((2, 60),), 1.0))
+    assert {r for _, r, _ in opened(scheduler.handle(ReplicasFound(0.0, found)))} == {"b"}
 
 
 class Storm:
@@ -199,11 +267,12 @@ class Storm:
             replica_id = f"w{choice % 4}"
             if kind == "join":
                 self.alive.add(replica_id)
+                self.send(WorkersSeen(0.0, tuple(sorted(self.alive))))
                 self.send(ReplicaJoined(0.0, replica_id, 16))
             elif kind == "lose":
                 self.alive.discard(replica_id)
                 self.open = {s: r for s, r in self.open.items() if r != replica_id}
-                self.send(ReplicaLost(0.0, replica_id))
+                self.send(WorkersSeen(0.0, tuple(sorted(self.alive))))
             elif self.open:
                 self.commit(sorted(self.open)[choice % len(self.open)])
 
@@ -222,6 +291,7 @@ def test_whatever_happens_every_shard_is_committed_once_in_the_end(num_shards, m
     storm = Storm(num_shards, moves)
     storm.play()
     storm.alive.add("last")
+    storm.send(WorkersSeen(0.0, tuple(sorted(storm.alive))))
     storm.send(ReplicaJoined(0.0, "last", 16))
     while storm.open:
         storm.commit(min(storm.open))

@@ -9,12 +9,14 @@ from lorabatch.scheduler.messages import (
     MigrateRows,
     Progress,
     Recall,
+    RemoveReplica,
     ReplicaJoined,
-    ReplicaLost,
+    ReplicasFound,
     RunShard,
     ShardCommitted,
     ShardFailed,
     Tick,
+    WorkersSeen,
 )
 
 
@@ -49,7 +51,8 @@ def test_losing_a_worker_ends_its_spans_and_only_its() -> None:
             RunShard(1, "v", 0),
             ReplicaJoined(0.0, "w", 8),
             RunShard(2, "w", 0),
-            ReplicaLost(3.0, "v"),
+            WorkersSeen(3.0, ("w",)),
+            RemoveReplica("v", "its worker is gone"),
             RunShard(1, "w", 1),
             Tick(5.0),
         )
@@ -58,6 +61,18 @@ def test_losing_a_worker_ends_its_spans_and_only_its() -> None:
     assert [(s.shard_id, s.ended, s.end_s) for s in first.spans] == [(1, "lost", 3.0)]
     assert first.lost_s == 3.0
     assert [(s.shard_id, s.attempt, s.ended) for s in second.spans] == [(2, 0, "open"), (1, 1, "open")]
+
+
+def test_the_record_of_an_earlier_version_is_read_too() -> None:
+    lost = {"kind": "ReplicaLost", "time_s": 3.0, "replica_id": "v", "handed_over": False}
+    (run,) = read_timelines([*lines(ReplicaJoined(0.0, "v", 8), RunShard(1, "v", 0)), lost])
+    assert [(s.shard_id, s.ended) for s in run.tracks[0].spans] == [(1, "lost")]
+
+
+def test_replicas_that_a_coordinator_found_have_tracks_of_their_own() -> None:
+    found = ReplicasFound(0.1, (("v", 8, ((1, 5),), 0.5),))
+    (run,) = read_timelines(lines(found, RunShard(1, "v", 0), ShardCommitted(2.0, 1, "v")))
+    assert [(t.worker, t.joined_s, len(t.spans)) for t in run.tracks] == [("v", 0.1, 1)]
 
 
 def test_failed_and_recalled_attempts_are_told_apart() -> None:

@@ -12,6 +12,7 @@ from lorabatch.scheduler.baselines.loraserve import (
     assign_loraserve,
     burst_tolerance,
     cheapest_assignment,
+    extrapolate,
     moved_bytes,
     place_contiguous,
     place_everywhere,
@@ -248,3 +249,15 @@ def test_it_is_as_cheap_as_the_cheapest_of_all_permutations(n, seed):
     assert sorted(columns) == list(range(n))
     best = min(sum(cost[i, p[i]] for i in range(n)) for p in permutations(range(n)))
     assert cost[np.arange(n), columns].sum() == best
+
+
+def test_one_time_step_is_repeated():
+    assert extrapolate([[3.0, 5.0]]).tolist() == [3.0, 5.0]
+
+
+def test_a_steady_rise_goes_on():
+    assert extrapolate([[10, 8], [20, 8], [30, 8]]) == pytest.approx([40, 8])
+
+
+def test_a_fall_stops_at_zero():
+    assert extrapolate([[30.0], [15.0], [0.0]]).tolist() == [0.0]

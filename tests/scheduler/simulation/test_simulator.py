@@ -70,7 +70,7 @@ def test_two_replicas_take_about_half_the_time_of_one():
 
 
 def test_a_lost_replicas_rows_are_done_by_the_other():
-    _, simulation, recorder = make_job(losses=((0.5, 1),))
+    _, simulation, recorder = make_job(mishaps=((0.5, 1, "lost"),))
     outcome = simulation.run()
     assert outcome.failure is None
     assert np.isfinite(outcome.timeline.finish_s).all()
@@ -80,8 +80,8 @@ def test_a_lost_replicas_rows_are_done_by_the_other():
 
 
 def test_a_job_whose_replicas_are_all_lost_says_so():
-    outcome = make_job(losses=((0.1, 0), (0.2, 1)))[1].run()
-    assert "no replica remains" in outcome.failure
+    outcome = make_job(mishaps=((0.1, 0, "lost"), (0.2, 1, "lost")))[1].run()
+    assert outcome.failure == "No engine became ready within 600 seconds."
 
 
 def test_a_late_replica_still_gets_work():
@@ -95,7 +95,7 @@ def test_the_same_job_is_always_simulated_the_same():
 
 
 def test_a_fresh_scheduler_answers_recorded_events_with_the_recorded_commands():
-    _, simulation, recorder = make_job(losses=((0.5, 1),))
+    _, simulation, recorder = make_job(mishaps=((0.5, 1, "lost"),))
     simulation.run()
     shards = [state.shard for state in recorder.scheduler._shards.values()]
     fresh = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2))
@@ -139,7 +139,7 @@ def test_an_idle_replica_takes_rows_of_the_last_shards_and_the_job_ends_sooner()
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rows_on_loan_survive_the_loss_of_their_owner_and_of_their_helper(lost):
-    outcome = make_tail_job(TailSettings(CPU_SMOLLM2_135M), losses=((20.0, lost),)).run()
+    outcome = make_tail_job(TailSettings(CPU_SMOLLM2_135M), mishaps=((20.0, lost, "lost"),)).run()
     assert outcome.num_migrated > 0
     assert outcome.failure is None
     assert np.isfinite(outcome.timeline.finish_s).all()

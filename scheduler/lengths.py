@@ -1,0 +1,68 @@
+"""Estimates how many tokens rows will generate: a share of `max_tokens` until rows have finished, then their mean.
+
+The planner, the cluster's scheduler, batchers and engines all take their estimates from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Share of `max_tokens` that a row is expected to generate while nothing is known of its adapter.
+PRIOR_SHARE = 0.5
+#: Finished rows of an adapter from which their mean counts for more than what was planned.
+MIN_FINISHED_ROWS = 8
+# The first rows to finish are short ones: the prior counts like so many finished rows.
+_PRIOR_ROWS = 16
+
+
+def expected_tokens(max_tokens: NDArray[np.int32], share: float = PRIOR_SHARE) -> NDArray[np.float64]:
+    """Output tokens of rows of which nothing else is known, float64 `[num_rows]`; 0 where `max_tokens` is 0."""
+    assert 0 < share <= 1, f"share={share}"
+    return np.where(max_tokens > 0, np.maximum(1.0, share * max_tokens.astype(np.float64)), 0.0)
+
+
+class LengthEstimator:
+    """Mean output tokens of rows, by adapter and over all; the base model has the name ""."""
+
+    def __init__(self) -> None:
+        self._asked_rows = self._asked_tokens = 0
+        self._finished_rows = self._finished_tokens = 0
+        # Adapter -> rows finished so far and their output tokens.
+        self._finished: dict[str, tuple[int, int]] = {}
+
+    @classmethod
+    def of_rows(cls, max_tokens: NDArray[np.int32]) -> LengthEstimator:
+        """An estimator for rows of which none has finished."""
+        lengths = cls()
+        lengths.asked(int(max_tokens.sum()), len(max_tokens))
+        return lengths
+
+    def asked(self, max_tokens: int, num_rows: int = 1) -> None:
+        """Take in rows to be run. `max_tokens`: what all of them together may generate."""
+        self._asked_rows += num_rows
+        self._asked_tokens += max_tokens
+
+    def finished(self, output_tokens: int, num_rows: int = 1, adapter: str = "") -> None:
+        """Take in finished rows of one adapter. `output_tokens`: what all of them together have generated."""
+        self._finished_rows += num_rows
+        self._finished_tokens += output_tokens
+        rows, tokens = self._finished.get(adapter, (0, 0))
+        self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
+
+    def mean(self) -> float:
+        """Expected output tokens of a row of any adapter; 1 before any row was asked for."""
+        prior = self._asked_tokens / self._asked_rows * PRIOR_SHARE if self._asked_rows else 1.0
+        return (_PRIOR_ROWS * prior + self._finished_tokens) / (_PRIOR_ROWS + self._finished_rows)
+
+    def measured(self, adapter: str) -> float | None:
+        """Mean output tokens of an adapter's finished rows; None while there are fewer than `MIN_FINISHED_ROWS`."""
+        rows, tokens = self._finished.get(adapter, (0, 0))
+        return tokens / rows if rows >= MIN_FINISHED_ROWS else None
+
+    def measured_together(self, adapters: Sequence[str]) -> float | None:
+        """Mean of what was measured of these adapters (none: of the base model); None while nothing was."""
+        means = [mean for name in adapters or ("",) if (mean := self.measured(name)) is not None]
+        return sum(means) / len(means) if means else None
