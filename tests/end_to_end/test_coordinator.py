@@ -15,6 +15,7 @@ from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
+from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.run import LEASE_SETTING
 
@@ -60,8 +61,8 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
     assert (result.num_rows, result.num_errors) == (320, 0)
     events = echo_job.store.read_events()
     first, second, *_ = [record for record in events if record["kind"] == "ReplicasFound"]
-    assert all(open_shards == [] for _, _, open_shards in first["replicas"])
-    adopted = {worker: {shard for shard, _ in open_shards} for worker, _, open_shards in second["replicas"]}
+    assert all(open_shards == [] for _, _, open_shards, _ in first["replicas"])
+    adopted = {worker: {shard for shard, _ in open_shards} for worker, _, open_shards, _ in second["replicas"]}
     # What the other worker had open went on there, and was not begun again.
     # A worker that has started in place of the killed one may be there too, without a shard.
     (survivor,) = [worker for worker, shards in adopted.items() if shards]
@@ -70,6 +71,8 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
         r["shard_id"]: r["replica_id"] for r in echo_job.store.read_events() if r["kind"] == "ShardCommitted"
     }
     assert {committed_by.get(shard, survivor) for shard in adopted[survivor]} == {survivor}
+    replayed = replay_job(echo_job.store)
+    assert (replayed.first_difference, replayed.num_passed_over) == (None, 0)
 
 
 def found(job: EchoJob) -> list[dict[str, Any]]:
@@ -120,6 +123,7 @@ def test_a_coordinator_that_hangs_is_replaced_and_does_no_harm_when_it_wakes_up(
     echo_job.assert_answered(rows)
     assert (result.num_rows, result.num_errors) == (320, 0)
     assert len(found(echo_job)) == 2
+    assert replay_job(echo_job.store).first_difference is None
     state = echo_job.store.read_state()
     assert state is not None
     assert state.phase == "done"

@@ -20,6 +20,7 @@ from cluster_under_test import existing_cluster
 from distributed import Client
 from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows, processes_of
 
+from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.engine.config import EngineConfig
 from lorabatch.jobs.errors import JobFailedError
 from lorabatch.jobs.record import JobState
@@ -195,6 +196,9 @@ def test_a_hung_worker_costs_seconds_and_no_row(echo_job: EchoJob, tmp_path: Pat
                 echo_job.run(progress=watcher, cluster=address)
             echo_job.assert_answered(rows)
             assert psutil.Process(hung[0]).status() == psutil.STATUS_STOPPED
+            removed = [event for event in echo_job.store.read_events() if event["kind"] == "RemoveReplica"]
+            assert [event["reason"] for event in removed] == ["no report for 20 seconds"]
+            assert replay_job(echo_job.store).first_difference is None
         finally:
             for pid in hung:
                 os.kill(pid, signal.SIGKILL)
