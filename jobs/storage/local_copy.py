@@ -43,6 +43,11 @@ def is_on_this_machine(url: str) -> bool:
     return "://" not in url and (Path(url).exists() or not _HUB_ID.fullmatch(url))
 
 
+def is_remote(url: str) -> bool:
+    """Whether a URL names what must be fetched before it can be read."""
+    return "://" in url and not url.startswith("file://")
+
+
 def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path | None = None) -> Path:
     """A local folder with the content behind `url`.
 
@@ -51,7 +56,7 @@ def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path 
     """
     root = cache_root or default_cache_root()
     path = Path(url.removeprefix("file://"))
-    if "://" in url and not url.startswith("file://"):
+    if is_remote(url):
         path = _fetched(url, storage_options, root)
     elif not path.exists() and _HUB_ID.fullmatch(url):
         path = _hub_snapshot(url)

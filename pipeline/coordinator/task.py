@@ -16,6 +16,7 @@ from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import OutputConflictError
 from ...jobs.opening import OpenedJob, changed_adapters
+from ...jobs.storage.local_copy import is_remote
 from ...jobs.storage.redaction import redacted_url
 from ...scheduler.migration import TailSettings
 from ...scheduler.scheduler import Scheduler, SchedulerSettings
@@ -28,7 +29,6 @@ from ..monitoring.reporter import JobReporter, state_publisher
 from ..planning.forecast import Forecaster
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards
 from ..result import JobResult
-from ..worker.adapters import is_remote
 from ..worker.registration import unregister_plugin
 from .control import JobControl, JobRun
 from .driver import Coordinator

@@ -1,7 +1,8 @@
-"""`AdapterCache`: the adapters of one job as local folders on one worker, each fetched once.
+"""`AdapterCache`: the adapters of one run on one worker, as local folders by content hash.
 
-An adapter is read from storage by the first worker that needs it; the others get it from there (LoRAServe's
-distributed pool).
+An adapter that is a local folder stays where it is. One in storage is read there by the first worker that needs it; the
+others get it from that worker (LoRAServe's distributed pool, section 4), and from storage if it does not reply.
+Whether a folder's content is what its hash says is checked by the engine, on the bytes that it loads.
 """
 
 from __future__ import annotations
@@ -9,140 +10,103 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ...jobs.errors import StorageError
 from ...jobs.record import AdapterRecord
-from ...jobs.storage.local_copy import local_folder
+from ...jobs.storage.local_copy import is_remote, local_folder
 from ..messages import AdapterSource, LocalAdapter
-from ..migration.peers import AdapterFiles, FetchAdapter, PeerLostError, PeerRequest
+from ..migration.peers import FetchAdapter, PeerLostError, Peers
 
 logger = logging.getLogger(__name__)
-# Less than a hung worker is given: storage is there instead.
+# Shorter than the wait for a hung worker: storage always has the adapter too.
 _PEER_TIMEOUT_S = 10.0
 
 
-class _AsksPeers(Protocol):
-    async def ask(self, address: str, request: PeerRequest[AdapterFiles], timeout_s: float) -> AdapterFiles:
-        """See `Peers.ask`."""
-
-
 class AdapterCache:
-    """Adapters by content hash. `folder`: for copies from other workers, which `peers` reaches.
+    """Fetches each adapter once, however many shards and workers ask for it. Used from the worker's event loop only.
 
-    A caller that needs an adapter which another one is fetching waits for that one, and fetches it itself if the other
-    fails. Methods are for any thread; coroutines are for the worker's event loop.
+    `read_adapters` may read from storage. Copies from other workers go below `folder`, whose owner removes it.
     """
 
     def __init__(
-        self, adapters: Iterable[AdapterRecord], storage_options: Mapping[str, Any], folder: Path, peers: _AsksPeers
+        self,
+        peers: Peers,
+        read_adapters: Callable[[], Iterable[AdapterRecord]],
+        storage_options: Mapping[str, Any],
+        folder: Path,
     ) -> None:
-        served = [adapter for adapter in adapters if not adapter.is_refused]
-        self._sources = {a.sha256: AdapterSource(a.sha256, a.name, a.url) for a in served}
-        self._id_of = {adapter.name: adapter.sha256 for adapter in served}
+        self._peers = peers
+        self._read_adapters = read_adapters
         self._storage_options = storage_options
         self._folder = folder
-        self._peers = peers
-        self._lock = threading.Lock()
-        # Done with the adapter, under way, or done with None where a fetch has failed just now.
-        self._fetches: dict[str, Future[LocalAdapter | None]] = {}
+        #: By content hash: fetches that run or have succeeded.
+        self._fetches: dict[str, asyncio.Task[LocalAdapter]] = {}
 
-    def id_of(self, name: str) -> str:
-        """The content hash of an adapter."""
-        return self._id_of[name]
+    async def get(self, adapter_ids: Iterable[str], peers: Mapping[str, str]) -> list[LocalAdapter]:
+        """The adapters in local folders. `peers`: by content hash, a worker that has the adapter.
 
-    def local(self, adapter_ids: Iterable[str]) -> list[LocalAdapter]:
-        """The adapters in local folders, remote ones fetched from storage. Raises KeyError for one that is not the
-        job's, `StorageError`.
+        Raises `StorageError`, and KeyError for a content hash that is not the job's.
         """
-        return [self._local(adapter_id) for adapter_id in adapter_ids]
-
-    def is_far(self, adapter_id: str) -> bool:
-        """Whether it would have to be fetched from storage."""
-        fetch = self._fetches.get(adapter_id)
-        return (fetch is None or not fetch.done()) and is_remote(self._sources[adapter_id].url)
-
-    async def take_over(self, workers: Mapping[str, str]) -> list[LocalAdapter]:
-        """Adapters in local folders, remote ones from a worker that has them if it replies. `workers`: by adapter.
-
-        Raises `StorageError`.
-        """
-        for adapter_id, worker in workers.items():
-            if self.is_far(adapter_id):
-                with self._fetching(adapter_id) as (fetch, is_ours):
-                    if is_ours:
-                        await self._ask_peer(adapter_id, worker, fetch)
-                await asyncio.wrap_future(fetch)
-        return await asyncio.to_thread(self.local, workers)
+        return [await self._get(adapter_id, peers.get(adapter_id)) for adapter_id in adapter_ids]
 
     async def files(self, adapter_id: str) -> dict[str, bytes]:
-        """The files of an adapter by name, for another worker. Raises KeyError for an adapter that is not the job's,
-        `StorageError`.
-        """
-        fetch = self._fetches.get(adapter_id)
-        if fetch is not None:
-            # Not in one of the few threads of the event loop, which may all be needed for fetches.
-            await asyncio.wrap_future(fetch)
-        return await asyncio.to_thread(self._read_files, adapter_id)
+        """The files of an adapter by name, for another worker. Raises what `get` raises."""
+        (adapter,) = await self.get([adapter_id], {})
+        return await asyncio.to_thread(_read_files, adapter.folder)
 
-    def _read_files(self, adapter_id: str) -> dict[str, bytes]:
-        folder = self._local(adapter_id).folder
-        return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
-
-    def _local(self, adapter_id: str) -> LocalAdapter:
-        while True:
-            with self._fetching(adapter_id) as (fetch, is_ours):
-                if is_ours:
-                    source = self._sources[adapter_id]
-                    fetch.set_result(LocalAdapter(source, local_folder(source.url, self._storage_options)))
-            adapter = fetch.result()
-            if adapter is not None:
-                return adapter
-
-    @contextmanager
-    def _fetching(self, adapter_id: str) -> Iterator[tuple[Future[LocalAdapter | None], bool]]:
-        """The fetch of an adapter, and whether the caller has to set its result within this block. Without a result the
-        next caller tries.
-        """
-        with self._lock:
-            is_ours = adapter_id not in self._fetches
-            fetch = self._fetches.setdefault(adapter_id, Future())
-        if is_ours:
-            # Otherwise a waiting coroutine that is cancelled would cancel the fetch for all.
-            fetch.set_running_or_notify_cancel()
+    async def _get(self, adapter_id: str, peer: str | None) -> LocalAdapter:
+        """Waits for the fetch that runs; if it fails, fetches again, since this caller may know another worker."""
+        while adapter_id in self._fetches:
+            fetch = self._fetches[adapter_id]
+            try:
+                return await asyncio.shield(fetch)
+            except StorageError:
+                self._forget(adapter_id, fetch)
+        fetch = self._fetches[adapter_id] = asyncio.create_task(self._fetch(adapter_id, peer))
         try:
-            yield fetch, is_ours
-        finally:
-            if is_ours and not fetch.done():
-                with self._lock:
-                    del self._fetches[adapter_id]
-                fetch.set_result(None)
+            return await asyncio.shield(fetch)
+        except Exception:
+            self._forget(adapter_id, fetch)
+            raise
 
-    async def _ask_peer(self, adapter_id: str, worker: str, fetch: Future[LocalAdapter | None]) -> None:
+    def _forget(self, adapter_id: str, fetch: asyncio.Task[LocalAdapter]) -> None:
+        """Drop a fetch that has failed, unless another one has taken its place."""
+        if self._fetches.get(adapter_id) is fetch:
+            del self._fetches[adapter_id]
+
+    async def _fetch(self, adapter_id: str, peer: str | None) -> LocalAdapter:
+        adapters = await asyncio.to_thread(self._read_adapters)
+        served = {adapter.sha256: adapter for adapter in adapters if not adapter.is_refused}
+        source = AdapterSource(adapter_id, served[adapter_id].name, served[adapter_id].url)
+        folder = await self._copy_from(peer, adapter_id) if peer and is_remote(source.url) else None
+        if folder is None:
+            folder = await asyncio.to_thread(local_folder, source.url, self._storage_options)
+        return LocalAdapter(source, folder)
+
+    async def _copy_from(self, peer: str, adapter_id: str) -> Path | None:
+        """A copy of the adapter of another worker; None when that does not work out."""
         try:
-            found = await self._peers.ask(worker, FetchAdapter(adapter_id), timeout_s=_PEER_TIMEOUT_S)
-            folder = await asyncio.to_thread(_write_files, self._folder, found.files)
-            fetch.set_result(LocalAdapter(self._sources[adapter_id], folder))
+            found = await self._peers.ask(peer, FetchAdapter(adapter_id), timeout_s=_PEER_TIMEOUT_S)
+            return await asyncio.to_thread(_write_files, found.files, self._folder)
         except (PeerLostError, ValueError) as error:
             logger.warning("adapter %s is fetched from storage: %s", adapter_id[:12], error)
+            return None
 
 
-def _write_files(parent: Path, files: Mapping[str, bytes]) -> Path:
-    """A new folder in `parent` with these files. Raises ValueError for names that are no plain file names."""
+def _read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def _write_files(files: Mapping[str, bytes], folder: Path) -> Path:
+    """A new folder below `folder` with these files. Raises ValueError for names that are no plain file names."""
     for name in files:
         if Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is no file name")
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=parent))
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = Path(tempfile.mkdtemp(dir=folder))
     for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def is_remote(url: str) -> bool:
-    """Whether what is stored there must be fetched before it can be read."""
-    return "://" in url and not url.startswith("file://")
+        (copy / name).write_bytes(content)
+    return copy

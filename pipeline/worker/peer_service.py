@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Mapping
-
 from distributed import Worker
 
-from ..messages import LocalAdapter
 from ..migration.incoming import IncomingRows
 from ..migration.outgoing import OutgoingRows
 from ..migration.peers import (
@@ -28,30 +23,17 @@ from ..migration.peers import (
 from ..supervisor.supervisor import EngineHandle
 from .adapters import AdapterCache
 
-# Longer than another worker is waited for; what comes from storage instead may take its time.
-_TAKE_OVER_LIMIT_S = 30.0
-
 
 class PeerService:
-    """Serves the coordinator and other workers. `find_cache` may read from storage on its first call."""
+    """Serves the coordinator and other workers."""
 
-    def __init__(
-        self, worker: Worker, run_id: str, engine: EngineHandle, peers: Peers, find_cache: Callable[[], AdapterCache]
-    ) -> None:
+    def __init__(self, worker: Worker, run_id: str, engine: EngineHandle, peers: Peers, adapters: AdapterCache) -> None:
         self._worker = worker
         self._run_id = run_id
-        self._find_cache = find_cache
+        self._adapters = adapters
         self._outgoing = OutgoingRows(engine, peers, worker.address)
         self._incoming = IncomingRows(engine)
         serve_peers(worker, run_id, self._reply_to)
-
-    def take_over(self, sources: Mapping[str, str]) -> None:
-        """`AdapterCache.take_over` for a thread that is not the event loop's: it waits, but not for ever, as the loop
-        may have ended.
-        """
-        asked = asyncio.run_coroutine_threadsafe(self._take_over(sources), self._worker.loop.asyncio_loop)  # type: ignore[attr-defined]
-        with contextlib.suppress(TimeoutError):
-            asked.result(_TAKE_OVER_LIMIT_S)
 
     async def call_back(self, timeout_s: float) -> None:
         """Fetch lent rows as they are, but wait no longer than this. Nothing is lent any more."""
@@ -78,7 +60,7 @@ class PeerService:
             case DropRows():
                 self._incoming.drop(request.loan_id)
             case FetchAdapter():
-                return AdapterFiles(await (await self._cache()).files(request.adapter_id))
+                return AdapterFiles(await self._adapters.files(request.adapter_id))
             case _:
                 raise AssertionError(f"no way to reply to {request!r}")
         return Accepted()
@@ -87,11 +69,6 @@ class PeerService:
         named = (row.request.adapter_id for row in request.rows)
         # The owner has them at hand.
         owner = request.owner
-        adapters = await self._take_over({adapter_id: owner for adapter_id in named if adapter_id is not None})
+        peers = {adapter_id: owner for adapter_id in named if adapter_id is not None}
+        adapters = await self._adapters.get(peers, peers)
         self._incoming.receive(request.loan_id, request.rows, adapters)
-
-    async def _take_over(self, workers: Mapping[str, str]) -> list[LocalAdapter]:
-        return await (await self._cache()).take_over(workers)
-
-    async def _cache(self) -> AdapterCache:
-        return await asyncio.to_thread(self._find_cache)

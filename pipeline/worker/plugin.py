@@ -12,7 +12,7 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ from ..messages import (
     EngineIdentity,
     EngineSettings,
     LocalAdapter,
+    ShardAbandonedError,
     ShardOutcome,
     WorkerReport,
     job_of_run,
@@ -48,6 +49,8 @@ _CLOSE_TIMEOUT_S = 4.0
 _RECALL_TIMEOUT_S = 2.0
 # Owners ask for their rows several times a second.
 _RETURN_TIMEOUT_S = 1.0
+# How often a thread that waits for the event loop looks whether it still runs.
+_LOOP_CHECK_S = 1.0
 
 
 def plugin_name(run_id: str) -> str:
@@ -74,17 +77,18 @@ class RunPlugin(WorkerPlugin):
         """Join the engine, starting it if need be; called by Dask on the worker."""
         self._worker = worker
         self._record: JobRecord | None = None
-        self._cache: AdapterCache | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
-        self._peers = Peers(worker, self._run_id)
         self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
         self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
         tag = worker_tag(worker.address)
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self._store, logs, shared=logs)
-        self._peer_service = PeerService(worker, self._run_id, self.engine, self._peers, self._find_cache)
+        peers = Peers(worker, self._run_id)
+        folder = self.engine.folder / "adapters"
+        self._adapters = AdapterCache(peers, lambda: self.record().adapters, self._settings.storage_options, folder)
+        self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
         leave_on_sigterm(worker)
 
     async def teardown(self, worker: Worker) -> None:
@@ -152,23 +156,20 @@ class RunPlugin(WorkerPlugin):
                     del self._claims[shard_id]
 
     def adapters(self, adapter_ids: Collection[str], sources: Mapping[str, str]) -> list[LocalAdapter]:
-        """Adapters in local folders: those that lie in storage from the workers in `sources` (by name), if they have
-        them. Not to be called from the event loop. Raises `StorageError`.
-        """
-        cache = self._find_cache()
-        named = {cache.id_of(name): worker for name, worker in sources.items()}
-        far = {a: named[a] for a in adapter_ids if a in named and cache.is_far(a)}
-        if far:
-            self._peer_service.take_over(far)
-        return cache.local(adapter_ids)
+        """Adapters in local folders. `sources`: by name, a worker that has the adapter.
 
-    def _find_cache(self) -> AdapterCache:
-        record = self.record()
-        with self._lock:
-            if self._cache is None:
-                folder = self.engine.folder / "adapters"
-                self._cache = AdapterCache(record.adapters, self._settings.storage_options, folder, self._peers)
-            return self._cache
+        Blocks, so it must not be called from the event loop. Raises `StorageError`, and `ShardAbandonedError` when the
+        event loop ends first.
+        """
+        peers = {a.sha256: sources[a.name] for a in self.record().adapters if a.name in sources}
+        loop = self._worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        found = asyncio.run_coroutine_threadsafe(self._adapters.get(adapter_ids, peers), loop)
+        while True:
+            done, _ = wait([found], timeout=_LOOP_CHECK_S)
+            if done:
+                return found.result()
+            if not loop.is_running():
+                raise ShardAbandonedError(f"Worker {self.address} has ended; other workers go on with its shards.")
 
     def _find_model(self) -> Path:
         return local_folder(self._settings.model_url, self._settings.storage_options)

@@ -1,142 +1,155 @@
-"""Adapters of a job on one worker: fetched once, from another worker or storage, and no file where none belongs."""
+"""Adapters of a run on one worker: fetched once, passed on between workers, and no file where none belongs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.record import AdapterRecord
-from lorabatch.pipeline.migration.peers import AdapterFiles, FetchAdapter, PeerLostError, PeerRequest
+from lorabatch.pipeline.migration.peers import AdapterFiles, FetchAdapter, PeerLostError
 from lorabatch.pipeline.worker.adapters import AdapterCache
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"\x00weights"}
-FAR = "s3://no-such-bucket/alpha"
-ALPHA = "sha-alpha"
-PEER = "tcp://peer"
+PEER = "tcp://peer:1"
+NOWHERE = "memory://nowhere/alpha"
 
 
-class Peer:
-    """Another worker: replies with `files` once it may, or is lost (None)."""
+class FakePeers:
+    """Stands for the other workers. `reply` answers a fetch: it returns the files, or raises."""
 
-    def __init__(self, files: Mapping[str, bytes] | None = FILES) -> None:
-        self.files = files
-        self.asked: list[object] = []
-        self.may_reply = asyncio.Event()
-        self.may_reply.set()
+    def __init__(self, reply: Callable[[], Mapping[str, bytes]] = lambda: FILES) -> None:
+        self.asked: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._reply = reply
 
-    async def ask(self, address: str, request: PeerRequest[AdapterFiles], timeout_s: float) -> AdapterFiles:
-        self.asked.append(request)
-        await self.may_reply.wait()
-        if self.files is None:
-            raise PeerLostError(f"{address} does not answer")
-        return AdapterFiles(self.files)
+    async def ask(self, address: str, request: FetchAdapter, timeout_s: float) -> AdapterFiles:
+        self.asked.append(address)
+        await self.gate.wait()
+        return AdapterFiles(self._reply())
+
+
+def no_reply() -> Mapping[str, bytes]:
+    raise PeerLostError(f"{PEER} does not reply")
 
 
 def record(name: str, url: str, verdict: str = "exact") -> AdapterRecord:
     return AdapterRecord.model_validate({"name": name, "url": url, "verdict": verdict, "sha256": f"sha-{name}"})
 
 
-def cache_of(folder: Path, *adapters: AdapterRecord, peer: Peer | None = None) -> AdapterCache:
-    return AdapterCache(adapters, {}, folder / "copies", peer or Peer())
+@pytest.fixture
+def alpha(tmp_path: Path) -> Path:
+    folder = tmp_path / "alpha"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Alpha in storage, fetched into a cache of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, content in FILES.items():
+        fsspec.filesystem("memory").pipe_file(f"/cached/alpha/{name}", content)
+    return "memory://cached/alpha"
+
+
+def cache_of(url: str, folder: Path, peers: FakePeers | None = None, more: Iterable[AdapterRecord] = ()) -> Any:
+    adapters = [record("alpha", url), *more]
+    return AdapterCache(peers or FakePeers(), lambda: adapters, {}, folder)  # type: ignore[arg-type]
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def alpha(tmp_path: Path) -> Path:
-    folder = tmp_path / "alpha"
-    folder.mkdir()
-    for name, data in FILES.items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def test_a_local_adapter_stays_where_it_is_and_is_never_far(alpha: Path, tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, record("alpha", str(alpha)), record("beta", f"file://{alpha}"))
-    assert not any(map(cache.is_far, [ALPHA, "sha-beta"]))
-    (found,) = cache.local([cache.id_of("alpha")])
-    assert (found.folder, found.source.name) == (alpha, "alpha")
-    assert not (tmp_path / "copies").exists()
-
-
-def test_a_remote_adapter_is_far_until_another_worker_has_given_it_once(tmp_path: Path) -> None:
-    peer = Peer()
-    cache = cache_of(tmp_path, record("alpha", FAR), peer=peer)
-
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_local_adapter_stays_where_it_is(alpha: Path, tmp_path: Path, prefix: str) -> None:
     async def story() -> None:
-        assert cache.is_far(ALPHA)
-        peer.may_reply.clear()
-        waiting = [asyncio.create_task(cache.take_over({ALPHA: PEER})) for _ in range(3)]
-        serving = asyncio.create_task(cache.files(ALPHA))
-        while not peer.asked:
-            await asyncio.sleep(0)
-        assert cache.is_far(ALPHA)
-        waiting[1].cancel()
-        peer.may_reply.set()
-        ((first,), (third,)) = await asyncio.gather(waiting[0], waiting[2])
-        assert not cache.is_far(ALPHA)
-        assert first == third
-        assert content(first.folder) == await serving == FILES
-
-    asyncio.run(story())
-    assert peer.asked == [FetchAdapter(ALPHA)]
-
-
-def test_an_adapter_is_fetched_to_be_passed_on(alpha: Path, tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, record("alpha", str(alpha)))
-    assert asyncio.run(cache.files(ALPHA)) == FILES
-    with pytest.raises(KeyError):
-        asyncio.run(cache.files("sha-of-another-job"))
-
-
-def test_a_thread_waits_for_an_adapter_that_is_under_way(tmp_path: Path) -> None:
-    peer = Peer()
-    cache = cache_of(tmp_path, record("alpha", FAR), peer=peer)
-
-    async def story() -> None:
-        peer.may_reply.clear()
-        taking = asyncio.create_task(cache.take_over({ALPHA: PEER}))
-        while not peer.asked:
-            await asyncio.sleep(0)
-        with ThreadPoolExecutor(1) as pool:
-            needed = pool.submit(cache.local, [ALPHA])
-            peer.may_reply.set()
-            assert await asyncio.wrap_future(needed) == await taking
+        peers = FakePeers()
+        (found,) = await cache_of(f"{prefix}{alpha}", tmp_path / "copies", peers).get(
+            ["sha-alpha"], {"sha-alpha": PEER}
+        )
+        assert (found.folder, found.source.name, peers.asked) == (alpha, "alpha", [])
+        assert not (tmp_path / "copies").exists()
 
     asyncio.run(story())
 
 
-def test_an_adapter_that_the_peer_does_not_give_is_fetched_from_storage_by_each_that_waited(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, record("alpha", FAR), peer=Peer(None))
-
+def test_an_adapter_in_storage_is_copied_from_the_named_worker(tmp_path: Path) -> None:
     async def story() -> None:
-        taking = [cache.take_over({ALPHA: PEER}) for _ in range(2)]
-        errors = await asyncio.gather(*taking, return_exceptions=True)
-        assert all(isinstance(error, StorageError) for error in errors)
-        assert cache.is_far(ALPHA)
+        cache = cache_of(NOWHERE, tmp_path / "copies")
+        (found,) = await cache.get(["sha-alpha"], {"sha-alpha": PEER})
+        assert found.folder.parent == tmp_path / "copies"
+        assert content(found.folder) == await cache.files("sha-alpha") == FILES
+
+    asyncio.run(story())
+
+
+def test_a_worker_that_does_not_reply_is_replaced_by_storage(storage: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        cache = cache_of(storage, tmp_path / "copies", FakePeers(no_reply))
+        (found,) = await cache.get(["sha-alpha"], {"sha-alpha": PEER})
+        assert content(found.folder) == FILES
+        assert not (tmp_path / "copies").exists()
+
+    asyncio.run(story())
+
+
+def test_requests_for_an_adapter_that_is_being_fetched_wait_for_that_fetch(tmp_path: Path) -> None:
+    async def story() -> None:
+        peers = FakePeers()
+        peers.gate.clear()
+        cache = cache_of(NOWHERE, tmp_path / "copies", peers)
+        asked = [asyncio.create_task(cache.get(["sha-alpha"], {"sha-alpha": PEER})) for _ in range(3)]
+        while not peers.asked:
+            await asyncio.sleep(0)
+        peers.gate.set()
+        assert len({adapters[0].folder for adapters in await asyncio.gather(*asked)}) == 1
+        assert peers.asked == [PEER]
+
+    asyncio.run(story())
+
+
+def test_a_fetch_that_fails_leaves_the_next_request_to_try_another_worker(tmp_path: Path) -> None:
+    async def story() -> None:
+        cache = cache_of(NOWHERE, tmp_path / "copies")
+        failing = asyncio.create_task(cache.get(["sha-alpha"], {}))
+        waiting = asyncio.create_task(cache.get(["sha-alpha"], {"sha-alpha": PEER}))
+        with pytest.raises(StorageError, match="nowhere/alpha"):
+            await failing
+        assert content((await waiting)[0].folder) == FILES
 
     asyncio.run(story())
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "/etc/passwd", "..", ".", ""])
-def test_a_copy_whose_file_names_lead_elsewhere_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, record("alpha", FAR), peer=Peer({"adapter_config.json": b"{}", name: b"x"}))
-    with pytest.raises(StorageError):
-        asyncio.run(cache.take_over({ALPHA: PEER}))
-    assert not (tmp_path / "copies").exists()
-    assert cache.is_far(ALPHA)
+def test_a_copy_whose_file_names_lead_elsewhere_is_refused_and_nothing_is_left(
+    storage: str, tmp_path: Path, name: str
+) -> None:
+    async def story() -> None:
+        peers = FakePeers(lambda: {"adapter_config.json": b"{}", name: b"x"})
+        (found,) = await cache_of(storage, tmp_path / "copies", peers).get(["sha-alpha"], {"sha-alpha": PEER})
+        assert content(found.folder) == FILES
+        assert not (tmp_path / "copies").exists()
+
+    asyncio.run(story())
 
 
-def test_refused_adapters_have_no_place_and_missing_ones_say_so(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, record("broken", "/nowhere", "refused"), record("gone", str(tmp_path / "gone")))
-    with pytest.raises(KeyError):
-        cache.local(["sha-broken"])
-    with pytest.raises(StorageError, match="gone"):
-        cache.local(["sha-gone"])
+def test_refused_adapters_have_no_folder_and_missing_ones_are_named(tmp_path: Path) -> None:
+    async def story() -> None:
+        more = [record("broken", "/nowhere", "refused"), record("gone", str(tmp_path / "gone"))]
+        cache = cache_of(NOWHERE, tmp_path, more=more)
+        with pytest.raises(KeyError):
+            await cache.get(["sha-broken"], {})
+        with pytest.raises(StorageError, match="gone"):
+            await cache.get(["sha-gone"], {})
+
+    asyncio.run(story())

@@ -60,24 +60,22 @@ class Site:
 
     worker: Worker
     host: Host
-    cache: AdapterCache
+    url: str
+    cache: AdapterCache = field(init=False)
     service: PeerService = field(init=False)
 
     def __post_init__(self) -> None:
-        self.service = PeerService(self.worker, RUN, self.host.engine, Peers(self.worker, RUN), lambda: self.cache)
+        record = AdapterRecord.model_validate({"name": "alpha", "url": self.url, "verdict": "exact", "sha256": ALPHA})
+        peers = Peers(self.worker, RUN)
+        self.cache = AdapterCache(peers, lambda: [record], {}, Path(self.worker.local_directory) / "adapters")
+        self.service = PeerService(self.worker, RUN, self.host.engine, peers, self.cache)
 
     async def ask(self, other: Site, request: PeerRequest[ReplyT]) -> ReplyT:
         return await Peers(self.worker, RUN).ask(other.worker.address, request)
 
-    def adapters(self) -> dict[str, bytes]:
-        """The files of alpha as they lie here."""
-        (adapter,) = self.cache.local([ALPHA])
-        return {path.name: path.read_bytes() for path in adapter.folder.iterdir()}
-
-
-def cache_of(worker: Worker, folder: Path, url: str) -> AdapterCache:
-    record = AdapterRecord.model_validate({"name": "alpha", "url": url, "verdict": "exact", "sha256": ALPHA})
-    return AdapterCache([record], {}, folder, Peers(worker, RUN))
+    async def fetch_from(self, other: Site) -> None:
+        """Fetch alpha; `other` is named as a worker that has it."""
+        await self.cache.get([ALPHA], {ALPHA: other.worker.address})
 
 
 @asynccontextmanager
@@ -92,7 +90,7 @@ async def sites(tmp_path: Path, urls: list[str], hosts: list[Host]) -> AsyncIter
             local.mkdir()
             made = Worker(scheduler.address, nthreads=1, local_directory=str(local), **options)
             worker = await stack.enter_async_context(made)
-            found.append(Site(worker, host, cache_of(worker, local / "adapters", url)))
+            found.append(Site(worker, host, url))
         yield found
 
 
@@ -102,12 +100,12 @@ def test_rows_go_with_their_adapter_to_a_helper_that_cannot_get_it_elsewhere(
     async def story() -> None:
         engines = [hosts(gate=str(tmp_path / "gate")), hosts(step_s=0.01)]
         async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
-            shard = open_shard(owner.host, 6, *await asyncio.to_thread(owner.cache.local, [ALPHA]))
+            shard = open_shard(owner.host, 6, *await owner.cache.get([ALPHA], {}))
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             # As the coordinator does, from whatever worker it is on.
             await helper.ask(owner, LendRows(7, 4, helper.worker.address))
             await until(lambda: shard.num_unfinished == 2)
-            assert helper.adapters() == FILES
+            assert await helper.cache.files(ALPHA) == FILES
             (tmp_path / "gate").touch()
             await finish(shard, 6, ALPHA)
 
@@ -120,7 +118,7 @@ def test_rows_whose_adapter_a_helper_cannot_get_stay_with_their_owner(
     async def story() -> None:
         engines = [hosts(gate=str(tmp_path / "gate")), hosts()]
         async with sites(tmp_path, [storage, NOWHERE], engines) as (owner, helper):
-            adapters = await asyncio.to_thread(owner.cache.local, [ALPHA])
+            adapters = await owner.cache.get([ALPHA], {})
             shard = open_shard(owner.host, 4, *adapters)
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             adapters[0].folder.rename(tmp_path / "taken-away")
@@ -138,8 +136,8 @@ def test_an_adapter_comes_from_the_named_worker_which_fetches_it_first(
 ) -> None:
     async def story() -> None:
         async with sites(tmp_path, [storage, NOWHERE], [hosts(), hosts()]) as (first, second):
-            await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
-            assert second.adapters() == first.adapters() == FILES
+            await second.fetch_from(first)
+            assert await second.cache.files(ALPHA) == await first.cache.files(ALPHA) == FILES
 
     asyncio.run(story())
 
@@ -149,8 +147,8 @@ def test_an_adapter_that_the_named_worker_does_not_give_comes_from_storage(
 ) -> None:
     async def story() -> None:
         async with sites(tmp_path, [NOWHERE, storage], [hosts(), hosts()]) as (first, second):
-            await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
-            assert second.adapters() == FILES
+            await second.fetch_from(first)
+            assert await second.cache.files(ALPHA) == FILES
 
     asyncio.run(story())
 
@@ -165,8 +163,8 @@ def test_files_that_would_lie_elsewhere_are_not_taken_from_anybody(
                 return AdapterFiles({"../outside": b"x"})
 
             serve_peers(first.worker, RUN, reply_to)
-            await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
-            assert second.adapters() == FILES
+            await second.fetch_from(first)
+            assert await second.cache.files(ALPHA) == FILES
             assert not list(tmp_path.rglob("outside"))
 
     asyncio.run(story())
@@ -176,7 +174,7 @@ def test_an_adapter_that_nobody_has_is_an_error_that_names_it(hosts: Callable[..
     async def story() -> None:
         async with sites(tmp_path, [NOWHERE, NOWHERE], [hosts(), hosts()]) as (first, second):
             with pytest.raises(StorageError, match="nowhere/alpha"):
-                await asyncio.to_thread(second.service.take_over, {ALPHA: first.worker.address})
+                await second.fetch_from(first)
 
     asyncio.run(story())
 
