@@ -85,14 +85,14 @@ class Engine:
         self._counts = StepCounts()
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
-        """Make an adapter known by its content hash; its tensors are read, and the hash checked, on first use.
+        """Register an adapter by its content hash; its tensors are read, and the hash checked, on first use.
 
         Raises `AdapterRefusedError` when it cannot be applied exactly.
         """
         self._registry.register(adapter_id, folder, name or folder.name)
 
     def register_dummy_adapter(self, name: str, rank: int) -> str:
-        """Make an adapter of random weights known, for benchmarks; returns its id.
+        """Register an adapter of random weights, for benchmarks; returns its id.
 
         Raises ValueError unless the base's weights are random too (`load_format="dummy"`).
         """
@@ -103,14 +103,14 @@ class Engine:
         return self._registry.register_dummy(name, rank)
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Hand rows over, in the order in which they should be served. A bad row becomes an error result.
+        """Queue rows in the order in which they should be served. A bad row becomes an error result.
 
         Raises ValueError when a row of the same `request_id` is unfinished.
         """
         self.import_rows(map(ExportedRow, requests))
 
     def import_rows(self, rows: Iterable[ExportedRow]) -> None:
-        """Go on with rows of another engine: `add` for rows that may have tokens already."""
+        """Queue rows exported by another engine: `add` for rows that may have tokens already."""
         for row in rows:
             problem = problem_with(row, self._registry, self._batch, self.model.max_context_tokens)
             if problem is None:
@@ -120,34 +120,37 @@ class Engine:
                 self._rejected.append(Result.refused(row.request, problem))
 
     def expect_rows(self, adapter_id: str, num_rows: int) -> None:
-        """So many more rows of an adapter will come: merging it may pay though few are here."""
+        """Announce rows of an adapter that will be added later: merging it may pay though few are queued now."""
         self._expected[adapter_id] = num_rows
 
     def export_rows(self, request_ids: Collection[str]) -> list[ExportedRow]:
-        """Take unfinished rows out, waiting or running, for another engine to go on with.
+        """Remove unfinished rows, waiting or running, so that another engine can import them.
 
         Unknown ids are ignored: they may have just finished. No result follows for what is returned.
         """
         return [sequence.exported() for sequence in self._take_out(request_ids)]
 
     def abort(self, request_ids: Collection[str]) -> None:
-        """Forget rows, waiting or running. Unknown ids are ignored: they may have just finished."""
+        """Drop rows, waiting or running. Unknown ids are ignored: they may have just finished."""
         self._take_out(request_ids)
 
     @property
     def num_unfinished(self) -> int:
-        """Rows that still owe a result."""
+        """Rows without a result."""
         return self._batch.num_waiting + self._batch.num_running + len(self._rejected)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Serve rows to the end, yielding each result as soon as it is there."""
+        """Serve rows to the end, yielding each result as soon as it is known."""
         self.add(requests)
         while self.num_unfinished:
             yield from self.step()
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
-        """Launch one forward pass, read the oldest that is due. Returns the rows that finished, rejected ones too."""
+        """Launch one forward pass and read the oldest that is due.
+
+        Returns the results of rows that finished, rejected ones too.
+        """
         finished, self._rejected = self._rejected, []
         entries: list[StepEntry] = []
         if self._batch.num_waiting + self._batch.num_running:
@@ -193,7 +196,7 @@ class Engine:
         return self._live.content_sha256()
 
     def check_integrity(self) -> None:
-        """Pool, pins and running rows agree with each other."""
+        """Assert that pool, pins and running rows agree with each other."""
         self._batch.check_integrity()
 
     def _num_expected(self, code: int) -> int:
@@ -211,7 +214,7 @@ class Engine:
         return "unmerged" if self._batch.residency.resident_ids else "base"
 
     def _plan_step(self) -> list[StepEntry]:
-        """The rows of the next step as the batcher wants them."""
+        """Entries of the next step, as the batcher chooses them."""
         view = self._batch.view(self.config.batch_rows, self._live.merged_adapter_id)
         plan = self._batcher.next_step(view)
         entries = self._enact(view, plan)
@@ -221,7 +224,7 @@ class Engine:
         return entries
 
     def _enact(self, view: BatchView, plan: StepPlan) -> list[StepEntry]:
-        """Take the plan's rows as far as memory allows and, if there are any, switch weights if it wants others."""
+        """Admit the plan's rows as far as memory allows and, if there are any, switch weights as it says."""
         plan, served = self._batch.admit(view, plan)
         if not served:
             return []
@@ -239,12 +242,12 @@ class Engine:
                 raise AdapterUnusableError(adapter_id, str(error)) from error
 
     def _give_up_adapter(self, error: AdapterUnusableError) -> list[Result]:
-        """Rows of an adapter that cannot be had are errors; all others go on."""
+        """Error results for the rows of an adapter that cannot be loaded; all others go on."""
         rows = self._take_out(self._batch.ids_of_adapter(error.adapter_id))
         return [Result.refused(sequence.request, str(error)) for sequence in rows]
 
     def _give_up_row(self, sequence: Sequence) -> Result:
-        """A row whose numbers have left what the dtype holds is an error; all others go on."""
+        """An error result for a row whose logits are not finite; all others go on."""
         self._end(sequence)
         after, dtype = len(sequence.token_ids), str(self.backend.dtype).removeprefix("torch.")
         return Result.refused(
@@ -302,7 +305,7 @@ def _running_batch(
 def problem_with(
     row: ExportedRow, registry: AdapterRegistry, batch: RunningBatch, max_context_tokens: int
 ) -> str | None:
-    """A plain sentence, or None for a row that can be served."""
+    """Why the engine cannot serve a row, as a plain sentence; None for a row that it can."""
     request = row.request
     problems = request.sampling.problems() or row.problems()
     if problems:
@@ -327,7 +330,7 @@ def problem_with(
 
 @dataclass(slots=True)
 class StepCounts:
-    """Totals that `EngineTelemetry` reports."""
+    """Counts what `EngineTelemetry` reports in total."""
 
     steps: int = 0
     step_rows: int = 0
@@ -335,7 +338,7 @@ class StepCounts:
     generated_tokens: int = 0
 
     def launching(self, entries: Items[StepEntry]) -> None:
-        """A step of these entries is about to be launched."""
+        """Count a step of these entries, before it is launched."""
         self.steps += 1
         self.step_rows += len(entries)
         for entry in entries:

@@ -53,25 +53,29 @@ class Room:
         self._cache = None if prefixes is None else prefixes.cache
 
     def adapter_pages(self, adapter_id: str) -> int:
-        """Pages an adapter takes, for its exact ranks."""
+        """Pages that an adapter of its exact ranks takes."""
         return max(1, self.layout.pages_for_elements(self.registry.num_elements(adapter_id)))
 
-    def has_at_hand(self, adapter_id: str) -> bool:
-        """Whether no row would have to wait for the adapter: it has arrived in the pool, or can be copied at once."""
+    def is_available(self, adapter_id: str) -> bool:
+        """Whether rows could use the adapter without waiting: it has arrived in the pool, or can be copied at once."""
         if self.residency.get(adapter_id) is not None:
             return self.residency.has_arrived(adapter_id)
         return self.residency.loader.is_ready(adapter_id) and not self.residency.copies_aside
 
-    def make(self, num_pages: int, next_use: NextUse, may_go: Callable[[str], bool] = lambda adapter_id: True) -> bool:
-        """Have a contiguous run of free pages, giving up prefix pages and adapters that may go. False: it cannot be
-        had, and nothing was given up."""
+    def make_room(
+        self, num_pages: int, next_use: NextUse, may_go: Callable[[str], bool] = lambda adapter_id: True
+    ) -> bool:
+        """Free a contiguous run of pages by giving up prefix pages and adapters that may go.
+
+        Returns False when there cannot be one; nothing is given up then.
+        """
 
         def has_room() -> bool:
             return self.pool.largest_free_run >= num_pages
 
         if has_room():
             return True
-        if max(self.pool.free_runs_without(self._needless(may_go)), default=0) < num_pages:
+        if max(self.pool.free_runs_without(self._evictable_owners(may_go)), default=0) < num_pages:
             return False
         # a prefix page that no row waits for, then what a copy restores, then what has to be computed again
         if self._cache is not None and self._cache.make_room(has_room, spare_awaited=True):
@@ -81,30 +85,32 @@ class Room:
         return self._cache is not None and self._cache.make_room(has_room, spare_awaited=False)
 
     def gaps(self) -> list[int]:
-        """Pages of each contiguous run that a row could be given if everything that may go went."""
-        return self.pool.free_runs_without(self._needless(lambda adapter_id: True))
+        """Pages of each contiguous run that would be free without everything that may go."""
+        return self.pool.free_runs_without(self._evictable_owners(lambda adapter_id: True))
 
     def begin_copies(self, adapter_ids: Iterable[str], next_use: NextUse) -> None:
-        """Where copies run aside, begin those of adapters that are in host memory, at the cost of none that is needed
-        sooner. Raises `AdapterUnusableError`."""
+        """Begin to copy adapters that are in host memory, where copies run beside steps.
+
+        No adapter that is needed sooner is evicted for them. Raises `AdapterUnusableError`.
+        """
         for adapter_id in adapter_ids:
             if self.residency.copies_aside and self.residency.loader.is_ready(adapter_id):
                 pages, later = self.adapter_pages(adapter_id), partial(_is_later, next_use, next_use(adapter_id))
-                if self.make(pages, next_use, later):
+                if self.make_room(pages, next_use, later):
                     self.residency.load(adapter_id, pages)
 
     def make_resident(self, adapter_id: str, next_use: NextUse) -> bool:
-        """Have an adapter in the pool; False when there is no room for it now. Raises `AdapterUnusableError`."""
+        """Load an adapter into the pool; False when there is no room for it now. Raises `AdapterUnusableError`."""
         if self.residency.get(adapter_id) is not None:
             return True
         pages = self.adapter_pages(adapter_id)
-        if not self.make(pages, next_use):
+        if not self.make_room(pages, next_use):
             return False
         self.residency.load(adapter_id, pages)
         return True
 
-    def _needless(self, may_go: Callable[[str], bool]) -> list[Hashable]:
-        """Who holds pages that no running row needs."""
+    def _evictable_owners(self, may_go: Callable[[str], bool]) -> list[Hashable]:
+        """Owners of pages that no running row needs."""
         owners: list[Hashable] = [adapter_owner(adapter_id) for adapter_id in self.residency.evictable(may_go)]
         return owners + ([] if self._cache is None else list(self._cache.owners()))
 
@@ -137,7 +143,7 @@ class Admission:
         self._may_switch = may_switch
 
     def admit(self, plan: StepPlan, *, is_mixture: bool) -> None:
-        """Let in what the plan wants, in its order, until memory ends. `is_mixture`: a merged adapter is pinned too."""
+        """Admit the plan's rows in its order until memory ends. `is_mixture`: a merged adapter is pinned too."""
         if len(plan.admit) == 0:
             return
         rows, next_use = list(self._waiting), self.next_use()
@@ -156,14 +162,14 @@ class Admission:
         self._room.begin_copies(self._absent_adapters(wanted, plan), next_use)
 
     def read_ahead(self) -> None:
-        """Have the adapters read that are needed next, while steps run."""
+        """Prefetch the adapters that are needed next, while steps run."""
         loader = self._residency.loader
         if loader.has_time and self._waiting:
             absent = (a for a in self._next_uses() if self._residency.get(a) is None)
             loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), MAX_AHEAD))
 
     def free_memory(self) -> FreeMemory:
-        """What is left for waiting rows where weights may change while rows run."""
+        """Memory left for waiting rows, where weights may change while rows run."""
         pages: dict[int, int] = {}
         awaited = []
         for adapter_id in self._waiting.adapter_ids:
@@ -172,13 +178,13 @@ class Admission:
             code = self._registry.code_of[adapter_id]
             if not self._residency.is_pinned(adapter_id):
                 pages[code] = self._room.adapter_pages(adapter_id)
-            if not self._room.has_at_hand(adapter_id):
+            if not self._room.is_available(adapter_id):
                 awaited.append(code)
         row_pages = -(-self._waiting.capacity_tokens() // self._layout.page_tokens)
         return FreeMemory(tuple(self._room.gaps()), row_pages, pages, self._layout.run_pages, frozenset(awaited))
 
     def next_use(self) -> NextUse:
-        """How many rows enter before an adapter's next; infinite where none waits."""
+        """A function from an adapter to the number of rows that enter before its next; infinite where none waits."""
         uses = self._next_uses()
         return lambda adapter_id: uses.get(adapter_id, inf)
 
@@ -199,16 +205,16 @@ class Admission:
         return adapter_id if self._may_switch or plan.mode == "unmerged" else None
 
     def _ready(self, rows: list[Sequence], plan: StepPlan) -> list[Sequence]:
-        """Rows whose adapter need not be waited for. If there is none and nothing runs, those of the first adapter."""
+        """Rows that need not wait for their adapter; those of the first adapter if there is none and nothing runs."""
         wanted = dict.fromkeys(self._adapter_to_hold(s, plan) for s in rows)
-        missing = [a for a in wanted if a is not None and not self._room.has_at_hand(a)]
+        missing = [a for a in wanted if a is not None and not self._room.is_available(a)]
         self._read([a for a in missing if self._residency.get(a) is None])
         if len(missing) == len(wanted) and not self._running:
             del missing[0]
         return [s for s in rows if self._adapter_to_hold(s, plan) not in missing]
 
     def _read(self, absent: list[str]) -> None:
-        """Begin to read adapters that rows wait for, not all at once: each waits in memory beside the pool."""
+        """Begin to read adapters that rows wait for, a few at a time: each takes host memory beside the pool."""
         loader = self._residency.loader
         unread = [a for a in absent if not loader.has_begun(a)]
         num_begun = len(absent) - len(unread)
@@ -226,7 +232,7 @@ class Admission:
             if self._running or is_mixture:
                 return False
             # an empty pool holds the row and its adapter side by side: checked when the row came
-            self._room.make(self._pool.num_pages, next_use)
+            self._room.make_room(self._pool.num_pages, next_use)
             has_memory = self._take_memory(sequence, (exact,), adapter_id, next_use)
             assert has_memory, f"row {sequence.request.request_id} does not fit into an empty pool"
         if self._clean is not None:
@@ -240,9 +246,9 @@ class Admission:
     def _take_memory(
         self, sequence: Sequence, sizes: tuple[int, ...], adapter_id: str | None, next_use: NextUse
     ) -> bool:
-        """The largest possible of `sizes` for the row, and its adapter in the pool; or neither, and False."""
+        """Allocate the largest possible of `sizes` for the row and load its adapter; False when both do not fit."""
         owner = row_owner(sequence)
-        if not self._room.make(min(sizes), next_use, lambda other: other != adapter_id):
+        if not self._room.make_room(min(sizes), next_use, lambda other: other != adapter_id):
             return False
         next(size for size in sizes if self._pool.allocate(owner, size) is not None)
         is_resident = False
@@ -255,12 +261,12 @@ class Admission:
 
 
 def row_owner(sequence: Sequence) -> tuple[str, str]:
-    """Under which a row holds its pages."""
+    """The pool's owner for a row's pages."""
     return ("sequence", sequence.request.request_id)
 
 
 class WaitingRows:
-    """An ordered set of sequences: cheap to append to, to take from anywhere, and to see as arrays."""
+    """Keeps waiting sequences in order of arrival, to be removed from anywhere and seen as arrays."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Sequence] = {}
@@ -277,7 +283,7 @@ class WaitingRows:
         return request_id in self._rows
 
     def append(self, sequence: Sequence) -> None:
-        """Add at the end. Request ids are unique among unfinished rows."""
+        """Add a row at the end. Request ids are unique among unfinished rows."""
         assert sequence.request.request_id not in self._rows, f"row {sequence.request.request_id} waits already"
         self._rows[sequence.request.request_id] = sequence
         self._capacity_tokens[sequence.request.request_id] = sequence.capacity_tokens
@@ -285,7 +291,7 @@ class WaitingRows:
             self._num_of[sequence.request.adapter_id] += 1
 
     def remove(self, request_id: str) -> Sequence:
-        """Take a row out. Raises KeyError when it does not wait."""
+        """Remove a row and return it. Raises KeyError when it does not wait."""
         sequence = self._rows.pop(request_id)
         del self._capacity_tokens[request_id]
         adapter_id = sequence.request.adapter_id
@@ -305,7 +311,7 @@ class WaitingRows:
 
     @property
     def adapter_ids(self) -> Collection[str]:
-        """Adapters that rows wait with."""
+        """Adapters of waiting rows."""
         return self._num_of.keys()
 
     def capacity_tokens(self) -> NDArray[np.int64]:

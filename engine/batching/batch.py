@@ -19,7 +19,7 @@ from .admission import Admission, Room, WaitingRows, row_owner
 
 
 class RunningBatch:
-    """Bookkeeping between requests and steps; no arithmetic on tensors.
+    """Tracks waiting and running rows and their memory; no arithmetic on tensors.
 
     `may_switch`: weights may change while rows run. `merges_all`: no adapter is ever served from the pool. `clean`
     erases a run before a row gets it (None: needless).
@@ -64,11 +64,11 @@ class RunningBatch:
             self.prefixes.expect(sequence)
 
     def is_running(self, sequence: Sequence) -> bool:
-        """Whether this very sequence holds memory here; another may have come under the same id."""
+        """Whether this very sequence holds memory here; another may have the same id by now."""
         return self._running.get(sequence.request.request_id) is sequence
 
     def view(self, max_batch_rows: int, merged_adapter_id: str | None) -> BatchView:
-        """What the batcher sees."""
+        """The state of the batch as the batcher sees it."""
         code_of = self._registry.code_of
         rows = self._running.values()
         return BatchView(
@@ -91,13 +91,13 @@ class RunningBatch:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether rows of the next step may have to take out the merged adapter."""
+        """Whether the merged adapter is in the pool too, to be subtracted for rows that must not see it."""
         return self._taken_out is not None
 
     def _take_out(self, adapter_id: str | None) -> bool:
-        """Keep the merged adapter in the pool too, for rows that must not see it; None: no longer.
+        """Keep the merged adapter in the pool too, to be subtracted for rows that must not see it; None: no longer.
 
-        False when memory does not allow it now.
+        Returns False when memory does not allow it now.
         """
         if self._taken_out is not None and self._taken_out.resident.adapter_id != adapter_id:
             self.residency.unpin(self._taken_out.resident.adapter_id)
@@ -114,8 +114,10 @@ class RunningBatch:
         return True
 
     def admit(self, view: BatchView, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
-        """Admit what the plan wants and memory allows. Returns what to do with the rows that take part in the step, and
-        these rows."""
+        """Admit the plan's rows as far as memory allows.
+
+        Returns the plan for the rows that take part in the step, and these rows.
+        """
         merged = None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter)
         if not self._take_out(merged if plan.mode == "mixture" else None):
             return plan, []
@@ -134,8 +136,11 @@ class RunningBatch:
         return plan, served
 
     def entries(self, served: list[Sequence], plan: StepPlan, max_step_tokens: int) -> list[StepEntry]:
-        """The step's rows: every served decoding row, and prompts in order of admission until `max_step_tokens` are
-        reached. All other rows pause."""
+        """Build the step's entries: every served decoding row, then prompts in order of admission until
+        `max_step_tokens`.
+
+        All other rows pause.
+        """
         taking_part = set(map(id, served))
         for sequence in self._running.values():
             sequence.num_paused += id(sequence) not in taking_part
@@ -154,12 +159,12 @@ class RunningBatch:
         return entries
 
     def after_step(self, entries: Collection[StepEntry]) -> None:
-        """The step's tokens are stored."""
+        """Note that the step's tokens are stored."""
         if self.prefixes is not None:
             self.prefixes.after_step(entries)
 
     def release(self, sequence: Sequence) -> None:
-        """Take a running row out and give its pages back."""
+        """Remove a running row and free its pages."""
         del self._running[sequence.request.request_id]
         self.pool.release(row_owner(sequence))
         if self.prefixes is not None:
@@ -175,7 +180,7 @@ class RunningBatch:
         return [s.request.request_id for s in rows if s.request.adapter_id == adapter_id]
 
     def remove(self, request_ids: Collection[str]) -> list[Sequence]:
-        """Take rows out wherever they stand; unknown ids are ignored."""
+        """Remove rows, waiting or running; unknown ids are ignored."""
         removed = []
         for request_id in request_ids:
             if request_id in self._waiting:
@@ -188,7 +193,7 @@ class RunningBatch:
         return removed
 
     def check_integrity(self) -> None:
-        """Pool, pins and running rows agree with each other."""
+        """Assert that pool, pins and running rows agree with each other."""
         self.pool.check_integrity()
         held_adapters = [s.request.adapter_id for s in self._running.values() if s.holds_adapter]
         held_adapters += [self._taken_out.resident.adapter_id] if self._taken_out else []

@@ -29,8 +29,10 @@ def choose_batcher(
     mean_output_tokens: Callable[[], float],
     rows_to_come: Callable[[int], int] = no_more_rows,
 ) -> Batcher:
-    """`unmerged` and `exact` merge only what is exact no other way; `merged` merges every adapter, one after the
-    other; `auto` decides as `config.auto_policy` says. What must be merged has waves of its own in every mode.
+    """The batcher of the configured mode.
+
+    `unmerged` and `exact` merge only what is exact no other way; `merged` merges every adapter, one after the other;
+    `auto` decides as `config.auto_policy` says. What must be merged has waves of its own in every mode.
     """
     min_rows = None
     inner: Batcher = ClusteredBatcher()

@@ -23,8 +23,10 @@ from ..request import Sequence
 
 @dataclass(slots=True)
 class _Reader:
-    """A row on its way through its prompt: pages of `path` before `num_passed` are behind it. `pages`: the cached pages
-    that it names instead of pages of its own, the beginning of its block table."""
+    """A row's progress through the pages of its prompt.
+
+    Pages of `path` before `num_passed` are computed or copied. `pages`: the cached pages that begin its block table.
+    """
 
     path: tuple[bytes, ...]
     num_passed: int = 0
@@ -43,24 +45,26 @@ class PrefixSharing(ABC):
         self.num_reused_tokens = 0
 
     def expect(self, sequence: Sequence) -> None:
-        """A row was queued."""
+        """Note that a row was queued."""
         reader = _Reader(self.cache.path(sequence.request.adapter_id, sequence.request.prompt_token_ids))
         self._readers[sequence.request.request_id] = reader
         self.cache.expect(reader.path)
 
     def forget(self, sequence: Sequence) -> None:
-        """A row is finished or gone."""
+        """Note that a row is finished or gone."""
         reader = self._readers.pop(sequence.request.request_id)
         self.cache.release(reader.path[reader.num_passed :])
         self.cache.leave(reader.path[: len(reader.pages)])
 
     def pages_of(self, sequence: Sequence) -> tuple[int, ...]:
-        """The cached pages that begin the row's block table; its own run goes on behind them."""
+        """The cached pages that begin the row's block table; its own run continues them."""
         return tuple(self._readers[sequence.request.request_id].pages)
 
     def advance(self, sequence: Sequence, owner: Hashable) -> bool:
-        """Let the row have the cached pages that come next. False: another row of this step computes the page that
-        comes next, so the row had better wait for it."""
+        """Give the row the cached pages that come next in its prompt.
+
+        Returns False when another row of this step computes the next page, so that the row should wait for it.
+        """
         reader = self._readers[sequence.request.request_id]
         path = reader.path
         number, rest = divmod(sequence.num_stored, self._page_tokens)
@@ -78,14 +82,14 @@ class PrefixSharing(ABC):
         return not (rest == 0 and number < last and path[number] in self._being_computed)
 
     def compute(self, sequence: Sequence, num_tokens: int, owner: Hashable) -> None:
-        """The row computes its next `num_tokens` tokens in this step: find places for the pages it completes."""
+        """Find places in the cache for the pages that the row completes by its next `num_tokens` tokens."""
         reader = self._readers[sequence.request.request_id]
         first = sequence.num_stored // self._page_tokens
         end = min((sequence.num_stored + num_tokens) // self._page_tokens, len(reader.path))
         self._being_computed.update(reader.path[n] for n in range(first, end) if self._keep(reader, n, owner))
 
     def after_step(self, entries: Collection[StepEntry]) -> None:
-        """The pages that the step completed are there."""
+        """Fill the pages that the step completed."""
         for entry in entries:
             path = self._readers[entry.sequence.request.request_id].path
             for number in self._pass(entry.sequence):
@@ -95,7 +99,7 @@ class PrefixSharing(ABC):
         self._being_computed.clear()
 
     def check_integrity(self, unfinished_ids: Collection[str]) -> None:
-        """The cache agrees with itself, readers are the unfinished rows, and pages in use are those they name."""
+        """Assert that the cache is sound, readers are the unfinished rows, and pages in use are named by rows."""
         self.cache.check_integrity()
         assert self._readers.keys() == set(unfinished_ids), f"{len(self._readers)} readers, {len(unfinished_ids)} rows"
         named = Counter(key for reader in self._readers.values() for key in reader.path[: len(reader.pages)])
@@ -105,7 +109,7 @@ class PrefixSharing(ABC):
                 assert self.cache.find(key) == PageRun(page, 1), f"prefix page {key.hex()} is not page {page}"
 
     def _pass(self, sequence: Sequence) -> range:
-        """Numbers of the pages that the row has put behind it since the last call."""
+        """Numbers of the pages that the row has completed since the last call."""
         reader = self._readers[sequence.request.request_id]
         before = reader.num_passed
         reader.num_passed = max(before, min(len(reader.path), sequence.num_stored // self._page_tokens))
@@ -126,7 +130,7 @@ class PrefixSharing(ABC):
 
 
 class CopiedPrefixes(PrefixSharing):
-    """Pages of the cache and of rows are copies of each other, in the memory of a CPU."""
+    """Copies pages between the cache and rows, in the memory of a CPU."""
 
     def __init__(self, pool: PagePool, layout: PageLayout, model: ModelConfig, memory: Tensor) -> None:
         super().__init__(pool, layout, model)
@@ -153,9 +157,11 @@ class CopiedPrefixes(PrefixSharing):
 
 
 class NamedPrefixes(PrefixSharing):
-    """Block tables name cached pages, which stay while any row does: nothing is copied, and a row gives back the pages
-    that it was let in with and does not need. Steps run in order on the device, so a page may be named as soon as the
-    step that computes it is launched."""
+    """Names cached pages in block tables; a page stays while any row names it.
+
+    Nothing is copied, and a row frees the pages of its own that it does not need. Steps run in order on the device, so
+    a page may be named as soon as the step that computes it is launched.
+    """
 
     def _have(self, reader: _Reader, number: int, page: PageRun, owner: Hashable) -> bool:
         # behind a page of its own the row has only its own
@@ -175,12 +181,12 @@ class NamedPrefixes(PrefixSharing):
         return page is not None
 
     def _fill(self, page: PageRun, run: PageRun, number: int) -> None:
-        """The page is the row's own."""
+        """Nothing to do: the cached page is the row's own."""
 
 
 def page_flops(model: ModelConfig, page_tokens: int, number: int) -> float:
-    """Multiplications and additions to compute page `number` of a prompt: linear layers, and attention to all
-    tokens before."""
+    """Floating point operations of computing page `number` of a prompt: linear layers, and attention to all tokens
+    before."""
     members = (shape for site in model.names.sites for shape in model.members_of_site(site).values())
     linear = model.num_layers * sum(out_features * in_features for out_features, in_features in members)
     mean_context = (number + 0.5) * page_tokens

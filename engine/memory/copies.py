@@ -19,7 +19,7 @@ from ...kernels.launch import empty_pinned
 
 
 class Arrival(Protocol):
-    """A copy to the pool on its way."""
+    """A copy to the pool in flight."""
 
     def is_done(self) -> bool:
         """Whether the copy is done. Asking waits for nothing."""
@@ -29,9 +29,9 @@ class Arrival(Protocol):
 
 
 class AdapterCopies(Protocol):
-    """Copies between host and pool, in the order in which they are asked for.
+    """Copies adapters between host and pool, in the order of the calls.
 
-    `are_aside`: steps run while copies do, so that rows had better wait for an arrival than steps.
+    `are_aside`: copies run beside steps, so that rows should wait for an arrival rather than steps.
     """
 
     are_aside: bool

@@ -12,7 +12,10 @@ MAX_AHEAD = 4
 
 
 class AdapterLoader:
-    """One thread reads, in the order asked. `read` raises `AdapterUnusableError`; `take` hands the error on."""
+    """Reads adapters in one thread, in the order of the calls.
+
+    `read` raises `AdapterUnusableError`; `take` passes the error on.
+    """
 
     def __init__(self, read: Callable[[str], PackedAdapter], tier: HostTier) -> None:
         self._read = read
@@ -23,17 +26,17 @@ class AdapterLoader:
 
     @property
     def has_time(self) -> bool:
-        """Whether fewer adapters than `MAX_AHEAD` are on their way or waiting to be taken."""
+        """Whether fewer adapters than `MAX_AHEAD` are in flight or waiting to be taken."""
         return len(self._coming) < MAX_AHEAD
 
     def prefetch(self, adapter_ids: Iterable[str]) -> None:
-        """Start reading what is neither here nor on its way."""
+        """Start reading adapters that are neither in host memory nor in flight."""
         for adapter_id in adapter_ids:
             if not self.has_begun(adapter_id):
                 self._coming[adapter_id] = self._thread.submit(self._read_and_count, adapter_id)
 
     def has_begun(self, adapter_id: str) -> bool:
-        """Whether the adapter is here or on its way."""
+        """Whether the adapter is in host memory or in flight."""
         return adapter_id in self._tier or adapter_id in self._coming
 
     def is_ready(self, adapter_id: str) -> bool:
@@ -41,7 +44,10 @@ class AdapterLoader:
         return adapter_id in self._tier or (adapter_id in self._coming and self._coming[adapter_id].done())
 
     def take(self, adapter_id: str) -> PackedAdapter:
-        """The adapter, waited for if need be. Raises `AdapterUnusableError`; another `take` then reads again."""
+        """Return the adapter, waiting for it if need be.
+
+        Raises `AdapterUnusableError`; another `take` then reads again.
+        """
         if adapter_id in self._tier:
             return self._tier.take(adapter_id)
         self.prefetch([adapter_id])
@@ -50,7 +56,7 @@ class AdapterLoader:
     def keep(
         self, adapter_id: str, num_bytes: int, copy: Callable[[], PackedAdapter], next_use: Callable[[str], float]
     ) -> None:
-        """Take back an adapter that leaves the pool, if host memory has room for it; only then it is copied."""
+        """Keep an adapter that leaves the pool, if host memory has room for it; only then it is copied."""
         if self._tier.make_room(adapter_id, num_bytes, next_use):
             self._tier.put(adapter_id, copy(), next_use)
 
@@ -60,7 +66,7 @@ class AdapterLoader:
             del self._coming[adapter_id]
 
     def check_integrity(self, resident_ids: Iterable[str]) -> None:
-        """The tier's sums hold, and no adapter is in two places."""
+        """Assert that the tier's sums hold and no adapter is in two places."""
         self._tier.check_integrity()
         twice = [a for a in resident_ids if a in self._tier or a in self._coming]
         assert not twice, f"adapters in the pool and also before it: {twice}"
@@ -73,7 +79,7 @@ class AdapterLoader:
 
 
 class HostTier:
-    """At most `budget_bytes` of adapters; the one needed furthest in the future makes room for others."""
+    """Keeps at most `budget_bytes` of adapters; the one needed furthest in the future makes room for others."""
 
     def __init__(self, budget_bytes: int) -> None:
         if budget_bytes < 0:
@@ -96,8 +102,10 @@ class HostTier:
             self.num_bytes += adapter.num_bytes
 
     def make_room(self, adapter_id: str, num_bytes: int, next_use: Callable[[str], float]) -> bool:
-        """Have room for an adapter of `num_bytes`, giving up those that are not needed before it. False: it would have
-        to go first itself."""
+        """Make room for an adapter of `num_bytes` by dropping those that are not needed before it.
+
+        Returns False when it would have to go first itself.
+        """
         if num_bytes > self._budget_bytes:
             return False
         while self.num_bytes + num_bytes > self._budget_bytes:
@@ -109,13 +117,13 @@ class HostTier:
         return True
 
     def take(self, adapter_id: str) -> PackedAdapter:
-        """Hand an adapter out and forget it. Raises KeyError when it is not held."""
+        """Remove an adapter and return it. Raises KeyError when it is not held."""
         adapter = self._held.pop(adapter_id)
         self.num_bytes -= adapter.num_bytes
         return adapter
 
     def check_integrity(self) -> None:
-        """The sum of all sizes is what is counted and within the budget."""
+        """Assert that the sum of all sizes is what is counted and within the budget."""
         total = sum(adapter.num_bytes for adapter in self._held.values())
         assert total == self.num_bytes, f"adapters hold {total} bytes, counted {self.num_bytes}"
         assert total <= self._budget_bytes, f"adapters hold {total} bytes of {self._budget_bytes}"

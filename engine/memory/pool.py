@@ -47,7 +47,7 @@ class PageRun:
 
 
 class PagePool:
-    """Which pages are whose. Pure bookkeeping: the memory itself is the engine's flat tensor."""
+    """Tracks the owner of each page. Pure bookkeeping: the memory itself is the engine's flat tensor."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
@@ -106,7 +106,7 @@ class PagePool:
         return taken
 
     def release(self, owner: Hashable) -> None:
-        """Give an owner's run back and join it with free neighbours. Raises KeyError when it holds none."""
+        """Free an owner's run and join it with free neighbours. Raises KeyError when it holds none."""
         self._free_run(self._owned.pop(owner))
 
     def _free_run(self, run: PageRun) -> None:
@@ -127,7 +127,7 @@ class PagePool:
         return first
 
     def release_first(self, owner: Hashable) -> None:
-        """Give the first page of an owner's run back; the run has more."""
+        """Free the first page of an owner's run, which has more."""
         self._free_run(self._take_first(owner))
 
     def _take_first(self, owner: Hashable) -> PageRun:
@@ -137,7 +137,7 @@ class PagePool:
         return PageRun(run.start, 1)
 
     def check_integrity(self) -> None:
-        """Every page is either free or held by exactly one owner; free runs are sorted and joined."""
+        """Assert that every page is free or held by exactly one owner, and free runs are sorted and joined."""
         runs = sorted([*self._free, *self._owned.values()], key=lambda run: run.start)
         position = 0
         for run in runs:

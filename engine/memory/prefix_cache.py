@@ -186,7 +186,10 @@ class PrefixCache:
 
 
 def shares_prefixes(config: EngineConfig, model: ModelConfig, *, is_arithmetic_fixed: bool) -> bool:
-    """Not where keys depend on a row's length; in mode `exact` only where bits do not depend on how a prompt is cut."""
+    """Whether rows of an engine share prompt beginnings.
+
+    Not where keys depend on a row's length; in mode `exact` only where bits do not depend on how a prompt is cut.
+    """
     may_share = config.mode != "exact" or is_arithmetic_fixed
     return config.uses_prefix_cache and may_share and not model.has_length_dependent_rope
 

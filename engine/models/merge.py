@@ -26,7 +26,7 @@ from .layers import Linear
 
 
 class LiveWeights:
-    """Merges one adapter at a time into a decoder and takes it out again.
+    """Merges one adapter at a time into a decoder's weights, and restores them.
 
     `num_switches`: merges and restorations so far. `switching_s`: seconds that merging took.
     """

@@ -11,7 +11,7 @@ _SHOWN_VALUE_CHARACTERS = 80
 
 
 def shown(value: Any) -> str:
-    """A value as it may stand in a message: short, on one line."""
+    """A value as messages show it: short, on one line."""
     text = repr(value)
     return text if len(text) <= _SHOWN_VALUE_CHARACTERS else text[: _SHOWN_VALUE_CHARACTERS - 1] + "…"
 
@@ -34,7 +34,7 @@ class Ledger:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict as far as the books go."""
+        """The verdict that follows from the findings so far."""
         if self._refusals:
             return "refused"
         return "exact-by-merge" if self._merges else "exact"
@@ -44,7 +44,7 @@ class Ledger:
         self._refusals.setdefault(cause or what, []).append(what)
 
     def refuse_key(self, key: str, value: Any, why: str) -> None:
-        """A key of the configuration stands against the adapter."""
+        """A key of the configuration is a reason to refuse the adapter."""
         self.key_uses[key] = f"refused: {why}"
         self.refuse(f"{key}={shown(value)}: {why}")
 

@@ -60,8 +60,10 @@ class EagerExecutor:
 
 
 class GraphExecutor:
-    """Captures a key's work when it first comes and replays it from then on. All graphs share one memory pool: one
-    step runs at a time, and no graph's temporary memory is read by another."""
+    """Captures the work of a key on its first run and replays it from then on.
+
+    All graphs share one memory pool: one step runs at a time, and no graph's temporary memory is read by another.
+    """
 
     def __init__(self) -> None:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}

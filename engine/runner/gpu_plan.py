@@ -28,8 +28,8 @@ _Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """What a step's lists are written with. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer,
-    per site. `group`: query heads of a key head."""
+    """Sizes that a step's lists depend on. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer, per
+    site. `group`: query heads of a key head."""
 
     chunk_counts: _Int32s
     page_tokens: int
@@ -172,8 +172,8 @@ class PlannedStep:
 
 
 def rounded(length: int) -> int:
-    """Lists of kernels have lengths of multiples of 16, so that the lists behind them start at multiples of 16 bytes:
-    Triton compiles a kernel anew for a pointer that does not."""
+    """`length` rounded up to a multiple of 16, so that lists start at multiples of 16 bytes: Triton compiles a kernel
+    anew for a pointer that does not."""
     return -(-length // 16) * 16
 
 

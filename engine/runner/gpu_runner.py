@@ -149,7 +149,7 @@ class GpuRunner:
         return PlannedStep(entries, plus_rows, minus_rows, addresses, self._stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
-        """Scratch grows to what a step needs (ranks know no limit), and graphs read the addresses of their weights."""
+        """Grow scratch to what the step needs (ranks have no limit), and drop graphs whose weights have moved."""
         memory, device = self._memory, self._memory.scratch.device
         if planned.scratch_rows > len(memory.scratch):
             shape = (2 * planned.scratch_rows, memory.scratch.shape[1])

@@ -28,8 +28,8 @@ SampledTokens = tuple[list[int], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step on its way. `sampled`: the sequences that get a token; `read` waits for the tokens and their
-    log-probabilities (zeros when no sequence asked for them)."""
+    """A step in flight. `sampled`: the sequences that get a token; `read` waits for the tokens and their log-
+    probabilities (zeros when no sequence asked for them)."""
 
     sampled: tuple[Sequence, ...]
     read: Callable[[], SampledTokens]
