@@ -59,11 +59,6 @@ class EngineProcess:
         self._thread = threading.Thread(target=self._live, name="engine process", daemon=True)
         self._thread.start()
 
-    @property
-    def pid(self) -> int | None:
-        """The process id, once it runs."""
-        return self._process.pid if self._process else None
-
     def send(self, message: ToEngine) -> None:
         """Send one message, without waiting for the process to read it. A process that is gone is no error here: its
         exit is reported on its own.

@@ -23,7 +23,7 @@ from ...engine.server.frames import (
 )
 from ..messages import LocalAdapter, ShardAbandonedError
 from .open_shard import OpenShard, ServedRow
-from .rows import QueuedRow, RowState, RowTable, RunRows, with_id
+from .rows import QueuedRow, RowState, RowTable, RunRows
 
 # Runs that share an engine have so many batches of rows in it together: one runs, and what enters next is near.
 SHARED_BATCHES = 1.5
@@ -40,7 +40,10 @@ class LentRows:
 
 
 class EngineQueue:
-    """Runs, their open shards and rows, adapters, and exports that the process was asked for."""
+    """Runs, their open shards and rows, adapters, and exports that the process was asked for.
+
+    Rows wait in `rows.RowTable`; a row's story is in the debug log, one line for each change of its state.
+    """
 
     def __init__(self) -> None:
         self._table = RowTable()
@@ -81,10 +84,9 @@ class EngineQueue:
 
     def leave(self, run_id: str) -> None:
         """End a run: its open shards fail with what was generated for them, its rows leave the engine."""
-        if run_id in self._table.runs:
-            self._fail_all(
-                self._table.runs[run_id], ShardAbandonedError("The worker stopped before the shard was done.")
-            )
+        run = self._table.runs.get(run_id)
+        if run is not None:
+            self._fail_all(run, ShardAbandonedError("The worker stopped before the shard was done."))
             del self._table.runs[run_id]
 
     def fail(self, failure: Exception) -> None:
@@ -244,7 +246,7 @@ class EngineQueue:
         self._registered |= needed.keys()
         for adapter_id in needed.keys() & self._expected.keys():
             self._frames.append(ExpectRows(adapter_id, self._expected.pop(adapter_id)))
-        self._frames.append(AddRows(tuple(with_id(row.content, row.row_id) for row in rows)))
+        self._frames.append(AddRows(tuple(row.as_sent for row in rows)))
 
     def exported(self, given_up: Iterable[RowTokens]) -> None:
         """The process has given rows up, as it was asked."""

@@ -90,6 +90,11 @@ class QueuedRow:
         return self.content.request
 
     @property
+    def as_sent(self) -> ExportedRow:
+        """The same content under the name that the process knows."""
+        return replace(self.content, request=replace(self.request, request_id=self.row_id))
+
+    @property
     def is_in_process(self) -> bool:
         """Whether the engine process works on it."""
         return self.state in _IN_PROCESS
@@ -380,8 +385,3 @@ class RowTable:
             assert shard.num_unfinished == len(unfinished), (
                 f"shard {shard.shard_id}: waits for {shard.num_unfinished} rows, {len(unfinished)} are unfinished"
             )
-
-
-def with_id(content: ExportedRow, request_id: str) -> ExportedRow:
-    """The same row under another name."""
-    return replace(content, request=replace(content.request, request_id=request_id))

@@ -17,7 +17,7 @@ from lorabatch.jobs.record import JobState
 from lorabatch.jobs.store import JobStore
 
 # One engine takes five times longer: at the end it has two batches of rows, and the other one nothing to do. Even there
-# a batch takes two seconds, so that guests are seen in states that are told once a second.
+# a batch takes two seconds, so that incoming rows are seen in states that are reported once a second.
 SLOW = {"step_s": 0.05, "slow_factor": 5}
 JOB = {"max_tokens": 40, "batch_rows": 8, "rows_per_shard": 8}
 
@@ -26,7 +26,7 @@ def moves(store: JobStore) -> list[dict[str, Any]]:
     return [record for record in store.read_events() if record["kind"] == "MigrateRows"]
 
 
-def has_guests(state: JobState) -> bool:
+def has_incoming_rows(state: JobState) -> bool:
     return any(worker.incoming_rows for worker in state.workers)
 
 
@@ -34,7 +34,7 @@ def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, sh
     rows = make_rows(48)
     echo_job.write_input(rows)
     echo_job.set_engine(**SLOW)
-    watcher = Watcher(has_guests, lambda: None)
+    watcher = Watcher(has_incoming_rows, lambda: None)
     result = echo_job.run(shared_client, progress=watcher, **JOB)
     echo_job.assert_answered(rows, max_tokens=40)
     assert (result.num_rows, result.num_errors) == (48, 0)
@@ -67,7 +67,9 @@ def test_a_worker_lost_with_rows_on_loan_loses_and_repeats_nothing(
     echo_job.set_engine(**SLOW)
     with own_cluster(3) as client:
         pids = client.run(os.getpid)
-        result = echo_job.run(client, progress=Watcher(has_guests, disturb(echo_job.store, pids, victim, sent)), **JOB)
+        result = echo_job.run(
+            client, progress=Watcher(has_incoming_rows, disturb(echo_job.store, pids, victim, sent)), **JOB
+        )
     echo_job.assert_answered(rows, max_tokens=40)
     assert (result.num_rows, result.num_errors) == (48, 0)
 
