@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# No deadline: how long an example takes depends on what else the machine does. `make test-all` asks for "long".
-settings.register_profile("short", deadline=None, max_examples=50)
-settings.register_profile("long", deadline=None, max_examples=100)
+# No deadline: how long an example takes depends on what else the machine does. `make test-all` asks for "long":
+# see `tests/oracle/examples.py`.
+settings.register_profile("short", deadline=None)
+settings.register_profile("long", deadline=None)
 settings.load_profile("short")
 
 # Triton reads this when it is imported, so it stands before any test module is. TRITON_INTERPRET=0 tests the

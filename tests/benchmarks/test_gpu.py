@@ -92,6 +92,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
     return done, json.loads((folder / "result.json").read_text())
 
 
+@pytest.mark.long
 def test_a_whole_run_at_the_smallest_sizes(
     whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:

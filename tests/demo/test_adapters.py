@@ -47,7 +47,14 @@ def test_ranks_scalings_and_targets_differ_between_adapters():
 
 @pytest.mark.real_model
 @pytest.mark.parametrize(
-    ("name", "least_share"), [("sentiment", 0.8), ("contacts", 0.8), ("pirate", 0.9), ("sql", 0.7)]
+    ("name", "least_share"),
+    [
+        ("sql", 0.7),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("sentiment", 0.8), ("contacts", 0.8), ("pirate", 0.9))
+        ),
+    ],
 )
 def test_each_adapter_beats_the_base_on_held_out_prompts(name: str, least_share: float):
     from lorabatch.demo.evaluate_adapters import Evaluator

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dask
+import pytest
 from distributed import Client, Nanny, Scheduler, SpecCluster
 from echo_job import EchoJob, make_rows
 
@@ -37,6 +38,7 @@ def fetched(cache: Path) -> list[str]:
     return [folder.name.rpartition("-")[0] for folder in (cache / "lorabatch" / "fetched").glob("*")]
 
 
+@pytest.mark.long
 def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, bucket: Bucket, tmp_path: Path) -> None:
     # All rows want the same one, so that every worker needs it.
     rows = make_rows(96, ["rank8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 from cluster_under_test import QUIETLY
 from distributed import Client, LocalCluster
 from echo_job import EchoJob, make_rows
@@ -12,6 +13,7 @@ from echo_job import EchoJob, make_rows
 from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive, ScalingSettings
 
 
+@pytest.mark.long
 def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) -> None:
     rows = make_rows(320)
     echo_job.write_input(rows)
@@ -21,7 +23,7 @@ def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) 
         cluster.adapt(JobAdaptive, minimum=1, maximum=3, interval="500ms", wait_count=3, scaling=scaling)
         echo_job.run(client)
         echo_job.assert_answered(rows)
-        give_up_s, pause = time.monotonic() + 60, threading.Event()
+        give_up_s, pause = time.monotonic() + 300, threading.Event()
         while len(client.scheduler_info(n_workers=-1)["workers"]) > 1:
             assert time.monotonic() < give_up_s, "workers stay although nothing is to be done"
             pause.wait(0.2)

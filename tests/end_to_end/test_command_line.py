@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 from echo_job import ECHO_FOLDER, EchoJob, make_rows
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
@@ -112,6 +113,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) ->
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_sigterm_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
     echo_job.write_input(make_rows(240))
     echo_job.set_engine(step_s=0.1)
@@ -126,6 +128,7 @@ def test_sigterm_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
     assert state.phase == "interrupted"
 
 
+@pytest.mark.long
 def test_two_commands_at_once_on_one_output_answer_every_row_once(echo_job: EchoJob) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
@@ -141,6 +144,7 @@ def test_two_commands_at_once_on_one_output_answer_every_row_once(echo_job: Echo
     assert left.isdisjoint({"rows", "wip", "tmp"})
 
 
+@pytest.mark.long
 def test_a_request_to_cancel_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
     echo_job.write_input(make_rows(240))
     echo_job.set_engine(step_s=0.1)

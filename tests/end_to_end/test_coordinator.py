@@ -81,6 +81,7 @@ def found(job: EchoJob) -> list[dict[str, Any]]:
     return [record for record in job.store.read_events() if record["kind"] == "ReplicasFound"]
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 @pytest.mark.parametrize("wakes_up", [True, False])
 def test_a_coordinator_that_hangs_is_replaced_and_does_no_harm_when_it_wakes_up(

@@ -34,6 +34,7 @@ def told_to_leave(client: Client, *, coordinates: bool) -> tuple[str, int]:
     return next((address, pid) for address, pid in pids.items() if (address in coordinators) == coordinates)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("coordinates", [False, True])
 def test_rows_of_a_worker_that_leaves_go_on_elsewhere_from_where_they_were(
     echo_job: EchoJob, coordinates: bool
@@ -84,6 +85,7 @@ def test_what_helpers_have_generated_comes_back_before_their_owner_leaves(echo_j
     assert generated_tokens(echo_job) < 32 * TOKENS + 40
 
 
+@pytest.mark.long
 def test_a_cancelled_job_goes_on_from_where_its_rows_were(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(16)
     echo_job.write_input(rows)
@@ -98,6 +100,7 @@ def test_a_cancelled_job_goes_on_from_where_its_rows_were(echo_job: EchoJob, sha
     assert generated_tokens(echo_job) < 16 * TOKENS + 40
 
 
+@pytest.mark.long
 def test_a_nanny_that_is_told_to_leave_has_its_worker_hand_over(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(32)
     echo_job.write_input(rows)

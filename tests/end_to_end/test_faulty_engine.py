@@ -57,6 +57,7 @@ def set_faults(job: dict[str, Any], **faults: int) -> None:
     (Path(job["model"]) / "faults.json").write_text(json.dumps(faults))
 
 
+@pytest.mark.long
 def test_a_row_that_kills_the_real_engine_becomes_one_error_row(
     job: dict[str, Any], shared_client: Client, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_row_that_kills_the_real_engine_becomes_one_error_row(
     assert len(found) == 39
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_neighbours_that_all_kill_the_real_engine_become_error_rows_and_the_job_ends(
     job: dict[str, Any], shared_client: Client, tmp_path: Path

@@ -36,7 +36,7 @@ def half_done(state: JobState) -> bool:
     return state.phase == "running" and 0 < state.rows_done < state.rows
 
 
-@pytest.mark.parametrize("victim", ["engine", "worker"])
+@pytest.mark.parametrize("victim", ["engine", pytest.param("worker", marks=pytest.mark.long)])
 def test_a_process_killed_mid_job_loses_and_repeats_nothing(echo_job: EchoJob, victim: str) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
@@ -47,6 +47,7 @@ def test_a_process_killed_mid_job_loses_and_repeats_nothing(echo_job: EchoJob, v
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_kills_at_random_moments_lose_and_repeat_nothing(echo_job: EchoJob, seed: int) -> None:
     rows = make_rows(400)
@@ -83,6 +84,7 @@ def killing_at_random(seed: int) -> Iterator[list[str]]:
         thread.join()
 
 
+@pytest.mark.long
 def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_job: EchoJob) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
@@ -102,6 +104,7 @@ def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_
     assert result.num_reused >= 16 * len(committed)
 
 
+@pytest.mark.long
 def test_a_client_stopped_at_the_very_end_leaves_no_working_files_behind(echo_job: EchoJob) -> None:
     """With the scheduler in it, nobody can be told any more that the job is done."""
     rows = make_rows(64)
@@ -126,6 +129,7 @@ def test_a_client_stopped_at_the_very_end_leaves_no_working_files_behind(echo_jo
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_a_killed_scheduler_ends_the_run_and_the_next_one_goes_on(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
@@ -153,6 +157,7 @@ def wait_for_parts(job: EchoJob, client: subprocess.Popen[bytes], num_parts: int
         waiting.wait(0.05)
 
 
+@pytest.mark.long
 def test_a_nanny_killed_on_an_existing_cluster_costs_its_worker_and_no_row(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
@@ -167,6 +172,7 @@ def test_a_nanny_killed_on_an_existing_cluster_costs_its_worker_and_no_row(echo_
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_a_worker_lost_while_it_is_asked_to_start_an_engine_costs_no_job(echo_job: EchoJob, tmp_path: Path) -> None:
     """It hangs when it is asked, and its nanny is killed before it could answer."""
     rows = make_rows(48)
@@ -183,6 +189,7 @@ def test_a_worker_lost_while_it_is_asked_to_start_an_engine_costs_no_job(echo_jo
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_a_hung_worker_costs_seconds_and_no_row(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)

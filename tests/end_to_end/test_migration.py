@@ -57,8 +57,17 @@ def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Cl
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("victim", ["owner", "helper"])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("sent", "victim"),
+    [
+        (signal.SIGKILL, "owner"),
+        pytest.param(signal.SIGKILL, "helper", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, "owner", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, "helper", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "owner", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "helper", marks=pytest.mark.long),
+    ],
+)
 def test_a_worker_lost_with_rows_on_loan_loses_and_repeats_nothing(
     echo_job: EchoJob, victim: str, sent: signal.Signals
 ) -> None:

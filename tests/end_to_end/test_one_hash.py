@@ -1,12 +1,17 @@
 """Mode `exact` on the real engine: any number of workers, any size of shards, migration or not, one output.
 
-`python -m pytest -s tests/end_to_end/test_one_hash.py` prints a line for each of the eighteen jobs.
+`make test` runs two jobs, `make test-all` eighteen; `python -m pytest -s tests/end_to_end/test_one_hash.py` prints a
+line for each.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cluster_under_test import own_cluster
+from distributed import Client
 
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
@@ -24,12 +30,6 @@ NUM_ROWS = 48
 SHARD_ROWS = (5, 12, 24)
 # The engine that starts first has steps six times longer: the others run out of rows, on a machine of any speed.
 SLOW = {"step_s": 0.005, "slow_factor": 6}
-
-
-@pytest.fixture(scope="module")
-def hashes() -> dict[str, str]:
-    """Hash of the sorted output of every job so far."""
-    return {}
 
 
 @pytest.fixture
@@ -55,32 +55,55 @@ def options(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) ->
     }
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@dataclass(frozen=True)
+class Variant:
+    """What may differ between two jobs of one output."""
+
+    num_workers: int
+    rows_per_shard: int
+    migration: bool
+
+
+def variants_of(num_workers: int) -> list[Variant]:
+    return [Variant(num_workers, rows, migration) for rows in SHARD_ROWS for migration in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        pytest.param([Variant(1, 24, False), Variant(2, 5, True)], id="two jobs"),
+        pytest.param(
+            [v for n in (1, 2, 4) for v in variants_of(n)],
+            id="eighteen jobs",
+            marks=[pytest.mark.long, pytest.mark.timeout(1800)],
+        ),
+    ],
+)
 def test_workers_shards_and_migration_change_no_byte(
-    num_workers: int,
-    options: dict[str, Any],
-    hashes: dict[str, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    variants: list[Variant], options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "model" / "faults.json").write_text(json.dumps(SLOW if num_workers > 1 else {}))
-    num_lent = 0
-    with own_cluster(num_workers) as client:
-        for rows_per_shard in SHARD_ROWS:
-            for migration in (False, True):
-                name = f"{num_workers} workers, shards of {rows_per_shard}, migration {'on' if migration else 'off'}"
-                output = tmp_path / name
-                job = options | {"output": str(output), "rows_per_shard": rows_per_shard, "migration": migration}
+    hashes: dict[Variant, str] = {}
+    num_moved: Counter[int] = Counter()
+    for num_workers, group in groupby(variants, key=attrgetter("num_workers")):
+        (tmp_path / "model" / "faults.json").write_text(json.dumps(SLOW if num_workers > 1 else {}))
+        with own_cluster(num_workers) as client:
+            for variant in group:
                 (tmp_path / "model" / "slow").unlink(missing_ok=True)
-                result = run(JobSpec(**job), client=client, engine_factory="faulty_engine:FaultyEngine")
-                assert result.num_rows == NUM_ROWS
-                moves = [move for move in JobStore(str(output)).read_events() if move["kind"] == "MigrateRows"]
-                assert migration or not moves
-                num_lent += sum(move["num_rows"] for move in moves)
-                hashes[name] = digest(output)
+                output = tmp_path / f"output-{len(hashes)}"
+                moved = run_job(options, variant, output, client)
+                num_moved[num_workers] += moved
+                hashes[variant] = digest(output)
                 with capsys.disabled():
-                    lent = sum(move["num_rows"] for move in moves)
-                    print(f"\n{name}: {hashes[name][:16]}, {lent} rows lent", end="", flush=True)
+                    print(f"\n{variant}: {hashes[variant][:16]}, {moved} rows moved", end="", flush=True)
     assert len(set(hashes.values())) == 1, hashes
-    assert num_lent or num_workers == 1
+    assert all(num_moved[n] for n in num_moved if n > 1), num_moved
+
+
+def run_job(options: dict[str, Any], variant: Variant, output: Path, client: Client) -> int:
+    """Run the job; how many of its rows moved between workers."""
+    given = {"output": str(output), "rows_per_shard": variant.rows_per_shard, "migration": variant.migration}
+    result = run(JobSpec(**options | given), client=client, engine_factory="faulty_engine:FaultyEngine")
+    assert result.num_rows == NUM_ROWS
+    moves = [event for event in JobStore(str(output)).read_events() if event["kind"] == "MigrateRows"]
+    assert variant.migration or not moves
+    return sum(move["num_rows"] for move in moves)

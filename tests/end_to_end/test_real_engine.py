@@ -78,7 +78,9 @@ def greedy_texts(model_folder: Path, adapters: dict[str, Path], rows: list[dict[
     return texts
 
 
-@pytest.mark.parametrize(("merge_s", "modes"), [(0.0, {"merged", "mixture"}), (1e6, {"unmerged"})])
+@pytest.mark.parametrize(
+    ("merge_s", "modes"), [(0.0, {"merged", "mixture"}), pytest.param(1e6, {"unmerged"}, marks=pytest.mark.long)]
+)
 def test_engines_decide_by_the_cost_model_that_the_job_is_planned_with(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, merge_s: float, modes: set[str]
 ) -> None:

@@ -25,6 +25,7 @@ def arguments(job: EchoJob, **more: str) -> list[str]:
     return ["run", *(f"--{name.replace('_', '-')}={value}" for name, value in job.options(**more).items())]
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_a_job_whose_client_and_scheduler_died_goes_on_from_its_output_on_another_cluster(
     echo_job: EchoJob, tmp_path: Path
@@ -76,6 +77,7 @@ def test_a_job_of_a_python_client_goes_on_from_its_output_on_a_cluster_with_anot
     assert (echo_job.record.spec["cluster"], echo_job.record.spec["max_errors"]) == (address, "10%")
 
 
+@pytest.mark.long
 def test_a_job_of_this_machine_goes_on_with_another_number_of_workers(echo_job: EchoJob) -> None:
     rows = make_rows(20)
     rows[3]["adapter"] = "nobody"

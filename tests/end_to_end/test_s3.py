@@ -78,6 +78,7 @@ def test_a_job_on_s3_gives_the_bytes_of_the_job_on_local_disk(
     assert SECRET not in there.stdout + there.stderr
 
 
+@pytest.mark.long
 def test_a_client_killed_between_the_last_part_and_success_resumes_without_computing_a_row(
     bucket: Bucket, local_job: dict[str, Any]
 ) -> None:

@@ -82,6 +82,7 @@ def test_jobs_of_one_base_share_engines_and_get_on_alike(echo_job: EchoJob, seco
         assert (result.num_rows, result.num_errors) == (240, 0)
 
 
+@pytest.mark.long
 def test_a_small_job_that_comes_late_does_not_wait_for_the_big_one(echo_job: EchoJob, second_job: EchoJob) -> None:
     echo_job.write_input(make_rows(600))
     second_job.write_input(make_rows(24))
@@ -104,6 +105,7 @@ def test_a_small_job_that_comes_late_does_not_wait_for_the_big_one(echo_job: Ech
     second_job.assert_answered(make_rows(24))
 
 
+@pytest.mark.long
 def test_a_job_that_is_stopped_leaves_the_engines_to_the_other(echo_job: EchoJob, second_job: EchoJob) -> None:
     rows = make_rows(160)
     gate = echo_job.folder / "gate"
@@ -125,6 +127,7 @@ def test_a_job_that_is_stopped_leaves_the_engines_to_the_other(echo_job: EchoJob
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_jobs_that_ask_for_different_engines_do_not_share_them(echo_job: EchoJob, second_job: EchoJob) -> None:
     rows = make_rows(16)
     gate = echo_job.folder / "gate"
@@ -141,6 +144,7 @@ def test_jobs_that_ask_for_different_engines_do_not_share_them(echo_job: EchoJob
         job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_a_worker_killed_under_two_jobs_costs_neither_a_row(echo_job: EchoJob, second_job: EchoJob) -> None:
     rows = make_rows(160)
     for job in (echo_job, second_job):

@@ -17,6 +17,7 @@ def half_done(state: JobState) -> bool:
     return state.phase == "running" and state.rows // 4 < state.rows_done < state.rows
 
 
+@pytest.mark.long
 def test_a_running_job_is_not_started_over_by_another_command(shared_client: Any, echo_job: EchoJob) -> None:
     rows = make_rows(160)
     echo_job.write_input(rows)

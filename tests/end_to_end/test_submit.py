@@ -73,6 +73,7 @@ def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, b
     assert "is done already" in submit(echo_job).stdout
 
 
+@pytest.mark.long
 def test_jobs_submitted_at_the_same_moment_share_one_background_cluster(
     echo_job: EchoJob, background: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_jobs_submitted_at_the_same_moment_share_one_background_cluster(
     ]
 
 
+@pytest.mark.long
 def test_a_submitted_job_is_cancelled_from_its_output_and_resumed(echo_job: EchoJob, background: Path) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)

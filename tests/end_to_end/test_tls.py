@@ -72,6 +72,7 @@ def test_a_job_runs_on_a_tls_cluster_and_strangers_are_turned_away(
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_a_job_of_a_tls_cluster_goes_on_from_another_folder_than_its_certificates(
     echo_job: EchoJob, tls_cluster: str, certificates: dict[str, str], tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def lorabatch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
 
 
+@pytest.mark.long
 def test_jobs_of_a_tls_cluster_are_listed_to_who_has_its_certificates(
     echo_job: EchoJob, tls_cluster: str, certificates: dict[str, str]
 ) -> None:

@@ -32,7 +32,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["compiled", "torch"])
+@pytest.fixture(scope="module", params=["compiled", pytest.param("torch", marks=pytest.mark.long)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
@@ -174,7 +174,9 @@ def test_weights_are_merged_to_the_same_bits_by_any_number_of_threads(
     assert set(hashes) == {hashes[0]}
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (49152, 576)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(960, 576), (576, 1536), pytest.param(49152, 576, marks=pytest.mark.long)]
+)
 def test_packed_layers_of_a_real_size_round_alike_for_any_number_of_rows_and_threads(outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = Linear(torch.randn(outputs, inputs, generator=generator), None, is_packed=True)
@@ -187,6 +189,7 @@ def test_packed_layers_of_a_real_size_round_alike_for_any_number_of_rows_and_thr
             assert torch.equal(layer(x[:num_rows].clone()), whole[:num_rows]), (num_threads, num_rows)
 
 
+@pytest.mark.long
 @pytest.mark.real_model
 def test_rows_of_the_demo_model_have_the_same_bits_alone_and_in_company() -> None:
     from lorabatch.demo.base_model import base_model_folder

@@ -24,7 +24,10 @@ Ranks = Sequence[int | None]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "dtype" in metafunc.fixturenames:
-        metafunc.parametrize("dtype", DTYPES, ids=str)
+        # The interpreter takes as long for either; a GPU runs them all.
+        short = [torch.float32] if is_interpreted() else DTYPES
+        marks = {dtype: [] if dtype in short else [pytest.mark.long] for dtype in DTYPES}
+        metafunc.parametrize("dtype", [pytest.param(dtype, marks=marks[dtype]) for dtype in DTYPES], ids=str)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,9 @@ PREFILL = {f"{name} in prefill" for name in TILED | {"_combine"}}
 OTHERS = {"_norm", "_sample", "_merge of fp32 pairs"}
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each kernel takes. A process of its own: this one's Triton interprets."""

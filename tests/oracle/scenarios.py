@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ SHARED = tuple(3 + i * 11 % 250 for i in range(40))
 NUM_ADAPTERS = 4
 
 ANYTHING = settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

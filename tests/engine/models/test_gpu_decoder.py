@@ -136,10 +136,10 @@ def test_many_adapters_and_the_base_in_one_batch(
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3", {"head_dim": 20}),
         ("gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-        ("phi3", {}),
+        pytest.param("qwen3", {"head_dim": 20}, marks=pytest.mark.long),
+        pytest.param("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, marks=pytest.mark.long),
+        pytest.param("phi3", {}, marks=pytest.mark.long),
     ],
 )
 def test_families_with_other_norms_ropes_windows_and_activations(
@@ -154,6 +154,7 @@ def test_families_with_other_norms_ropes_windows_and_activations(
     compare(folder, [make_adapter(tmp_path / "adapter", folder, r=20)])
 
 
+@pytest.mark.long
 def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
     tiny_llama: Path,
     tmp_path: Path,

@@ -102,7 +102,9 @@ def test_every_token_that_could_end_a_row_is_withheld(
     assert executor.num_graphs == 1, "steps with more withheld tokens than a bucket has room for run without a graph"
 
 
-@pytest.mark.parametrize("temperature", [1e-320, 1e-50, 1e-38, 1e-12, 1e60])
+@pytest.mark.parametrize(
+    "temperature", [1e-320, *(pytest.param(t, marks=pytest.mark.long) for t in (1e-50, 1e-38, 1e-12)), 1e60]
+)
 def test_no_temperature_and_no_count_is_too_small_or_too_large(tiny_llama: Path, temperature: float) -> None:
     """Withheld tokens are among the logits: minus infinity stays what it is."""
     cuts: list[dict[str, Any]] = [{}, {"top_k": 2**31}, {"top_k": 2**31, "top_p": 0.9}, {"top_k": 3}]

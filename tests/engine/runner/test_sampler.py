@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ some_sampling = st.builds(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(some_logits, some_sampling, st.integers(0, 2**64 - 1))
 def test_every_choice_is_the_one_by_the_book(logits: list[float], sampling: SamplingParams, stream: int) -> None:
     assert not sampling.problems()
@@ -95,7 +96,7 @@ def test_every_choice_is_the_one_by_the_book(logits: list[float], sampling: Samp
         assert logprob == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.floats(-8, 8, width=16), min_size=300, max_size=400), some_sampling, st.integers(0, 2**64 - 1))
 def test_cuts_beyond_the_first_candidates_are_by_the_book_too(
     logits: list[float], sampling: SamplingParams, stream: int
@@ -105,7 +106,7 @@ def test_cuts_beyond_the_first_candidates_are_by_the_book_too(
     assert token in plain_draws(logits, sampling, plain_uniform(sampling.seed, stream, 0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 10**6), st.lists(some_sampling, min_size=2, max_size=6))
 def test_a_row_draws_the_same_in_any_company_and_as_on_a_gpu(seed: int, samplings: list[SamplingParams]) -> None:
     samplings = [s for s in samplings if s.temperature == 0 or s.temperature > 1e-2]
