@@ -49,18 +49,18 @@ class PlannedStep:
         entries: Items[StepEntry],
         plus: _Int32s,
         minus: _Int32s,
-        addresses: StepGeometry,
+        geometry: StepGeometry,
         stop_tokens: StopTokens,
     ) -> None:
         self.entries = entries
-        self._addresses = addresses
+        self._geometry = geometry
         count = len(entries)
         self._num_tokens = np.fromiter((e.num_tokens for e in entries), np.int64, count)
         self._stored = np.fromiter((e.sequence.num_stored for e in entries), np.int64, count)
         self._total = np.fromiter((e.sequence.total_tokens for e in entries), np.int64, count)
         self._plus, self._minus = plus, minus
         self._context = self._stored + self._num_tokens
-        self._num_pages = -(-self._context // addresses.page_tokens)
+        self._num_pages = -(-self._context // geometry.page_tokens)
         yields = self._context == self._total
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
@@ -99,7 +99,7 @@ class PlannedStep:
         """Shrink items of a site, and rows of scratch for one plane."""
         pairs, where = np.unique(np.stack((self._plus, self._minus)), axis=1, return_inverse=True)
         rows = np.bincount(where, weights=self._num_tokens, minlength=pairs.shape[1]).astype(np.int64)
-        most_chunks = self._addresses.chunk_counts.max(1, initial=0)
+        most_chunks = self._geometry.chunk_counts.max(1, initial=0)
         chunks = np.where(pairs >= 0, most_chunks[pairs], 0).sum(0)
         return int((-(-rows // self.tile_rows) * chunks).sum()), int((rows * chunks).sum())
 
@@ -114,7 +114,7 @@ class PlannedStep:
             attention=WorkLimits(
                 rounded(self.num_attention_items),
                 len(self.entries),
-                attention_tile_rows(self._addresses, self.tile_rows),
+                attention_tile_rows(self._geometry.group, self.tile_rows),
                 SPLIT_KEYS,
             ),
         )
@@ -122,14 +122,14 @@ class PlannedStep:
     def write(self, host: StepBuffer, places: dict[int, int]) -> None:
         """Fill a buffer on the host. `places`: for sequences (by their id()) with a pending token, where the step
         before left it."""
-        num_rows, addresses = self.num_rows, self._addresses
+        num_rows, geometry = self.num_rows, self._geometry
         row_starts = np.cumsum(self._num_tokens) - self._num_tokens
         entry_of_row = np.repeat(np.arange(len(self.entries)), self._num_tokens)
         positions = np.arange(num_rows) + (self._stored - row_starts)[entry_of_row]
         counts = self._num_pages.tolist()
         pages = np.concatenate([_pages(entry, count) for entry, count in zip(self.entries, counts, strict=True)])
         page_starts = np.cumsum(self._num_pages) - self._num_pages
-        pages_of_rows = pages[page_starts[entry_of_row] + positions // addresses.page_tokens]
+        pages_of_rows = pages[page_starts[entry_of_row] + positions // geometry.page_tokens]
         prompts = np.fromiter((e.sequence.prompt_tokens for e in self.entries), np.int64, len(self.entries))
         sources = np.full(num_rows, -1)
         for i in np.flatnonzero([e.sequence.num_pending > 0 for e in self.entries]).tolist():
@@ -140,7 +140,7 @@ class PlannedStep:
             "token_ids": np.fromiter((t for e in self.entries for t in _token_ids(e)), np.int32, num_rows),
             "sources": sources,
             "positions": positions,
-            "slots": pages_of_rows * addresses.page_tokens + positions % addresses.page_tokens,
+            "slots": pages_of_rows * geometry.page_tokens + positions % geometry.page_tokens,
             "prompt_tokens": prompts[entry_of_row],
             "total_tokens": self._total[entry_of_row],
             "sampled_rows": (row_starts + self._num_tokens - 1)[self._yielding],
@@ -157,18 +157,18 @@ class PlannedStep:
         self._plan_kernels(host, entry_of_row, row_starts, page_starts)
 
     def _plan_kernels(self, host: StepBuffer, entry_of_row: _Int64s, row_starts: _Int64s, page_starts: _Int64s) -> None:
-        addresses, sizes = self._addresses, host.sizes
+        geometry, sizes = self._geometry, host.sizes
         plan_segments(
             self._plus[entry_of_row],
             self._minus[entry_of_row],
-            addresses.chunk_counts,
+            geometry.chunk_counts,
             sizes.segments,
-            addresses.num_programs,
+            geometry.num_programs,
             into=host.view("segments"),
         )
         columns = (row_starts, self._num_tokens, self._stored, page_starts)
         spans = [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
-        plan_attention(spans, addresses.group, sizes.attention, into=host.view("attention"))
+        plan_attention(spans, geometry.group, sizes.attention, into=host.view("attention"))
 
 
 def rounded(length: int) -> int:
@@ -177,9 +177,9 @@ def rounded(length: int) -> int:
     return -(-length // 16) * 16
 
 
-def attention_tile_rows(addresses: StepGeometry, tile_rows: int) -> int:
-    """Rows of an attention tile: at least one token's group of query heads."""
-    return max(tile_rows, 1 << (addresses.group - 1).bit_length())
+def attention_tile_rows(group: int, tile_rows: int) -> int:
+    """Rows of an attention tile: at least the `group` of query heads of one token."""
+    return max(tile_rows, 1 << (group - 1).bit_length())
 
 
 def _pages(entry: StepEntry, count: int) -> _Int64s:

@@ -145,8 +145,8 @@ class GpuRunner:
             np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
             for adapters in (plus, minus)
         )
-        addresses = StepGeometry(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
-        return PlannedStep(entries, plus_rows, minus_rows, addresses, self._stop_tokens)
+        geometry = StepGeometry(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
+        return PlannedStep(entries, plus_rows, minus_rows, geometry, self._stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Grow scratch to what the step needs (ranks have no limit), and drop graphs whose weights have moved."""
@@ -188,8 +188,7 @@ class GpuRunner:
         return bucket if fits else None
 
     def _bucket_sizes(self, bucket: int) -> StepSizes:
-        addresses = StepGeometry(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
-        tile_rows = attention_tile_rows(addresses, DECODE_TILE_ROWS)
+        tile_rows = attention_tile_rows(self._group, DECODE_TILE_ROWS)
         return StepSizes(
             rows=bucket,
             sampled=bucket,
