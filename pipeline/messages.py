@@ -71,7 +71,7 @@ class PromptReuse:
 
 
 ENGINE_FACTORY = "lorabatch.engine.engine:Engine"
-# Fewer tokens in a step save no memory worth having.
+# Fewer tokens in a step save no memory that matters.
 MIN_STEP_TOKENS = 16
 ReplicaState = Literal["starting", "ready", "restarting", "failed", "left"]
 

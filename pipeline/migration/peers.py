@@ -44,6 +44,13 @@ class AdapterFiles:
     files: Mapping[str, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The reply to a request that raised an error there."""
+
+    reason: str
+
+
 class PeerRequest(Generic[ReplyT]):
     """Base of all requests; the parameter is the type of the reply."""
 
@@ -98,7 +105,7 @@ class FetchAdapter(PeerRequest[AdapterFiles]):
 
 
 _REQUESTS: Codec[Any] = Codec(LendRows, ReceiveRows, FetchResults, RecallRows, DropRows, FetchAdapter)
-_REPLIES: Codec[Any] = Codec(Accepted, LoanResults, AdapterFiles)
+_REPLIES: Codec[Any] = Codec(Accepted, LoanResults, AdapterFiles, Refused)
 
 
 class PeerLostError(Exception):
@@ -126,10 +133,11 @@ class Peers:
                 answer = await call(body=body)
         except Exception as error:
             raise PeerLostError(f"{address} does not answer ({error or type(error).__name__})") from None
-        if not isinstance(answer, dict) or answer["error"] is not None:
-            reason = answer["error"] if isinstance(answer, dict) else "it has no engine of this run"
-            raise PeerLostError(f"{address}: {reason}")
-        return cast(ReplyT, _unpacked(_REPLIES, answer["body"]))
+        # Dask replies with a string where no such operation is served.
+        reply = _unpacked(_REPLIES, answer["body"]) if isinstance(answer, dict) else Refused("no engine of this run")
+        if isinstance(reply, Refused):
+            raise PeerLostError(f"{address}: {reply.reason}")
+        return cast(ReplyT, reply)
 
     def send(self, address: str, request: PeerRequest[Accepted]) -> None:
         """Send a request from any thread without waiting for the reply; a lost worker is only logged."""
@@ -149,10 +157,11 @@ def serve_peers(worker: Worker, run_id: str, reply_to: Callable[[Any], Awaitable
         request = None
         try:
             request = _unpacked(_REQUESTS, body)
-            return {"error": None, "body": _packed(_REPLIES, await reply_to(request))}
+            reply = _packed(_REPLIES, await reply_to(request))
         except Exception as error:
             logger.exception("no reply to %s", type(request).__name__)
-            return {"error": f"{type(error).__name__}: {error}", "body": b""}
+            reply = _packed(_REPLIES, Refused(f"{type(error).__name__}: {error}"))
+        return {"body": reply}
 
     worker.handlers[_op(run_id)] = receive
 

@@ -23,7 +23,7 @@ class JobMonitor:
         adapter_names: Mapping[str, str],
         num_errors: int = 0,
     ) -> None:
-        """`committed_rows`: rows of the parts that are there, by shard; `num_errors` of all these rows are errors."""
+        """`committed_rows`: rows of the parts that exist already, by shard; `num_errors` of all these are errors."""
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
         self._rows_before = sum(committed_rows.values())
@@ -51,7 +51,7 @@ class JobMonitor:
 
     @property
     def batch_fill(self) -> float | None:
-        """How full batches were while shards were queued; None when there was no such time."""
+        """How full batches were while shards were queued, from 0 to 1; None when there was no such time."""
         return self._fill.share
 
     @property

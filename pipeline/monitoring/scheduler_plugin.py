@@ -21,6 +21,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado import web
 from tornado.ioloop import IOLoop
 
+from ...engine.server.codec import Codec
 from ...version import __version__
 from .topics import REPORTS, STATES
 from .views import JobsView
@@ -75,17 +76,30 @@ def show_jobs(client: Client) -> None:
         logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
 
 
-def _backlog_of(scheduler: Scheduler, view: JobsView) -> Callable[[], Coroutine[Any, Any, dict[str, int]]]:
-    """The reply to `JobAdaptive`: rows without an answer, and unfinished jobs, also those not started yet."""
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The reply to `JobAdaptive`: rows without an answer, the largest batch of an engine, and unfinished jobs, also
+    those not started yet.
+    """
 
-    async def backlog() -> dict[str, int]:
+    rows_left: int
+    batch_rows: int
+    num_jobs: int
+
+
+_REPLIES = Codec(Backlog)
+
+
+def _backlog_of(scheduler: Scheduler, view: JobsView) -> Callable[[], Coroutine[Any, Any, dict[str, Any]]]:
+    async def backlog() -> dict[str, Any]:
         over = ("memory", "erred", "released")
         unfinished = [str(key) for key, task in scheduler.tasks.items() if task.state not in over]
-        return {
-            "rows_left": sum(run.rows_left for run in view.runs),
-            "batch_rows": max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
-            "num_jobs": sum(key.startswith("lora_job-") for key in unfinished),
-        }
+        reply = Backlog(
+            rows_left=sum(run.rows_left for run in view.runs),
+            batch_rows=max((report.batch_rows for run in view.runs for report in run.reports.values()), default=1),
+            num_jobs=sum(key.startswith("lora_job-") for key in unfinished),
+        )
+        return _REPLIES.encode(reply)
 
     return backlog
 
@@ -177,13 +191,12 @@ class JobAdaptive(Adaptive):
     async def target(self) -> int:
         """Workers wanted now; 0 before the first job, which sets up `JobsPlugin`."""
         try:
-            backlog = await getattr(self.scheduler, BACKLOG_OP)()
+            reply = await getattr(self.scheduler, BACKLOG_OP)()
         except OSError as error:
             logger.warning("no reply of the scheduler about its backlog: %s", error)
             return len(self.plan)
-        if not isinstance(backlog, dict):
-            return 0
-        return wanted_workers(backlog["rows_left"], backlog["batch_rows"], backlog["num_jobs"], self._scaling)
+        # Dask replies with a string where no such operation is served.
+        return wanted_workers(_REPLIES.decode(reply), self._scaling) if isinstance(reply, dict) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +206,9 @@ class ScalingSettings:
     batches_per_worker: float = 4.0
 
 
-def wanted_workers(rows_left: int, batch_rows: int, num_jobs: int, settings: ScalingSettings) -> int:
-    """Workers for so many unfinished rows. Any job needs one, to be coordinated; none needs more than it has rows."""
-    if num_jobs == 0:
+def wanted_workers(backlog: Backlog, settings: ScalingSettings) -> int:
+    """Workers for a backlog. Any job needs one, for its coordinator; none needs more than it has rows."""
+    if backlog.num_jobs == 0:
         return 0
-    rows_per_worker = max(1.0, batch_rows * settings.batches_per_worker)
-    return max(1, -int(-rows_left // rows_per_worker))
+    rows_per_worker = max(1.0, backlog.batch_rows * settings.batches_per_worker)
+    return max(1, -int(-backlog.rows_left // rows_per_worker))

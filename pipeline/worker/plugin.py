@@ -45,7 +45,7 @@ from .adapters import AdapterCache
 from .peer_service import PeerService
 
 _CLOSE_TIMEOUT_S = 4.0
-# A helper's step, and the time between two requests. Rows that are not here by then go on from where they were lent.
+# A helper's step, and the time between two requests. Rows that are not back by then go on from where they were lent.
 _RECALL_TIMEOUT_S = 2.0
 # Owners ask for their rows several times a second.
 _RETURN_TIMEOUT_S = 1.0
@@ -116,7 +116,7 @@ class RunPlugin(WorkerPlugin):
 
     @property
     def store(self) -> JobStore:
-        """Where the job lives."""
+        """The job's output."""
         return self._store
 
     @property
@@ -139,7 +139,7 @@ class RunPlugin(WorkerPlugin):
     def claimed(self, shard_id: int) -> Iterator[tuple[Future[ShardOutcome], bool]]:
         """The outcome of a shard, and whether the caller must produce it: a shard is worked on once per worker.
 
-        Who must, sets the result; an exception that leaves the block is set by itself.
+        The caller that must produce it sets the result; an exception that leaves its block is set instead.
         """
         with self._lock:
             is_ours = shard_id not in self._claims
@@ -235,8 +235,8 @@ class WorkerEngines:
             return engine.supervisor.join(run, send_report)
 
     def leave(self, run: str, timeout_s: float) -> tempfile.TemporaryDirectory[str] | None:
-        """A run is over: its open shards fail with `ShardAbandonedError`, and no others. With the last run the
-        engine ends; what is returned then is its folder, to be removed when its log has been read.
+        """End a run: its open shards fail with `ShardAbandonedError`, those of other runs go on. With the last run the
+        engine ends; its folder is returned then, to be removed when its log has been read.
         """
         with self._lock:
             engine = self._engine_of.pop(run)

@@ -15,7 +15,13 @@ from distributed import Client, LocalCluster
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import StopRun, WorkerReport
 from lorabatch.pipeline.monitoring.reporter import state_publisher
-from lorabatch.pipeline.monitoring.scheduler_plugin import JobsPlugin, ScalingSettings, show_jobs, wanted_workers
+from lorabatch.pipeline.monitoring.scheduler_plugin import (
+    Backlog,
+    JobsPlugin,
+    ScalingSettings,
+    show_jobs,
+    wanted_workers,
+)
 from lorabatch.pipeline.monitoring.topics import CONTROL, REPORTS
 
 
@@ -93,11 +99,11 @@ SETTINGS = ScalingSettings(batches_per_worker=4.0)
 
 
 def test_a_worker_for_each_four_batches():
-    assert wanted_workers(256, 64, 1, SETTINGS) == 1
-    assert wanted_workers(257, 64, 1, SETTINGS) == 2
-    assert wanted_workers(10_000, 64, 3, SETTINGS) == 40
+    assert wanted_workers(Backlog(256, 64, 1), SETTINGS) == 1
+    assert wanted_workers(Backlog(257, 64, 1), SETTINGS) == 2
+    assert wanted_workers(Backlog(10_000, 64, 3), SETTINGS) == 40
 
 
 def test_a_job_keeps_one_worker_to_its_end_and_no_job_needs_none():
-    assert wanted_workers(0, 64, 1, SETTINGS) == 1
-    assert wanted_workers(500, 64, 0, SETTINGS) == 0
+    assert wanted_workers(Backlog(0, 64, 1), SETTINGS) == 1
+    assert wanted_workers(Backlog(500, 64, 0), SETTINGS) == 0
