@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..scheduler.batching import Batcher, BatchView, StepPlan, everybody_unmerged
+from ..scheduler.batching import Batcher, BatchView, StepPlan, all_unmerged
 from ..scheduler.lengths import LengthEstimator
 from .batching.admission import Room
 from .batching.batch import RunningBatch
@@ -220,7 +220,7 @@ class Engine:
         entries = self._enact(view, plan)
         if not entries and not self._in_flight:
             # Memory does not allow the plan: paused rows hold it. Unmerged all of them can go on.
-            entries = self._enact(view, everybody_unmerged(view, plan.admit))
+            entries = self._enact(view, all_unmerged(view, plan.admit))
         return entries
 
     def _enact(self, view: BatchView, plan: StepPlan) -> list[StepEntry]:

@@ -1,39 +1,21 @@
-"""One replica, one step: which mode, which rows take part, who is admitted next.
+"""Batchers: choose the next step of one replica, that is its mode, the rows that take part, and who is admitted.
 
-A batcher is asked before every step. It sees adapters as small integers (`BASE_MODEL` = -1 for none) and
-answers with a `StepPlan`; the engine admits in the given order while its memory lasts. Real engine and
-simulated replica ask the same objects.
+A batcher is called before every step. It sees adapters as small integers (`BASE_MODEL` = -1 for none) and returns a
+`StepPlan`; the engine admits in the given order while its memory lasts. Real engines and simulated replicas use the
+same objects.
 
-Shapes: `[num_running]` rows that hold memory (decoding, or paused by an earlier step), `[num_waiting]` rows
-not yet admitted, both in order of arrival.
+`MergeWaveBatcher` gives adapters that must be merged, or are worth it, the engine to themselves, and leaves the other
+rows to an inner batcher. Weights are switched only when no row of the wave is left, so that no row sees two sets of
+weights. Merging pays only when one adapter alone can fill the batch for a while (dLoRA, section 4.1).
 
-What waiting rows may take of a replica's memory beside every row that holds some, be it running or paused.
+`AdaptiveBatcher` goes beyond dLoRA: it takes whichever of four forms serves most rows per second: all rows unmerged;
+the most wanted adapter merged and alone; merged with other rows in the free places (mixture: those rows also subtract
+the merged adapter); going on as before. The price of a switch is spread over the steps that the merged adapter's rows
+are expected to need. Rows that pause keep their memory, so choices are compared by the rows that can run at once, and
+no row pauses for ever. `CostBatcher` is the same on a replica that learns its adapters one by one.
 
-Waves on one replica: adapters worth merging get the engine to themselves, all others share it as `inner` says.
-
-A wave ends when no row of its kind is left, running or waiting; only then are weights switched, so that no row of a
-wave ever sees two sets of weights. Merging pays only when one adapter alone can fill the batch for a
-while (dLoRA, section 4.1); adapters that are exact only when merged always get a wave of their own.
-
-Beyond dLoRA: every step in whichever of four forms serves most rows per second, mixture included.
-
-Candidates: everybody unmerged; the most wanted adapter merged and alone; merged with other rows filling the free
-places (mixture: those rows also subtract the merged adapter); and going on as before. The price of a switch is spread
-over the steps the merged adapter's rows are expected to need, which offline is known: the planner's backlog counts
-rows that have not even reached this replica.
-
-Rows are taken in order of arrival, which is the planner's: adapters together, and long rows first, so that no long
-row is left for the end. Facts the costs bring out by themselves: merging pays only if one adapter can fill the batch;
-few distinct adapters make unmerged cheap; a merged wave's draining tail is worth filling with other rows.
-
-Memory limits a step as `max_batch_rows` does: choices are made and compared by the rows that can run at once. A row
-that pauses keeps its memory, so pausing it for a merged adapter costs the rows that would have run in its place; and
-no row pauses for ever.
-
-The batchers that choose by cost, on a replica that learns its adapters one by one and sees its own queue only.
-
-`CostBatcher`: the adaptive one, mixture included. `DloraBatcher`: dLoRA's Algorithms 1 to 3. Both take their
-iteration times from the cost model and the adapters' ranks from the replica, float64 `[num_adapters]` at each call.
+Shapes: `[num_running]` rows that hold memory (decoding, or paused by an earlier step), `[num_waiting]` rows not yet
+admitted, both in order of arrival.
 """
 
 from __future__ import annotations
@@ -105,9 +87,9 @@ class BatchView:
     """What a batcher sees before a step.
 
     `running_adapter`, `waiting_adapter`: int32 `[num_running]`, `[num_waiting]`. `max_batch_rows`: rows one
-    step may hold. `merged_adapter`: whose weights are merged now (None: nobody's). `resident_adapter`: int32
+    step may hold. `merged_adapter`: whose weights are merged now (None: no adapter's). `resident_adapter`: int32
     `[num_resident]`, adapters that need not be loaded. `paused_steps`: int64 `[num_running]`, steps that each has sat
-    out so far (None: nobody counts). `memory`: what is left for waiting rows (None: enough for all).
+    out so far (None: not counted). `memory`: what is left for waiting rows (None: enough for all).
     """
 
     running_adapter: NDArray[np.int32]
@@ -170,10 +152,10 @@ class Batcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusteredBatcher:
-    """Unmerged, everybody running is served; free places go to adapters already in the batch first.
+    """Unmerged, all running rows are served; free places go to adapters already in the batch first.
 
     Few distinct adapters at once is what makes an unmerged step fast. After them come adapters that are resident, then
-    those with the most waiting rows, so that each new adapter brings as many rows as possible. `patience` bounds the
+    those with the most waiting rows, so that each new adapter adds as many rows as possible. `patience` bounds the
     unfairness: the oldest waiting row is admitted first once that many rows wait behind it.
     """
 
@@ -220,7 +202,7 @@ def clustered_order(
     return np.lexsort((np.arange(len(group)), present[group], -waiting[group], distance[group])).astype(np.int64)
 
 
-def everybody_unmerged(view: BatchView, admit: NDArray[np.int64]) -> StepPlan:
+def all_unmerged(view: BatchView, admit: NDArray[np.int64]) -> StepPlan:
     """All running rows in order of arrival, as far as a step holds them, then `admit`: possible in any state."""
     serve = np.arange(len(view.running_adapter)) < view.max_batch_rows
     return StepPlan("unmerged", None, serve, admit[: view.max_batch_rows - int(serve.sum())])
@@ -261,20 +243,20 @@ class MergeWaveBatcher:
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
-        everybody = np.ones(len(view.running_adapter), bool)
+        is_running = np.ones(len(view.running_adapter), bool)
         merged = view.merged_adapter
         is_wave = merged is not None and (self.min_rows is not None or self.must_merge(merged))
         if is_wave:
             own = np.flatnonzero(view.waiting_adapter == merged)
-            if len(everybody) or len(own):
-                free = max(0, view.max_batch_rows - len(everybody))
-                return StepPlan("merged", merged, everybody, own[:free])
+            if len(is_running) or len(own):
+                free = max(0, view.max_batch_rows - len(is_running))
+                return StepPlan("merged", merged, is_running, own[:free])
         shared = np.flatnonzero(~np.isin(view.waiting_adapter, self._deserving(view.waiting_adapter)))
-        if len(shared) or len(everybody):
+        if len(shared) or len(is_running):
             return self._shared(view, shared, None if is_wave else merged)
         first = int(view.waiting_adapter[0])
         own = np.flatnonzero(view.waiting_adapter == first)
-        return StepPlan("merged", first, everybody, own[: view.max_batch_rows])
+        return StepPlan("merged", first, is_running, own[: view.max_batch_rows])
 
     def _deserving(self, waiting: NDArray[np.int32]) -> NDArray[np.int32]:
         """Adapters whose waiting rows are to be served merged."""
@@ -384,7 +366,7 @@ class AdaptiveBatcher:
 
 
 def _is_awaited(view: BatchView, adapter: int | None) -> bool:
-    """Whether none of the adapter's rows can run yet, while others do: merged, it would serve nobody."""
+    """Whether none of the adapter's rows can run yet, while others do: merged, it would serve no row."""
     return view.memory is not None and len(view.running_adapter) > 0 and adapter in view.memory.awaited
 
 

@@ -1,19 +1,12 @@
-"""Seconds, predicted: steps, merges, adapter loads. Everything that plans asks this and nothing else.
+"""Predicts seconds of steps, merges and adapter loads; every plan asks this interface and no other.
 
-A step's time is linear in what the step does (`StepLoad`), with coefficients that are never negative. They
-come from `fit` on measured steps (least squares, R² reported) or from a preset of `machines.py`. Linear is
-enough because a step is the sum of reading the weights, the products per token, reading the KV cache, and
-the adapters' share; tests and `docs/simulation.md` say how well it holds.
+A step's time is linear in what the step does (`StepLoad`), with coefficients that are never negative. Linear is enough
+because a step is the sum of reading the weights, the products per token, reading the KV cache, and the adapters' share;
+tests and `docs/simulation.md` say how well it holds. The coefficients come from `fit` on the steps that `lorabatch
+profile` measures (least squares, R² reported), or from a preset in `MACHINES`. Presets of papers are derived from what
+the papers print, so that their experiments can be repeated; the project's own carry the numbers of its benchmarks.
 
-All loads may be numbers or arrays of one shape; the answer has that shape.
-
-Cost models of known machines: what to plan with before `lorabatch profile` has run.
-
-The paper presets are derived from what the papers print; they exist so that their experiments can be
-repeated in the simulator. The project's own machines carry the numbers of its benchmarks.
-
-Fit a cost model to measured steps: what `lorabatch profile` runs, and what refreshes the model during a
-job.
+All loads may be numbers or arrays of one shape; the result has that shape.
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
-"""Offline placement: which replica runs which shards so that the last one ends soonest, and how far from the
-best.
+"""Places shards on replicas offline so that the last replica ends soonest, with a bound of how soon it could.
 
-A shard takes its own seconds, and a replica spends an adapter's load seconds once for each adapter it meets.
-The model is exact (shards are not divisible); greedy longest-first with local search is its warm start and
-its fallback. Every answer carries a lower bound, so that `plan` can print the optimality gap.
+A shard takes its own seconds, and a replica spends an adapter's load seconds once for each adapter it runs. The model
+is exact (shards are not divisible) and written like the problem: variables, constraints (one method each), objective,
+decode. Greedy longest-first with local search is its warm start and its fallback. Every result carries a lower bound,
+so that `plan` can print the gap of the placement.
+
+CBC solves it, bounded by branch-and-bound nodes and one thread, never by a clock, so that the same model always gives
+the same result. Results have a status, and callers have a tested fallback for each status that is not `optimal`.
 
 Shapes: `[num_shards]` for shards, `[num_adapters]` for load seconds, `[num_replicas]` for speeds.
-
-The exact makespan model, read like the problem: variables, constraints (one method each), objective, decode.
-
-Offline placement as a problem: shards, the adapters they need, replicas, and how soon the last may end at best.
-
-Run an optimisation model through CBC so that the same model always gives the same answer.
-
-The solver is bounded by branch-and-bound nodes and one thread, never by a clock. Its answers come under a
-name, and callers have a tested fallback for each name that is not `optimal`.
 """
 
 from __future__ import annotations

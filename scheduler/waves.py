@@ -1,13 +1,12 @@
-"""From rows to shards: the order of all rows, cut into the pieces that become part files.
+"""Orders all rows and cuts them into shards, the pieces that become part files.
 
-Rows are ordered adapter-major, then by shared prefix, then longest predicted first. A *wave* is what shards
-of one adapter (or one pool of small adapters) have in common: their mode. A *shard* is cut where a prefix
-group ends if that is near, holds about the same work as its neighbours, and neither so much that losing it
-hurts nor so little that its overhead dominates. Shards are numbered in dispatch order, longest first.
+Rows are ordered adapter-major, then by shared prefix, then longest predicted first. A *wave* is what shards of one
+adapter (or one pool of small adapters) have in common: their mode, chosen from the numbers of all rows before the job
+starts (`with_merged_waves`). A *shard* is cut where a prefix group ends if that is near. It holds about the same work
+as its neighbours: neither so much that losing it hurts nor so little that its overhead dominates. Shards are numbered
+in dispatch order, longest first.
 
 Shapes: rows `[num_rows]` unless said otherwise.
-
-Which waves should run merged: decided from the whole histogram before the job starts.
 """
 
 from __future__ import annotations

@@ -36,6 +36,16 @@ def test_a_room_does_not_load_what_it_must_not(module: str) -> None:
     assert loaded.isdisjoint(FORBIDDEN[module]), f"{module} loads {loaded & set(FORBIDDEN[module])}"
 
 
+@pytest.mark.parametrize(
+    "module", ["lorabatch.scheduler.scheduler", "lorabatch.engine.engine", "lorabatch.pipeline.coordinator.driver"]
+)
+def test_policies_of_papers_are_loaded_only_when_they_are_asked_for(module: str) -> None:
+    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = [name for name in json.loads(done.stdout) if name.startswith("lorabatch.scheduler.baselines")]
+    assert loaded == []
+
+
 def test_every_package_folder_is_listed_for_installation() -> None:
     root = Path(__file__).parent.parent
     settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Counts what the parts of a job hold: the proof that every row is there once, and the numbers of its summary."""
+"""Counts the rows in a job's parts, to check that every row is there once, and for the numbers of its summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lorabatch plan`: everything that happens to a job before its first row runs, and what would happen then.
+"""Plans a job without running it: what `lorabatch plan` prints.
 
 Adapters are audited and rows indexed as in a real run, in a folder that is removed again; nothing is written to the
 job's output and no engine is started.

@@ -1,9 +1,7 @@
-"""All rows of a job as numbers: the index chunks read one after the other, and put in order on disk.
+"""Sorts the index of all rows by adapter, in a file of this machine.
 
-A job may have more rows than memory has room for: some 45 bytes each. So they are sorted by adapter in a file of this
-machine, and looked at a block at a time. Prompts and ids stay in the prepared rows.
-
-A file of this machine for what is too much for memory.
+A job may have more rows than memory has room for, some 45 bytes each, so rows are written to a file and read back a
+block at a time (`SortedRows` over `ScratchFile`). Prompts and ids stay in the prepared rows.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ..dataset import schema as prepared
 
 _CHUNK_READS = 8
 # `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index. `chunk`, `batch`, `row`: where
-# the prepared row lies.
+# the prepared row is stored.
 INDEXED_ROW = np.dtype(
     [
         ("adapter", np.int32),
@@ -107,7 +105,7 @@ class SortedRows:
 
 
 def read_row(store: JobStore, row: Any, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Some columns of one prepared row. `row`: an entry of `IndexedRows`, or what says where one lies."""
+    """Some columns of one prepared row. `row`: an entry of `IndexedRows`, or any record with its place."""
     with prepared.arrow_file(store.rows_source(int(row["chunk"]))) as reader:
         batch = reader.get_batch(int(row["batch"]))
     return {name: batch.column(name)[int(row["row"])].as_py() for name in columns}
@@ -117,7 +115,7 @@ class ScratchFile:
     """Without a name: it goes with the process. Raises `StorageError` where its folder has no room."""
 
     def __init__(self) -> None:
-        with _told():
+        with _as_storage_error():
             self._file = tempfile.TemporaryFile("w+b", buffering=0, prefix="lorabatch-")  # noqa: SIM115, see `close`
 
     def __enter__(self) -> ScratchFile:
@@ -132,7 +130,7 @@ class ScratchFile:
 
     def write(self, data: bytes | memoryview, place: int | None = None) -> int:
         """Write all of it, at the end or at `place`, in bytes. Returns where it begins."""
-        with _told():
+        with _as_storage_error():
             start = self._file.seek(0, 2) if place is None else self._file.seek(place)
             rest = memoryview(data)
             while rest:
@@ -141,7 +139,7 @@ class ScratchFile:
 
     def read(self, place: int = 0, size: int = -1) -> bytearray:
         """So many bytes from `place`, or all that are there."""
-        with _told():
+        with _as_storage_error():
             size = self._file.seek(0, 2) - place if size < 0 else size
             self._file.seek(place)
             data = bytearray(size)
@@ -155,7 +153,7 @@ class ScratchFile:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_storage_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:

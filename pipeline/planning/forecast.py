@@ -1,6 +1,6 @@
-"""A job's plan and its seconds, from the cost model of its engines: the same for `lorabatch plan` and a real run.
+"""Chooses a job's cost model, and plans and predicts its rows with it, alike for `lorabatch plan` and a real run.
 
-Which cost model a job is planned with: a file, what `lorabatch profile` has measured here, or a preset.
+The cost model comes from a file, from what `lorabatch profile` has measured on this machine, or from a preset.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""From the index of all rows to the plan: bad input refused, errors counted, rows cut into shards.
+"""Makes the plan of a job from the index of its rows: refuses bad input, counts errors, cuts rows into shards.
 
-Nothing has run yet, so whatever is wrong here costs no work. Rows are looked at in blocks, one adapter after the other:
-memory does not grow with them.
-
-A plan as it comes, block by block: its shards in memory, the places of their rows in a file of this machine.
-
-Adapters changed between two runs of a job: shards with their rows are opened again, other rows are kept.
+Nothing has run yet, so that an error found here costs no work. Rows are read in blocks, one adapter after the other, so
+that memory does not grow with them; `ShardDraft` keeps the places of rows in a file of this machine. When adapters have
+changed between two runs, `reopen_shards` opens the shards with their rows again and keeps the other rows.
 """
 
 from __future__ import annotations
@@ -157,7 +154,7 @@ def plan_job(
 
 @contextmanager
 def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iterator[CheckedRows]:
-    """Look at the whole index; what comes of it lies in a file until it is closed.
+    """Check the whole index; the rows stay in a file until the context is closed.
 
     Raises `JobRequestError` for row groups that cannot be read and for duplicate ids, all at once, and
     `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.

@@ -1,12 +1,9 @@
-"""`lorabatch profile`: measure as many engines at once as a job would run here, fit a cost model, save it.
+"""Measures engines and fits a cost model to them: `lorabatch profile`.
 
-Engines of one machine share its memory, its caches and its cores with the workers that host them, so one that is
-measured alone looks faster than it will be. The workers stand by idle while engines are measured.
-
-Measure an engine: steps over a grid of loads, switches of the merged adapter, loads of adapters.
-
-What `lorabatch profile` runs; `scheduler/cost.py` makes a cost model of it. Adapters are random, weights are the
-model's own, and every measured step is a step of the real engine.
+As many engines run at once as a job would run here: engines of one machine share its memory, caches and cores with the
+workers that host them, so that one measured alone looks faster than it will be. Every measured step is a step of the
+real engine with the model's own weights and random adapters; steps cover a grid of loads, switches of the merged
+adapter and loads of adapters. `scheduler/cost.py` fits the model.
 """
 
 from __future__ import annotations
@@ -217,7 +214,7 @@ class _Bench:
         self._rank_of: dict[str, int] = {}
         self._last: StepLoad | None = None
         self._num_rows = 0
-        # Seconds that the engine took to know the adapter that it was told of last.
+        # Seconds that the engine took to register its latest adapter.
         self._registered_s = 0.0
         engine.observe_step = self._saw
 

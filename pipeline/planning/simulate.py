@@ -1,11 +1,7 @@
-"""`lorabatch simulate`: one offline job on simulated workers under several policies.
+"""Simulates one offline job on simulated workers under several policies: `lorabatch simulate`.
 
-The rows come from a job (indexed; its answers' lengths are drawn, because nobody knows them), from a trace of real
-lengths, or from log-normal lengths. Everything is drawn from the seed.
-
-Request lengths from a CSV file, as the Azure LLM inference traces have them (Azure public data set, 2023).
-
-Pictures of policies compared on one job: how soon each ends, and how its rows finish over time.
+The rows come from a job (indexed, with answer lengths drawn at random), from a CSV file of real lengths as the Azure
+LLM inference traces have them (Azure public data set, 2023), or from log-normal lengths. All draws come from the seed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows of one id, found among any number of rows: by hash, in as many files as keep each small.
+"""Finds rows that share an id (`DuplicateIds`) and counts rows that no engine will see (`RowErrors`).
 
-Rows that no engine will see: counted by kind, with the first of each.
+Ids are compared by hash, in as many files as keep each of them small, so that any number of rows can be checked.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DuplicateIds:
                 examples += found
         if examples:
             raise JobRequestError(
-                f"column {id_column!r} (id): {num_repeated} ids stand in more than one row: "
+                f"column {id_column!r} (id): {_ids(num_repeated)} in more than one row: "
                 f"{'; '.join(examples[:_IDS_SHOWN])}. Every row needs an id of its own: make them unique, or name "
                 "another column with --column id=NAME."
             )
@@ -81,6 +81,10 @@ class DuplicateIds:
             is_long = ends - starts > 1
             for start, end in zip(starts[is_long], ends[is_long], strict=True):
                 yield rows[start:end]
+
+
+def _ids(num_ids: int) -> str:
+    return "1 id appears" if num_ids == 1 else f"{num_ids} ids appear"
 
 
 def _repeated(store: JobStore, group: NDArray[np.void], id_column: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""What others do, behind the same interface, so that comparisons compare policies and nothing else.
+"""Batchers of other systems behind the same interface, so that comparisons differ in the policy only.
 
 `FcfsBatcher`: vLLM-like, first come first served, at most `max_resident` distinct adapters in a batch.
 `UnmergedBatcher`: S-LoRA-like, the same without that limit. `MergedBatcher`: one adapter at a time, merged,
-switching when its rows run out or a batch's worth of others has waited. `OneAtATimeBatcher`: PEFT-like, one
-adapter's rows as a closed batch, nobody joins until all of it is done.
+switching when its rows run out or a batch's worth of others has waited. `OneAtATimeBatcher`: PEFT-like, one adapter's
+rows as a closed batch, which no row joins before all of it is done.
 """
 
 from __future__ import annotations

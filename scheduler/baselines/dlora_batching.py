@@ -1,15 +1,12 @@
-"""dLoRA's dynamic batching (OSDI 24, section 4): Algorithm 1 chooses merged or unmerged before each
-iteration, Algorithm 2 tunes its two thresholds from what either would have achieved, Algorithm 3
-(`credits.py`) keeps it fair.
+"""dLoRA's dynamic batching (OSDI 24, section 4 and appendix A.1).
 
-Rows are positions in order of arrival, running rows before waiting ones; `types` int32 `[num_rows]` names
-the adapter of each (-1: base model, never merged).
+Algorithm 1 chooses merged or unmerged before each iteration. Algorithm 2 tunes its two thresholds from what either
+would have achieved. Algorithm 3 keeps it fair with credits: every adapter starts with the same, and one that is served
+out of turn pays those that were passed over, row by row. An adapter above `starve_above` is served first until it has
+fallen below `normal_below`. The sum of all credits never changes.
 
-Credits against starvation: dLoRA Algorithm 3 (appendix A.1).
-
-Every adapter starts with the same credit. Whoever is served out of turn pays those who were passed over, row
-by row. An adapter that was passed over for long grows rich; above `starve_above` its rows are served first
-until it has fallen below `normal_below`. The sum of all credits never changes.
+Rows are positions in order of arrival, running rows before waiting ones; `types` int32 `[num_rows]` names the adapter
+of each (-1: base model, never merged).
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class Credits:
 
     def __init__(self, num_adapters: int, *, initial: float, starve_above: float, normal_below: float) -> None:
         assert normal_below <= starve_above, f"T_normal={normal_below} above T_starve={starve_above}"
-        assert initial <= starve_above, f"initial={initial}: everybody would start starving"
+        assert initial <= starve_above, f"initial={initial}: every adapter would start starving"
         self.balance: NDArray[np.float64] = np.full(num_adapters + 1, float(initial))
         self._is_starving = np.zeros(num_adapters + 1, dtype=bool)
         self._initial = float(initial)
@@ -118,7 +115,7 @@ class Credits:
         assert abs(total - expected_sum) <= 1e-6 * max(1.0, abs(expected_sum)), f"{total} != {expected_sum}"
 
 
-# Seconds of one iteration over these adapters with that adapter merged (None: nobody).
+# Seconds of one iteration over these adapters with that adapter merged (None: none).
 IterationTime = Callable[[NDArray[np.int32], int | None], float]
 
 
@@ -253,8 +250,8 @@ class DynamicBatcher:
     def _learn(
         self, types: NDArray[np.int32], fcfs: NDArray[np.int64], merged: int | None, max_batch_rows: int
     ) -> None:
-        everybody = np.ones(len(self.credits.balance), dtype=bool)
-        candidate = merged if merged is not None else merge_candidate(types, everybody)
+        is_allowed = np.ones(len(self.credits.balance), dtype=bool)
+        candidate = merged if merged is not None else merge_candidate(types, is_allowed)
         is_break = merged != self._merged or candidate != self._candidate
         if self._period.num_iterations and (is_break or self._period.num_iterations >= self.tuning.period):
             self._tune()

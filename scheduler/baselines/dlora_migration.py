@@ -1,24 +1,13 @@
-"""Move requests and adapters from overloaded to underloaded replicas (dLoRA section 5.2), and the job's tail.
+"""dLoRA's migration of requests and adapters from overloaded to underloaded replicas (OSDI 24, section 5.2).
 
 Only the top K overloaded and top K underloaded replicas take part. A transport at the level that no plan can beat is
 tried first; where its adapter copies or memory keep it from that bound, the paper's integer program decides. Either
 answer is a proposal: it is in whole rows and used only if it ends sooner than doing nothing; otherwise the greedy rule
 decides. All functions are pure and deterministic.
 
-dLoRA's co-migration problem as an integer program (OSDI 24, section 5.2), read like the paper.
-
-`share` is x (relaxed to reals), `is_resident` is y; the objective is the longest running time over replicas plus eta
-for every adapter copy. Requests of one adapter on one replica have the same L_i, so they are one variable with a
-count (`RowGroup`), which changes nothing but the size. Memory beyond a replica's capacity is swapped and costs time.
-
-What a migration is decided from: the rows of each replica that may move, and what moving costs.
-
-Co-migration without a solver: fill the underloaded replicas up to the level that no plan can beat.
-
-With every adapter copy allowed and rows divisible, the problem of `migration_model.py` is a transport problem between
-complete sides, whose best longest time has a closed form (`level_s`). It bounds the integer program from below. Whole
-rows are dealt out at that level, adapters that are resident at their target first, so that few copies are made; an
-answer within the wanted gap of the bound needs no search.
+In the integer program `share` is x (relaxed to reals), `is_resident` is y; the objective is the longest running time
+over replicas plus eta for every adapter copy. Requests of one adapter on one replica have the same L_i, so they are one
+variable with a count (`RowGroup`), which changes nothing but the size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole-job policies by name, simulated: what `lorabatch simulate --policy` compares.
 
-`planner` is this project: planned shards, the real Scheduler, steps chosen by cost. The others get all rows at the
-start, dealt to replicas in turn, and batch by their own rule; dLoRA's also migrates.
+`planner` is this project: planned shards, the real Scheduler, steps chosen by cost. With the others all rows arrive at
+the start, go to replicas in turn, and are batched by the policy's own rule; dLoRA's also migrates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .serving import RoundRobinDispatcher, ServingSettings, ServingSimulation
 POLICIES = {
     "planner": "this project: planned shards, dispatch by the Scheduler, steps chosen by cost",
     "dlora": "dLoRA's dynamic batching with credits, and migration every two seconds",
-    "s-lora": "S-LoRA-like: everybody unmerged, first come first served",
+    "s-lora": "S-LoRA-like: all rows unmerged, first come first served",
     "fcfs": "vLLM-like: first come first served, at most eight adapters at once",
     "merged-only": "one adapter at a time, merged, rows may join",
     "one-at-a-time": "PEFT-like: one adapter's closed batch at a time, merged",

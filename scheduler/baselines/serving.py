@@ -1,12 +1,9 @@
-"""Requests that arrive over time on simulated replicas: the papers' online experiments.
+"""Simulates requests that arrive over time: the papers' online experiments, and their dispatchers.
 
-A dispatcher sends each request to a replica; optionally dLoRA's reactive migration moves waiting rows, and a
-placement is recomputed each time step from the demand seen (LoRAServe). Predicted work per request is what the
-dispatcher may know: its prompt, and the mean output length.
-
-Which replica gets the next request while requests arrive: dLoRA's proactive rule and what others do.
-
-Dispatchers see arrays over replicas and answer with a replica's number; ties go to the smaller number.
+A dispatcher sends each request to a replica: dLoRA's proactive rule, or another system's. Optionally dLoRA's reactive
+migration moves waiting rows, and a placement is recomputed each time step from the demand seen (LoRAServe). A
+dispatcher knows a request's prompt and the mean output length. Dispatchers see arrays over replicas and return a
+replica's number; ties go to the smaller number.
 """
 
 from __future__ import annotations

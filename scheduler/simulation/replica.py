@@ -1,17 +1,12 @@
-"""A replica that keeps books instead of computing: the real batching policy over the cost model.
+"""A simulated replica: the real batching policy on rows whose steps take the cost model's seconds.
 
 One `step` may stand for several forward passes (a *leap*). Where nothing can change meanwhile, a leap is exact: it
 ends when the first row ends. A coarse replica always leaps `leap_steps` passes; rows that end inside leave their
 place empty until its end, so it overstates time slightly and runs many times faster.
 
-True lengths, and what of a prompt need not be computed, come from the workload; a replica that a shared beginning
-meets first does not pay for it again.
-
-Which adapters a simulated replica holds, and how long rows wait for one that it lacks.
-
-An adapter is either fetched ahead, beside the work, or when its first row is admitted, which holds the step up.
-
-What the passes of a simulated replica's step cost: real rows, seconds from the cost model.
+True lengths come from the workload, and so does the part of a prompt that need not be computed; a replica that meets
+a shared prefix first does not pay for it again. An adapter is fetched ahead, beside the work, or when its first row is
+admitted, which delays the step (`SimulatedMemory`). `Passes` are the forward passes of one step and their seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batching import Batcher, BatchView, FreeMemory, StepPlan, everybody_unmerged, without_vain_merge
+from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
 from ..workload import AdapterInfo, Workload
 from .timeline import Timeline
@@ -150,11 +145,6 @@ class SimulatedReplica:
         """Begin to load an adapter beside the work."""
         self._memory.fetch(adapter, now_s, source)
 
-    def drop_adapter(self, adapter: int) -> None:
-        """Forget an adapter unless running rows use it."""
-        if adapter not in self._workload.adapter_index[self.running]:
-            self._memory.drop(adapter)
-
     def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
         """Run one step, or one leap that ends about `until_s` at the latest. There must be rows."""
         seen = self.waiting[: self._settings.look_ahead]
@@ -163,7 +153,7 @@ class SimulatedReplica:
         admitted = self._admissible(plan, seen)
         if not plan.serve.any() and len(admitted) == 0:
             # Paused rows hold the memory that the policy wants for others: let them finish.
-            plan = everybody_unmerged(view, np.zeros(0, np.int64))
+            plan = all_unmerged(view, np.zeros(0, np.int64))
         rows = np.concatenate([self.running[plan.serve], admitted])
         plan = without_vain_merge(plan, self._merged, self._workload.adapter_index[rows])
         overhead_s = self._switch(plan.merged_adapter) + self._load(rows, now_s)
@@ -303,8 +293,8 @@ class SimulatedReplica:
 
 
 class SimulatedMemory:
-    """`source`: of adapters that nobody fetched ahead. `slots`: adapters at once, least recently used goes first; None:
-    endless.
+    """The adapters of a simulated replica. `source`: of those that were not fetched ahead. `slots`: adapters at once,
+    least recently used goes first; None: endless.
     """
 
     def __init__(
@@ -327,11 +317,6 @@ class SimulatedMemory:
         if adapter not in self._resident and adapter not in self._arriving:
             self._link_free_s = max(now_s, self._link_free_s) + self._load_s(adapter, source)
             self._arriving[adapter] = self._link_free_s
-
-    def drop(self, adapter: int) -> None:
-        """Forget an adapter, there or on its way."""
-        self._resident.pop(adapter, None)
-        self._arriving.pop(adapter, None)
 
     def clear(self) -> None:
         """Everything is lost."""

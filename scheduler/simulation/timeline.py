@@ -1,6 +1,7 @@
-"""When everything happened, one array per fact, rows `[num_rows]` in input order; NaN until it has happened.
+"""Times of everything that happened in a simulation (`Timeline`), and the metrics of a job (`job_metrics`).
 
-What a run is judged by. Seconds unless a name says otherwise; a row that never finished counts as infinite.
+One array per fact, rows `[num_rows]` in input order, NaN until it has happened. Seconds unless a name says otherwise; a
+row that never finished counts as infinite.
 """
 
 from __future__ import annotations

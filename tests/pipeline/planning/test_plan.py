@@ -62,7 +62,7 @@ def test_duplicate_ids_are_refused_with_examples_and_where_they_stand(prepare_jo
     with pytest.raises(JobRequestError) as caught:
         prepare_job(files).plan()
     text = str(caught.value)
-    assert "2 ids stand in more than one row" in text
+    assert "2 ids appear in more than one row" in text
     assert "3 at a.parquet:3, b.parquet:1" in text
     assert "5 at a.parquet:5, b.parquet:2" in text
 
@@ -72,7 +72,7 @@ def test_equal_hashes_of_different_ids_are_no_duplicates(
 ) -> None:
     monkeypatch.setattr("lorabatch.pipeline.dataset.chunk.id_hash", lambda row_id: 1 + row_id % 3)
     assert prepare_job(rows(9)).plan().num_rows == 9
-    with pytest.raises(JobRequestError, match=r"1 ids stand in more than one row: 4 at rows\.parquet:4"):
+    with pytest.raises(JobRequestError, match=r"1 id appears in more than one row: 4 at rows\.parquet:4"):
         prepare_job(pa.table({"id": [0, 1, 2, 3, 4, 5, 4], "prompt": ["a"] * 7})).plan()
 
 

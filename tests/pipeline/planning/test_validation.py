@@ -1,4 +1,4 @@
-"""Ids that stand in more than one row are found however many files their hashes lie in."""
+"""Ids that appear in more than one row are found however many files their hashes are in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_doubles_far_apart_are_named_with_their_places(prepare_job: Callable[...
     with DuplicateIds(42, file_rows) as ids:
         for chunk in read_chunks(job.store, 5, {}):
             ids.add(chunk)
-        with pytest.raises(JobRequestError, match="2 ids stand in more than one row") as caught:
+        with pytest.raises(JobRequestError, match="2 ids appear in more than one row") as caught:
             ids.refuse(job.store, "id")
     assert {"7 at rows.parquet:7, rows.parquet:40", "39 at rows.parquet:39, rows.parquet:41"} == set(
         re.findall(r"\d+ at rows.parquet:\d+, rows.parquet:\d+", str(caught.value))
