@@ -22,6 +22,20 @@ settings.load_profile("short")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is left open
 
+
+class RootIsNoTestPackage:
+    """Collects the repository's root as a plain folder: as a package, it would be imported under its folder's name."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == parent.config.rootpath else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A conftest's own hooks are not asked about the folders above it."""
+    config.pluginmanager.register(RootIsNoTestPackage())
+
+
 CORPUS = (
     "the quick brown fox jumps over the lazy dog. ",
     "name: Ada Lovelace, phone 555-0199, city London. ",
