@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.dispatch import AdapterSources, ShardQueue, rows_behind
@@ -57,6 +58,7 @@ def test_a_shard_of_a_merged_wave_says_how_many_rows_follow_it():
     assert {command.shard_id: command.rows_behind for command in commands} == {0: 32, 1: 16, 2: 0}
 
 
+@pytest.mark.long
 def test_adapters_sent_ahead_take_the_load_stalls_away():
     rng = np.random.default_rng(0)
     adapters = make_adapters([16, 64] * 20)

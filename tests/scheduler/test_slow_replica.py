@@ -55,7 +55,9 @@ def ideal_s(num_rows, cost):
     return num_rows / BATCH * batch_s / (1 + 1 / SLOWNESS)
 
 
-@pytest.mark.parametrize("cost", [FLAT, CPU], ids=["flat steps", "steps by rows"])
+@pytest.mark.parametrize(
+    "cost", [pytest.param(FLAT, id="flat steps"), pytest.param(CPU, id="steps by rows", marks=pytest.mark.long)]
+)
 def test_a_slow_replica_costs_little_more_than_its_share(cost):
     tail = TailSettings(CPU, hop_s=0.3, least_gain_s=0.5)
     with_loans = np.array([makespan_s(n, cost, tail) for n in SIZES])
@@ -71,6 +73,7 @@ def test_a_slow_replica_costs_little_more_than_its_share(cost):
     assert (with_loans <= 0.8 * without)[is_tail_long].all(), shown
 
 
+@pytest.mark.long
 def test_shards_that_fill_no_batch_leave_places_that_rows_of_the_slow_replica_get():
     sizes = range(70, 160, 10)
     tail = TailSettings(CPU, hop_s=0.3, least_gain_s=0.5)

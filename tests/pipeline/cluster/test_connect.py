@@ -68,6 +68,7 @@ def test_an_embedded_cluster_whose_worker_dies_while_it_starts_is_started_again(
         cluster._start()
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_started(
     monkeypatch: pytest.MonkeyPatch,
