@@ -157,8 +157,8 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         f"Cost model: {found.cost.origin}",
     ]
     if forecast.shared_prompt_tokens:
-        told = f"{forecast.shared_prompt_tokens} prompt tokens need not be computed: rows of one adapter begin alike"
-        lines.insert(1, told)
+        reused = f"{forecast.shared_prompt_tokens} prompt tokens are reused: rows of one adapter begin alike"
+        lines.insert(1, reused)
     cost = price(found, gpu_hour_price)
     if cost is not None:
         lines.append(f"Price: {cost:.2f} for {forecast.replica_s / 3600:.3f} worker hours")
@@ -166,12 +166,12 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
 
 
 def _range(found: DryRun) -> list[str]:
-    """What the prediction rests on, where nobody knows how long answers will be."""
+    """The assumption about answer lengths, where no answer has been seen yet, and the range that follows."""
     if found.range_s is None:
         return []
     shortest_s, longest_s = found.range_s
     return [
-        "Answers are taken to be half of max_tokens long; nobody knows before they are there. "
+        "Answers are assumed to be half of max_tokens long. "
         f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
     ]
 

@@ -1,6 +1,6 @@
-"""Audits of adapter folders for people: find them, audit them, print a table.
+"""Finds the adapters of a job and audits them; names come from folders or from `NAME=URL`.
 
-Which adapters a job has, and where each lies. Names come from folders or from `NAME=URL`.
+`audit_all` audits for a job's record, `audit_folders` for the command `audit`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def audit_folders(
         if not folder.is_dir():
             empty.append(f"{folder}: not a folder. Check the path.")
             continue
-        # what is fetched lies in the cache under another name
+        # a fetched folder has another name in the cache
         name = url.rstrip("/").rsplit("/", 1)[-1] if "://" in url else folder.name
         adapters = {name: folder} if (folder / "adapter_config.json").exists() else find_adapter_folders(folder)
         if not adapters:
@@ -115,7 +115,7 @@ def audit_folders(
 
 def adapter_notes(adapters: Sequence[AdapterRecord]) -> list[str]:
     """What a user should know of a job's adapters before it runs: how many of each verdict, which are refused and
-    why, which bring a tokenizer or chat template."""
+    why, which have a tokenizer or chat template of their own."""
     if not adapters:
         return []
     counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in get_args(Verdict)}

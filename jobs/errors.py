@@ -1,4 +1,4 @@
-"""What can go wrong with a job, and the exit code each kind leads to.
+"""Errors of a job, each with its exit code.
 
     JobError                     1
     ├── JobRequestError          2   the request itself is wrong; `problems` lists everything at once
@@ -9,7 +9,7 @@
     ├── ErrorBudgetError         1   more rows ended in errors than `--max-errors` allows
     ├── JobFailedError           1   the job could not go on
     └── JobInterruptedError    130   stopped by Ctrl-C; `lorabatch resume` goes on from here
-        └── JobCancelledError  130   stopped because somebody asked for it
+        └── JobCancelledError  130   stopped by `lorabatch cancel`
 
 Every message names the field or file, its value, what was expected, and what to do next. No message holds a
 value of `storage_options`. All of them survive pickling, because they travel from Dask workers.
@@ -74,4 +74,4 @@ class JobInterruptedError(JobError):
 
 
 class JobCancelledError(JobInterruptedError):
-    """Somebody asked the job to stop, from wherever."""
+    """The job was asked to stop by `lorabatch cancel`, from any machine."""

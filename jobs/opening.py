@@ -1,6 +1,6 @@
-"""Opening a job: check, audit, and freeze it in its output, or recognise it there and go on with it.
+"""Opens a job: checks and audits it, then freezes it in its output, or resumes the same job there.
 
-This is all that happens to a job before its first row is read.
+All this happens before the first row is read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_job(spec: JobSpec) -> OpenedJob:
 def check_silent(store: JobStore) -> None:
     """Raise `OutputConflictError` when the job in the output runs: its answers would mix with those of a new one.
 
-    One whose end nobody told, since its runner was killed, gets the time to speak.
+    A job whose state is not final may have been killed: its state is watched for a while.
     """
     first = _unfinished_state(store)
     if first is None:

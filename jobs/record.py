@@ -1,9 +1,7 @@
-"""`JobRecord`: a job as frozen in `job.json`, and the question whether two jobs are the same.
+"""`JobRecord`: a job as frozen in `job.json`, and `differences` between two. `JobState`: where a running job stands.
 
-The record names everything that determines a row's answer, by content where content can change under a name.
-It holds no secrets: of `storage_options` only the names are kept.
-
-`JobState`: where a running job stands, rewritten about once a second so that anybody can ask storage.
+The record names everything that determines a row's answer, by content where content can change under a name. It holds
+no secrets: of `storage_options` only the names are kept.
 """
 
 from __future__ import annotations
@@ -240,10 +238,9 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while nobody can tell. `batch_fill`:
+    """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while unknown. `batch_fill`:
     how full the engines' batches were while shards were queued, from 0 to 1; None when there was no such time.
-    `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that nobody had to compute; None before
-    the first.
+    `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
 
     `message` says in one sentence why a job stopped, and what to do.
     """

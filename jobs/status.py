@@ -1,7 +1,4 @@
-"""What is known of a job from its output alone: no cluster is asked, and the job may run anywhere or nowhere.
-
-A job's logs as they grow.
-"""
+"""`JobStatus`: what is known of a job from its output alone, without any cluster; and its logs as they grow."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ STALE_AFTER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One moment of a job. `is_stale`: its state says that it runs, but nobody has said so for a while."""
+    """One moment of a job. `is_stale`: its state says that it runs, but is old."""
 
     output: str
     record: JobRecord
@@ -112,7 +109,7 @@ _INTERVAL_S = 1.0
 
 
 def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
-    """Lines as `source | line`; with `follow`, until the job has ended or nobody runs it. Raises `StorageError`."""
+    """Lines as `source | line`; with `follow`, until the job has ended or its state is stale. Raises `StorageError`."""
     shown: defaultdict[str, int] = defaultdict(int)
     while True:
         # Asked before the logs are read: what is said last is seen.

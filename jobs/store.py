@@ -1,9 +1,7 @@
-"""`JobStore`: the only file that knows how OUTPUT and OUTPUT/_lorabatch are laid out.
+"""`JobStore`: the layout of OUTPUT and OUTPUT/_lorabatch; no other file knows it. `OutputContents`: what OUTPUT holds.
 
-It reads and writes whole files and journals; what is inside Arrow and Parquet files is the pipeline's affair.
-A part file's presence means that its shard is committed. `_SUCCESS` is written last.
-
-What lies at the top of OUTPUT, by name: parts, `_SUCCESS`, our records, and what is not ours.
+The store reads and writes whole files and journals; the content of Arrow and Parquet files belongs to the pipeline. A
+part file's presence means that its shard is committed. `_SUCCESS` is written last.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class OutputContents:
 
     @classmethod
     def of(cls, entries: Mapping[str, int | None], *, has_job: bool) -> OutputContents:
-        """From the names in OUTPUT and their sizes. Names that begin with a dot are nobody's."""
+        """From the names in OUTPUT and their sizes. Names that begin with a dot are ignored."""
         found = ((_PART_NAME.fullmatch(name), name, size or 0) for name, size in entries.items())
         parts = {int(m[1]): size for m, name, size in found if m and part_name(int(m[1])) == name}
         ours = {OURS, SUCCESS, *map(part_name, parts)}
@@ -114,7 +112,7 @@ class JobStore:
         return JobRecord.from_json(self.location.read(_JOB))
 
     def check_holder(self, job_id: str) -> None:
-        """Raise `OutputConflictError` when OUTPUT is not this job's any more: somebody has started over in it."""
+        """Raise `OutputConflictError` when OUTPUT is not this job's any more: it was started over."""
         try:
             holder = self.read_record().job_id
         except MissingFileError:
@@ -222,7 +220,7 @@ class JobStore:
         self.location.write(self._index(chunk_id), data)
 
     def write_plan(self, references: bytes | memoryview) -> bool:
-        """Store the plan. False when there is one already: shards are cut once, whoever runs the job."""
+        """Store the plan. False when there is one already: shards are cut once for all runs of the job."""
         return self.location.create(_PLAN, references)
 
     def has_index(self, chunk_id: int) -> bool:
@@ -315,11 +313,11 @@ class JobStore:
         return self._read_json(_SUMMARY) if self.location.exists(_SUMMARY) else None
 
     def request_cancel(self) -> None:
-        """Ask whoever runs this job to stop."""
+        """Ask the run of this job to stop."""
         self.location.write(_CANCEL, b"")
 
     def is_cancel_requested(self) -> bool:
-        """Whether somebody asked the job to stop."""
+        """Whether the job was asked to stop."""
         return self.location.exists(_CANCEL)
 
     def clear_cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any work: everything a job names is looked at, all problems at once.
+"""Checks everything that a job names before any work, and reports all problems at once.
 
 Reads configuration files, Parquet footers and listings; no weights and no rows.
 """

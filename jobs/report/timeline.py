@@ -1,4 +1,4 @@
-"""What `events.jsonl` tells, put in order per worker: when it lived, which shards it had open, how busy it was.
+"""Reads `events.jsonl` into timelines per worker: when it lived, which shards it had open, how busy it was.
 
 Pure: events and commands in, frozen records out. A journal may hold several runs of one job (each `resume` is one,
 and so is a coordinator that was started again elsewhere); their clocks all begin at 0.
@@ -17,7 +17,7 @@ _NEW_RUN_STEP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A worker at one time. `mode`: how its latest step served its rows, "" when nobody noted it."""
+    """A worker at one time. `mode`: how its latest step served its rows, "" when unknown."""
 
     time_s: float
     running_rows: int

@@ -1,4 +1,4 @@
-"""Model and adapter folders as local folders, wherever they come from; what is fetched is fetched once per host.
+"""Makes model and adapter URLs local folders, fetched once per host; and hashes a base model's content.
 
 | given | becomes |
 |---|---|
@@ -6,8 +6,6 @@
 | local or remote `.gguf` file | the model folder it converts to |
 | fsspec URL of a folder | a copy in the cache, keyed by the names, sizes and versions of its files |
 | `owner/name` | the hub's snapshot, through `huggingface_hub` |
-
-The identity of a base model: one hash over everything in its folder that decides what it answers.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from .redaction import redacted_url, storage_reason
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Never fetched: pickles can run code when read, and nothing here reads them. Their names are kept as empty files,
-# so that whoever looks into the folder can say what it holds.
+# so that messages can say what the folder holds.
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
@@ -95,14 +93,14 @@ def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _fetch_once(fs: Any, remote: str, files: list[str], folder: Path) -> None:
-    """Fetch unless somebody else does: workers of one host that start together need one copy."""
+    """Fetch unless another process of this host does: workers that start together need one copy."""
     with file_lock(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
             _fetch(fs, remote, files, folder)
 
 
 def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:
-    """Copy into a temporary folder, then rename: nobody ever sees half a model."""
+    """Copy into a temporary folder, then rename: the folder is whole or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
     try:

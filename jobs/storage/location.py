@@ -1,6 +1,6 @@
-"""A folder at any fsspec URL: list, read, and write whole files so that nobody ever sees half of one.
+"""`Location`: a folder at any fsspec URL. Files are listed, read and written whole: a reader never sees half of one.
 
-Local folders and object stores differ in what is atomic; the difference lives here and nowhere else:
+Local folders and object stores differ in what is atomic; the difference is handled here:
 
 | | local | object store |
 |---|---|---|
@@ -8,7 +8,7 @@ Local folders and object stores differ in what is atomic; the difference lives h
 | create only | temporary name, then a hard link | conditional PUT where the store has it |
 | append | the file itself | one more object, `NAME.<number>-<random>`, read back in order |
 
-Names of a journal's segments, where a store cannot append: sorted, they are in the order of writing. Pure.
+Sorted, the names of a journal's segments are in the order of writing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "
 
 
 class Location:
-    """One folder and what lies under it. Names are relative, with `/` between parts. Picklable.
+    """One folder and all below it. Names are relative, with `/` between parts. Picklable.
 
     `scratch`: sub-folder for temporary files; it must be on the same local file system as the rest.
     All methods raise `StorageError`; reading what is not there raises its kind `MissingFileError`.
@@ -193,7 +193,7 @@ class Location:
                 return False
             if not _is_unconditional(error):
                 raise
-            _tell_unconditional(self.url.split("://", 1)[0])
+            _warn_unconditional(self.url.split("://", 1)[0])
             self.fs.pipe_file(self.path(name), data)
         return True
 
@@ -261,7 +261,7 @@ def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_lost_race(error: Exception) -> bool:
-    """Whether a store's refusal means that somebody else wrote the object first (HTTP 412 or 409)."""
+    """Whether a store's refusal means that another writer was first (HTTP 412 or 409)."""
     text = str(error)
     return any(code in text for code in ("PreconditionFailed", "ConditionalRequestConflict", "412"))
 
@@ -272,8 +272,8 @@ def _is_unconditional(error: Exception) -> bool:
 
 
 @cache
-def _tell_unconditional(protocol: str) -> None:
-    """Told once per process."""
+def _warn_unconditional(protocol: str) -> None:
+    """Logs once per process and protocol."""
     logger.warning(
         "%s: this store has no conditional writes; when two workers finish the same shard, the later part replaces the "
         "earlier one, with the same rows",

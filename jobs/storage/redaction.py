@@ -1,6 +1,6 @@
-"""Keep secrets out of records, logs and messages: what is in `storage_options`, and passwords inside URLs.
+"""Keeps secrets out of records, logs and messages: values of `storage_options`, and passwords inside URLs.
 
-What storage answered, in one plain sentence that says what to do.
+`storage_reason` makes one plain sentence of an error of storage.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _parts(link: str) -> tuple[str | None, str, str]:
 
 def scrubbed(text: str, storage_options: Mapping[str, Any], url: str = "") -> str:
     """`text` with every string found in `storage_options` masked, and what opens the URLs in it, for messages made by
-    other libraries. What opens `url` is masked also where only a piece of it is told.
+    other libraries. What opens `url` is masked also where the text holds only a piece of it.
     """
-    # Those that are known first: inside a text nobody can tell for certain where a URL ends.
+    # Those that are known first: inside a text the end of a URL is not certain.
     for secret in sorted((*_strings(storage_options), *_url_secrets(url)), key=len, reverse=True):
         if len(secret) >= _MIN_SECRET_CHARS:
             text = text.replace(secret, _MASK)
@@ -117,5 +117,5 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url
     if isinstance(error, ValueError) and "rotocol" in detail:
         return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
     if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:
-        return f"nobody answers ({detail}). Check the network, and the endpoint in --storage-options if there is one."
+        return f"no reply ({detail}). Check the network, and the endpoint in --storage-options if there is one."
     return detail

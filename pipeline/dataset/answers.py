@@ -1,11 +1,8 @@
-"""`RowAnswer`: what the output says about one row, `BegunRow`: what was generated for a row that is not finished, and
-the form of both in the journals of unfinished shards.
+"""`RowAnswer`: what the output says about one row. `BegunRow`: what was generated for an unfinished row.
 
-A journal is a run of frames: length and CRC-32 (four bytes each, little-endian), then msgpack: a list for an answer, a
-map for a begun row. A process may die in the middle of a write, so a journal is read up to its first frame that is not
-whole.
-
-How much of all prompts engines found computed. Pure bookkeeping.
+Both are kept in the journals of unfinished shards. A journal is a run of frames: length and CRC-32 (four bytes each,
+little-endian), then msgpack: a list for an answer, a map for a begun row. A process may die in the middle of a write,
+so a journal is read up to its first frame that is not whole.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ class RowAnswer:
 
 @dataclass(frozen=True, slots=True)
 class BegunRow:
-    """What a worker had generated for a row when it had to leave; whoever opens the shard next goes on from there.
+    """What a worker had generated for a row when it had to leave; the next attempt at the shard goes on from there.
 
     `fingerprint` and `adapter_sha256` (None: base model) say for what. `token_logprobs` has one number per token when
     the row asks for log-probabilities, else none.

@@ -1,10 +1,7 @@
-"""One row group of one input file, streamed as record batches of the job's schema.
+"""Reads and checks one chunk, which is a row group of an input file: `read_chunk` streams it, `ChunkRows` indexes it.
 
-The rows of one chunk while it is indexed: added batch by batch, then ordered by adapter and written.
-
-Shapes: rows `[num_rows]` in input order; after `order()`, in the chunk file's order.
-
-`IndexJob`: what indexing a chunk needs to know of the job. Travels to the workers.
+`IndexJob` is what indexing needs to know of the job; it travels to the workers. Shapes: rows `[num_rows]` in input
+order; after `order()`, in the order of the chunk file.
 """
 
 from __future__ import annotations
@@ -314,7 +311,7 @@ def _value(item: pa.Scalar) -> Any:
 class IndexJob:
     """What indexing a chunk needs to know. `key`: index files written under another key are stale.
 
-    `now`: the time that chat templates are told; that of the job's start, so that a resumed job asks the same.
+    `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
     `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
     """
 

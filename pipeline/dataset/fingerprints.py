@@ -1,6 +1,6 @@
-"""Hashes of a row: who it is, what it asks, and how its prompt begins. The same on every machine and day.
+"""Hashes of a row: its identity, what it asks, and how its prompt begins. Equal on every machine.
 
-How much of each prompt the rows of a chunk have in common: what a prefix cache need not compute again.
+`shared_tokens` counts how much of each prompt the rows of a chunk have in common.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PREFIX_TOKENS = (64, 32, 16)
 
 def row_fingerprint(row_id: str | int | None, tokens: Sequence[int], sampling: SamplingParams) -> bytes:
     """16 bytes over id, prompt tokens and all sampling parameters. The adapter's and the base's content are
-    compared beside it by whoever reuses an answer.
+    compared beside it where an answer is reused.
     """
     asked = json.dumps([_typed(row_id), _canonical(sampling)]).encode()
     digest = hashlib.blake2b(len(asked).to_bytes(8, "little") + asked, digest_size=FINGERPRINT_BYTES)

@@ -1,9 +1,7 @@
-"""The index: every input row checked, rendered, tokenised and fingerprinted, one chunk per Parquet row group.
+"""Indexes a chunk: every row is checked, rendered, tokenised and fingerprinted. `IndexTotals` adds the chunks up.
 
-A chunk becomes two Arrow files (`prepared_rows.py`): its rows, ready to run, and a few numbers per row for the
-planner. Rows never leave the machine that indexes them; only counts are returned.
-
-What the index of a whole job comes to, added up chunk by chunk.
+A chunk becomes two Arrow files (`schema.py`): its rows, ready to run, and a few numbers per row for the planner. Rows
+never leave the machine that indexes them; only counts are returned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a shard's number to its requests: only the record batches that hold its rows are read.
+"""`read_shard`: the requests of a shard, read from the record batches that hold its rows and from no others.
 
-Prepared rows lie in chunks (`prepared_rows.py`); the plan says chunk, batch and row of each. Local files are
-mapped into memory; remote ones are read by range, several chunks at a time.
+Prepared rows are stored in chunks (`schema.py`); the plan says chunk, batch and row of each. Local files are mapped
+into memory; remote ones are read by range, several chunks at a time.
 """
 
 from __future__ import annotations

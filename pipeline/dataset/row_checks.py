@@ -1,8 +1,6 @@
-"""What one input row asks, checked: a prompt to tokenise and how to sample, or sentences that say what is wrong.
+"""Checks one input row: its prompt, to be tokenised, and its sampling. Bad rows get sentences; nothing here raises.
 
-Nothing here raises for a bad row: one bad row costs one row.
-
-How one row's sampling differs from the job's: the form it travels in between index and engine.
+`sampling_overrides` and `row_sampling` carry what a row's sampling says differently from index to engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The columns that the index adds to the input's, and how they lie in an Arrow IPC file.
+"""Columns that the index adds to the input's, and the layout of its Arrow IPC files.
 
-A chunk's prepared rows are sorted by adapter; every record batch holds rows of one adapter, at most
-`BATCH_ROWS` of them, so that a shard reads little more than its own rows.
+A chunk's prepared rows are sorted by adapter; every record batch holds rows of one adapter, at most `BATCH_ROWS` of
+them, so that a shard reads little more than its own rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREPARED_FIELDS = (
     pa.field(LOCATION, pa.string()),
 )
 # One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id. `shared_tokens`: at the
-# beginning of the prompt, see `shared_beginnings.py`.
+# beginning of the prompt, see `fingerprints.shared_tokens`.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
@@ -51,7 +51,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("row", pa.int32()),
     ]
 )
-# Record batch `i` of `plan.arrow`: where the rows of shard `i` lie, in the plan's order.
+# Record batch `i` of `plan.arrow`: the places of the rows of shard `i`, in the plan's order.
 REFERENCE_SCHEMA = pa.schema(
     [pa.field("chunk", pa.int32()), pa.field("batch", pa.int32()), pa.field("row", pa.int32())]
 )

@@ -1,7 +1,7 @@
-"""From a shard's rows and their answers to the bytes of its part file, and back.
+"""Writes a shard's rows and answers as the bytes of its part file, and reads the answers back.
 
-A part holds the input's columns with their exact types, then ours. Its schema is the same in every part of a
-job, so that readers may take the folder as one table.
+A part holds the input's columns with their exact types, then ours. Its schema is the same in every part of a job, so
+that readers may take the folder as one table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of adapters and where they lie."""
+"""Names of adapters and where they are found."""
 
 from __future__ import annotations
 

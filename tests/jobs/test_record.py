@@ -150,9 +150,9 @@ def test_an_adapter_that_cannot_serve_says_why_and_what_is_near() -> None:
     spelled = adapter_problem("cafe\u0301", {"caf\u00e9": adapters["bad"]})
     assert spelled is not None
     assert "'cafe\\u0301': not among this job's adapters; 'caf\\xe9' looks the same" in spelled
-    nobody = adapter_problem("x", {})
-    assert nobody is not None
-    assert nobody.endswith("known: none.")
+    unknown = adapter_problem("x", {})
+    assert unknown is not None
+    assert unknown.endswith("known: none.")
 
 
 STATE = JobState(

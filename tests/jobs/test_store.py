@@ -1,6 +1,6 @@
 """A job's folder: committed means there, finished means said last, and nothing that is not ours is touched.
 
-What is in an output is told from its names.
+The contents of an output follow from its names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shapes lie where their seconds are, and there is a bound to their number."""
+"""Shapes are drawn where their seconds are, and their number is bounded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Folders from anywhere become local folders, fetched once.
 
-The same content is the same model, wherever it lies; other content is another.
+The same content is the same model, wherever it is stored; other content is another.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert contents(local_folder(remote.url, {}, tmp_path)) == {"a.json": b"1", "b.json": b"2"}
 
 
-# A store that writes down what is read from it, and lets nobody read while a file named `gate` is missing.
+# A store that writes down what is read from it, and blocks reads while a file named `gate` is missing.
 _ASK = """
 import sys, time
 from pathlib import Path
@@ -115,7 +115,7 @@ print(local_folder(f"watched://{source}", {}, cache), flush=True)
 
 
 def ask(folder: Path) -> subprocess.Popen[str]:
-    """A process that will ask for the copy of `folder/source` once it is told to."""
+    """A process that will ask for the copy of `folder/source` on `start`."""
     command = [sys.executable, "-c", _ASK, str(folder / "source"), str(folder / "cache")]
     asking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert asking.stdout is not None
@@ -123,7 +123,7 @@ def ask(folder: Path) -> subprocess.Popen[str]:
     return asking
 
 
-def tell(asking: subprocess.Popen[str]) -> None:
+def start(asking: subprocess.Popen[str]) -> None:
     assert asking.stdin is not None
     asking.stdin.write("go\n")
     asking.stdin.flush()
@@ -143,7 +143,7 @@ def test_processes_that_ask_at_once_read_the_source_once(tmp_path: Path) -> None
         (tmp_path / "source" / name).write_bytes(data)
     asking = [ask(tmp_path) for _ in range(4)]
     for process in asking:
-        tell(process)
+        start(process)
     wait_for_reads(tmp_path)
     (tmp_path / "gate").touch()
     (folder,) = {process.communicate(timeout=60)[0] for process in asking}
@@ -155,17 +155,17 @@ def test_a_process_killed_while_it_fetches_stands_in_nobodys_way(tmp_path: Path)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.json").write_bytes(b"1")
     killed, next_one = ask(tmp_path), ask(tmp_path)
-    tell(killed)
+    start(killed)
     wait_for_reads(tmp_path)
-    tell(next_one)
+    start(next_one)
     with pytest.raises(subprocess.TimeoutExpired):
         next_one.wait(0.5)
     assert (tmp_path / "reads").read_text().split() == ["a.json"]
     killed.kill()
     killed.communicate()
     (tmp_path / "gate").touch()
-    told, _ = next_one.communicate(timeout=60)
-    assert contents(Path(told.strip())) == {"a.json": b"1"}
+    printed, _ = next_one.communicate(timeout=60)
+    assert contents(Path(printed.strip())) == {"a.json": b"1"}
 
 
 def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lorabatch.jobs.errors import MissingFileError, StorageError
 from lorabatch.jobs.storage.location import (
     Location,
     SegmentNames,
-    _tell_unconditional,
+    _warn_unconditional,
     absolute,
     options_for,
     segments_of,
@@ -162,7 +162,7 @@ def test_a_local_folder_that_may_not_be_written_to_is_told_before_anything_is_wr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Location(str(tmp_path / "to" / "come")).check_folder()
-    # whoever runs the tests may be allowed everything
+    # a test run as root may write everywhere
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(StorageError, match=r"access was refused .* Check the permissions of the file"):
         Location(str(tmp_path / "to" / "come")).check_folder()
@@ -194,7 +194,7 @@ def test_a_store_without_conditional_writes_still_gets_whole_files_and_says_so_o
         plain_write(path, data)
 
     monkeypatch.setattr(location.fs, "pipe_file", write)
-    _tell_unconditional.cache_clear()
+    _warn_unconditional.cache_clear()
     assert location.create("a", b"1")
     assert location.create("b", b"2")
     assert not location.create("a", b"3")
@@ -206,7 +206,7 @@ def test_a_store_without_conditional_writes_still_gets_whole_files_and_says_so_o
 def test_a_store_where_nobody_answers_says_what_to_check() -> None:
     nowhere = {"key": "key-1", "secret": "secret-1", "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
     options = nowhere | {"config_kwargs": {"retries": {"max_attempts": 0}}}
-    with pytest.raises(StorageError, match=r"nobody answers .* Check the network, and the endpoint") as caught:
+    with pytest.raises(StorageError, match=r"no reply .* Check the network, and the endpoint") as caught:
         Location("s3://bucket/out", options).list()
     assert "secret-1" not in str(caught.value)
 

@@ -71,10 +71,10 @@ def test_no_link_of_a_chain_shows_what_opens_it(url: str) -> None:
 @pytest.mark.parametrize("chain", ["{}", "simplecache::{}", "zip://a.parquet::{}"])
 def test_a_password_in_a_chain_is_neither_recorded_nor_told_nor_taken_for_adapters(chain: str, tmp_path: Path) -> None:
     url = chain.format("memory://u:hush@nowhere/x")
-    told = [
+    texts = [
         str(public_spec(JobSpec(model=url, input=url, output=url, adapters=adapters))) for adapters in (url, {"a": url})
     ]
-    told.append(repr(JobSpec(model=url, input=url, output=url, adapters={"a": url})))
+    texts.append(repr(JobSpec(model=url, input=url, output=url, adapters={"a": url})))
     with pytest.raises(JobRequestError, match="never recorded") as refused:
         find_adapters({"a": url}, {})
     with pytest.raises(JobRequestError, match="given twice") as twice:
@@ -85,9 +85,9 @@ def test_a_password_in_a_chain_is_neither_recorded_nor_told_nor_taken_for_adapte
         local_folder(url, {}, tmp_path)
     with pytest.raises(StorageError) as unlisted:
         Location(url).read("a")
-    told += [str(caught.value) for caught in (refused, twice, unread, unfetched, unlisted)]
-    assert [text for text in told if "hush" in text] == []
-    assert all("***" in text for text in told)
+    texts += [str(caught.value) for caught in (refused, twice, unread, unfetched, unlisted)]
+    assert [text for text in texts if "hush" in text] == []
+    assert all("***" in text for text in texts)
 
 
 def test_urls_inside_messages_lose_what_opens_them() -> None:

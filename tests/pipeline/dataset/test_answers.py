@@ -1,6 +1,6 @@
 """Journals of answers: what was written whole is read, wherever the writing stopped.
 
-Which part of all prompts nobody computed: counted by rows, added up by shards.
+Which part of all prompts was copied instead of computed: counted by rows, added up by shards.
 """
 
 from __future__ import annotations
