@@ -31,10 +31,6 @@ class Routing:
         adapters, servers = np.nonzero(self.fraction)
         return [(int(a), int(s), float(self.fraction[a, s])) for a, s in zip(adapters, servers, strict=True)]
 
-    def server_of(self, adapter: int, uniform: float) -> int:
-        """The server for one request; `uniform` in [0, 1) is the caller's random number."""
-        return int(np.searchsorted(np.cumsum(self.fraction[adapter]), uniform, side="right"))
-
     def check_integrity(self) -> None:
         """Raise AssertionError when a request could get lost."""
         assert (self.fraction >= 0).all(), "a share is negative"
@@ -281,11 +277,6 @@ def place_contiguous(ranks: NDArray[np.int64], num_servers: int) -> Routing:
 def place_round_robin(num_adapters: int, num_servers: int) -> Routing:
     """Adapter `i` on server `i mod num_servers`."""
     return _whole(np.arange(num_adapters) % num_servers, num_servers)
-
-
-def place_everywhere(num_adapters: int, num_servers: int) -> Routing:
-    """Every adapter on every server, as Toppings assumes."""
-    return Routing(np.full((num_adapters, num_servers), 1.0 / num_servers))
 
 
 def _whole(server_of_adapter: NDArray[np.int64], num_servers: int) -> Routing:
