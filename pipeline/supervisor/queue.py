@@ -166,8 +166,12 @@ class EngineQueue:
         """Another engine has finished rows that were lent. Those of a shard that was closed meanwhile are dropped."""
         for row in served:
             known = self._rows_of(shard).get(row.result.request_id)
-            if known is not None:
-                self._finish(known, row.result, row.num_crashes)
+            if known is None:
+                continue
+            if known.is_in_process:
+                # It was taken back before its helper answered after all.
+                self._frames.append(AbortRows((known.row_id,)))
+            self._finish(known, row.result, row.num_crashes)
 
     def returned(self, shard: OpenShard, contents: Iterable[ExportedRow]) -> None:
         """Lent rows come back with what another engine has generated for them, and go on here."""
@@ -295,8 +299,8 @@ class EngineQueue:
         self._table.check_integrity()
         num_leaving = len(self._table.in_state(RowState.EXPORTING))
         assert self._exports or not num_leaving, f"{num_leaving} rows are leaving, no export is under way"
-        num_in_process = self._table.num_in_process
-        assert self._is_ready or not num_in_process, f"{num_in_process} rows are in a process that is not ready"
+        counts = f"{self._table.num_in_process} rows, {len(self._exports)} exports"
+        assert self._is_ready or not (self._table.num_in_process or self._exports), f"{counts} without a process"
 
 
 def shared_window(batch_rows: int) -> int:
