@@ -17,10 +17,10 @@ from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.submit import list_jobs, submit
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
-# Preloaded by Dask before anything of ours is asked for.
+# Preloaded by Dask before any other module of lorabatch is imported.
 PRELOADS = {
     "none": 'import sys\n\nsys.modules["lorabatch"] = None\n',
-    "0.0.9": 'import lorabatch\n\nlorabatch.__version__ = "0.0.9"\n',
+    "0.0.9": 'import lorabatch.version\n\nlorabatch.__version__ = lorabatch.version.__version__ = "0.0.9"\n',
 }
 
 
