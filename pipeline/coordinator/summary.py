@@ -54,7 +54,7 @@ class Account:
         if (self.num_rows, self.num_parts) != (plan.num_rows, len(plan.shards)):
             raise JobFailedError(
                 f"output: its {self.num_parts} parts hold {self.num_rows} rows; the plan has {plan.num_rows} rows in "
-                f"{len(plan.shards)} parts. Somebody changed the output meanwhile; start over with --overwrite."
+                f"{len(plan.shards)} parts. The output was changed meanwhile; start over with --overwrite."
             )
 
     def adapter_counts(self) -> tuple[AdapterCount, ...]:
