@@ -24,7 +24,31 @@ from .storage.local_copy import local_folder
 from .storage.location import Location
 from .storage.redaction import redacted_url
 
+_CONFIG = "adapter_config.json"
+_MAX_NAME_CHARS = 256
+_NAMES_SHOWN = 8
 _PARALLEL_AUDITS = 4
+
+
+def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> folder or URL, sorted by name.
+
+    A folder holds one PEFT folder per adapter, named as rows ask for it; names that start with `_` or `.` are
+    passed over. Raises `JobRequestError` with every problem.
+    """
+    if adapters is None:
+        return {}
+    found = _in_folder(adapters, storage_options) if isinstance(adapters, str) else dict(adapters)
+    problems = [problem for name in found if (problem := _name_problem(name)) is not None]
+    problems += [
+        f"adapters: {name}={redacted_url(url)}: carries a password or a signature, which is never recorded, and "
+        "workers fetch adapters as recorded. Put what opens it into --storage-options."
+        for name, url in found.items()
+        if redacted_url(url) != url
+    ]
+    if problems:
+        raise JobRequestError(*problems)
+    return dict(sorted(found.items()))
 
 
 def audit_all(
@@ -37,50 +61,6 @@ def audit_all(
 
     with ThreadPoolExecutor(_PARALLEL_AUDITS) as pool:
         return tuple(pool.map(audit, adapters.items()))
-
-
-def _audit(
-    name: str, url: str, model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
-) -> AdapterRecord:
-    try:
-        folder = local_folder(url, storage_options)
-        found = audit_adapter(folder, model, name)
-        problems = _tokenizer_problems(folder, model_folder, found)
-    except (StorageError, ModelFilesError) as error:
-        problems = [str(error)]
-    if problems:
-        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=tuple(problems))
-    return AdapterRecord(
-        name=name,
-        url=redacted_url(url),
-        verdict=found.verdict,
-        reasons=found.reasons,
-        sha256=found.identity_sha256 or "",
-        rank=found.max_rank,
-        weight_bytes=found.weight_bytes,
-        tokenizer_sha256=found.tokenizer_sha256,
-        vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
-    )
-
-
-def _tokenizer_problems(folder: Path, model_folder: Path, audit: AdapterAudit) -> list[str]:
-    """Why the adapter's own tokenizer cannot be used with this base. Raises `ModelFilesError` when it is damaged."""
-    if not audit.has_own_tokenizer or audit.verdict == "refused":
-        return []
-    own = Tokenizer.from_folder(folder, base=model_folder)
-    problems = own.conflicts(Tokenizer.from_folder(model_folder))
-    if problems:
-        shown = "; ".join(problems[:5])
-        return [f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with."]
-    if own.vocab_size > audit.vocab_size:
-        return [
-            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
-            "resized embedding, or remove the tokenizer from its folder."
-        ]
-    return []
-
-
-_NAMES_SHOWN = 8
 
 
 def audit_folders(
@@ -128,31 +108,6 @@ def adapter_notes(adapters: Sequence[AdapterRecord]) -> list[str]:
     return notes
 
 
-_CONFIG = "adapter_config.json"
-_MAX_NAME_CHARS = 256
-
-
-def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> folder or URL, sorted by name.
-
-    A folder holds one PEFT folder per adapter, named as rows ask for it; names that start with `_` or `.` are
-    passed over. Raises `JobRequestError` with every problem.
-    """
-    if adapters is None:
-        return {}
-    found = _in_folder(adapters, storage_options) if isinstance(adapters, str) else dict(adapters)
-    problems = [problem for name in found if (problem := _name_problem(name)) is not None]
-    problems += [
-        f"adapters: {name}={redacted_url(url)}: carries a password or a signature, which is never recorded, and "
-        "workers fetch adapters as recorded. Put what opens it into --storage-options."
-        for name, url in found.items()
-        if redacted_url(url) != url
-    ]
-    if problems:
-        raise JobRequestError(*problems)
-    return dict(sorted(found.items()))
-
-
 def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
     shown = redacted_url(url)
     folder = Location(url, storage_options)
@@ -185,3 +140,44 @@ def _name_problem(name: str) -> str | None:
             "slashes. Give it another name: --adapters NAME=URL."
         )
     return None
+
+
+def _audit(
+    name: str, url: str, model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
+) -> AdapterRecord:
+    try:
+        folder = local_folder(url, storage_options)
+        found = audit_adapter(folder, model, name)
+        problems = _tokenizer_problems(folder, model_folder, found)
+    except (StorageError, ModelFilesError) as error:
+        problems = [str(error)]
+    if problems:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=tuple(problems))
+    return AdapterRecord(
+        name=name,
+        url=redacted_url(url),
+        verdict=found.verdict,
+        reasons=found.reasons,
+        sha256=found.identity_sha256 or "",
+        rank=found.max_rank,
+        weight_bytes=found.weight_bytes,
+        tokenizer_sha256=found.tokenizer_sha256,
+        vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
+    )
+
+
+def _tokenizer_problems(folder: Path, model_folder: Path, audit: AdapterAudit) -> list[str]:
+    """Why the adapter's own tokenizer cannot be used with this base. Raises `ModelFilesError` when it is damaged."""
+    if not audit.has_own_tokenizer or audit.verdict == "refused":
+        return []
+    own = Tokenizer.from_folder(folder, base=model_folder)
+    problems = own.conflicts(Tokenizer.from_folder(model_folder))
+    if problems:
+        shown = "; ".join(problems[:5])
+        return [f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with."]
+    if own.vocab_size > audit.vocab_size:
+        return [
+            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
+            "resized embedding, or remove the tokenizer from its folder."
+        ]
+    return []

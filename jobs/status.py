@@ -15,6 +15,7 @@ from .store import JobStore
 
 # A running job rewrites its state about once a second; one that has not for so long has lost its runner.
 STALE_AFTER_S = 30.0
+_FOLLOW_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,6 @@ def request_cancel(store: JobStore) -> bool:
     return True
 
 
-_INTERVAL_S = 1.0
-
-
 def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
     """Lines as `source | line`; with `follow`, until the job has ended or its state is stale. Raises `StorageError`."""
     shown: defaultdict[str, int] = defaultdict(int)
@@ -121,4 +119,4 @@ def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
             shown[source] = max(end, shown[source])
         if is_over or not follow:
             return
-        time.sleep(_INTERVAL_S)
+        time.sleep(_FOLLOW_INTERVAL_S)

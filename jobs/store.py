@@ -20,6 +20,15 @@ from .storage.redaction import redacted_url
 
 OURS = "_lorabatch"
 SUCCESS = "_SUCCESS"
+_JOB = f"{OURS}/job.json"
+_PLAN = f"{OURS}/plan.arrow"
+_PLAN_FACTS = f"{OURS}/plan.json"
+_STATE = f"{OURS}/state.json"
+_EVENTS = f"{OURS}/events.jsonl"
+_SUMMARY = f"{OURS}/summary.json"
+_CANCEL = f"{OURS}/CANCEL"
+_WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
+_LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
 _PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
@@ -65,17 +74,6 @@ class OutputContents:
         if self.has_job:
             return list(self.foreign)
         return [*self.foreign, *map(part_name, sorted(self.parts)), *[SUCCESS] * self.is_finished]
-
-
-_JOB = f"{OURS}/job.json"
-_PLAN = f"{OURS}/plan.arrow"
-_PLAN_FACTS = f"{OURS}/plan.json"
-_STATE = f"{OURS}/state.json"
-_EVENTS = f"{OURS}/events.jsonl"
-_SUMMARY = f"{OURS}/summary.json"
-_CANCEL = f"{OURS}/CANCEL"
-_WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
-_LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
 
 
 class JobStore:

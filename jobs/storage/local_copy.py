@@ -32,6 +32,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Never fetched: pickles can run code when read, and nothing here reads them. Their names are kept as empty files,
 # so that messages can say what the folder holds.
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
+# Files beside the weights that decide what a base model answers.
+_IDENTITY_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "created", "md5Hash", "content_md5")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
@@ -140,16 +149,6 @@ def _hub_snapshot(hub_id: str) -> Path:
         ) from None
 
 
-_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-
-
 def model_sha256(folder: Path, *, with_weights: bool = True, cache_root: Path | None = None) -> str:
     """Hash of configuration, tokenizer and (`with_weights`) safetensors files. Names and paths do not count
     beyond the file's own name, so a copied folder is the same model.
@@ -159,7 +158,7 @@ def model_sha256(folder: Path, *, with_weights: bool = True, cache_root: Path | 
     digests = (cache_root or default_cache_root()) / "digests"
     whole = hashlib.sha256()
     weights = sorted(folder.glob("*.safetensors")) if with_weights else []
-    for path in [*(folder / name for name in _FILES), *weights]:
+    for path in [*(folder / name for name in _IDENTITY_FILES), *weights]:
         if path.exists():
             whole.update(f"{path.name} {_file_sha256(path, digests)}\n".encode())
     return whole.hexdigest()

@@ -39,6 +39,7 @@ from .row_checks import (
 )
 
 _READ_ROWS = 1024
+_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "fingerprint", "error_kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,42 @@ class ChunkRef:
     first_row: int
     num_rows: int
     footer_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexJob:
+    """What indexing a chunk needs to know. `key`: index files written under another key are stale.
+
+    `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
+    `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
+    """
+
+    model_url: str
+    sampling: SamplingParams
+    roles: Mapping[str, str]
+    schema_ipc: str
+    vocab_size: int
+    max_context_tokens: int
+    key: str
+    now: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
+
+    @classmethod
+    def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
+        """For a frozen job. The spec gives what the record does not hold: storage options."""
+        return cls(
+            model_url=spec.model,
+            sampling=record.sampling,
+            roles=record.input.roles,
+            schema_ipc=record.input.schema_ipc,
+            vocab_size=record.model.vocab_size,
+            max_context_tokens=record.model.max_context_tokens,
+            key=index_key(record),
+            now=record.created_at,
+            storage_options=spec.storage_options,
+            prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
+        )
 
 
 class DamagedChunkError(Exception):
@@ -107,9 +144,6 @@ def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         else:
             columns.append(batch.column(place).cast(column.type))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "fingerprint", "error_kind")
 
 
 class ChunkRows:
@@ -305,39 +339,3 @@ def _value(item: pa.Scalar) -> Any:
         return item.as_py()
     except UnicodeDecodeError as error:
         return error
-
-
-@dataclass(frozen=True, slots=True)
-class IndexJob:
-    """What indexing a chunk needs to know. `key`: index files written under another key are stale.
-
-    `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
-    `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
-    """
-
-    model_url: str
-    sampling: SamplingParams
-    roles: Mapping[str, str]
-    schema_ipc: str
-    vocab_size: int
-    max_context_tokens: int
-    key: str
-    now: str
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
-
-    @classmethod
-    def from_record(cls, record: JobRecord, spec: JobSpec) -> IndexJob:
-        """For a frozen job. The spec gives what the record does not hold: storage options."""
-        return cls(
-            model_url=spec.model,
-            sampling=record.sampling,
-            roles=record.input.roles,
-            schema_ipc=record.input.schema_ipc,
-            vocab_size=record.model.vocab_size,
-            max_context_tokens=record.model.max_context_tokens,
-            key=index_key(record),
-            now=record.created_at,
-            storage_options=spec.storage_options,
-            prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
-        )

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 
 FINGERPRINT_BYTES = 16
+_TOKEN_BYTES = 4
 # The options of the first version are part of every fingerprint. A later one is part of it where it is not at its
 # default, so that new options leave the fingerprints of rows that do not use them as they were.
 _FIRST_OPTIONS = frozenset(
@@ -70,9 +71,6 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
 def _hash64(data: bytes) -> int:
     """Never 0."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
-
-
-_TOKEN_BYTES = 4
 
 
 def shared_tokens(adapters: Sequence[str | None], prompts: Sequence[ArrayLike]) -> NDArray[np.int32]:
