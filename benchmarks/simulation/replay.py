@@ -17,9 +17,9 @@ def replay_job(store: JobStore) -> ReplayOutcome:
     return replay(read_plan(store).shards, store.read_events())
 
 
-def main() -> int:
+def main(output: str) -> int:
     """Print what was found; 0 when every command agrees."""
-    found = replay_job(JobStore(sys.argv[1]))
+    found = replay_job(JobStore(output))
     print(f"{found.num_events} events, {found.num_commands} commands agree")
     if found.num_passed_over:
         print(f"passed over: {found.num_passed_over} runs of another version")
@@ -31,4 +31,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

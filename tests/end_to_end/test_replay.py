@@ -13,7 +13,7 @@ from lorabatch.scheduler.messages import Command
 
 
 def test_a_real_runs_events_give_its_commands(
-    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    echo_job: EchoJob, shared_client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     echo_job.write_input(make_rows(200))
     echo_job.run(shared_client)
@@ -21,8 +21,7 @@ def test_a_real_runs_events_give_its_commands(
     assert found.first_difference is None
     commands = [line for line in echo_job.store.read_events() if line["kind"] in Command.kinds]
     assert found.num_commands == len(commands) > len(echo_job.parts())
-    monkeypatch.setattr("sys.argv", ["replay_job", str(echo_job.output)])
-    assert command.main() == 0
+    assert command.main(str(echo_job.output)) == 0
     assert f"{found.num_commands} commands agree" in capsys.readouterr().out
 
 

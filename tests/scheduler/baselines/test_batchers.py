@@ -58,7 +58,7 @@ def test_merged_only_gives_others_a_turn_after_its_patience():
     assert merged == [0, 0, 0, 1, 1]
 
 
-def test_a_closed_batch_admits_nobody_until_it_is_done():
+def test_a_closed_batch_admits_no_row_until_it_is_done():
     plan = OneAtATimeBatcher().next_step(make_view([0], [0, 0]))
     assert len(plan.admit) == 0
 
@@ -68,7 +68,7 @@ def test_base_rows_are_merged_with_nothing():
     assert (plan.mode, plan.admit.tolist()) == ("unmerged", [0, 1])
 
 
-@pytest.mark.parametrize("make", [UnmergedBatcher, lambda: FcfsBatcher(1), MergedBatcher, OneAtATimeBatcher], ids=str)
+@pytest.mark.parametrize("make", [UnmergedBatcher, lambda: FcfsBatcher(1), MergedBatcher, OneAtATimeBatcher])
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(-1, 3), max_size=30), st.integers(1, 6), st.integers(1, 3))
 def test_every_row_is_served_in_the_end(make, arrivals, batch, steps_each):
