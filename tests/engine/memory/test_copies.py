@@ -33,7 +33,7 @@ class LateArrival:
 
     def __init__(self, copies: LateCopies, numbers: Tensor, target: Tensor) -> None:
         self._copies, self._numbers, self._target = copies, numbers, target
-        self.is_done = False
+        self.is_copied = False
         self.polls = 0
         target.fill_(torch.nan)
 
@@ -41,16 +41,16 @@ class LateArrival:
         self.polls += 1
         if self.polls >= POLLS:
             self._copies.finish_up_to(self)
-        return self.is_done
+        return self.is_copied
 
     def join(self) -> None:
-        if not self.is_done:
+        if not self.is_copied:
             self._copies.num_joined += 1
         self._copies.finish_up_to(self)
 
     def finish(self) -> None:
         self._target.copy_(self._numbers)
-        self.is_done = True
+        self.is_copied = True
 
 
 class LateCopies:
@@ -72,7 +72,7 @@ class LateCopies:
         return source.clone()
 
     def finish_up_to(self, last: LateArrival) -> None:
-        while not last.is_done:
+        while not last.is_copied:
             self.waiting.pop(0).finish()
 
 
