@@ -52,8 +52,8 @@ def existing_cluster(
         for _ in range(num_workers)
     ]
     try:
-        with Client(scheduler_file=str(address_file), set_as_default=False, timeout="60s") as client:
-            client.wait_for_workers(num_workers, timeout=60)
+        with Client(scheduler_file=str(address_file), set_as_default=False, timeout="300s") as client:
+            client.wait_for_workers(num_workers, timeout=300)
             address = str(client.scheduler_info(n_workers=0)["address"])
         yield address, workers, scheduler
     finally:

@@ -42,7 +42,7 @@ def open_shard(owner: Host, num_rows: int, adapter: LocalAdapter | None = None) 
 
 async def until(claim: Callable[[], bool]) -> None:
     """Wait until something holds."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not claim():
             await asyncio.sleep(0.02)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,3 +143,11 @@ def processes_of(root: int, kind: str) -> list[psutil.Process]:
 def kill_one(kind: str, root: int | None = None) -> None:
     """kill -9 of one engine or worker process of this test."""
     os.kill(processes_of(root or os.getpid(), kind)[0].pid, signal.SIGKILL)
+
+
+def wait_until(claim: Callable[[], bool]) -> None:
+    """Return when something holds; a busy machine may take minutes."""
+    give_up_s = time.monotonic() + 300
+    while not claim():
+        assert time.monotonic() < give_up_s, "waited for five minutes"
+        time.sleep(0.1)

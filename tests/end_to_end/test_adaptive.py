@@ -8,7 +8,7 @@ import time
 import pytest
 from cluster_under_test import QUIETLY
 from distributed import Client, LocalCluster
-from echo_job import EchoJob, make_rows
+from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive, ScalingSettings
 
@@ -17,11 +17,14 @@ from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive, ScalingS
 def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) -> None:
     rows = make_rows(320)
     echo_job.write_input(rows)
-    echo_job.set_engine(step_s=0.15)
+    # No row moves on before a second worker has joined, however long that takes.
+    gate = echo_job.folder / "gate"
+    echo_job.set_engine(step_s=0.05, gate=str(gate))
+    watcher = Watcher(lambda state: len(state.workers) > 1, gate.touch)
     with LocalCluster(n_workers=1, **QUIETLY) as cluster, Client(cluster, set_as_default=False) as client:
         scaling = ScalingSettings(batches_per_worker=4.0)
         cluster.adapt(JobAdaptive, minimum=1, maximum=3, interval="500ms", wait_count=3, scaling=scaling)
-        echo_job.run(client)
+        echo_job.run(client, progress=watcher)
         echo_job.assert_answered(rows)
         give_up_s, pause = time.monotonic() + 300, threading.Event()
         while len(client.scheduler_info(n_workers=-1)["workers"]) > 1:

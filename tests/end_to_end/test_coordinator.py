@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import dask
 import pytest
 from cluster_under_test import existing_cluster, own_cluster
 from distributed import Client
-from echo_job import EchoJob, Watcher, make_rows
+from echo_job import EchoJob, Watcher, make_rows, wait_until
 
 from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.jobs.record import JobState
@@ -162,12 +161,3 @@ def coordinators(client: Client) -> list[str]:
         )
 
     return [worker for worker, is_busy in client.run(is_coordinating).items() if is_busy]
-
-
-def wait_until(claim: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(900):
-        if claim():
-            return
-        pause.wait(0.1)
-    raise AssertionError("waited for a minute and a half")

@@ -110,6 +110,6 @@ def test_a_nanny_that_is_told_to_leave_has_its_worker_hand_over(echo_job: EchoJo
             lambda state: is_in_the_middle(state) and generated_tokens(echo_job) > 300, nannies[0].terminate
         )
         echo_job.run(progress=watcher, cluster=address, **JOB)
-        assert nannies[0].wait(30) is not None
+        assert nannies[0].wait(300) is not None
     echo_job.assert_answered(rows, max_tokens=TOKENS)
     assert generated_tokens(echo_job) < 32 * TOKENS + 40

@@ -94,7 +94,7 @@ def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_
     below = psutil.Process(client.pid).children(recursive=True)
     client.kill()
     client.wait()
-    _, alive = psutil.wait_procs(below, timeout=20)
+    _, alive = psutil.wait_procs(below, timeout=300)
     assert alive == []
     committed = echo_job.parts()
     assert 2 <= len(committed) < 15
@@ -116,7 +116,7 @@ def test_a_client_stopped_at_the_very_end_leaves_no_working_files_behind(echo_jo
         waiting.wait(0.0005)
     client.send_signal(signal.SIGSTOP)
     try:
-        give_up_s = time.monotonic() + 10
+        give_up_s = time.monotonic() + 300
         while (left := [n for n in ("rows", "wip", "tmp") if (ours / n).exists()]) and time.monotonic() < give_up_s:
             waiting.wait(0.05)
         assert left == []

@@ -18,7 +18,7 @@ CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 
 
 def lorabatch(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    return subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=300, check=False, cwd=folder)
 
 
 def arguments(job: EchoJob, **more: str) -> list[str]:

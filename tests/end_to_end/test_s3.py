@@ -85,7 +85,7 @@ def test_a_client_killed_between_the_last_part_and_success_resumes_without_compu
     words = command(LORABATCH_ECHO, on_s3(bucket, local_job), bucket.options)
     bucket.hold.touch()
     client = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    seen, pause, give_up_s = bucket.hold.with_suffix(".seen"), threading.Event(), time.monotonic() + 120
+    seen, pause, give_up_s = bucket.hold.with_suffix(".seen"), threading.Event(), time.monotonic() + 300
     while not seen.exists():
         assert client.poll() is None, "the job ended by itself"
         assert time.monotonic() < give_up_s, "_SUCCESS was never written"

@@ -72,7 +72,7 @@ def lorabatch(echo_job: EchoJob, **more: str) -> subprocess.CompletedProcess[str
         [sys.executable, str(ECHO_FOLDER / "echo_cli.py"), "run", *words, f"--storage-options={storage}"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
         env=os.environ | {"AWS_SECRET_ACCESS_KEY": PASSWORD, "HF_TOKEN": PASSWORD},
     )

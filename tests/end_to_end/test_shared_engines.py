@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster_under_test import own_cluster
-from echo_job import EchoJob, Watcher, make_rows, processes_of
+from echo_job import EchoJob, Watcher, make_rows, processes_of, wait_until
 
 from lorabatch.jobs.errors import JobInterruptedError
 from lorabatch.jobs.record import JobState
@@ -35,15 +35,6 @@ def running(client: Any, *jobs: tuple[EchoJob, Watcher | None, dict[str, Any]]) 
     """Run jobs beside each other; each by a client and a thread of its own."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         yield [pool.submit(job.run, client, progress=watcher, **JOB | options) for job, watcher, options in jobs]
-
-
-def wait_until(claim: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(600):
-        if claim():
-            return
-        pause.wait(0.1)
-    raise AssertionError("waited for a minute")
 
 
 def num_engines() -> int:

@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from echo_job import ECHO_FOLDER, EchoJob, make_rows
+from echo_job import ECHO_FOLDER, EchoJob, make_rows, wait_until
 
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.cluster.background import state_file
@@ -24,19 +22,12 @@ SHORT_LIVED = "from lorabatch.pipeline.cluster import background as b; b.serve(b
 
 
 def lorabatch(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*CLI, *words], capture_output=True, text=True, timeout=300, check=False)
 
 
 def submit(job: EchoJob) -> subprocess.CompletedProcess[str]:
     options = job.options()
     return lorabatch("submit", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
-
-
-def wait_until(claim: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    pause, give_up_s = threading.Event(), time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < give_up_s
-        pause.wait(0.1)
 
 
 @pytest.fixture
@@ -49,7 +40,7 @@ def background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         process = psutil.Process(json.loads(path.read_text())["pid"])
         below = process.children(recursive=True)
         process.send_signal(signal.SIGKILL)
-        psutil.wait_procs([process, *below], timeout=20)
+        psutil.wait_procs([process, *below], timeout=300)
 
 
 def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, background: Path) -> None:
@@ -86,7 +77,7 @@ def test_jobs_submitted_at_the_same_moment_share_one_background_cluster(
         subprocess.Popen([*CLI, "submit", *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for given in words
     ]
-    told = [process.communicate(timeout=180) for process in running]
+    told = [process.communicate(timeout=300) for process in running]
     assert [process.returncode for process in running] == [0, 0], told
     address = json.loads(background.read_text())["address"]
     assert [f" runs on {address}\n" in text for text, _ in told] == [True, True]
@@ -124,7 +115,7 @@ def test_an_idle_background_cluster_ends_itself(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SHORT_LIVED.format(str(path))], env=dict(os.environ))
     wait_until(path.exists)
     assert json.loads(path.read_text())["pid"] == process.pid
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     assert not path.exists()
 
 
@@ -134,5 +125,5 @@ def test_a_background_cluster_that_another_has_replaced_leaves_the_others_state_
     wait_until(path.exists)
     other = json.loads(path.read_text()) | {"address": "tcp://127.0.0.1:1", "pid": 1}
     path.write_text(json.dumps(other))
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     assert json.loads(path.read_text()) == other

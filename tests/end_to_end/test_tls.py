@@ -46,8 +46,10 @@ def tls_cluster(certificates: dict[str, str], tmp_path: Path) -> Iterator[str]:
             tls_client_key=certificates["tls_key"],
             require_encryption=True,
         )
-        with Client(scheduler_file=str(address_file), security=security, set_as_default=False, timeout="60s") as client:
-            client.wait_for_workers(2, timeout=60)
+        with Client(
+            scheduler_file=str(address_file), security=security, set_as_default=False, timeout="300s"
+        ) as client:
+            client.wait_for_workers(2, timeout=300)
             address = str(client.scheduler_info(n_workers=0)["address"])
         yield address
     finally:
@@ -92,7 +94,7 @@ def test_a_job_of_a_tls_cluster_goes_on_from_another_folder_than_its_certificate
 
 def lorabatch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ECHO_FOLDER / "echo_cli.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
 
 
 @pytest.mark.long

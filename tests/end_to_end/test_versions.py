@@ -76,7 +76,7 @@ def test_a_worker_of_another_version_that_joins_a_running_job_leaves_and_says_wh
 
         def join() -> None:
             # It ends by itself, with its nanny, while the job goes on: that takes 16 s at least.
-            told.append(subprocess.run(late, stderr=subprocess.PIPE, text=True, timeout=60).stderr)
+            told.append(subprocess.run(late, stderr=subprocess.PIPE, text=True, timeout=300).stderr)
 
         watcher = Watcher(lambda state: bool(state.rows_done), join)
         echo_job.run(progress=watcher, cluster=address)

@@ -34,7 +34,7 @@ _ECHO: dict[EngineKind, dict[str, Any]] = {
     "uneven": {"step_s": 0.02, "slow_factor": 8},
     "real": {},
 }
-_UNDISTURBED_LIMIT_S = 180
+_UNDISTURBED_LIMIT_S = 500
 
 
 def _sampling(temperature: float, seed: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lorabatch.tests.end_to_end.chaos.scenario import Victim
 
 MARK = "LORABATCH_TRIAL"
 _POLL_S = 0.1
-_START_LIMIT_S = 60.0
+_START_LIMIT_S = 300.0
 _GENTLE_END_S = 8.0
 
 
@@ -93,7 +93,7 @@ class ExistingCluster:
         self._processes = [self._start("scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0")]
         for _ in range(num_workers):
             self.start_nanny()
-        with Client(scheduler_file=str(folder / "scheduler.json"), set_as_default=False, timeout="60s") as client:
+        with Client(scheduler_file=str(folder / "scheduler.json"), set_as_default=False, timeout="300s") as client:
             client.wait_for_workers(num_workers, timeout=_START_LIMIT_S)
             self.address = str(client.scheduler_info(n_workers=0)["address"])
 

@@ -35,11 +35,11 @@ from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output
 _POLL_S = 0.05
 _LOOK_AGAIN_S = 0.2
 # A job of some seconds that is not done by then hangs.
-TIME_LIMIT_S = 240.0
+TIME_LIMIT_S = 480.0
 _MAX_STARTS = 8
 # How long the owner of a stopped client watches it do nothing.
 _PATIENCE_S = 3.0
-_GONE_AFTER_S = 20.0
+_GONE_AFTER_S = 60.0
 # Workers that only the job's journal tells apart: by the last event of a kind.
 _NAMED_IN_JOURNAL: dict[Victim, tuple[str, str]] = {
     "coordinator": (BEGINNING, "coordinator"),

@@ -157,7 +157,7 @@ class Child:
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=300)
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_model_that_cannot_be_loaded_is_a_permanent_failure_in_one_sentence(ch
     child.start(model="missing")
     fatal = child.next(Fatal)
     assert (fatal.error, fatal.is_permanent) == ("config.json: missing", True)
-    assert child.process.wait(timeout=30) == 1
+    assert child.process.wait(timeout=300) == 1
 
 
 def test_a_failing_step_is_reported_and_ends_the_process(child: Child) -> None:
@@ -202,7 +202,7 @@ def test_a_failing_step_is_reported_and_ends_the_process(child: Child) -> None:
     fatal = child.next(Fatal)
     assert (fatal.error, fatal.is_permanent) == ("RuntimeError: device lost", False)
     assert not fatal.is_out_of_memory
-    assert child.process.wait(timeout=30) == 1
+    assert child.process.wait(timeout=300) == 1
 
 
 def test_a_step_that_runs_out_of_memory_says_so(child: Child) -> None:
@@ -231,7 +231,7 @@ def test_aborted_rows_send_nothing(child: Child, tmp_path: Path) -> None:
     names = [child.result().request_id for _ in range(2)]
     assert names == ["busy", "b"]
     child.send(Stop())
-    assert child.process.wait(timeout=30) == 0
+    assert child.process.wait(timeout=300) == 0
 
 
 def test_exported_rows_can_be_given_back_and_finished_ones_are_not_among_them(child: Child, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_malformed_frame_ends_the_process_with_a_sentence(child: Child, frame:
     child.process.stdin.write(frame)
     child.process.stdin.flush()
     assert re.search(error, child.next(Fatal).error)
-    assert child.process.wait(timeout=30) == 1
+    assert child.process.wait(timeout=300) == 1
 
 
 @pytest.mark.parametrize(
