@@ -243,7 +243,7 @@ def test_end_of_turn_tokens_all_end_an_answer(llama, tmp_path):
     assert config.bos_token_id == tokens.index("<s>")
 
 
-_CONVERT_WHEN_TOLD = """
+_CONVERT_ON_REQUEST = """
 import sys
 from pathlib import Path
 from lorabatch.engine.models.gguf.convert import convert_gguf
@@ -255,7 +255,7 @@ convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
 
 def test_converters_racing_for_one_folder_leave_one_whole_folder(llama, llama_gguf, tmp_path):
     folder = tmp_path / "cache" / "model"
-    command = [sys.executable, "-c", _CONVERT_WHEN_TOLD, str(llama_gguf), str(folder)]
+    command = [sys.executable, "-c", _CONVERT_ON_REQUEST, str(llama_gguf), str(folder)]
     racers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -271,26 +271,26 @@ def test_converters_racing_for_one_folder_leave_one_whole_folder(llama, llama_gg
     assert_same_logits(llama, folder)
 
 
-_RESOLVE_WHEN_TOLD = """
+_RESOLVE_ON_REQUEST = """
 import sys
 from pathlib import Path
-from lorabatch.engine import gguf_model
+from lorabatch.engine.models.gguf import convert as module
 
-convert = gguf_model.convert_gguf
+convert = module.convert_gguf
 
 def reported(*places):
     print("converts", flush=True)
     convert(*places)
 
-gguf_model.convert_gguf = reported
+module.convert_gguf = reported
 print("ready", flush=True)
 sys.stdin.readline()
-print(gguf_model.resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
+print(module.resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
 def test_processes_that_need_a_file_at_once_convert_it_once(llama_gguf, tmp_path):
-    command = [sys.executable, "-c", _RESOLVE_WHEN_TOLD, str(llama_gguf), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", _RESOLVE_ON_REQUEST, str(llama_gguf), str(tmp_path / "cache")]
     asking = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     for process in asking:
         assert process.stdout.readline() == "ready\n"
