@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A file of tests stays in one of two processes, which wait more than they compute.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Modules are compiled when they are first imported: most of what is installed never is.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 DEMO_OUTPUT ?= demo-output
@@ -14,10 +16,10 @@ demo: $(VENV)/.demo
 	$(BIN)/lorabatch demo --output $(DEMO_OUTPUT) --overwrite
 
 test: $(VENV)/.test lint types imports
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 
 test-all: $(VENV)/.test lint types imports
-	$(BIN)/python -m pytest --hypothesis-profile=long
+	$(PYTEST) --hypothesis-profile=long
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

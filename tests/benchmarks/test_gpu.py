@@ -118,6 +118,7 @@ def test_a_whole_run_at_the_smallest_sizes(
     assert "mixture" in done.stdout
 
 
+@pytest.mark.long
 def test_results_say_where_and_with_what_they_were_measured(
     whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:

@@ -59,6 +59,7 @@ def test_an_adapter_is_read_from_storage_by_one_worker_only(echo_job: EchoJob, b
     assert replay_job(echo_job.store).first_difference is None
 
 
+@pytest.mark.long
 def test_adapters_that_workers_see_as_files_need_no_source(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(32)
     echo_job.write_input(rows)

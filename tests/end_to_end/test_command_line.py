@@ -47,6 +47,7 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
     assert any(name.startswith("engine-") or name.startswith("worker-") for name in echo_job.store.read_logs())
 
 
+@pytest.mark.long
 def test_wrong_rows_within_the_budget_are_named_and_over_it_the_exit_code_is_1(echo_job: EchoJob) -> None:
     rows = make_rows(20)
     rows[3]["adapter"] = "nobody"

@@ -32,6 +32,7 @@ def coordinating_worker(client: Client) -> str:
     )
 
 
+@pytest.mark.long
 def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: EchoJob) -> None:
     rows = make_rows(320)
     echo_job.write_input(rows)

@@ -60,6 +60,7 @@ def test_rows_of_a_worker_that_leaves_go_on_elsewhere_from_where_they_were(
     assert any(e["kind"] == "ReplicaLeft" and e["replica_id"] in left for e in events) or coordinates
 
 
+@pytest.mark.long
 def test_what_helpers_have_generated_comes_back_before_their_owner_leaves(echo_job: EchoJob) -> None:
     rows = make_rows(32)
     echo_job.write_input(rows)

@@ -87,6 +87,7 @@ def test_neighbours_that_all_kill_the_real_engine_become_error_rows_and_the_job_
     assert answered == {i: right[i]["completion"] for i in range(40) if i not in POISONED_NEIGHBOURS}
 
 
+@pytest.mark.long
 def test_a_real_engine_without_room_for_its_batch_goes_on_with_smaller_ones(
     job: dict[str, Any], shared_client: Client, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, sh
     assert opened == committed
 
 
+@pytest.mark.long
 def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(24)
     echo_job.write_input(rows)

@@ -78,9 +78,8 @@ def greedy_texts(model_folder: Path, adapters: dict[str, Path], rows: list[dict[
     return texts
 
 
-@pytest.mark.parametrize(
-    ("merge_s", "modes"), [(0.0, {"merged", "mixture"}), pytest.param(1e6, {"unmerged"}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("merge_s", "modes"), [(0.0, {"merged", "mixture"}), (1e6, {"unmerged"})])
 def test_engines_decide_by_the_cost_model_that_the_job_is_planned_with(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, merge_s: float, modes: set[str]
 ) -> None:
@@ -99,6 +98,7 @@ def test_engines_decide_by_the_cost_model_that_the_job_is_planned_with(
     assert found <= modes
 
 
+@pytest.mark.long
 def test_prompts_that_begin_alike_are_computed_once_and_the_report_says_how_much_that_saved(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

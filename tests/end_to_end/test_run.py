@@ -36,6 +36,7 @@ def test_rows_in_are_rows_out_with_their_columns(echo_job: EchoJob, shared_clien
     assert {count.adapter: count.num_rows for count in result.adapters}["rank8"] == 37
 
 
+@pytest.mark.long
 def test_batches_stay_full_from_shard_to_shard_until_the_queue_is_empty(
     echo_job: EchoJob, shared_client: Client
 ) -> None:
@@ -155,6 +156,7 @@ def test_a_changed_adapter_recomputes_its_rows_and_no_others(
     assert result.num_reused == len(rows) - len(changed)
 
 
+@pytest.mark.long
 def test_a_refused_adapter_that_is_repaired_is_used_when_the_job_runs_again(
     echo_job: EchoJob, shared_client: Client
 ) -> None:

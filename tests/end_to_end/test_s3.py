@@ -115,6 +115,7 @@ def test_a_missing_bucket_is_a_wrong_request_told_at_once(bucket: Bucket, local_
     assert not Path(local_job["output"]).exists()
 
 
+@pytest.mark.long
 def test_refused_credentials_are_a_wrong_request_told_at_once_for_all_urls(
     local_job: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def is_at_work(watcher: Watcher) -> bool:
     return any(sum(worker.open_rows > 0 for worker in state.workers) == 2 for state in watcher.states)
 
 
+@pytest.mark.long
 def test_jobs_of_one_base_share_engines_and_get_on_alike(echo_job: EchoJob, second_job: EchoJob) -> None:
     rows = make_rows(240)
     gate = echo_job.folder / "gate"

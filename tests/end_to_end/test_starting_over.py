@@ -36,6 +36,7 @@ def test_a_running_job_is_not_started_over_by_another_command(shared_client: Any
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_a_run_whose_output_is_another_jobs_by_now_stops_and_writes_nothing(
     shared_client: Any, echo_job: EchoJob
 ) -> None:

@@ -62,6 +62,7 @@ def tls_cluster(certificates: dict[str, str], tmp_path: Path) -> Iterator[str]:
             process.wait()
 
 
+@pytest.mark.long
 def test_a_job_runs_on_a_tls_cluster_and_strangers_are_turned_away(
     echo_job: EchoJob, tls_cluster: str, certificates: dict[str, str]
 ) -> None:

@@ -31,7 +31,8 @@ def preload(folder: Path, version: str) -> tuple[str, str]:
     return "--preload", str(path)
 
 
-@pytest.mark.parametrize("version", ["0.0.9", pytest.param("none", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("version", PRELOADS)
 def test_a_scheduler_without_this_version_is_refused_with_one_line(
     echo_job: EchoJob, tmp_path: Path, version: str
 ) -> None:
@@ -48,7 +49,8 @@ def test_a_scheduler_without_this_version_is_refused_with_one_line(
             assert f"the scheduler has {version}. Install lorabatch {__version__}" in line
 
 
-@pytest.mark.parametrize("version", ["none", pytest.param("0.0.9", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("version", PRELOADS)
 def test_workers_without_this_version_are_refused_and_named(echo_job: EchoJob, tmp_path: Path, version: str) -> None:
     echo_job.write_input(make_rows(8))
     with (
