@@ -40,7 +40,7 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
     assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/lora\n", done.stderr)
     assert "distributed" not in done.stderr + done.stdout
     echo_job.assert_answered(rows)
-    assert lorabatch("cancel", str(echo_job.output)).stdout.startswith("Nothing runs there.")
+    assert lorabatch("cancel", str(echo_job.output)).stdout.startswith("No run to stop")
     assert not echo_job.store.is_cancel_requested()
     told = json.loads(lorabatch("status", str(echo_job.output), "--json").stdout)
     assert (told["headline"], told["state"]["rows_done"]) == ("done", 60)

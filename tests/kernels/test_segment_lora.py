@@ -139,7 +139,7 @@ def test_rows_that_do_not_lie_dense_are_served_too() -> None:
 @needs_library
 def test_panels_and_plain_matrices_in_one_step_are_a_mistake_of_ours() -> None:
     segments = [LoraSegment(0, 1, site((8, 8, 8), 0)), LoraSegment(1, 2, in_panels(site((8, 8, 8), 1)))]
-    with pytest.raises(AssertionError, match="some do not"):
+    with pytest.raises(AssertionError, match="some are not"):
         add_lora_(torch.randn(2, sum(OUTS)), torch.randn(2, IN), segments)
 
 
