@@ -191,6 +191,26 @@ class Engine:
         """Seconds spent on merging adapters so far."""
         return self._live.switching_s
 
+    @property
+    def num_switches(self) -> int:
+        """Merges and restorations so far."""
+        return self._live.num_switches
+
+    @torch.inference_mode()
+    def switch_weights(self, adapter_id: str | None) -> None:
+        """Merge an adapter into the live weights instead of the one that is merged; None restores the base's.
+
+        Raises `AdapterUnusableError`; the weights are then the base's.
+        """
+        if adapter_id is None:
+            self._live.restore()
+        elif self._live.merged_adapter_id != adapter_id:
+            weights = self._registry.load(adapter_id)
+            try:
+                self._live.merge(adapter_id, weights)
+            except AdapterRefusedError as error:
+                raise AdapterUnusableError(adapter_id, str(error)) from error
+
     def weights_sha256(self) -> str:
         """Hash of the live weights; equal before and after any number of switches."""
         return self._live.content_sha256()
@@ -228,18 +248,8 @@ class Engine:
         plan, served = self._batch.admit(view, plan)
         if not served:
             return []
-        self._switch_weights(None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter))
+        self.switch_weights(None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter))
         return self._batch.entries(served, plan, self.config.step_tokens)
-
-    def _switch_weights(self, adapter_id: str | None) -> None:
-        if adapter_id is None:
-            self._live.restore()
-        elif self._live.merged_adapter_id != adapter_id:
-            weights = self._registry.load(adapter_id)
-            try:
-                self._live.merge(adapter_id, weights)
-            except AdapterRefusedError as error:
-                raise AdapterUnusableError(adapter_id, str(error)) from error
 
     def _give_up_adapter(self, error: AdapterUnusableError) -> list[Result]:
         """Error results for the rows of an adapter that cannot be loaded; all others go on."""

@@ -26,7 +26,7 @@ from ..request import Sequence
 from .prefix_sharing import PrefixSharing
 
 # Adapters on their way for rows that may enter: of rank 64 for an 8B model, 16 are 5.4 GB.
-_MAX_AWAITED = 16
+MAX_AWAITED = 16
 
 NextUse = Callable[[str], float]
 
@@ -218,7 +218,7 @@ class Admission:
         loader = self._residency.loader
         unread = [a for a in absent if not loader.has_begun(a)]
         num_begun = len(absent) - len(unread)
-        loader.prefetch(unread[: max(_MAX_AWAITED - num_begun, 0)])
+        loader.prefetch(unread[: max(MAX_AWAITED - num_begun, 0)])
 
     def _rounded_pages(self, sequence: Sequence) -> int:
         exact = self._layout.pages_for_tokens(sequence.capacity_tokens)

@@ -99,9 +99,11 @@ class PrefixSharing(ABC):
         self._being_computed.clear()
 
     def check_integrity(self, unfinished_ids: Collection[str]) -> None:
-        """Assert that the cache is sound, readers are the unfinished rows, and pages in use are named by rows."""
+        """Assert that the cache is sound, readers are the unfinished rows, and pages awaited or used are theirs."""
         self.cache.check_integrity()
         assert self._readers.keys() == set(unfinished_ids), f"{len(self._readers)} readers, {len(unfinished_ids)} rows"
+        awaited = Counter(key for reader in self._readers.values() for key in reader.path[reader.num_passed :])
+        assert awaited == self.cache.readers, f"rows wait for {awaited}, counted are {self.cache.readers}"
         named = Counter(key for reader in self._readers.values() for key in reader.path[: len(reader.pages)])
         assert named == self.cache.users, f"rows name {named}, counted are {self.cache.users}"
         for reader in self._readers.values():

@@ -12,7 +12,7 @@ MAX_AHEAD = 4
 
 
 class AdapterLoader:
-    """Reads adapters in one thread, in the order of the calls.
+    """Reads adapters in one thread, in the order of the calls. `num_reads`: adapters asked of storage so far.
 
     `read` raises `AdapterUnusableError`; `take` passes the error on.
     """
@@ -33,7 +33,8 @@ class AdapterLoader:
         """Start reading adapters that are neither in host memory nor in flight."""
         for adapter_id in adapter_ids:
             if not self.has_begun(adapter_id):
-                self._coming[adapter_id] = self._thread.submit(self._read_and_count, adapter_id)
+                self._coming[adapter_id] = self._thread.submit(self._read, adapter_id)
+                self.num_reads += 1
 
     def has_begun(self, adapter_id: str) -> bool:
         """Whether the adapter is in host memory or in flight."""
@@ -72,10 +73,6 @@ class AdapterLoader:
         assert not twice, f"adapters in the pool and also before it: {twice}"
         twice = [a for a in self._coming if a in self._tier]
         assert not twice, f"adapters in host memory and also on their way: {twice}"
-
-    def _read_and_count(self, adapter_id: str) -> PackedAdapter:
-        self.num_reads += 1
-        return self._read(adapter_id)
 
 
 class HostTier:

@@ -70,6 +70,11 @@ class PrefixCache:
             if not self._readers[key]:
                 del self._readers[key]
 
+    @property
+    def readers(self) -> Counter[bytes]:
+        """Rows that will read each page, or compute it."""
+        return self._readers
+
     def find(self, key: bytes) -> PageRun | None:
         """The page, if it is in the pool."""
         return self._pool.run_of(_owner(key)) if key in self._pages else None

@@ -74,7 +74,7 @@ def test_a_long_queue_does_not_stop_rows_that_hold_the_memory(
     }
     steps = {mode: engine.telemetry().num_steps for mode, engine in engines.items()}
     assert steps["auto"] <= steps["unmerged"] * 1.2, steps
-    assert engines["auto"]._live.num_switches <= 4
+    assert engines["auto"].num_switches <= 4
 
 
 class Insisting:
@@ -108,7 +108,7 @@ def test_weights_are_not_switched_before_a_row_of_the_adapter_is_in(
     # four rows of nine pages, all of one length: no other enters before they end
     results = play(engine, make_rows("long", 4, ids["rank8"], 120, 1), make_rows("short", 2, ids["rank1"], 120, 1))
     assert {result.mode for key, result in results.items() if key.startswith("long")} == {"unmerged"}
-    assert engine._live.num_switches <= 2
+    assert engine.num_switches <= 2
     assert engine.telemetry().num_steps < 260
 
 
@@ -136,4 +136,4 @@ def test_rows_end_after_few_switches_whatever_the_pool_holds(
     results, expected = play(engine, groups[0], rest), play(plain, groups[0], rest)
     assert {k: r.token_ids for k, r in results.items()} == {k: r.token_ids for k, r in expected.items()}
     # an adapter's rows are worth one way there and one back, now and then one more
-    assert engine._live.num_switches <= 3 * len(num_rows)
+    assert engine.num_switches <= 3 * len(num_rows)

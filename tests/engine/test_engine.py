@@ -15,7 +15,6 @@ from peft_oracle import Oracle, make_engine, prompts, register_all, serve
 from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.config import Mode, read_model_config
-from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
 
@@ -79,24 +78,17 @@ def test_log_probabilities_equal_those_of_peft(
 def test_weights_are_identical_by_hash_after_a_thousand_random_switches(
     tiny_llama: Path, tiny_adapters: dict[str, Path]
 ) -> None:
-    from lorabatch.engine.peft.weights import load_adapter
-
     engine = make_engine(tiny_llama)
-    live = engine._live
     before = engine.weights_sha256()
-    audits = {n: audit_adapter(f, engine.model, n) for n, f in tiny_adapters.items()}
-    loaded = {n: load_adapter(a, torch.device("cpu")) for n, a in audits.items()}
+    ids = [*register_all(engine, tiny_adapters).values(), None]
     merged_hashes: dict[str, str] = {}
     rng = random.Random(7)
     for switch in range(1000):
-        name = rng.choice([*loaded, None])
-        if name is None:
-            live.restore()
-        else:
-            live.merge(name, loaded[name])
-        if switch % 100 == 99 and name is not None:
-            assert merged_hashes.setdefault(name, engine.weights_sha256()) == engine.weights_sha256() != before
-    live.restore()
+        adapter_id = rng.choice(ids)
+        engine.switch_weights(adapter_id)
+        if switch % 100 == 99 and adapter_id is not None:
+            assert merged_hashes.setdefault(adapter_id, engine.weights_sha256()) == engine.weights_sha256() != before
+    engine.switch_weights(None)
     assert engine.weights_sha256() == before
 
 

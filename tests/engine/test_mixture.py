@@ -98,9 +98,9 @@ def test_weights_change_while_rows_run_and_no_row_notices(
     before = engine.weights_sha256()
     results = serve(engine, requests)
     assert {k: r.token_ids for k, r in results.items()} == {k: r.token_ids for k, r in expected.items()}
-    assert engine._live.num_switches > 5
+    assert engine.num_switches > 5
     assert {result.mode for result in results.values()} >= {"mixture"}
-    engine._live.restore()
+    engine.switch_weights(None)
     assert engine.weights_sha256() == before
 
 

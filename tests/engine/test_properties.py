@@ -75,7 +75,7 @@ def test_a_batcher_may_switch_pause_and_admit_as_it_pleases(
     results = play(engines, scenario, ids)
     assert_same_answers(results, alone, (renamed(request, ids) for _, request in scenario.arrivals))
     for engine in engines:
-        engine._live.restore()
+        engine.switch_weights(None)
         assert engine.weights_sha256() == before
 
 

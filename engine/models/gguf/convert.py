@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 StorageDtype = Literal["float32", "float16", "bfloat16"]
 # Part of every cached folder's name: raise it when the same GGUF file would convert to different files.
 CONVERSION_VERSION = 1
-_SHARD_BYTES = 4 * 2**30
+SHARD_BYTES = 4 * 2**30
 _TOP_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -75,8 +75,8 @@ def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
     return folder
 
 
-def convert_gguf(gguf_path: Path, folder: Path) -> None:
-    """Write `folder` (config, generation config, tokenizer, safetensors) from a GGUF file.
+def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `folder` (config, generation config, tokenizer, safetensors of at most `shard_bytes`) from a GGUF file.
 
     The folder appears whole or not at all. Several processes may convert into the same folder at once: the
     first to finish wins and the others' work is dropped; an existing folder is left as it is.
@@ -93,7 +93,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
         _write_json(scratch / "config.json", model_config(gguf, dtype))
         _write_json(scratch / "generation_config.json", token_id_config(gguf))
         write_tokenizer(gguf.metadata, scratch)
-        _write_weights(gguf, names, dtype, scratch)
+        _write_weights(gguf, names, dtype, scratch, shard_bytes)
         _make_readable(scratch)
         try:
             os.replace(scratch, folder)
@@ -143,12 +143,14 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(gguf: GgufFile, names: Mapping[str, str], dtype: StorageDtype, folder: Path) -> None:
+def _write_weights(
+    gguf: GgufFile, names: Mapping[str, str], dtype: StorageDtype, folder: Path, shard_bytes: int
+) -> None:
     """One `model.safetensors`, or numbered shards with an index when the model is larger than a shard."""
     import torch
     from safetensors.torch import save_file
 
-    shards = _shards(gguf, names, getattr(torch, dtype).itemsize)
+    shards = _shards(gguf, names, getattr(torch, dtype).itemsize, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = "model.safetensors"
@@ -161,15 +163,15 @@ def _write_weights(gguf: GgufFile, names: Mapping[str, str], dtype: StorageDtype
         _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
-def _shards(gguf: GgufFile, names: Mapping[str, str], bytes_per_value: int) -> list[list[str]]:
-    """Tensor names in file order, cut into runs of at most `_SHARD_BYTES` each."""
+def _shards(gguf: GgufFile, names: Mapping[str, str], bytes_per_value: int, shard_bytes: int) -> list[list[str]]:
+    """Tensor names in file order, cut into runs of at most `shard_bytes` each."""
     shards: list[list[str]] = [[]]
-    room = _SHARD_BYTES
+    room = shard_bytes
     for name in names:
         size = int(gguf.tensors[name].n_elements) * bytes_per_value
         if size > room and shards[-1]:
             shards.append([])
-            room = _SHARD_BYTES
+            room = shard_bytes
         shards[-1].append(name)
         room -= size
     return shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from peft_oracle import register_all
 from torch import Tensor
 
-from lorabatch.engine.batching import admission
+from lorabatch.engine.batching.admission import MAX_AWAITED
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.copies import CopiesAtOnce, CopyStream
@@ -130,12 +131,14 @@ def test_rows_are_answered_as_if_copies_took_no_time(
 
 def test_rows_wait_for_their_adapter_and_others_do_not(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
     """With the base's row in the batch, no step joins a copy: the adapter's row enters when it has arrived."""
-    engine = late_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES)
+    engine = late_engine(tiny_llama, pool_bytes=17 * PAGE_BYTES, host_tier_bytes=1 << 20)
     (adapter_id,) = register_all(engine, {"rank8": tiny_adapters["rank8"]}).values()
+    serve(engine, rows([adapter_id], 1))
+    serve(engine, rows([None], 1, max_tokens=240))
+    assert engine.telemetry().resident_adapter_ids == (), "in host memory, because the base's row took its pages"
+    num_joined = engine.backend.late.num_joined
     engine.add(rows([None], 1, max_tokens=90))
     engine.step()
-    engine._batch.residency.loader.prefetch([adapter_id])
-    engine._batch.residency.loader._coming[adapter_id].result(timeout=30)
     (waiting,) = rows([adapter_id], 1)
     engine.add([Request("waits", waiting.prompt_token_ids, adapter_id, waiting.sampling)])
     running = []
@@ -144,7 +147,7 @@ def test_rows_wait_for_their_adapter_and_others_do_not(tiny_llama: Path, tiny_ad
         running.append(engine.telemetry().num_running)
     assert running[0] == 1, "its copy has only begun"
     assert running[-1] == 2
-    assert engine.backend.late.num_joined == 0
+    assert engine.backend.late.num_joined == num_joined
 
 
 def test_alone_a_row_joins_its_adapter_s_copy(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
@@ -203,6 +206,7 @@ class Stream:
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self._said = name, said
+        self.events: list[Stream] = []
         self.has_passed = False
 
     def wait_stream(self, other: Stream) -> None:
@@ -213,7 +217,8 @@ class Stream:
 
     def record_event(self) -> Stream:
         self._said.append(f"event on {self.name}")
-        return Stream(f"event on {self.name}", self._said)
+        self.events.append(Stream(f"event on {self.name}", self._said))
+        return self.events[-1]
 
     def query(self) -> bool:
         return self.has_passed
@@ -243,32 +248,32 @@ def test_a_copy_stream_waits_for_steps_before_it_and_later_steps_for_it(monkeypa
     monkeypatch.setattr(torch.cuda, "stream", Entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: active[-1])
     copies, pool = CopyStream(torch.device("cpu")), torch.zeros(8).as_subclass(Noting)
-    arrival = copies.to_pool(torch.ones(8), pool)
+    numbers = torch.ones(8)
+    source = weakref.ref(numbers)
+    arrival = copies.to_pool(numbers, pool)
+    del numbers
     assert said == ["copy waits for compute", "copied on copy", "event on copy"]
     assert not arrival.is_done()
-    assert arrival._numbers is not None, "what is being copied from lives"
+    assert source() is not None, "what is being copied from lives"
     arrival.join()
     assert said[3:] == ["compute waits for event on copy"]
-    arrival._event.has_passed = True
+    copy.events[0].has_passed = True
     assert arrival.is_done()
-    assert arrival._numbers is None
+    assert source() is None
     del said[:]
     assert copies.to_host(pool).tolist() == [1.0] * 8
     assert said == ["copy waits for compute", "compute waits for copy"]
 
 
-def test_adapters_that_many_rows_wait_for_are_not_all_read_at_once(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_that_many_rows_wait_for_are_not_all_read_at_once(tiny_llama: Path) -> None:
     """Each that has been read and not copied takes memory beside the pool."""
-    monkeypatch.setattr(admission, "_MAX_AWAITED", 3)
-    engine = make_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES, max_batch_rows=30, load_format="dummy")
-    ids: list[str | None] = [engine.register_dummy_adapter(f"a{i}", 2) for i in range(20)]
-    loader = engine._batch.residency.loader
-    engine.add(rows(ids, 20))
+    engine = make_engine(tiny_llama, pool_bytes=400 * PAGE_BYTES, max_batch_rows=60, load_format="dummy")
+    ids: list[str | None] = [engine.register_dummy_adapter(f"a{i}", 2) for i in range(50)]
+    engine.add(rows(ids, 50))
     most, answered = 0, 0
     while engine.num_unfinished:
         answered += sum(result.error is None for result in engine.step())
-        most = max(most, len(loader._coming))
-    assert answered == 20
-    assert 0 < most <= 3 + MAX_AHEAD
+        telemetry = engine.telemetry()
+        most = max(most, telemetry.adapter_reads - telemetry.adapter_loads)
+    assert answered == 50
+    assert 0 < most <= MAX_AWAITED + MAX_AHEAD

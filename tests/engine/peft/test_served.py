@@ -84,8 +84,7 @@ def test_a_mixed_batch_of_every_kind_equals_peft_row_by_row(
 def test_a_merge_that_fails_half_way_leaves_the_base_as_it_was(served_base: Any, train: Any) -> None:
     import numpy as np
 
-    from lorabatch.engine.errors import AdapterRefusedError
-    from lorabatch.engine.peft.weights import load_adapter
+    from lorabatch.engine.errors import AdapterUnusableError
 
     base = served_base("llama", True)
     trained = train(base, target_modules="all-linear")
@@ -96,8 +95,9 @@ def test_a_merge_that_fails_half_way_leaves_the_base_as_it_was(served_base: Any,
     trained.write(tensors)
     engine = Engine(base.folder, EngineConfig(pool_bytes=4 << 20))
     before = engine.weights_sha256()
-    weights = load_adapter(trained.audit(), "cpu")
-    with pytest.raises(AdapterRefusedError, match=r"layers\.1\.mlp\.down_proj\.weight merged in .* is not finite"):
-        engine._live.merge("broken", weights)
+    adapter_id = trained.audit().content_sha256
+    engine.register_adapter(adapter_id, trained.audit().folder)
+    with pytest.raises(AdapterUnusableError, match=r"layers\.1\.mlp\.down_proj\.weight merged in .* is not finite"):
+        engine.switch_weights(adapter_id)
     assert engine.weights_sha256() == before
-    assert engine._live.merged_adapter_id is None
+    assert engine.telemetry().mode == "base"

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
-from lorabatch.engine.models.gguf import convert as gguf_model
 from lorabatch.engine.models.gguf.convert import convert_gguf, resolve_gguf
 
 NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 4, 2, 2
@@ -222,9 +221,8 @@ def test_quantised_tensors_are_stored_as_float16_of_their_exact_values(llama, tm
     assert torch.equal(stored, torch.from_numpy(exact).half())
 
 
-def test_large_models_are_written_as_shards_with_an_index(llama, llama_gguf, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_model, "_SHARD_BYTES", 60_000)
-    convert_gguf(llama_gguf, tmp_path / "model")
+def test_large_models_are_written_as_shards_with_an_index(llama, llama_gguf, tmp_path):
+    convert_gguf(llama_gguf, tmp_path / "model", shard_bytes=60_000)
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert_same_logits(llama, tmp_path / "model")
