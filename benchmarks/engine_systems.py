@@ -29,7 +29,7 @@ from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.packed_weight import can_pack
 
 PEFT_BATCH = 32
-_WARM_BYTES = 3 << 30
+WARM_BYTES = 3 << 30
 _WARM_PROMPT = (100, 101, 102)
 _STATUS, _PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Tokens = list[list[int]]
@@ -58,7 +58,7 @@ def run_ours(workload: EngineWorkload, mode: Mode, adapter_of: Callable[[BenchRo
         )
         for i, row in enumerate(workload.rows)
     ]
-    began = _start_clock()
+    began = start_clock()
     tokens = _serve(engine, requests, {str(i): row.num_tokens for i, row in enumerate(workload.rows)})
     seconds = time.perf_counter() - began
     return seconds, [tokens[str(i)] for i in range(len(requests))], engine.switching_s - switching_s
@@ -87,7 +87,7 @@ def run_peft_merged(workload: EngineWorkload) -> Measured:
     for name in rows_of:
         model.set_adapter(name)
         _generate(model, [BenchRow([*_WARM_PROMPT], name, 2)], {})
-    began = _start_clock()
+    began = start_clock()
     for name, rows in rows_of.items():
         model.set_adapter(name)
         model.merge_adapter([name])
@@ -103,7 +103,7 @@ def run_peft_mixed(workload: EngineWorkload) -> Measured:
     tokens: Tokens = [[] for _ in workload.rows]
     warm = [BenchRow([*_WARM_PROMPT], name, 2) for name in workload.adapters]
     _generate(model, warm, {"adapter_names": list(workload.adapters)})
-    began = _start_clock()
+    began = start_clock()
     for batch in _batches(list(range(len(workload.rows))), workload):
         _answer(model, batch, workload, tokens, {"adapter_names": [workload.rows[i].adapter for i in batch]})
     return time.perf_counter() - began, tokens, 0.0
@@ -130,7 +130,7 @@ def run_vllm(workload: EngineWorkload) -> Measured:
     sampling = [VllmSampling(temperature=0, max_tokens=row.num_tokens, ignore_eos=True) for row in workload.rows]
     warm = [{"prompt_token_ids": list(_WARM_PROMPT)} for _ in adapters]
     model.generate(warm, VllmSampling(temperature=0, max_tokens=2), lora_request=list(adapters.values()))
-    began = _start_clock()
+    began = start_clock()
     outputs = model.generate(prompts, sampling, lora_request=[adapters[row.adapter] for row in workload.rows])
     return time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs], 0.0
 
@@ -153,7 +153,7 @@ def run_gemm_ceiling(workload: EngineWorkload, *, is_packed: bool) -> Measured:
     lengths = sorted(row.num_tokens for row in workload.rows)
     with torch.inference_mode():
         multiply(64, 64)
-        began = _start_clock()
+        began = start_clock()
         full, rest = divmod(workload.prompt_tokens, 512)
         for rows in [512] * full + ([rest] if rest else []):
             multiply(rows, 8)
@@ -182,19 +182,19 @@ SYSTEMS: dict[str, Callable[[EngineWorkload], Measured]] = {
 }
 
 
-def _start_clock() -> float:
+def start_clock(warm_bytes: int = WARM_BYTES) -> float:
     """The time at which serving begins, with free memory that the machine really has.
 
     The host of a virtual machine takes free memory back within seconds, and the first write to it then takes ten times
     as long (measured: 1 s and 0.1 s per 300 MB). Every system finds some that was in use a moment ago.
     """
-    torch.ones(_WARM_BYTES // 4)
+    torch.ones(warm_bytes // 4)
     if _PEAK_RESET.exists():
         _PEAK_RESET.write_text("5")  # that memory is not the system's
     return time.perf_counter()
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """The most memory the process has held since the clock started (`proc_pid_status(5)`); not on Linux: ever."""
     if not _STATUS.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -253,7 +253,7 @@ def main() -> None:
     system, path = sys.argv[1], Path(sys.argv[2])
     workload = EngineWorkload.read(path)
     seconds, tokens, switching_s = SYSTEMS[system](workload)
-    print(json.dumps(asdict(Run(seconds, _peak_bytes(), tokens, switching_s))))
+    print(json.dumps(asdict(Run(seconds, peak_bytes(), tokens, switching_s))))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from .validation import CheckedJob, check_job
 
 logger = logging.getLogger(__name__)
 # A running job rewrites its state about once a second; a coordinator that hangs is replaced after so long.
-_SILENCE_S = 20.0
+SILENCE_S = 20.0
 _LOOK_INTERVAL_S = 0.5
 _RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "tokenizers", "numpy")
 
@@ -65,15 +65,15 @@ def open_job(spec: JobSpec) -> OpenedJob:
     return _resumed(checked, record)
 
 
-def check_silent(store: JobStore) -> None:
+def check_silent(store: JobStore, silence_s: float = SILENCE_S) -> None:
     """Raise `OutputConflictError` when the job in the output runs: its answers would mix with those of a new one.
 
-    A job whose state is not final may have been killed: its state is watched for a while.
+    A job whose state is not final may have been killed: its state is watched for `silence_s`.
     """
     first = _unfinished_state(store)
     if first is None:
         return
-    quiet_at_s = time.monotonic() + min(_SILENCE_S, _SILENCE_S - (time.time() - first.updated_at_s))
+    quiet_at_s = time.monotonic() + min(silence_s, silence_s - (time.time() - first.updated_at_s))
     if time.monotonic() < quiet_at_s:
         logger.warning("the job in %s has not ended; looking whether it runs", redacted_url(store.url))
     while time.monotonic() < quiet_at_s:

@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cpu") if options.tiny else torch.device("cuda", torch.cuda.current_device())
     if options.only:
         scale = tiny_scale() if options.tiny else full_scale(MODELS[options.model])
-        run_one(options.only, scale, device, options.seconds, options.json or Path(f"{options.only}.json"))
+        (section,) = (section for section in SECTIONS if section.name == options.only)
+        run_one(section, scale, device, options.seconds, options.json or Path(f"{options.only}.json"))
         return 0
     model = TINY.name if options.tiny else options.model
     scale_arguments = ["--tiny"] if options.tiny else ["--model", options.model]

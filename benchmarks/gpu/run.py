@@ -20,16 +20,21 @@ import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import describe
-from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Scale
+from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Scale, Section
 
 # A section looks at its time between measurements: the one it is at may end, and the process may start and stop.
-_GRACE_S = 40.0
+GRACE_S = 40.0
 
 
 def run_all(
-    model: str, scale_arguments: Sequence[str], device: torch.device, seconds: float, write: Callable[[Any], None]
+    model: str,
+    scale_arguments: Sequence[str],
+    device: torch.device,
+    seconds: float,
+    write: Callable[[Any], None],
+    grace_s: float = GRACE_S,
 ) -> dict[str, Any]:
-    """All sections as one JSON object, written whenever one has ended."""
+    """All sections as one JSON object, written whenever one has ended. `grace_s`: what each may take beyond."""
     start, deadline = time.monotonic(), Deadline.after(seconds)
     result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device), "seconds": {}}
     for section in SECTIONS:
@@ -38,7 +43,7 @@ def run_all(
         left = deadline.within(section.seconds if device.type == "cuda" else seconds).left_s
         print(f"{section.name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
         if left > 0:
-            result[section.name] = _in_a_process(section.name, left, scale_arguments)
+            result[section.name] = _in_a_process(section.name, left, scale_arguments, grace_s)
         else:
             result[section.name] = {"skipped": "no time left"}
         result["seconds"][section.name] = round(time.monotonic() - began, 1)
@@ -47,9 +52,8 @@ def run_all(
     return result
 
 
-def run_one(name: str, scale: Scale, device: torch.device, seconds: float, path: Path) -> None:
+def run_one(section: Section, scale: Scale, device: torch.device, seconds: float, path: Path) -> None:
     """One section in this process: `path` holds what it has found so far, `{"value": …}`, at any time."""
-    section = next(section for section in SECTIONS if section.name == name)
     found: dict[str, Any] = {}
 
     def save(value: Any) -> None:
@@ -65,18 +69,18 @@ def run_one(name: str, scale: Scale, device: torch.device, seconds: float, path:
         _write_whole(path, found)
 
 
-def _in_a_process(name: str, seconds: float, arguments: Sequence[str]) -> Any:
+def _in_a_process(name: str, seconds: float, arguments: Sequence[str], grace_s: float) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", __package__ or "", "--only", name, "--json", str(path)]
         failed = None
         try:
             done = subprocess.run(
-                [*command, "--seconds", str(seconds), *arguments], timeout=seconds + _GRACE_S, check=False
+                [*command, "--seconds", str(seconds), *arguments], timeout=seconds + grace_s, check=False
             )
             failed = None if done.returncode == 0 else f"its process ended with {done.returncode}"
         except subprocess.TimeoutExpired:
-            failed = f"ended after {seconds + _GRACE_S:.0f} s"
+            failed = f"ended after {seconds + grace_s:.0f} s"
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     failed = found.get("failed", failed)
     value = found.get("value")

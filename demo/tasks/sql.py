@@ -52,7 +52,7 @@ _HELD_OUT = (
 
 # Slots: t table, n noun, c/d text columns, v a value of d, x a number column, k a number, top a small number.
 # Each kind of question: the query, and ways to ask for it (training, held out).
-_QUESTIONS: tuple[tuple[str, Words], ...] = (
+QUESTIONS: tuple[tuple[str, Words], ...] = (
     (
         "SELECT {c} FROM {t} WHERE {d} = '{v}';",
         Words(
@@ -123,7 +123,7 @@ _QUESTIONS: tuple[tuple[str, Words], ...] = (
 
 def _make(rng: random.Random, split: Split) -> Example:
     table = rng.choice(_TRAIN if split == "train" else _HELD_OUT)
-    query, asks = rng.choice(_QUESTIONS)
+    query, asks = rng.choice(QUESTIONS)
     shown, tested = rng.sample(list(table.texts), 2)
     slots = {
         "t": table.name,

@@ -103,13 +103,13 @@ def serve(path: Path, num_workers: int, idle_limit_s: float = IDLE_LIMIT_S) -> N
         scratch.write_text(json.dumps(asdict(found)))
         scratch.replace(path)
         busy_s = time.monotonic()
-        while time.monotonic() - busy_s < idle_limit_s or not _withdrawn(path, found, client):
+        while time.monotonic() - busy_s < idle_limit_s or not withdraw(path, found, client):
             time.sleep(_LOOK_INTERVAL_S)
             if client.run_on_scheduler(_is_busy, own_client=client.id):
                 busy_s = time.monotonic()
 
 
-def _withdrawn(path: Path, own: BackgroundCluster, client: Client) -> bool:
+def withdraw(path: Path, own: BackgroundCluster, client: Client) -> bool:
     """Remove the state file, so that no command finds a cluster that is about to end. False when a command has found
     it by now.
     """

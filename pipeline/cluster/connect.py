@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 SCHEDULER_LOST = "The Dask scheduler is gone. Finished rows are kept; run the same command to go on."
 DEFAULT_WORKERS = 2
-_CONNECT_TIMEOUT = "10s"
+CONNECT_TIMEOUT = "10s"
 _CLUSTER_STARTS = 3
-_WORKER_START_LIMIT_S = 60.0
+WORKER_START_LIMIT_S = 60.0
 # How Dask names them.
 _WORKER_PROCESS = "Dask Worker process"
 # Workers send heartbeats every few seconds, in big clusters less often.
@@ -44,7 +44,7 @@ _SETTINGS: dict[str, Any] = {
     # On a busy machine a nanny takes longer than the default of 15 s to start a worker again; then it must not be
     # closed as lost for good.
     "distributed.deploy.lost-worker-timeout": "10m",
-    "distributed.comm.timeouts.connect": _CONNECT_TIMEOUT,
+    "distributed.comm.timeouts.connect": CONNECT_TIMEOUT,
     "distributed.worker.preload": ["lorabatch.pipeline.cluster.worker_process"],
     # Engines want the cores. Dask's own looking after itself, idle, takes 2 % of one for each of its processes.
     "distributed.worker.profile.enabled": False,
@@ -149,12 +149,13 @@ def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
 
 
 @contextmanager
-def embedded(num_workers: int) -> Iterator[Client]:
+def embedded(num_workers: int, worker_start_limit_s: float = WORKER_START_LIMIT_S) -> Iterator[Client]:
     """A cluster that lives as long as the block. Raises `JobFailedError` when it cannot be started."""
     with dask.config.set(_SETTINGS), _environment(_WORKER_LOGGING), warnings.catch_warnings():
         # another dashboard on the default port is no reason to worry a user
         warnings.filterwarnings("ignore", message="Port .* is already in use")
-        cluster = _start(
+        cluster = start_local_cluster(
+            LocalCluster,
             n_workers=num_workers,
             threads_per_worker=_TASK_THREADS,
             processes=True,
@@ -163,7 +164,7 @@ def embedded(num_workers: int) -> Iterator[Client]:
             memory_limit=None,
             silence_logs=False,
             # a worker that hangs while it starts must not hang the command
-            death_timeout=_WORKER_START_LIMIT_S,
+            death_timeout=worker_start_limit_s,
         )
         try:
             with open_client(cluster) as client:
@@ -172,14 +173,14 @@ def embedded(num_workers: int) -> Iterator[Client]:
             cluster.close()
 
 
-def _start(**options: Any) -> LocalCluster:
+def start_local_cluster(cluster_type: type[LocalCluster], **options: Any) -> LocalCluster:
     """Start the workers' processes; one that dies or hangs while it starts fails the whole cluster, so try again."""
     reason = ""
     for _ in range(_CLUSTER_STARTS):
         before = {child.pid for child in active_children()}
-        cluster = LocalCluster.__new__(LocalCluster)
+        cluster = cluster_type.__new__(cluster_type)
         try:
-            LocalCluster.__init__(cluster, **options)
+            cluster_type.__init__(cluster, **options)
             return cluster
         # The last: a nanny that is to end a worker which has not started yet.
         except (RuntimeError, TimeoutError, AssertionError) as error:
@@ -213,10 +214,10 @@ def _environment(variable: tuple[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def existing(address: str, security: Security | None = None) -> Iterator[Client]:
+def existing(address: str, security: Security | None = None, timeout: str = CONNECT_TIMEOUT) -> Iterator[Client]:
     """A client of a running cluster. Raises `JobRequestError` when no scheduler answers at the address."""
     try:
-        client = open_client(address, timeout=_CONNECT_TIMEOUT, security=security)
+        client = open_client(address, timeout=timeout, security=security)
     except (OSError, ValueError, TimeoutError, TypeError) as error:
         tls = " and, for tls://, that --tls-ca, --tls-cert and --tls-key are the cluster's"
         raise JobRequestError(

@@ -25,11 +25,22 @@ MAX_SHIPMENT_BYTES = 1 << 20
 class LogShipper:
     """Ships what is appended to `files` (name of the log -> local file, which may come later) until it is closed.
 
-    `shared`: names of logs that others have written to before; only what comes from now on is shipped.
+    `shared`: names of logs that others have written to before; only what comes from now on is shipped. `interval_s`:
+    between shipments, by default by the kind of storage.
     """
 
-    def __init__(self, store: JobStore, files: Mapping[str, Path], shared: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        files: Mapping[str, Path],
+        shared: Collection[str] = (),
+        *,
+        interval_s: float | None = None,
+        max_shipment_bytes: int = MAX_SHIPMENT_BYTES,
+    ) -> None:
         self._store = store
+        self._interval_s = interval_s or (LOCAL_INTERVAL_S if store.location.is_local else REMOTE_INTERVAL_S)
+        self._max_shipment_bytes = max_shipment_bytes
         self._files = dict(files)
         self._shipped_bytes = {
             name: path.stat().st_size if name in shared and path.exists() else 0 for name, path in files.items()
@@ -44,8 +55,7 @@ class LogShipper:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        interval_s = LOCAL_INTERVAL_S if self._store.location.is_local else REMOTE_INTERVAL_S
-        while not self._is_closed.wait(interval_s):
+        while not self._is_closed.wait(self._interval_s):
             self._ship_all()
         self._ship_all()
 
@@ -62,8 +72,8 @@ class LogShipper:
             return
         with path.open("rb") as file:
             file.seek(self._shipped_bytes[name])
-            while fresh := file.read(MAX_SHIPMENT_BYTES):
-                is_cut = len(fresh) == MAX_SHIPMENT_BYTES
+            while fresh := file.read(self._max_shipment_bytes):
+                is_cut = len(fresh) == self._max_shipment_bytes
                 # Whole lines only, unless no more of the line will come.
                 end = len(fresh) if self._is_closed.is_set() or is_cut else fresh.rfind(b"\n") + 1
                 if end:

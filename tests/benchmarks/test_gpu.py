@@ -34,9 +34,8 @@ def test_the_checks_pass_on_right_kernels() -> None:
     assert correctness.check_all([torch.float32], CPU) == []
 
 
-def test_the_checks_see_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "_KERNEL_LIMITS", {torch.float32: 0.0})
-    problems = correctness.check_all([torch.float32], CPU)
+def test_the_checks_see_a_wrong_kernel() -> None:
+    problems = correctness.check_all([torch.float32], CPU, kernel_limits={torch.float32: 0.0})
     assert any("attention decode" in problem for problem in problems)
 
 
@@ -165,13 +164,12 @@ def test_a_point_that_fails_is_told_and_the_next_has_a_new_engine(monkeypatch: p
     assert [len(value["points"]) for value in saved] == [1, 1, 2]
 
 
-def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path) -> None:
     def failing(scale: Any, place: Place) -> Any:
         place.save([1])
         raise RuntimeError("a kernel hung")
 
-    monkeypatch.setattr(run, "SECTIONS", (Section("kernels", 9.0, failing),))
-    run.run_one("kernels", tiny_scale(), CPU, 9.0, tmp_path / "found.json")
+    run.run_one(Section("kernels", 9.0, failing), tiny_scale(), CPU, 9.0, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text()) == {"value": [1], "failed": "RuntimeError: a kernel hung"}
 
 
@@ -186,9 +184,8 @@ def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: p
     monkeypatch.setattr(
         run.subprocess, "run", lambda command, **rest: start([sys.executable, "-c", child, *command[3:]], **rest)
     )
-    monkeypatch.setattr(run, "_GRACE_S", 1.0)
     written: list[Any] = []
-    result = run.run_all("tiny", [], CPU, 3.0, lambda partial: written.append(sorted(partial)))
+    result = run.run_all("tiny", [], CPU, 3.0, lambda partial: written.append(sorted(partial)), grace_s=1.0)
     assert result["problems"] == ["problems"]
     assert result["kernels"] == {"failed": "its process ended with 7", "until_then": ["kernels"]}
     assert result["engine"]["until_then"] == ["engine"]

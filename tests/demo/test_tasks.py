@@ -30,7 +30,7 @@ def test_no_held_out_prompt_can_be_met_in_training(name):
 @pytest.mark.parametrize("module", TASK_MODULES)
 def test_words_and_patterns_of_the_two_splits_are_disjoint(module):
     slots = [value for value in vars(module).values() if isinstance(value, Words)]
-    slots += [asks for _, asks in getattr(module, "_QUESTIONS", ())]
+    slots += [asks for _, asks in getattr(module, "QUESTIONS", ())]
     assert slots
     for slot in slots:
         assert set(slot.train).isdisjoint(slot.held_out), slot

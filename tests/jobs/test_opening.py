@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lorabatch.jobs import opening
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
-from lorabatch.jobs.opening import changed_adapters, open_job
+from lorabatch.jobs.opening import changed_adapters, check_silent, open_job
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
@@ -134,16 +133,27 @@ def test_a_job_that_runs_is_not_overwritten(given: dict[str, Any]) -> None:
         first.store.check_holder(first.record.job_id)
 
 
-@pytest.mark.parametrize("silent_s", [0.0, 3600.0])
-def test_a_job_whose_runner_was_killed_is_overwritten_once_it_has_been_silent(
-    given: dict[str, Any], silent_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "_SILENCE_S", 1.5)
+def test_a_job_whose_runner_was_killed_long_ago_is_overwritten(given: dict[str, Any]) -> None:
     first = open_job(JobSpec(**given))
-    first.store.write_state(JobState("running", time.time() - silent_s))
-    began_s = time.monotonic()
+    first.store.write_state(JobState("running", time.time() - 3600.0))
     assert not open_job(JobSpec(**given, overwrite=True)).is_resumed
-    assert silent_s > 0 or time.monotonic() - began_s >= 1.4
+
+
+@pytest.mark.parametrize(("silent_s", "is_watched"), [(0.0, True), (3600.0, False)])
+def test_a_state_that_is_not_final_is_watched_until_it_has_been_silent(
+    given: dict[str, Any], silent_s: float, is_watched: bool
+) -> None:
+    reads: list[JobState | None] = []
+
+    class CountingStore(JobStore):
+        def read_state(self) -> JobState | None:
+            reads.append(super().read_state())
+            return reads[-1]
+
+    store = CountingStore(given["output"])
+    store.write_state(JobState("running", time.time() - silent_s))
+    check_silent(store, silence_s=1.5)
+    assert (len(reads) > 1) == is_watched
 
 
 def test_a_wrong_request_overwrites_nothing(given: dict[str, Any]) -> None:

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from lorabatch.jobs.errors import StorageError
-from lorabatch.jobs.storage import local_copy
 from lorabatch.jobs.storage.local_copy import local_folder, model_sha256
 from lorabatch.jobs.storage.location import Location
 
@@ -39,7 +39,7 @@ def test_a_folder_is_copied_whole_and_once(place: Place, tmp_path: Path, monkeyp
     if remote.is_local:
         assert folder == Path(url)
         return
-    monkeypatch.setattr(local_copy, "_fetch", None)
+    monkeypatch.setattr(type(remote.fs), "get_file", None)
     assert local_folder(url + "/", options, tmp_path / "cache") == folder
 
 
@@ -169,12 +169,21 @@ def test_a_process_killed_while_it_fetches_stands_in_nobodys_way(tmp_path: Path)
 
 
 def test_names_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
-    class Evil:
-        def get_file(self, source: str, target: str) -> None:
+    class Evil(fsspec.AbstractFileSystem):  # type: ignore[misc]
+        protocol = "evil"
+
+        def isfile(self, path: str) -> bool:
+            return False
+
+        def find(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+            return {f"{path}/../../evil.json": {"size": 1}}
+
+        def get_file(self, source: str, target: str, **_: Any) -> None:
             raise AssertionError(f"{source} would be written to {target}")
 
-    with pytest.raises(ValueError, match="outside its folder"):
-        local_copy._fetch(Evil(), "/remote", ["/remote/../../evil.json"], tmp_path / "cache" / "copy")
+    fsspec.register_implementation("evil", Evil, clobber=True)
+    with pytest.raises(StorageError, match="outside its folder"):
+        local_folder("evil://remote", {}, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("url", ["/no/such/folder", "memory://nothing/here"])

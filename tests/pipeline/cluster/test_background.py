@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lorabatch.pipeline.cluster.background import BackgroundCluster, _withdrawn
+from lorabatch.pipeline.cluster.background import BackgroundCluster, withdraw
 
 OWN = BackgroundCluster("tcp://127.0.0.1:1", "", 1, 2)
 
@@ -34,6 +34,6 @@ def test_a_cluster_withdraws_its_own_state_file_unless_somebody_came(
 ) -> None:
     path = tmp_path / "host.json"
     path.write_text(json.dumps(asdict(told)))
-    assert _withdrawn(path, OWN, AskedClient(is_busy=is_busy)) != is_busy  # type: ignore[arg-type]
+    assert withdraw(path, OWN, AskedClient(is_busy=is_busy)) != is_busy  # type: ignore[arg-type]
     assert path.exists() == is_left
     assert list(tmp_path.glob("*.lock")) == []

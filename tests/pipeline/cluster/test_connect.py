@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 from distributed import Client, LocalCluster, SchedulerPlugin
+from distributed.core import Status
 
 from lorabatch.jobs.errors import JobFailedError, JobRequestError
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.pipeline.cluster import connect as cluster
 from lorabatch.pipeline.cluster.connect import (
-    _ATTEMPTS,
-    connected,
+    embedded,
+    existing,
     open_client,
     scheduler_loss_reported,
+    start_local_cluster,
     threads_per_engine,
 )
 
@@ -33,11 +34,10 @@ def make_spec(**options: Any) -> JobSpec:
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://x", "tcp://127.0.0.1"])
-def test_an_address_where_nobody_answers_is_a_wrong_request(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorabatch.pipeline.cluster.connect._CONNECT_TIMEOUT", "1s")
+def test_an_address_without_a_scheduler_is_a_wrong_request(address: str) -> None:
     with (
         pytest.raises(JobRequestError, match=r"cluster='.*no Dask scheduler answers"),
-        connected(make_spec(cluster=address)),
+        existing(address, timeout="1s"),
     ):
         raise AssertionError("connected to nothing")
 
@@ -51,29 +51,25 @@ def test_an_embedded_cluster_shares_the_cores_and_other_clusters_decide_for_them
     assert threads_per_engine(make_spec(cluster="tcp://somewhere:8786"), num_workers=2) is None
 
 
-def test_an_embedded_cluster_whose_worker_dies_while_it_starts_is_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_embedded_cluster_whose_worker_dies_while_it_starts_is_started_again() -> None:
     deaths = [RuntimeError("Nanny failed to start.")]
 
-    class MortalCluster:
+    class MortalCluster(LocalCluster):
+        status = Status.closed
+
         def __init__(self) -> None:
             if deaths:
                 raise deaths.pop()
 
-    monkeypatch.setattr(cluster, "LocalCluster", MortalCluster)
-    assert isinstance(cluster._start(), MortalCluster)
+    assert isinstance(start_local_cluster(MortalCluster), MortalCluster)
     deaths += [RuntimeError("Nanny failed to start.")] * 9
     with pytest.raises(JobFailedError, match=r"could not be started \(Nanny failed to start\.\)"):
-        cluster._start()
+        start_local_cluster(MortalCluster)
 
 
 @pytest.mark.long
 @pytest.mark.chaos
-def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cluster, "_WORKER_START_LIMIT_S", 20.0)
+def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_started() -> None:
     pause, stopped = threading.Event(), []
 
     def stop_the_first() -> None:
@@ -84,7 +80,7 @@ def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_starte
 
     thread = threading.Thread(target=stop_the_first)
     thread.start()
-    with connected(make_spec(workers=1)) as client:
+    with embedded(1, worker_start_limit_s=20.0) as client:
         assert client.submit(os.getpid).result(timeout=60) not in (os.getpid(), stopped[0].pid)
     thread.join()
     stopped[0].join(timeout=10)
@@ -142,15 +138,19 @@ def test_a_scheduler_that_says_more_than_its_greeting_is_asked_again(scheduler: 
 
 
 def test_one_that_never_stops_talking_is_given_up(scheduler: LocalCluster) -> None:
-    _register(scheduler, Talkative(_ATTEMPTS))
+    _register(scheduler, Talkative(10**6))
     with pytest.raises(AssertionError):
         open_client(scheduler.scheduler_address)
 
 
 @pytest.mark.parametrize("address", ["carrier-pigeon://127.0.0.1:1", "tls://127.0.0.1:1", "tcp://127.0.0.1:1"])
 def test_one_that_could_not_connect_is_closed_and_not_left_to_its_finaliser(address: str) -> None:
-    with pytest.raises((ValueError, TypeError, OSError)) as told:
+    before = all_clients()
+    with pytest.raises((ValueError, TypeError, OSError)) as caught:
         open_client(address, timeout="1s")
+    assert [client.status for client in all_clients() if client not in before] == ["closed"], caught
+
+
+def all_clients() -> list[Client]:
     # not isinstance: torch has an object that warns when asked for its class
-    tried = [found for found in gc.get_objects() if type(found) is Client and found._start_arg == address]
-    assert [client.status for client in tried] == ["closed"], told
+    return [found for found in gc.get_objects() if type(found) is Client]

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.monitoring import logs as log_shipper
 from lorabatch.pipeline.monitoring.logs import LogShipper, job_log
 
 
@@ -29,12 +28,9 @@ def test_everything_is_there_after_closing_even_a_line_without_an_end(store: Job
     assert store.read_logs() == {"engine": "one\ntwo\nthr"}
 
 
-def test_what_was_shipped_is_not_shipped_again(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_shipper, "LOCAL_INTERVAL_S", 0.01)
+def test_what_was_shipped_is_not_shipped_again(store: JobStore, tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
-    shipper = LogShipper(store, {"engine": log})
+    shipper = LogShipper(store, {"engine": log}, interval_s=0.01)
     for number in range(50):
         with log.open("a") as file:
             file.write(f"line {number}\n")
@@ -42,13 +38,10 @@ def test_what_was_shipped_is_not_shipped_again(
     assert store.read_logs()["engine"].splitlines() == [f"line {number}" for number in range(50)]
 
 
-def test_more_than_one_shipment_is_cut_into_several(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_shipper, "MAX_SHIPMENT_BYTES", 100)
+def test_more_than_one_shipment_is_cut_into_several(store: JobStore, tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_text("".join(f"line {number}\n" for number in range(200)))
-    LogShipper(store, {"engine": log}).close()
+    LogShipper(store, {"engine": log}, max_shipment_bytes=100).close()
     assert store.read_logs()["engine"] == log.read_text()
 
 

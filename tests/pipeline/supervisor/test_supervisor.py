@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,9 +288,7 @@ def test_the_engine_process_ends_with_its_supervisor(
     start()
     pid = reports.wait_for(lambda report: report.engine_pid is not None).engine_pid
     assert pid is not None
-    began_s = time.monotonic()
     supervisors[0].close(10)
-    assert time.monotonic() - began_s < 10
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

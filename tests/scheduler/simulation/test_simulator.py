@@ -97,8 +97,7 @@ def test_the_same_job_is_always_simulated_the_same():
 def test_a_fresh_scheduler_answers_recorded_events_with_the_recorded_commands():
     _, simulation, recorder = make_job(mishaps=((0.5, 1, "lost"),))
     simulation.run()
-    shards = [state.shard for state in recorder.scheduler._shards.values()]
-    fresh = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2))
+    _, _, fresh = make_job()
     replayed = [fresh.handle(type(event).from_json(event.to_json())) for event, _ in recorder.log]
     assert replayed == [commands for _, commands in recorder.log]
 
