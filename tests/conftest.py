@@ -17,6 +17,10 @@ settings.register_profile("short", deadline=None)
 settings.register_profile("long", deadline=None)
 settings.load_profile("short")
 
+# Two test processes share the machine: with a thread for each core in both, they wait for one another. Tests of threads
+# set their numbers themselves. torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Triton reads this when it is imported, so it stands before any test module is. TRITON_INTERPRET=0 tests the
 # kernels on a GPU instead.
 os.environ.setdefault("TRITON_INTERPRET", "1")

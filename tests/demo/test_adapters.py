@@ -45,16 +45,10 @@ def test_ranks_scalings_and_targets_differ_between_adapters():
     assert any(recipe.use_rslora for recipe in recipes)
 
 
+@pytest.mark.long
 @pytest.mark.real_model
 @pytest.mark.parametrize(
-    ("name", "least_share"),
-    [
-        ("sql", 0.7),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (("sentiment", 0.8), ("contacts", 0.8), ("pirate", 0.9))
-        ),
-    ],
+    ("name", "least_share"), [("sql", 0.7), ("sentiment", 0.8), ("contacts", 0.8), ("pirate", 0.9)]
 )
 def test_each_adapter_beats_the_base_on_held_out_prompts(name: str, least_share: float):
     from lorabatch.demo.evaluate_adapters import Evaluator

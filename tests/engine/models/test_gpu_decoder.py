@@ -115,6 +115,7 @@ def compare(steps: list[GpuStep]) -> Callable[..., list[Result]]:
     return check
 
 
+@pytest.mark.long
 def test_many_adapters_and_the_base_in_one_batch(
     tiny_llama: Path, tiny_adapters: dict[str, Path], compare: Callable[..., object], steps: list[GpuStep]
 ) -> None:

@@ -178,6 +178,7 @@ def test_an_engine_that_runs_out_of_memory_gets_smaller_batches_and_no_row_is_bl
     assert reports.wait_for(lambda report: report.batch_rows == 2).num_crashes == 5
 
 
+@pytest.mark.long
 def test_rows_for_which_there_is_no_room_even_alone_say_so(start: Callable[..., EngineHandle]) -> None:
     engine = start(room_for_rows=0)
     rows = collect(open_shard(engine, 0, make_requests(range(2)), []))
