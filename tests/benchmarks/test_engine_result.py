@@ -66,7 +66,7 @@ def test_an_unknown_peer_is_refused_by_name() -> None:
         main(vs=("tgi",))
 
 
-def test_peers_are_those_installed_unless_told() -> None:
+def test_peers_are_those_installed_unless_named() -> None:
     # transformers and PEFT come with the tests
     assert "peft" in peers_of(None)
     assert peers_of(["none"]) == ()

@@ -14,12 +14,12 @@ from lorabatch.benchmarks.engine_workload import ALL_LENGTHS, EngineWorkload, Le
 def test_long_tailed_answers_are_short_but_for_a_few(tiny_llama: Path, tmp_path: Path) -> None:
     lengths = sorted(row.num_tokens for row in make_workload(tiny_llama, tmp_path, 400, 1, "long-tailed").rows)
     mean = sum(lengths) / len(lengths)
-    assert lengths[200] < 0.8 * mean, "half of a log-normal lies well below its mean"
+    assert lengths[200] < 0.8 * mean, "half of a log-normal is well below its mean"
     assert sum(lengths[-40:]) > 0.25 * sum(lengths), "a tenth of the rows holds more than a quarter of the tokens"
 
 
 @pytest.mark.parametrize("lengths", ALL_LENGTHS)
-def test_rows_end_at_their_lengths_whether_told_or_not(tiny_llama: Path, tmp_path: Path, lengths: Lengths) -> None:
+def test_rows_end_at_their_lengths_whether_known_or_not(tiny_llama: Path, tmp_path: Path, lengths: Lengths) -> None:
     workload = make_workload(tiny_llama, tmp_path, 6, 2, lengths)
     if workload.limit_tokens is not None:  # the tiny model's context is short
         workload = replace(workload, limit_tokens=1 + max(row.num_tokens for row in workload.rows))

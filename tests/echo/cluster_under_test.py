@@ -13,7 +13,7 @@ import dask
 from distributed import Client, LocalCluster
 
 Process = subprocess.Popen[bytes]
-# Any free port: without an address Dask takes 8787, and warns when somebody else has it.
+# Any free port: without an address Dask takes 8787, and warns when another process has it.
 QUIETLY: dict[str, Any] = {
     "threads_per_worker": 1,
     "host": "127.0.0.1",

@@ -1,6 +1,6 @@
 """Measurements of the cluster side, for docs/operations.md: `python tests/echo/measure.py WHAT FOLDER NUMBERS…`.
 
-`slow` (rows) and `rows` (rows in a row group, then rows) use `echo_engine`, whose steps take as long as they are told:
+`slow` (rows) and `rows` (rows in a row group, then rows) use `echo_engine`, whose steps take as long as configured:
 what is measured is everything else.
 """
 
@@ -71,8 +71,8 @@ def measure_slow_worker(
         job.assert_answered(rows, max_tokens=tokens)
         seconds = makespan_s(job)
         num_moves = sum(record["kind"] == "MigrateRows" for record in job.store.read_events())
-        told = f"{seconds:.1f} s, {seconds / ideal_s:.2f} of ideal, {num_moves} loans"
-        print(f"migration {migration}: {told}, batches {result.batch_fill:.1%} full until the tail", flush=True)
+        measured = f"{seconds:.1f} s, {seconds / ideal_s:.2f} of ideal, {num_moves} loans"
+        print(f"migration {migration}: {measured}, batches {result.batch_fill:.1%} full until the tail", flush=True)
 
 
 def measure_many_rows(folder: Path, rows_per_group: int, num_rows: int) -> None:
@@ -88,8 +88,8 @@ def measure_many_rows(folder: Path, rows_per_group: int, num_rows: int) -> None:
             seconds = time.monotonic() - began_s
     assert result.num_rows == num_rows
     shown = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in peaks.items())
-    told = f"{seconds:.1f} s, {1e3 * seconds / num_rows:.3f} ms a row"
-    print(f"{num_rows} rows in groups of {rows_per_group}: {told}; peak of the largest: {shown}")
+    measured = f"{seconds:.1f} s, {1e3 * seconds / num_rows:.3f} ms a row"
+    print(f"{num_rows} rows in groups of {rows_per_group}: {measured}; peak of the largest: {shown}")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """An S3 server as a process of its own: prints its port, serves on loopback until it is killed.
 
 `python s3_server.py HOLD`: while the file HOLD exists, a request to write `_SUCCESS` waits (HOLD.seen appears) and is
-then refused. That is where a test may kill whoever asks. INITIAL_NO_AUTH_ACTION_COUNT=0 in the environment makes it
+then refused. That is where a test may kill the client. INITIAL_NO_AUTH_ACTION_COUNT=0 in the environment makes it
 refuse unknown keys.
 """
 

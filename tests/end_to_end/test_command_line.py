@@ -42,15 +42,15 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
     echo_job.assert_answered(rows)
     assert lorabatch("cancel", str(echo_job.output)).stdout.startswith("No run to stop")
     assert not echo_job.store.is_cancel_requested()
-    told = json.loads(lorabatch("status", str(echo_job.output), "--json").stdout)
-    assert (told["headline"], told["state"]["rows_done"]) == ("done", 60)
+    status = json.loads(lorabatch("status", str(echo_job.output), "--json").stdout)
+    assert (status["headline"], status["state"]["rows_done"]) == ("done", 60)
     assert any(name.startswith("engine-") or name.startswith("worker-") for name in echo_job.store.read_logs())
 
 
 @pytest.mark.long
 def test_wrong_rows_within_the_budget_are_named_and_over_it_the_exit_code_is_1(echo_job: EchoJob) -> None:
     rows = make_rows(20)
-    rows[3]["adapter"] = "nobody"
+    rows[3]["adapter"] = "no-such-adapter"
     echo_job.write_input(rows)
     over = lorabatch(*arguments(echo_job, max_errors="0"))
     assert over.returncode == 1
@@ -58,7 +58,7 @@ def test_wrong_rows_within_the_budget_are_named_and_over_it_the_exit_code_is_1(e
     within = lorabatch(*arguments(echo_job))
     assert within.returncode == 0
     assert "1 error row; select" in within.stdout
-    assert "adapter='nobody': not among this job's adapters" in within.stdout
+    assert "adapter='no-such-adapter': not among this job's adapters" in within.stdout
 
 
 def test_all_problems_of_a_request_are_listed_at_once_with_exit_code_2(echo_job: EchoJob) -> None:
@@ -96,12 +96,12 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) ->
     )
     wait_until_rows_are_kept(echo_job, running)
     below = psutil.Process(running.pid).children(recursive=True)
-    # As a terminal does it: every process of the foreground group is told.
+    # As a terminal does it: every process of the foreground group gets the signal.
     os.killpg(running.pid, signal.SIGINT)
-    _, told = running.communicate(timeout=300)
+    _, printed = running.communicate(timeout=300)
     assert running.returncode == 130
-    assert "run the same command again to go on" in told
-    assert "Traceback" not in told
+    assert "run the same command again to go on" in printed
+    assert "Traceback" not in printed
     assert psutil.wait_procs(below, timeout=300)[1] == []
     state = echo_job.store.read_state()
     assert state is not None
@@ -120,9 +120,9 @@ def test_sigterm_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
     running = subprocess.Popen([*CLI, *arguments(echo_job)], stderr=subprocess.PIPE, text=True)
     wait_until_rows_are_kept(echo_job, running)
     running.terminate()
-    _, told = running.communicate(timeout=300)
+    _, printed = running.communicate(timeout=300)
     assert running.returncode == 130
-    assert "run the same command again to go on" in told
+    assert "run the same command again to go on" in printed
     state = echo_job.store.read_state()
     assert state is not None
     assert state.phase == "interrupted"
@@ -136,9 +136,9 @@ def test_two_commands_at_once_on_one_output_answer_every_row_once(echo_job: Echo
     commands = [[*CLI, *arguments(echo_job, workers=count, rows_per_shard=16)] for count in (1, 2)]
     running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for words in commands]
     for process in running:
-        told, complaint = process.communicate(timeout=300)
+        printed, complaint = process.communicate(timeout=300)
         assert process.returncode == 0, complaint
-        assert "240 rows answered" in told
+        assert "240 rows answered" in printed
     echo_job.assert_answered(rows)
     left = {path.name for path in (echo_job.output / "_lorabatch").iterdir()}
     assert left.isdisjoint({"rows", "wip", "tmp"})
@@ -151,9 +151,9 @@ def test_a_request_to_cancel_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None
     running = subprocess.Popen([*CLI, *arguments(echo_job)], stderr=subprocess.PIPE, text=True)
     wait_until_rows_are_kept(echo_job, running)
     echo_job.store.request_cancel()
-    _, told = running.communicate(timeout=300)
+    _, printed = running.communicate(timeout=300)
     assert running.returncode == 130
-    assert "cancelled on request" in told
+    assert "cancelled on request" in printed
 
 
 def wait_until_rows_are_kept(job: EchoJob, running: subprocess.Popen[str]) -> None:

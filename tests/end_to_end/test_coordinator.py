@@ -147,8 +147,8 @@ def test_what_a_cut_off_attempt_leaves_of_a_finished_job_is_put_right(shared_cli
     assert not any(folder.exists() for folder in left)
     state = echo_job.store.read_state()
     assert state is not None
-    told = ("phase", "rows", "rows_done", "shards", "shards_done", "completion_tokens")
-    assert [getattr(state, name) for name in told] == [getattr(done, name) for name in told]
+    names = ("phase", "rows", "rows_done", "shards", "shards_done", "completion_tokens")
+    assert [getattr(state, name) for name in names] == [getattr(done, name) for name in names]
     echo_job.assert_answered(rows)
 
 

@@ -1,4 +1,4 @@
-"""Workers that are told to leave (SIGTERM, as at preemption): what their engines have generated is not lost."""
+"""Workers that are asked to leave (SIGTERM, as at preemption): what their engines have generated is not lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.jobs.record import JobState
 
-# Rows take seconds: whoever begins them anew shows in the number of tokens that were generated.
+# Rows take seconds: beginning them anew shows in the number of tokens that were generated.
 TOKENS = 120
 JOB = {"max_tokens": TOKENS, "batch_rows": 8, "rows_per_shard": 8, "migration": False}
 
@@ -70,7 +70,7 @@ def test_what_helpers_have_generated_comes_back_before_their_owner_leaves(echo_j
     with own_cluster() as client:
 
         def leave() -> None:
-            # Guests have come far, and are not done.
+            # Lent rows have come far, and are not done.
             pause, before = threading.Event(), generated_tokens(echo_job)
             while generated_tokens(echo_job) < before + 8 * TOKENS // 3:
                 pause.wait(0.02)
@@ -102,7 +102,7 @@ def test_a_cancelled_job_goes_on_from_where_its_rows_were(echo_job: EchoJob, sha
 
 
 @pytest.mark.long
-def test_a_nanny_that_is_told_to_leave_has_its_worker_hand_over(echo_job: EchoJob, tmp_path: Path) -> None:
+def test_a_nanny_that_is_asked_to_leave_has_its_worker_hand_over(echo_job: EchoJob, tmp_path: Path) -> None:
     rows = make_rows(32)
     echo_job.write_input(rows)
     echo_job.set_engine(step_s=0.1, trace=str(echo_job.folder / "generated"))

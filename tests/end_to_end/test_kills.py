@@ -106,7 +106,7 @@ def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_
 
 @pytest.mark.long
 def test_a_client_stopped_at_the_very_end_leaves_no_working_files_behind(echo_job: EchoJob) -> None:
-    """With the scheduler in it, nobody can be told any more that the job is done."""
+    """The scheduler is in its process, so that no message says that the job is done."""
     rows = make_rows(64)
     echo_job.write_input(rows)
     client = start_client(echo_job)

@@ -1,4 +1,4 @@
-"""Rows that move between real workers while they run: nothing is lost, repeated or changed, whoever is killed."""
+"""Rows that move between real workers while they run: nothing is lost, repeated or changed when one is killed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, sh
     assert (result.num_rows, result.num_errors) == (48, 0)
     assert moves(echo_job.store)
     assert watcher.has_acted
-    # The owner kept its shards: each was committed by whoever had opened it.
+    # The owner kept its shards: each was committed by the worker that had opened it.
     events = echo_job.store.read_events()
     opened = {record["shard_id"]: record["replica_id"] for record in events if record["kind"] == "RunShard"}
     committed = {r["shard_id"]: r["replica_id"] for r in events if r["kind"] == "ShardCommitted"}
@@ -88,7 +88,7 @@ def disturb(store: JobStore, pids: dict[str, int], victim: str, sent: signal.Sig
     """Send a signal to the worker process at one end of the first loan."""
 
     def act() -> None:
-        # The state is told at once, the journal written once a second.
+        # The state is published at once, the event log written once a second.
         pause = threading.Event()
         while not moves(store):
             pause.wait(0.1)

@@ -63,7 +63,7 @@ def test_a_job_of_a_python_client_goes_on_from_its_output_on_a_cluster_with_anot
     echo_job: EchoJob, shared_client: Client
 ) -> None:
     rows = make_rows(40)
-    rows[3]["adapter"] = "nobody"
+    rows[3]["adapter"] = "no-such-adapter"
     echo_job.write_input(rows)
     with pytest.raises(ErrorBudgetError):
         echo_job.run(client=shared_client, max_errors="0")
@@ -80,7 +80,7 @@ def test_a_job_of_a_python_client_goes_on_from_its_output_on_a_cluster_with_anot
 @pytest.mark.long
 def test_a_job_of_this_machine_goes_on_with_another_number_of_workers(echo_job: EchoJob) -> None:
     rows = make_rows(20)
-    rows[3]["adapter"] = "nobody"
+    rows[3]["adapter"] = "no-such-adapter"
     echo_job.write_input(rows)
     assert lorabatch(*arguments(echo_job, max_errors="0")).returncode == 1
     done = lorabatch("resume", str(echo_job.output), "--workers", "1", "--max-errors", "1")

@@ -75,7 +75,7 @@ def test_each_wrong_row_becomes_one_error_row_and_the_others_are_answered(
 
 
 def test_too_many_wrong_rows_stop_the_job_before_any_work(echo_job: EchoJob, shared_client: Client) -> None:
-    rows = make_rows(20, names=("nobody", "rank8"))
+    rows = make_rows(20, names=("no-such-adapter", "rank8"))
     echo_job.write_input(rows)
     with pytest.raises(ErrorBudgetError, match="10 of 20 rows"):
         echo_job.run(shared_client)
@@ -129,7 +129,7 @@ def test_a_finished_job_is_not_run_again(echo_job: EchoJob, shared_client: Clien
     assert echo_job.parts() == parts
 
 
-def test_another_job_is_refused_on_the_same_output_unless_told_to_overwrite(
+def test_another_job_is_refused_on_the_same_output_unless_it_may_be_overwritten(
     echo_job: EchoJob, shared_client: Client
 ) -> None:
     echo_job.write_input(make_rows(20))
@@ -181,7 +181,7 @@ def test_the_events_of_a_run_replay_to_the_same_commands(echo_job: EchoJob, shar
 
 
 def replayed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Commands of a fresh scheduler that is told the recorded events."""
+    """Commands of a fresh scheduler that handles the recorded events."""
     from lorabatch.scheduler.waves import Shard
 
     shards = [Shard.from_json(shard) for shard in plan["shards"]]

@@ -105,7 +105,7 @@ def test_a_client_killed_between_the_last_part_and_success_resumes_without_compu
     assert {path: bucket.fs.info(path)["LastModified"] for path in parts} == parts
 
 
-def test_a_missing_bucket_is_a_wrong_request_told_at_once(bucket: Bucket, local_job: dict[str, Any]) -> None:
+def test_a_missing_bucket_is_a_wrong_request_reported_at_once(bucket: Bucket, local_job: dict[str, Any]) -> None:
     for name in ("input", "output"):
         wrong = run(command(LORABATCH, local_job | {name: "s3://no-such-bucket/x"}, bucket.options), AT_ONCE_S)
         assert wrong.returncode == 2, wrong.stderr
@@ -116,7 +116,7 @@ def test_a_missing_bucket_is_a_wrong_request_told_at_once(bucket: Bucket, local_
 
 
 @pytest.mark.long
-def test_refused_credentials_are_a_wrong_request_told_at_once_for_all_urls(
+def test_refused_credentials_are_a_wrong_request_reported_at_once_for_all_urls(
     local_job: dict[str, Any], tmp_path: Path
 ) -> None:
     with s3_server(tmp_path, INITIAL_NO_AUTH_ACTION_COUNT="0") as bucket:

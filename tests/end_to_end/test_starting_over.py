@@ -40,7 +40,7 @@ def test_a_running_job_is_not_started_over_by_another_command(shared_client: Any
 def test_a_run_whose_output_is_another_jobs_by_now_stops_and_writes_nothing(
     shared_client: Any, echo_job: EchoJob
 ) -> None:
-    # As if it had hung while somebody found it silent and started over.
+    # As if it had hung while another client found it silent and started over.
     echo_job.write_input(make_rows(160))
     echo_job.set_engine(step_s=0.1)
     left: dict[str, Any] = {}

@@ -77,10 +77,10 @@ def test_jobs_submitted_at_the_same_moment_share_one_background_cluster(
         subprocess.Popen([*CLI, "submit", *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for given in words
     ]
-    told = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
+    printed = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0], printed
     address = json.loads(background.read_text())["address"]
-    assert [f" runs on {address}\n" in text for text, _ in told] == [True, True]
+    assert [f" runs on {address}\n" in text for text, _ in printed] == [True, True]
     listed = lorabatch("list").stdout
     wait_until(lambda: all(JobStore(output).is_finished() for output in outputs))
     assert [JobStore(output).read_record().job_id in listed for output in outputs] == [True, True]

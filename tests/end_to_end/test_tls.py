@@ -80,7 +80,7 @@ def test_a_job_of_a_tls_cluster_goes_on_from_another_folder_than_its_certificate
     echo_job: EchoJob, tls_cluster: str, certificates: dict[str, str], tmp_path: Path
 ) -> None:
     rows = make_rows(20)
-    rows[3]["adapter"] = "nobody"
+    rows[3]["adapter"] = "no-such-adapter"
     echo_job.write_input(rows)
     files = {name: Path(path).name for name, path in certificates.items()}
     options = echo_job.options(cluster=tls_cluster, max_errors="0", **files)

@@ -71,17 +71,17 @@ def test_a_worker_of_another_version_that_joins_a_running_job_leaves_and_says_wh
     rows = make_rows(320)
     echo_job.write_input(rows)
     echo_job.set_engine(step_s=0.1)
-    told = []
+    printed = []
     with existing_cluster(tmp_path, 1) as (address, _, _):
         late = [sys.executable, "-m", "dask", "worker", address, "--host", "127.0.0.1", "--no-dashboard"]
         late += ["--nthreads", "1", "--local-directory", str(tmp_path), *preload(tmp_path, "0.0.9")]
 
         def join() -> None:
             # It ends by itself, with its nanny, while the job goes on: that takes 16 s at least.
-            told.append(subprocess.run(late, stderr=subprocess.PIPE, text=True, timeout=300).stderr)
+            printed.append(subprocess.run(late, stderr=subprocess.PIPE, text=True, timeout=300).stderr)
 
         watcher = Watcher(lambda state: bool(state.rows_done), join)
         echo_job.run(progress=watcher, cluster=address)
     assert watcher.has_acted
-    assert f"lorabatch='0.0.9': a job runs on this cluster with '{__version__}', so this worker leaves." in told[0]
+    assert f"lorabatch='0.0.9': a job runs on this cluster with '{__version__}', so this worker leaves." in printed[0]
     echo_job.assert_answered(rows)

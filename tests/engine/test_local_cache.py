@@ -59,7 +59,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
         list(pool.map(enter, range(200)))
 
 
-def test_a_killed_holder_stands_in_nobodys_way(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     lock = tmp_path / "a.lock"
     holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with holder, ThreadPoolExecutor(1) as pool:

@@ -1,6 +1,6 @@
 """The frozen job: what makes it the same job, and what it must not hold.
 
-The state that storage tells.
+The state that is read from storage.
 """
 
 from __future__ import annotations

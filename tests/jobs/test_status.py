@@ -1,4 +1,4 @@
-"""What storage alone tells about a job."""
+"""What storage alone says about a job."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_finished_job_is_done_whatever_its_state_says(store: JobStore) -> None
     assert (status.headline, status.next_step, status.summary) == ("done", None, {"rows": 200})
 
 
-def test_reused_prompts_are_told_after_the_end_where_they_were_counted(store: JobStore) -> None:
+def test_reused_prompts_are_shown_after_the_end_where_they_were_counted(store: JobStore) -> None:
     store.write_state(state("done", prefix_hit_rate=0.807))
     assert "prompts   80.7% of their tokens reused" in status_lines(read_status(store, NOW_S))
     store.write_state(state("done"))

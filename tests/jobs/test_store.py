@@ -249,7 +249,7 @@ def test_parts_without_a_job_are_another_tools() -> None:
     assert contents.foreign_names == ["part-00003.parquet", "part-123456.parquet", "_SUCCESS"]
 
 
-def test_what_only_resembles_a_part_is_foreign_and_hidden_files_are_nobodys() -> None:
+def test_what_only_resembles_a_part_is_foreign_and_hidden_files_are_ignored() -> None:
     entries = {"part-3.parquet": 1, "part-000003.parquet": 1, "part-00003.parquet.tmp": 1, ".DS_Store": 1}
     contents = OutputContents.of(entries, has_job=True)
     assert contents.parts == {}

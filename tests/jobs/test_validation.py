@@ -66,7 +66,7 @@ def test_all_parts_of_a_request_are_looked_at_before_it_is_refused(given: dict[s
         assert any(part in problem for problem in found), part
 
 
-def test_problems_of_values_are_told_with_those_of_places(given: dict[str, Any], tmp_path: Path) -> None:
+def test_problems_of_values_are_reported_with_those_of_places(given: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     changes = {"max_tokens": 0, "workers": 0, "input": str(tmp_path / "no-input"), "output": str(tmp_path / "file")}
     with pytest.raises(JobRequestError) as caught:
@@ -93,7 +93,7 @@ def test_a_job_file_and_options_make_one_request(given: dict[str, Any], tmp_path
     assert requested_job({"max-tokens": 3}, tmp_path / "job.yaml") == JobSpec(**given | {"max_tokens": 3})
 
 
-def test_an_output_that_is_a_file_or_lies_below_one_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
+def test_an_output_that_is_a_file_or_is_below_one_is_refused(given: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
         with pytest.raises(JobRequestError, match=r"output='.*/file.*': cannot write to .* expected a folder"):

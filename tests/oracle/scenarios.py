@@ -50,7 +50,7 @@ class Scenario:
 
 
 def make_engine(model: Path, adapters: dict[str, Path], mode: Mode, batcher: object = None, **config: int) -> Engine:
-    """An engine that knows all adapters. One thread, unless told: a tiny model's steps are shorter than waking more."""
+    """An engine that knows all adapters. One thread by default: a tiny model's steps are shorter than waking more."""
     engine = Engine(model, EngineConfig(mode=mode, **{"num_threads": 1} | config), batcher)  # type: ignore[arg-type]
     for adapter_id, folder in adapters.items():
         engine.register_adapter(adapter_id, folder)
@@ -60,7 +60,7 @@ def make_engine(model: Path, adapters: dict[str, Path], mode: Mode, batcher: obj
 @st.composite
 def scenarios(draw: st.DrawFn, *, draws_freely: bool = False) -> Scenario:
     """`draws_freely`: rows may be drawn from the whole vocabulary. Otherwise from few candidates: where arithmetic may
-    round otherwise, few draws then lie near enough to another token to notice."""
+    round otherwise, few draws are then near enough to another token to notice."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     arrivals, aborts, moves = [], {}, {}
     for i in range(draw(st.integers(1, 14))):

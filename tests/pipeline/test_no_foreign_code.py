@@ -1,4 +1,4 @@
-"""What lies in storage is data: nothing of it is unpickled, imported or run."""
+"""What is in storage is data: nothing of it is unpickled, imported or run."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_measured_lengths_change_which_wave_is_next():
     queue = ShardQueue([make_shard(0, 0), make_shard(1, 1)])
     queue.correct_length("a1", 800.0)
     assert queue.take("r", anything) == 1
-    queue.correct_length("somebody else", 5.0)
+    queue.correct_length("unknown", 5.0)
     assert queue.take("r", anything) == 0
 
 

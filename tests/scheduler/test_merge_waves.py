@@ -15,15 +15,15 @@ def make_batcher(*, min_rows=None, inner=None, forced=()):
 
 
 class MixesFirst:
-    """Merges adapter 0 and serves everybody beside it."""
+    """Merges adapter 0 and serves all rows beside it."""
 
     def __init__(self):
         self.views = []
 
     def next_step(self, view):
         self.views.append(view)
-        everybody = np.ones(len(view.running_adapter), bool)
-        return StepPlan("mixture", 0, everybody, np.arange(len(view.waiting_adapter))[: 4 - len(everybody)])
+        all_rows = np.ones(len(view.running_adapter), bool)
+        return StepPlan("mixture", 0, all_rows, np.arange(len(view.waiting_adapter))[: 4 - len(all_rows)])
 
 
 def test_what_must_be_merged_waits_until_all_others_are_done():
@@ -63,7 +63,7 @@ def test_a_forced_wave_is_never_left_to_the_inner_batcher(running):
     assert inner.views == []
 
 
-def test_the_inner_batcher_is_not_told_of_a_forced_adapter_still_merged():
+def test_the_inner_batcher_does_not_see_a_forced_adapter_that_is_still_merged():
     inner = MixesFirst()
     make_batcher(inner=inner, forced={1}).next_step(make_view([], [0], merged=1))
     assert inner.views[0].merged_adapter is None

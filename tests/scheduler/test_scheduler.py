@@ -134,7 +134,7 @@ def test_a_late_commit_of_a_lost_replica_recalls_the_retry():
     scheduler.check_integrity()
 
 
-def test_a_commit_told_twice_counts_once():
+def test_a_commit_reported_twice_counts_once():
     scheduler = Scheduler(make_shards(2))
     scheduler.handle(ReplicaJoined(0.0, "a", 64))
     scheduler.handle(ShardCommitted(1.0, 0, "a"))

@@ -1,4 +1,4 @@
-"""One of two replicas takes four times as long: how near a job comes to the ideal split, over many sizes of jobs.
+"""One of two replicas takes four times as long: how close a job gets to the ideal split, over many sizes of jobs.
 
 Where the queue runs dry by chance just when the slow replica ends a batch, there is little to gain; over all sizes
 there is much. `docs/operations.md` has the same of real processes.

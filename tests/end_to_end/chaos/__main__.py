@@ -33,7 +33,7 @@ def main() -> int:
     for outcome in _run_all(options, folder):
         num_runs += 1
         num_faulty += bool(outcome.faults)
-        print(_told(outcome), flush=True)
+        print(_line(outcome), flush=True)
         if options.results is not None:
             with options.results.open("a") as results:
                 results.write(json.dumps(asdict(outcome)) + "\n")
@@ -78,7 +78,7 @@ def _trial_folder(folder: Path, seed: int) -> Path:
     return folder / f"trial-{seed}"
 
 
-def _told(outcome: Outcome) -> str:
+def _line(outcome: Outcome) -> str:
     scenario = outcome.scenario
     place = f"{scenario.engine:4} {scenario.cluster:8} {scenario.num_workers} workers"
     place += ", one engine held up" if scenario.is_held_up else ""

@@ -44,7 +44,7 @@ def _sampling(temperature: float, seed: int) -> dict[str, Any]:
 
 @dataclass
 class Material:
-    """Files under `folder`, made when they are first asked for, and found there by whoever comes later."""
+    """Files under `folder`, made when they are first asked for, and found there later."""
 
     folder: Path
     _digests: dict[EngineKind, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Material:
         return path if path.exists() else write_model(path)
 
     def model_of_one_job(self, engine: EngineKind, folder: Path) -> Path:
-        """A copy that tells echo engines how slow to be, the first of them above all."""
+        """A copy that sets how slow echo engines are, the first of them above all."""
         shutil.copytree(self.model, folder, dirs_exist_ok=True)
         (folder / "echo.json").write_text(json.dumps(_ECHO[engine]))
         return folder

@@ -1,4 +1,4 @@
-"""The processes of one trial: found by a mark in their environment, told apart by their command lines."""
+"""The processes of one trial: found by a mark in their environment, distinguished by their command lines."""
 
 from __future__ import annotations
 

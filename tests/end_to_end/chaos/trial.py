@@ -40,7 +40,7 @@ _MAX_STARTS = 8
 # How long the owner of a stopped client watches it do nothing.
 _PATIENCE_S = 3.0
 _GONE_AFTER_S = 60.0
-# Workers that only the job's journal tells apart: by the last event of a kind.
+# Workers that only the job's event log distinguishes: by the last event of a kind.
 _NAMED_IN_JOURNAL: dict[Victim, tuple[str, str]] = {
     "coordinator": (BEGINNING, "coordinator"),
     "owner": ("MigrateRows", "from_replica_id"),
@@ -229,7 +229,7 @@ class Trial:
             return
         self._stopped.append(process)
         if blow.victim in ("client", "scheduler"):
-            # Nobody but its owner can help here: they end it and start over.
+            # Only its user can help here, by ending it and starting over.
             self._later(_PATIENCE_S, partial(end_all, [process]))
 
     def _hold_up(self) -> None:

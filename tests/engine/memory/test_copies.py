@@ -176,7 +176,7 @@ def test_a_merged_adapter_is_joined_before_it_is_taken_out_of_other_rows(
     assert found[0] == found[1]
 
 
-def test_pages_of_an_adapter_that_leaves_on_its_way_are_nobody_else_s_before_it_is_done() -> None:
+def test_pages_of_an_adapter_evicted_on_its_way_are_free_once_its_copy_is_done() -> None:
     pool, memory = PagePool(4), torch.zeros(16)
     loader = AdapterLoader(lambda adapter_id: PackedAdapter(torch.ones(6), ()), HostTier(0))
     residency = AdapterResidency(pool, memory, 4, loader, LateCopies())

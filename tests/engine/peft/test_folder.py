@@ -114,7 +114,7 @@ def test_pickled_weights_are_refused_and_never_opened(tmp_path: Path, name: str)
     assert mark.exists()
 
 
-def test_tensors_nobody_accounts_for_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_no_known_use_are_refused(tmp_path: Path) -> None:
     save_file(tensors("a"), tmp_path / "adapter_model.safetensors")
     save_file(tensors("b"), tmp_path / "new_embeddings.safetensors")
     assert refusal(open_folder, tmp_path).startswith("new_embeddings.safetensors: tensors that are not part of")

@@ -18,7 +18,7 @@ E = "model.embed_tokens"
 
 
 @pytest.mark.parametrize(
-    ("tail", "role", "adapter", "parameter"),
+    ("rest", "role", "adapter", "parameter"),
     [
         (f"{Q}.lora_A.weight", "lora_a", None, None),
         (f"{Q}.lora_A.default.weight", "lora_a", "default", None),
@@ -45,10 +45,10 @@ E = "model.embed_tokens"
 )
 @pytest.mark.parametrize("prefix", ["base_model.model.", "", "base_model.model._orig_mod."])
 def test_a_known_form_names_module_and_role(
-    prefix: str, tail: str, role: str, adapter: str | None, parameter: str | None
+    prefix: str, rest: str, role: str, adapter: str | None, parameter: str | None
 ) -> None:
-    module = Q if tail.startswith(Q) else E
-    assert parse_name(prefix + tail) == TensorName(prefix + tail, module, role, adapter, parameter)  # type: ignore[arg-type]
+    module = Q if rest.startswith(Q) else E
+    assert parse_name(prefix + rest) == TensorName(prefix + rest, module, role, adapter, parameter)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

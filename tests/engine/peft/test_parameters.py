@@ -53,7 +53,7 @@ def test_a_saved_module_the_base_does_not_have_is_reported(plain: Any) -> None:
     assert audit.notes == ("modules_to_save names 'wte', which this base does not have; PEFT ignores it too",)
 
 
-def test_a_whole_parameter_nobody_speaks_of_is_refused(plain: Any) -> None:
+def test_a_whole_parameter_that_the_configuration_does_not_name_is_refused(plain: Any) -> None:
     key = f"{P}model.norm.weight"
     add(plain, key, 16)
     assert f"{key}: a whole parameter that neither modules_to_save nor bias speaks of" in reasons(plain)
@@ -212,7 +212,7 @@ def test_missing_rows_are_refused(tokens: Any) -> None:
     assert "trainable_tokens_delta: missing, expected because of trainable_token_indices" in token_row_reasons(tokens)
 
 
-def test_rows_nobody_asked_for_are_refused(tokens: Any) -> None:
+def test_rows_that_the_configuration_does_not_name_are_refused(tokens: Any) -> None:
     tokens.configure(trainable_token_indices=None)
     assert f"{ROWS}: nothing in the configuration uses this tensor" in token_row_reasons(tokens)
 

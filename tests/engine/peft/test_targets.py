@@ -104,7 +104,7 @@ def test_null_targets_are_what_peft_takes_by_default_for_a_family() -> None:
     assert targeted(null, MODULES, "lm_head", "a family PEFT does not know") == set()
 
 
-def test_modules_to_save_match_the_plain_ends_of_names_and_what_lies_below() -> None:
+def test_modules_to_save_match_the_plain_ends_of_names_and_what_is_below() -> None:
     config = AdapterConfig(modules_to_save=("norm", "mlp"))
     assert is_saved_module(config, "model.layers.0.input_layernorm")
     assert is_saved_module(config, "model.layers.0.mlp.up_proj")

@@ -52,7 +52,7 @@ def test_hidden_files_and_our_own_output_are_passed_over(tmp_path: Path) -> None
     assert names(tmp_path) == ["part-00000.parquet"]
 
 
-def test_files_of_equal_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_files_of_equal_names_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     for folder in ("x/one", "x/two"):
         write(tmp_path / folder / "part-0.parquet")
     assert names(tmp_path) == ["one/part-0.parquet", "two/part-0.parquet"]

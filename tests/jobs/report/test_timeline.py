@@ -75,7 +75,7 @@ def test_replicas_that_a_coordinator_found_have_tracks_of_their_own() -> None:
     assert [(t.worker, t.joined_s, len(t.spans)) for t in run.tracks] == [("v", 0.1, 1)]
 
 
-def test_failed_and_recalled_attempts_are_told_apart() -> None:
+def test_failed_and_recalled_attempts_are_distinguished() -> None:
     (run,) = read_timelines(
         lines(
             ReplicaJoined(0.0, "w", 8),

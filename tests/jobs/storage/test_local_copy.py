@@ -151,7 +151,7 @@ def test_processes_that_ask_at_once_read_the_source_once(tmp_path: Path) -> None
     assert sorted((tmp_path / "reads").read_text().split()) == sorted(files)
 
 
-def test_a_process_killed_while_it_fetches_stands_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_fetches_blocks_no_other(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.json").write_bytes(b"1")
     killed, next_one = ask(tmp_path), ask(tmp_path)

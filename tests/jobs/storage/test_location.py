@@ -152,13 +152,13 @@ def test_a_missing_bucket_is_named_when_writing(s3_options: dict[str, Any]) -> N
         Location("s3://no-such-bucket/out", s3_options).write("a", b"1")
 
 
-def test_a_missing_bucket_is_told_from_an_empty_folder(s3_options: dict[str, Any], shared_place: Place) -> None:
+def test_a_missing_bucket_is_no_empty_folder(s3_options: dict[str, Any], shared_place: Place) -> None:
     Location(*shared_place).check_folder()
     with pytest.raises(MissingFileError, match=r"cannot find the bucket of s3://no-such-bucket/out: not found"):
         Location("s3://no-such-bucket/out", s3_options).check_folder()
 
 
-def test_a_local_folder_that_may_not_be_written_to_is_told_before_anything_is_written(
+def test_a_local_folder_that_may_not_be_written_to_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Location(str(tmp_path / "to" / "come")).check_folder()
@@ -203,7 +203,7 @@ def test_a_store_without_conditional_writes_still_gets_whole_files_and_says_so_o
     assert len(caplog.records) == 1
 
 
-def test_a_store_where_nobody_answers_says_what_to_check() -> None:
+def test_a_store_that_does_not_answer_says_what_to_check() -> None:
     nowhere = {"key": "key-1", "secret": "secret-1", "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
     options = nowhere | {"config_kwargs": {"retries": {"max_attempts": 0}}}
     with pytest.raises(StorageError, match=r"no reply .* Check the network, and the endpoint") as caught:

@@ -69,7 +69,7 @@ def test_no_link_of_a_chain_shows_what_opens_it(url: str) -> None:
 
 
 @pytest.mark.parametrize("chain", ["{}", "simplecache::{}", "zip://a.parquet::{}"])
-def test_a_password_in_a_chain_is_neither_recorded_nor_told_nor_taken_for_adapters(chain: str, tmp_path: Path) -> None:
+def test_a_password_in_a_chain_is_neither_recorded_nor_shown_nor_taken_for_adapters(chain: str, tmp_path: Path) -> None:
     url = chain.format("memory://u:hush@nowhere/x")
     texts = [
         str(public_spec(JobSpec(model=url, input=url, output=url, adapters=adapters))) for adapters in (url, {"a": url})

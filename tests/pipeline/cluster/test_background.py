@@ -27,13 +27,13 @@ class AskedClient:
 
 
 @pytest.mark.parametrize(
-    ("is_busy", "told", "is_left"), [(False, OWN, False), (True, OWN, True), (False, replace(OWN, pid=2), True)]
+    ("is_busy", "found", "is_left"), [(False, OWN, False), (True, OWN, True), (False, replace(OWN, pid=2), True)]
 )
-def test_a_cluster_withdraws_its_own_state_file_unless_somebody_came(
-    is_busy: bool, told: BackgroundCluster, is_left: bool, tmp_path: Path
+def test_a_cluster_withdraws_its_own_state_file_unless_it_is_busy(
+    is_busy: bool, found: BackgroundCluster, is_left: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "host.json"
-    path.write_text(json.dumps(asdict(told)))
+    path.write_text(json.dumps(asdict(found)))
     assert withdraw(path, OWN, AskedClient(is_busy=is_busy)) != is_busy  # type: ignore[arg-type]
     assert path.exists() == is_left
     assert list(tmp_path.glob("*.lock")) == []

@@ -109,7 +109,7 @@ def test_what_fails_because_the_scheduler_is_gone_says_so() -> None:
 
 
 class Talkative(SchedulerPlugin):
-    """Tells the next clients something as soon as they can be told."""
+    """Sends the next clients a message as soon as they are connected."""
 
     def __init__(self, num_clients: int) -> None:
         self._left = num_clients

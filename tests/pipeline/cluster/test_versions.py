@@ -14,7 +14,7 @@ def test_a_cluster_of_this_version_has_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "workers", "told"),
+    ("scheduler", "workers", "found"),
     [
         (None, {"tcp://a": __version__}, "the scheduler has none."),
         ("0.0.9", {}, "the scheduler has 0.0.9."),
@@ -27,9 +27,9 @@ def test_a_cluster_of_this_version_has_no_problem() -> None:
     ],
 )
 def test_the_sides_that_differ_are_named_with_what_to_do(
-    scheduler: str | None, workers: dict[str, str | None], told: str
+    scheduler: str | None, workers: dict[str, str | None], found: str
 ) -> None:
-    expected = f"cluster: lorabatch {__version__} is expected on the scheduler and every worker; {told} Install "
+    expected = f"cluster: lorabatch {__version__} is expected on the scheduler and every worker; {found} Install "
     assert version_problem(scheduler, workers).startswith(expected)
 
 

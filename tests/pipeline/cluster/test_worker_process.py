@@ -17,14 +17,14 @@ def test_every_device_file_is_a_gpu_and_control_files_are_none(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("told", "gpus"),
+    ("allowed", "gpus"),
     [("2,3", ("2", "3")), ("GPU-ab, 1", ("GPU-ab", "1")), ("", ()), ("-1", ()), ("0,-1,1", ("0",)), ("none", ())],
 )
 def test_what_the_environment_allows_counts_more_than_what_is_there(
-    told: str, gpus: tuple[str, ...], tmp_path: Path
+    allowed: str, gpus: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "nvidia0").touch()
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": told}, tmp_path) == gpus
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": allowed}, tmp_path) == gpus
 
 
 def test_workers_take_gpus_in_turn() -> None:

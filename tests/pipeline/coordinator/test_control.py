@@ -87,7 +87,7 @@ def test_a_coordinator_whose_task_was_moved_leaves_the_job_to_the_next(
     assert future.result(timeout=30) != first
 
 
-def test_a_coordinator_whose_task_nobody_wants_any_more_ends_the_job(client: Client, job: Any, tmp_path: Path) -> None:
+def test_a_coordinator_whose_task_is_no_longer_wanted_ends_the_job(client: Client, job: Any, tmp_path: Path) -> None:
     future = start(client, tmp_path, job, new_run_id(job.record.job_id))
     wait_for(tmp_path / "first")
     future.cancel()

@@ -86,7 +86,7 @@ def test_bad_rows_get_a_sentence_each_and_good_rows_none(prepare_job: Callable[.
     assert summary.errors == {"prompt": 2, "too_long": 1, "sampling": 2, "id": 1}
 
 
-def test_several_problems_of_one_row_are_told_together(prepare_job: Callable[..., Any]) -> None:
+def test_several_problems_of_one_row_are_reported_together(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(pa.table({"id": [1], "prompt": [""], "top_p": [2.0], "top_k": [-1]}))
     job.index()
     sentence = errors(job.store)[1]

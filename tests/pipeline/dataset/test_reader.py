@@ -56,7 +56,7 @@ def test_requests_say_what_the_rows_ask(prepare_job: Callable[..., Any]) -> None
     assert all(0 <= request.stream_id < 2**64 for request in found.values())
 
 
-def test_the_random_stream_belongs_to_the_row_wherever_it_lies(prepare_job: Callable[..., Any]) -> None:
+def test_the_random_stream_belongs_to_the_row_wherever_it_is(prepare_job: Callable[..., Any]) -> None:
     def streams(table: pa.Table, **given: Any) -> dict[int, int]:
         job = prepare_job(table, **given)
         return {
@@ -70,7 +70,7 @@ def test_the_random_stream_belongs_to_the_row_wherever_it_lies(prepare_job: Call
     assert streams(table) == streams(reversed_rows, row_group_rows=3, rows_per_shard=2)
 
 
-def test_rows_that_nobody_can_answer_carry_their_sentences(prepare_job: Callable[..., Any]) -> None:
+def test_rows_that_cannot_be_answered_carry_their_sentences(prepare_job: Callable[..., Any]) -> None:
     adapters = ["zzz", "alpah", "broken", "alpha"]
     job = prepare_job(pa.table({"id": range(4), "prompt": ["a", "a", "", ""], "adapter": adapters}))
     sentences = {}

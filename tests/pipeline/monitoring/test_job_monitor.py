@@ -59,7 +59,7 @@ def test_batches_count_as_full_or_empty_only_while_shards_are_queued(monitor: Jo
     assert monitor.batch_fill == monitor.state("running", 1.0).batch_fill == 0.75
 
 
-def test_prompt_tokens_that_nobody_computed_are_a_share_of_the_finished_shards(monitor: JobMonitor) -> None:
+def test_prompt_tokens_that_were_not_computed_are_a_share_of_the_finished_shards(monitor: JobMonitor) -> None:
     assert monitor.state("running", 1.0).prefix_hit_rate is None
     monitor.committed(ShardOutcome(0, "w1", 10, 0, 0, 300, 7, PromptReuse(300, 240)))
     monitor.committed(ShardOutcome(1, "w1", 10, 0, 0, 100, 7, PromptReuse(100, 0)))

@@ -1,4 +1,4 @@
-"""Messages on event topics: each one arrives, whoever subscribes when."""
+"""Messages on event topics: each one arrives, whenever its reader subscribes."""
 
 from __future__ import annotations
 

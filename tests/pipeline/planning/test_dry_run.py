@@ -40,7 +40,7 @@ def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any
     assert sum(worker["num_rows"] for worker in found["placement"]) == 80
     assert {a["name"]: a["rank"] for a in found["adapters"]} == {"": 0, "rank1": 1, "rank8": 8, "rank20": 20}
     assert [a["verdict"] for a in found["audit"]] == ["exact"] * 4
-    # Half of max_tokens is expected while nobody knows better.
+    # Half of max_tokens is expected while no row has finished.
     assert found["predicted_output_tokens"] == 80 * 8
     assert found["lower_bound_s"] <= found["placement_s"]
     assert found["price"] == pytest.approx(found["predicted_s"] * 2 / 1000)
@@ -100,7 +100,7 @@ def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_
 def test_what_run_would_refuse_plan_refuses(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(JobRequestError, match="max_tokens=0"):
         dry_run(options | {"max_tokens": 0})
-    rows = [{"id": i, "adapter": "nobody", "prompt": "x"} for i in range(10)]
+    rows = [{"id": i, "adapter": "no-such-adapter", "prompt": "x"} for i in range(10)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input.parquet")
     with pytest.raises(ErrorBudgetError, match="10 of 10 rows"):
         dry_run(options)

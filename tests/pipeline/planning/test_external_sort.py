@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lorabatch.pipeline.planning.external_sort import INDEXED_ROW, ScratchFile, SortedRows, read_chunks
 
 
-def test_adapters_of_all_chunks_are_told_apart(prepare_job: Callable[..., Any]) -> None:
+def test_adapters_of_all_chunks_are_distinguished(prepare_job: Callable[..., Any]) -> None:
     """Each chunk has its own dictionary of names; together they must mean the same."""
     names = ["beta", "beta", "alpha", None, None, "alpha", "zeta", "beta"]
     job = prepare_job(pa.table({"id": range(8), "prompt": ["a"] * 8, "adapter": names}), row_group_rows=2)
@@ -79,7 +79,7 @@ def test_a_folder_without_room_is_named_with_what_to_do() -> None:
     """
     done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    told = done.stderr.splitlines()[-1]
-    assert told.startswith("lorabatch.jobs.errors.StorageError: temporary folder")
-    assert "File too large" in told
-    assert "TMPDIR" in told
+    last_line = done.stderr.splitlines()[-1]
+    assert last_line.startswith("lorabatch.jobs.errors.StorageError: temporary folder")
+    assert "File too large" in last_line
+    assert "TMPDIR" in last_line

@@ -205,12 +205,14 @@ def test_heavy_shards_of_any_block_run_first(prepare_job: Callable[..., Any]) ->
     assert max(work[2:]) < min(work[:2])
 
 
-def test_bad_rows_are_told_in_order_of_input_whatever_the_order_of_planning(prepare_job: Callable[..., Any]) -> None:
+def test_bad_rows_are_reported_in_order_of_input_not_of_planning(
+    prepare_job: Callable[..., Any],
+) -> None:
     names = ["beta", "zeta", "alpha", "gamma", None, "alpha"]
     table = pa.table({"id": range(6), "prompt": ["a", "a", "", "a", "", "a"], "adapter": names})
     plan = prepare_job(table, row_group_rows=2, max_errors="80%").plan(block_rows=2)
-    told = [(kind.kind, kind.num_rows, kind.location) for kind in plan.errors]
-    assert told == [("prompt", 2, "rows.parquet:2"), ("adapter", 2, "rows.parquet:1")]
+    found = [(kind.kind, kind.num_rows, kind.location) for kind in plan.errors]
+    assert found == [("prompt", 2, "rows.parquet:2"), ("adapter", 2, "rows.parquet:1")]
     assert "zeta" in plan.errors[1].sentence
 
 

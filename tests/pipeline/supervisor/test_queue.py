@@ -139,7 +139,7 @@ class EngineQueueMachine(RuleBasedStateMachine):
         self.is_ready = False
         self.queue.process_gone("a test", is_spared=is_spared)
         self._collect_lent()
-        assert not self.lending, "a lender waits for a process that is gone"
+        assert not self.lending, "rows to be lent wait for a process that is gone"
         assert self.queue.take_frames(BATCH) == []
 
     @precondition(lambda self: bool(self.shards))

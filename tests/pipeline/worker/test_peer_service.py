@@ -170,7 +170,7 @@ def test_files_that_would_lie_elsewhere_are_not_taken_from_anybody(
     asyncio.run(story())
 
 
-def test_an_adapter_that_nobody_has_is_an_error_that_names_it(hosts: Callable[..., Host], tmp_path: Path) -> None:
+def test_an_adapter_that_no_worker_has_is_an_error_that_names_it(hosts: Callable[..., Host], tmp_path: Path) -> None:
     async def story() -> None:
         async with sites(tmp_path, [NOWHERE, NOWHERE], [hosts(), hosts()]) as (first, second):
             with pytest.raises(StorageError, match="nowhere/alpha"):

@@ -50,7 +50,7 @@ def test_what_was_generated_under_another_adapter_is_not_gone_on_with(shard: tup
     assert read_kept(job.store, job.record, rows).begun == {}
 
 
-def test_a_row_that_brings_all_its_tokens_or_too_many_is_not_believed(shard: tuple[Any, ShardRows]) -> None:
+def test_a_begun_row_with_all_its_tokens_or_too_many_is_not_believed(shard: tuple[Any, ShardRows]) -> None:
     job, rows = shard
     job.store.append_wip(0, "a", encode_begun([begun(rows, 0, 8), begun(rows, 1, 900)]))
     assert read_kept(job.store, job.record, rows).begun == {}

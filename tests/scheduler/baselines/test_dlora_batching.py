@@ -18,7 +18,7 @@ from lorabatch.scheduler.baselines.dlora_batching import (
 )
 from lorabatch.scheduler.batching import BatchView
 
-EVERYBODY = np.ones(4, dtype=bool)
+ALL_RUNNING = np.ones(4, dtype=bool)
 
 
 def types_of(text):
@@ -26,7 +26,7 @@ def types_of(text):
     return np.array([-1 if letter == "." else ord(letter) - ord("a") for letter in text], dtype=np.int32)
 
 
-def decide(text, *, max_rows=4, merged=None, legal=EVERYBODY, alpha=1.2, beta=0.6):
+def decide(text, *, max_rows=4, merged=None, legal=ALL_RUNNING, alpha=1.2, beta=0.6):
     batch, state = dynamic_batching(types_of(text), max_rows, merged, legal, Thresholds(alpha, beta))
     return batch.tolist(), state
 
@@ -59,12 +59,12 @@ def test_an_adapter_without_legal_standing_is_neither_merged_nor_kept():
 
 
 def test_base_rows_are_never_a_merge_candidate():
-    assert merge_candidate(types_of("....a"), EVERYBODY) == 0
-    assert merge_candidate(types_of("...."), EVERYBODY) is None
+    assert merge_candidate(types_of("....a"), ALL_RUNNING) == 0
+    assert merge_candidate(types_of("...."), ALL_RUNNING) is None
 
 
 def test_ties_go_to_the_first_adapter():
-    assert merge_candidate(types_of("bbaa"), EVERYBODY) == 0
+    assert merge_candidate(types_of("bbaa"), ALL_RUNNING) == 0
 
 
 def paper_period(iterations):
@@ -121,7 +121,7 @@ def test_running_rows_of_others_pause_while_one_is_merged():
     assert plan.merged_adapter == 1
 
 
-def test_nobody_starves_behind_a_dominant_adapter():
+def test_no_adapter_starves_behind_a_dominant_adapter():
     batcher = make_batcher(initial=4.0, starve_above=6.0)
     merged, steps_until_served = None, None
     for step in range(50):

@@ -153,7 +153,7 @@ def test_at_k_8_the_transport_is_as_good_as_the_papers_program(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_answer_of_the_papers_program_lies_below_the_level(seed):
+def test_no_answer_of_the_papers_program_is_below_the_level(seed):
     chosen = MigrationSettings()
     over, under = select(random_cluster(seed), chosen)
     model = CoMigrationModel(over, under, {}, chosen)

@@ -320,7 +320,7 @@ def test_the_cache_follows_the_content_and_not_the_name(llama, llama_gguf, tmp_p
     assert resolve_gguf(write_gguf(llama_gguf, tensors), tmp_path / "cache") != first
 
 
-def test_the_cache_lies_where_the_user_keeps_caches(llama_gguf, tmp_path, monkeypatch):
+def test_the_cache_is_where_the_user_keeps_caches(llama_gguf, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert resolve_gguf(llama_gguf).is_relative_to(tmp_path / "xdg" / "lorabatch")
 
