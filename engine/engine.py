@@ -211,10 +211,6 @@ class Engine:
             except AdapterRefusedError as error:
                 raise AdapterUnusableError(adapter_id, str(error)) from error
 
-    def weights_sha256(self) -> str:
-        """Hash of the live weights; equal before and after any number of switches."""
-        return self._live.content_sha256()
-
     def check_integrity(self) -> None:
         """Assert that pool, pins and running rows agree with each other."""
         self._batch.check_integrity()

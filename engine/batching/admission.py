@@ -54,7 +54,7 @@ class Room:
 
     def adapter_pages(self, adapter_id: str) -> int:
         """Pages that an adapter of its exact ranks takes."""
-        return max(1, self.layout.pages_for_elements(self.registry.num_elements(adapter_id)))
+        return max(1, self.layout.pages_for_elements(self.registry.num_elements[adapter_id]))
 
     def is_available(self, adapter_id: str) -> bool:
         """Whether rows could use the adapter without waiting: it has arrived in the pool, or can be copied at once."""

@@ -88,9 +88,6 @@ class HostTier:
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._held
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def put(self, adapter_id: str, adapter: PackedAdapter, next_use: Callable[[str], float]) -> None:
         """Keep an adapter if there is room for it beside those needed sooner."""
         assert adapter_id not in self._held, f"adapter {adapter_id} is held already"

@@ -42,7 +42,8 @@ class PrefixCache:
         self._page_cost = page_cost
         self._pages: dict[bytes, _CachedPage] = {}
         self._readers: Counter[bytes] = Counter()
-        self._users: Counter[bytes] = Counter()
+        #: Rows that name each page in use.
+        self.users: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         """Pages held."""
@@ -102,26 +103,21 @@ class PrefixCache:
         self.use(path[number])
         return run
 
-    @property
-    def users(self) -> Counter[bytes]:
-        """Rows that name each page in use."""
-        return self._users
-
     def use(self, key: bytes) -> None:
         """One more row names a cached page, and all before it, in its block table."""
         assert key in self._pages, f"prefix page {key.hex()} is not there"
-        self._users[key] += 1
+        self.users[key] += 1
 
     def leave(self, path: Sequence[bytes]) -> None:
         """One row less uses these pages."""
         for key in path:
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
+            self.users[key] -= 1
+            if not self.users[key]:
+                del self.users[key]
 
     def owners(self) -> list[tuple[str, bytes]]:
         """Under which the pages that no row uses are held in the pool."""
-        return [_owner(key) for key in self._pages if key not in self._users]
+        return [_owner(key) for key in self._pages if key not in self.users]
 
     def make_room(self, has_room: Callable[[], bool], *, spare_awaited: bool) -> bool:
         """Give pages up until `has_room()`, the cheapest to recompute first. `spare_awaited`: only those that no
@@ -145,10 +141,10 @@ class PrefixCache:
             assert page.parent is None or page.parent in self._pages, f"prefix page {key.hex()} has lost its parent"
             found = children[key]
             assert page.num_children == found, f"prefix page {key.hex()}: {page.num_children} children, found {found}"
-            if page.parent is not None and self._users[key] > self._users[page.parent]:
+            if page.parent is not None and self.users[key] > self.users[page.parent]:
                 raise AssertionError(f"prefix page {key.hex()} has more users than what it continues")
         assert min(self._readers.values(), default=1) > 0, f"negative count of readers in {self._readers}"
-        assert self._users.keys() <= self._pages.keys(), f"pages in use that are gone: {self._users.keys()}"
+        assert self.users.keys() <= self._pages.keys(), f"pages in use that are gone: {self.users.keys()}"
 
     def _is_wanted(self, path: Sequence[bytes], number: int) -> bool:
         """Whether another row waits for a page that is not there, while what it continues is."""
@@ -163,7 +159,7 @@ class PrefixCache:
             self._pages[parent].num_children += 1
 
     def _is_free_leaf(self, key: bytes) -> bool:
-        return not self._pages[key].num_children and key not in self._users
+        return not self._pages[key].num_children and key not in self.users
 
     def _value(self, key: bytes, number: int) -> tuple[float, float]:
         """Cost to recompute, once for every row that will read the page; pages no row awaits are worth least."""
@@ -183,7 +179,7 @@ class PrefixCache:
         """The evicted page's parent."""
         page = self._pages.pop(key)
         assert not page.num_children, f"prefix page {key.hex()} has {page.num_children} children"
-        assert key not in self._users, f"prefix page {key.hex()} is used by {self._users[key]} rows"
+        assert key not in self.users, f"prefix page {key.hex()} is used by {self.users[key]} rows"
         self._pool.release(_owner(key))
         if page.parent is not None:
             self._pages[page.parent].num_children -= 1

@@ -28,7 +28,8 @@ class AdapterRegistry:
         self._audits: dict[str, AdapterAudit] = {}
         self.code_of: dict[str | None, int] = {None: BASE_CODE}
         self._id_of_code: list[str] = []
-        self._num_elements: dict[str, int] = {}
+        #: Numbers that each adapter's matrices take in the pool.
+        self.num_elements: dict[str, int] = {}
         self._ranks: NDArray[np.float64] = np.zeros(0)
         members = [shape for site in PACKED_SITES for shape in model.members_of_site(site).values()]
         self._elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
@@ -61,7 +62,7 @@ class AdapterRegistry:
     def _enter(self, adapter_id: str, audit: AdapterAudit) -> None:
         self._audits[adapter_id] = audit
         # asked before every step, for every adapter that rows wait with
-        self._num_elements[adapter_id] = sum(s.rank * (s.in_features + s.out_features) for s in audit.sites)
+        self.num_elements[adapter_id] = sum(s.rank * (s.in_features + s.out_features) for s in audit.sites)
         self.code_of[adapter_id] = len(self._id_of_code)
         self._id_of_code.append(adapter_id)
 
@@ -88,15 +89,11 @@ class AdapterRegistry:
         folder = self._audits[adapter_id].folder
         return folder if (folder / "tokenizer.json").is_file() else None
 
-    def num_elements(self, adapter_id: str) -> int:
-        """Numbers the adapter's matrices take in the pool."""
-        return self._num_elements[adapter_id]
-
     def ranks(self) -> NDArray[np.float64]:
         """Rank of every adapter by its number, float64 [num_adapters]: as if it stood on all linear layers, so that
         an adapter of few layers counts for what it computes."""
         if len(self._ranks) < len(self._id_of_code):
-            new = [self.num_elements(adapter_id) for adapter_id in self._id_of_code[len(self._ranks) :]]
+            new = [self.num_elements[adapter_id] for adapter_id in self._id_of_code[len(self._ranks) :]]
             self._ranks = np.concatenate([self._ranks, np.array(new, np.float64) / self._elements_per_rank])
         return self._ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .families import Family
 from .model import ModelConfig, PackedSite
-from .raw import RawConfig, checkpoint_dtype, first_token_id, stop_token_ids
+from .raw import RawConfig, first_token_id, stop_token_ids
 from .rope import FULL, WINDOWED, context_tokens, read_ropes
 
 
@@ -53,7 +53,6 @@ def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, A
         logit_softcap=raw.optional_number("final_logit_softcapping") if family.has_logit_softcap else None,
         eos_token_ids=stop_token_ids(raw, generation),
         bos_token_id=first_token_id(raw),
-        checkpoint_dtype=checkpoint_dtype(raw),
     )
     raw.raise_problems()
     return model

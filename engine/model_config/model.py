@@ -119,7 +119,6 @@ class ModelConfig:
     logit_softcap: float | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    checkpoint_dtype: str
 
     @property
     def q_size(self) -> int:

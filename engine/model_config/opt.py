@@ -7,7 +7,7 @@ from typing import Any
 
 from .families import ACTIVATIONS
 from .model import PACKED_SITES, LayerNorms, ModelConfig, ModuleNames
-from .raw import RawConfig, checkpoint_dtype, first_token_id, stop_token_ids
+from .raw import RawConfig, first_token_id, stop_token_ids
 
 DEFAULTS: Mapping[str, Any] = {
     "activation_function": "relu",
@@ -60,7 +60,6 @@ def read_opt(raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
         logit_softcap=None,
         eos_token_ids=stop_token_ids(raw, generation),
         bos_token_id=first_token_id(raw),
-        checkpoint_dtype=checkpoint_dtype(raw),
     )
     raw.raise_problems()
     return model

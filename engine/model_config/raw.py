@@ -124,11 +124,6 @@ def first_token_id(raw: RawConfig) -> int | None:
     return next(iter(_token_ids(raw, "bos_token_id", raw.get("bos_token_id"))), None)
 
 
-def checkpoint_dtype(raw: RawConfig) -> str:
-    """Number format of the stored weights, by either spelling."""
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-
-
 def _token_ids(raw: RawConfig, key: str, value: Any) -> tuple[int, ...]:
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in listed):

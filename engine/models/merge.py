@@ -8,7 +8,6 @@ replaced weights, biases) merges parameter by parameter, as `AdapterWeights.effe
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -63,20 +62,8 @@ class LiveWeights:
         self.merged_adapter_id = None
         self.num_switches += 1
 
-    def content_sha256(self) -> str:
-        """Hash over every live number, in the order of the layers."""
-        digest = hashlib.sha256()
-        packed = [linear for _, linear in self._packed_linears()]
-        for linear in [*packed, *self._decoder.linears.values()]:
-            digest.update(_bytes(linear.live))
-            if linear.bias is not None:
-                digest.update(_bytes(linear.bias))
-        for name in sorted(self._decoder.tensors):
-            digest.update(_bytes(self._decoder.tensors[name]))
-        return digest.hexdigest()
-
     def _merge_all(self, adapter: AdapterWeights) -> None:
-        touched = set(adapter.touched_parameters)
+        touched = set(adapter.audit.touched_parameters)
         touched_linears = [
             (members, linear)
             for members, linear in [*self._packed_linears(), *self._whole_linears()]
@@ -123,16 +110,12 @@ def _effective(
     # an adapter may add a bias to a layer that has none: zeros then stand for the base's
     bias_names = [f"{m.module}.bias" for m in members]
     bias = linear.pristine_bias
-    if bias is None and not set(bias_names) & set(adapter.touched_parameters):
+    if bias is None and not set(bias_names) & set(adapter.audit.touched_parameters):
         return weight, None
     pristine = bias if bias is not None else weight.new_zeros(weight.shape[0])
     return weight, torch.cat(
         [adapter.effective(name, pristine[m.start : m.end]) for name, m in zip(bias_names, members, strict=True)]
     )
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def has_plain_pairs(adapter: AdapterWeights, members: Sequence[PackedMember]) -> bool:

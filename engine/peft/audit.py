@@ -1,7 +1,7 @@
 """Audits one adapter folder against one base: it is applied exactly, or refused by name.
 
-Every key of the configuration and every tensor is used, known to be irrelevant, or a reason to refuse. `audit_rows` and
-`account_rows` give audits as rows of text, for tables in a terminal or a document.
+Every key of the configuration and every tensor is used, known to be irrelevant, or a reason to refuse. `audit_rows`
+gives audits as rows of text, for tables in a terminal or a document.
 """
 
 from __future__ import annotations
@@ -217,7 +217,6 @@ def _check_all_used(contents: Contents, changes: Changes, ledger: Ledger) -> Non
 
 
 AUDIT_COLUMNS = ("adapter", "verdict", "rank", "layers", "MB", "remarks")
-ACCOUNT_COLUMNS = ("kind", "name", "use")
 
 
 def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
@@ -233,12 +232,6 @@ def audit_rows(audits: Iterable[AdapterAudit]) -> list[tuple[str, ...]]:
         )
         for audit in audits
     ]
-
-
-def account_rows(audit: AdapterAudit) -> list[tuple[str, ...]]:
-    """One row per configuration key and per tensor, in the order of `ACCOUNT_COLUMNS`."""
-    kinds = (("key", audit.key_uses), ("tensor", audit.tensor_uses))
-    return [(kind, name, use) for kind, uses in kinds for name, use in uses.items()]
 
 
 def _own_tokenizer(audit: AdapterAudit) -> tuple[str, ...]:

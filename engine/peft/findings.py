@@ -60,9 +60,9 @@ class Ledger:
         if what not in listed:
             listed.append(what)
 
-    def use_key(self, key: str, note: str = "") -> None:
+    def use_key(self, key: str) -> None:
         """A key that takes part in the computation."""
-        self.key_uses.setdefault(key, f"{USED}: {note}" if note else USED)
+        self.key_uses.setdefault(key, USED)
 
     def ignore_key(self, key: str, why: str) -> None:
         """A key that does not matter at inference."""

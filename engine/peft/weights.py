@@ -62,11 +62,6 @@ class AdapterWeights:
             )
         return self.pairs
 
-    @property
-    def touched_parameters(self) -> tuple[str, ...]:
-        """Names of the base parameters that merging changes."""
-        return self.audit.touched_parameters
-
     def effective(self, parameter_name: str, pristine: Tensor) -> Tensor:
         """Merged value of one base parameter, in `pristine`'s dtype and device; `pristine` is left as it is.
 

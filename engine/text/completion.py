@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..request import Result, Sequence
-from .tokenizer import Tokenizer
+from .tokenizer import Detokenizer, Tokenizer
 
 OwnTokenizer = Callable[[str | None], Path | None]
 
@@ -93,7 +93,7 @@ class _TextSoFar:
     """A running sequence's text, as far as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Iterable[int]) -> None:
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = Detokenizer(tokenizer)
         self.text = ""
         for token_id in token_ids:
             self.add(token_id)

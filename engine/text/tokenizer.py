@@ -89,16 +89,12 @@ class Tokenizer:
             raise ChatTemplateError("this model has no chat template; give a prompt instead of messages")
         return self._chat_template.render(messages)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Tokens of a plain prompt, with the special tokens the model expects around it."""
-        return list(self._backend.encode(text, add_special_tokens=True).ids)
-
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of rendered messages. The template has written the special tokens; none are added."""
-        return list(self._backend.encode(self.render(messages), add_special_tokens=False).ids)
-
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
-        """Tokens of many texts, on all cores; `is_rendered` texts come from the chat template."""
+        """Tokens of many texts, on all cores.
+
+        Plain prompts get the special tokens that the model expects around them. `is_rendered`: the texts come from the
+        chat template, which has written them.
+        """
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not is_rendered)
         return [list(encoding.ids) for encoding in encodings]
 
@@ -110,10 +106,6 @@ class Tokenizer:
         """Of these texts, those that are special tokens: `decode` leaves them out."""
         ids = ((self._backend.token_to_id(text), text) for text in texts)
         return tuple(i for i, text in ids if i is not None and text in self._special_texts)
-
-    def detokenizer(self) -> Detokenizer:
-        """A fresh `Detokenizer` for one sequence."""
-        return Detokenizer(self)
 
 
 class Detokenizer:

@@ -17,7 +17,6 @@ same step gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,8 +163,3 @@ def _list_items(segments: Segments, counts: NDArray[np.int64], scratch_rows: int
 def _check(what: str, needed: int, available: int) -> None:
     if needed > available:
         raise ValueError(f"the step needs {needed} {what}, the segment buffer has room for {available}")
-
-
-def rows_of(residents: Sequence[int]) -> _Ints:
-    """Resident numbers as the array that `plan_segments` takes."""
-    return np.asarray(residents, dtype=np.int32)

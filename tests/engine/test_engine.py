@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft_oracle import Oracle, make_engine, prompts, register_all, serve
+from peft_oracle import Oracle, make_engine, prompts, register_all, serve, weights_sha256
 from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.config import Mode, read_model_config
@@ -79,7 +79,7 @@ def test_weights_are_identical_by_hash_after_a_thousand_random_switches(
     tiny_llama: Path, tiny_adapters: dict[str, Path]
 ) -> None:
     engine = make_engine(tiny_llama)
-    before = engine.weights_sha256()
+    before = weights_sha256(engine)
     ids = [*register_all(engine, tiny_adapters).values(), None]
     merged_hashes: dict[str, str] = {}
     rng = random.Random(7)
@@ -87,9 +87,9 @@ def test_weights_are_identical_by_hash_after_a_thousand_random_switches(
         adapter_id = rng.choice(ids)
         engine.switch_weights(adapter_id)
         if switch % 100 == 99 and adapter_id is not None:
-            assert merged_hashes.setdefault(adapter_id, engine.weights_sha256()) == engine.weights_sha256() != before
+            assert merged_hashes.setdefault(adapter_id, weights_sha256(engine)) == weights_sha256(engine) != before
     engine.switch_weights(None)
-    assert engine.weights_sha256() == before
+    assert weights_sha256(engine) == before
 
 
 def test_a_sampled_row_draws_the_same_tokens_alone_and_in_any_company(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_oracle import register_all
+from peft_oracle import register_all, weights_sha256
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
@@ -48,7 +48,7 @@ def test_rows_of_merged_only_adapters_equal_peft_in_a_batch_with_others(
     base = make_model(tmp_path / "base", tie_word_embeddings=is_tied, num_hidden_layers=1)
     settings = {"plain": {"target_modules": ["q_proj", "up_proj"]}, **MERGED_ONLY}
     engine = Engine(base, EngineConfig(mode="unmerged", pool_bytes=2 << 20, max_batch_rows=8))
-    requests, expected, before = [], {}, engine.weights_sha256()
+    requests, expected, before = [], {}, weights_sha256(engine)
     for seed, (name, lora) in enumerate(settings.items()):
         folder = make_adapter(tmp_path / name, base, seed=seed, **lora)
         audit = audit_adapter(folder, engine.model, name)
@@ -73,7 +73,7 @@ def test_rows_of_merged_only_adapters_equal_peft_in_a_batch_with_others(
     while engine.num_unfinished:
         engine.step()
     list(engine.run([Request("after", PROMPT, None, SamplingParams(max_tokens=1))]))
-    assert engine.weights_sha256() == before
+    assert weights_sha256(engine) == before
 
 
 def test_mode_merged_needs_no_room_in_the_pool_for_adapters(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from peft_oracle import Oracle, make_engine, prompts, register_all, serve
+from peft_oracle import Oracle, make_engine, prompts, register_all, serve, weights_sha256
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
@@ -95,13 +95,13 @@ def test_weights_change_while_rows_run_and_no_row_notices(
         tiny_llama, Chosen(lambda view: rng.choice((None, 0, 1, 2, 3))), pool_bytes=rng.choice((700_000, 4 << 20))
     )
     register_all(engine, tiny_adapters)
-    before = engine.weights_sha256()
+    before = weights_sha256(engine)
     results = serve(engine, requests)
     assert {k: r.token_ids for k, r in results.items()} == {k: r.token_ids for k, r in expected.items()}
     assert engine.num_switches > 5
     assert {result.mode for result in results.values()} >= {"mixture"}
     engine.switch_weights(None)
-    assert engine.weights_sha256() == before
+    assert weights_sha256(engine) == before
 
 
 def test_a_merged_adapter_that_finds_no_room_in_the_pool_is_not_mixed(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from peft_oracle import weights_sha256
 from scenarios import (
     ANYTHING,
     PAGE_BYTES,
@@ -51,12 +52,12 @@ def test_rows_answer_as_if_alone(
 ) -> None:
     ids = list(folders)
     engines = [make_engine(tiny_llama, folders, mode, **scenario.config) for _ in range(2)]
-    before = engines[0].weights_sha256()
+    before = weights_sha256(engines[0])
     results = play(engines, scenario, ids)
     assert_same_answers(results, alone, (renamed(request, ids) for _, request in scenario.arrivals))
     for engine in engines:
         serve_a_base_row(engine)
-        assert engine.weights_sha256() == before
+        assert weights_sha256(engine) == before
 
 
 @ANYTHING
@@ -71,12 +72,12 @@ def test_a_batcher_may_switch_pause_and_admit_as_it_pleases(
         make_engine(tiny_llama, folders, "auto", AnyBatcher(random.Random(scenario.seed + i)), **config)
         for i in range(2)
     ]
-    before = engines[0].weights_sha256()
+    before = weights_sha256(engines[0])
     results = play(engines, scenario, ids)
     assert_same_answers(results, alone, (renamed(request, ids) for _, request in scenario.arrivals))
     for engine in engines:
         engine.switch_weights(None)
-        assert engine.weights_sha256() == before
+        assert weights_sha256(engine) == before
 
 
 def serve_a_base_row(engine: Engine) -> None:

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
-from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments, rows_of
+from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
 from lorabatch.kernels.lora_gate_up import triton as gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish
 from lorabatch.kernels.lora_qkv import triton as qkv
@@ -91,8 +91,8 @@ def _bf16(*shape: int) -> torch.Tensor:
 def _segments(num_rows: int, tile_rows: int) -> Segments:
     counts = np.ones((2, 4), np.int32)
     limits = SegmentLimits(rounded(num_rows), rounded(2 * num_rows), scratch_rows=256, tile_rows=tile_rows)
-    plus = rows_of([row % 2 for row in range(num_rows)])
-    return plan_segments(plus, rows_of([-1] * num_rows), counts, limits, num_programs=1)
+    plus, minus = np.arange(num_rows, dtype=np.int32) % 2, np.full(num_rows, -1, np.int32)
+    return plan_segments(plus, minus, counts, limits, num_programs=1)
 
 
 def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int) -> None:

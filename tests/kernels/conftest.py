@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorabatch.kernels.launch import is_interpreted
 from lorabatch.kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
-from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments, rows_of
+from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
 
 # Largest allowed error relative to the largest expected number: a few roundings of the dtype (the interpreter's
 # bf16 products are wrong, so bf16 is tested on devices only).
@@ -130,7 +130,7 @@ def group() -> Callable[..., Segments]:
         minus = minus if minus is not None else [-1] * len(plus)
         chunk_counts = table.sites[..., 1].amax(1).cpu().numpy().astype(np.int32)
         limits = SegmentLimits(max_rows=len(plus) + 3, max_items=200, scratch_rows=2000)
-        host = plan_segments(rows_of(plus), rows_of(minus), chunk_counts, limits, num_programs)
+        host = plan_segments(np.array(plus, np.int32), np.array(minus, np.int32), chunk_counts, limits, num_programs)
         return Segments(limits, host.buffer.to(table.pool.device))
 
     return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,17 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result
 
 POOL_BYTES = 4 << 20
+
+
+def weights_sha256(engine: Engine) -> str:
+    """Hash of the live weights; equal before and after any number of switches."""
+    decoder, digest = engine.backend.decoder, hashlib.sha256()
+    layers = [linear for layer in decoder.layers for linear in layer.linears.values()]
+    linears = [*layers, *decoder.linears.values()]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    for tensor in (*(linear.live for linear in linears), *biases, *decoder.tensors.values()):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def make_engine(model: Path, mode: Mode = "unmerged", **config: object) -> Engine:

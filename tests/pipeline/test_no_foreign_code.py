@@ -125,7 +125,7 @@ def _answer(model: Path, adapter: Path) -> str:
     """One row through audit, tokenizer and engine."""
     (audit,) = audit_adapters({"evil": adapter}, read_model_config(model), check_values=True)
     assert audit.verdict == "exact", audit.reasons
-    prompt = tuple(Tokenizer.from_folder(model).encode_prompt("the quick brown fox"))
+    prompt = tuple(Tokenizer.from_folder(model).encode_batch(["the quick brown fox"], is_rendered=False)[0])
     engine = Engine(model, EngineConfig(num_threads=1))
     assert audit.identity_sha256
     engine.register_adapter(audit.identity_sha256, adapter)

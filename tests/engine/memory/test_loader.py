@@ -134,7 +134,7 @@ def test_an_adapter_needed_later_than_all_others_is_not_kept_at_their_cost() -> 
 def test_without_a_budget_nothing_is_kept() -> None:
     tier = HostTier(budget_bytes=0)
     tier.put("a", adapter(1), lambda a: 0.0)
-    assert len(tier) == 0
+    assert "a" not in tier
     with pytest.raises(ValueError, match="host_tier_bytes=-1"):
         HostTier(-1)
 

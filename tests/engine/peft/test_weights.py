@@ -202,7 +202,7 @@ def test_a_bias_of_lora_b_is_scaled_and_added_even_where_the_base_has_none(
     trained = train(bases(family, False), lora_bias=True, target_modules=["q_proj", "down_proj"])
     weights = load(trained)
     assert weights.audit.verdict == "exact-by-merge"
-    assert "model.layers.1.mlp.down_proj.bias" in weights.touched_parameters
+    assert "model.layers.1.mlp.down_proj.bias" in weights.audit.touched_parameters
     assert_close(logits(merged_model(trained, weights), 32), trained.logits())
 
 
@@ -214,7 +214,7 @@ def test_effective_values_equal_peft_merge_and_unload(llama: Any, train: Any, na
         warnings.simplefilter("ignore")
         expected = trained.model.merge_and_unload().state_dict()
     pristine = llama.model.state_dict()
-    assert set(weights.touched_parameters) <= expected.keys()
+    assert set(weights.audit.touched_parameters) <= expected.keys()
     for parameter, value in expected.items():
         torch.testing.assert_close(weights.effective(parameter, pristine[parameter]), value, atol=2e-6, rtol=1e-5)
 

@@ -26,6 +26,10 @@ def tokenizer(weightless_model: Path) -> Tokenizer:
     return Tokenizer.from_folder(weightless_model)
 
 
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode_batch([text], is_rendered=False)[0]
+
+
 def play(completion: Completion, token_ids: list[int], sampling: SamplingParams, num_before: int = 0) -> Result | None:
     """Append one token after the other until the row ends; `num_before` of them came from another engine."""
     row = Sequence(Request("row", (5,), None, sampling), list(token_ids[:num_before]), mode="base")
@@ -68,7 +72,7 @@ def test_the_first_stop_string_to_be_complete_ends_the_text_however_it_was_token
     # tokens of pieces, some of them single bytes of a character
     token_ids: list[int] = []
     while text_left := text[len(tokenizer.decode(token_ids)) :]:
-        piece = tokenizer.encode_prompt(text_left[: rng.randrange(1, 9)])
+        piece = encoded(tokenizer, text_left[: rng.randrange(1, 9)])
         token_ids += piece
     expected = by_character(text, stops)
     sampling = SamplingParams(max_tokens=len(token_ids), stop=stops)
@@ -90,7 +94,7 @@ def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
 def test_a_stop_string_that_was_complete_before_min_tokens_does_not_end_the_row_later(
     completion: Completion, tokenizer: Tokenizer
 ) -> None:
-    token_ids = [t for letter in "abcdefgb!" for t in tokenizer.encode_prompt(letter)]
+    token_ids = [t for letter in "abcdefgb!" for t in encoded(tokenizer, letter)]
     sampling = SamplingParams(max_tokens=9, min_tokens=5, stop=("b", "nothing like it"))
     result = play(completion, token_ids, sampling)
     assert result is not None
@@ -100,14 +104,14 @@ def test_a_stop_string_that_was_complete_before_min_tokens_does_not_end_the_row_
 def test_a_stop_string_before_an_unfinished_character_is_found_when_tokens_run_out(
     completion: Completion, tokenizer: Tokenizer
 ) -> None:
-    whole = tokenizer.encode_prompt("a漢")
+    whole = encoded(tokenizer, "a漢")
     result = play(completion, [*whole[:-1]], SamplingParams(max_tokens=len(whole) - 1, stop=("a\ufffd",)))
     assert result is not None
     assert (result.text, result.finish_reason) == ("", "stop")
 
 
 def test_a_special_token_given_as_stop_string_ends_the_row(completion: Completion, tokenizer: Tokenizer) -> None:
-    token_ids = [*tokenizer.encode_prompt("the fox"), START, *tokenizer.encode_prompt(" dog")]
+    token_ids = [*encoded(tokenizer, "the fox"), START, *encoded(tokenizer, " dog")]
     sampling = SamplingParams(max_tokens=50, stop=("<|im_start|>",), ignore_eos=True)
     result = play(completion, token_ids, sampling)
     assert result is not None
@@ -119,7 +123,7 @@ def test_a_special_token_given_as_stop_string_ends_the_row(completion: Completio
 def test_a_stop_token_ends_the_row_after_min_tokens_unless_it_is_ignored(
     completion: Completion, tokenizer: Tokenizer
 ) -> None:
-    token_ids = [*tokenizer.encode_prompt("x"), EOS, *tokenizer.encode_prompt("y"), EOS]
+    token_ids = [*encoded(tokenizer, "x"), EOS, *encoded(tokenizer, "y"), EOS]
     for sampling, text in (
         (SamplingParams(max_tokens=9), "x"),
         (SamplingParams(max_tokens=9, min_tokens=2), "xy"),

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.tokenizer import Detokenizer, Tokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "héllo wörld, 漢字 and 😀 emoji", "SELECT 1 FROM rows;"] * 4
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hi <b>é 😀</b>\n\n  there"}]
@@ -62,6 +62,10 @@ def sentencepiece_like(folder: Path) -> Path:
     return folder
 
 
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode_batch([text], is_rendered=False)[0]
+
+
 KINDS = {"byte level": byte_level, "sentencepiece like": sentencepiece_like}
 FOLDERS: dict[str, Path] = {}
 
@@ -77,10 +81,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_plain_prompts_encode_and_decode_as_transformers_does(folder: Path, text: str) -> None:
     ours, oracle = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
-    tokens = ours.encode_prompt(text)
+    tokens = ours.encode_batch([text, "x"], is_rendered=False)[0]
     assert tokens == oracle(text)["input_ids"]
     assert ours.decode(tokens) == oracle.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert ours.encode_batch([text, "x"], is_rendered=False)[0] == tokens
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,7 +92,7 @@ def test_text_in_pieces_is_the_text_of_all_tokens_whatever_the_tokens(folder: Pa
     tokenizer = Tokenizer.from_folder(folder)
     text = data.draw(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30))
     tokens = tokenizer.encode_batch([text], is_rendered=True)[0]
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.add(token) for token in tokens]
     if "\ufffd" not in text:
         assert all("\ufffd" not in piece for piece in pieces)
@@ -99,7 +102,7 @@ def test_text_in_pieces_is_the_text_of_all_tokens_whatever_the_tokens(folder: Pa
 def test_tokens_that_never_become_text_are_let_go_instead_of_held_for_ever(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     lone_byte = next(t for t in range(tokenizer.vocab_size) if tokenizer.decode([t]) == "\ufffd")
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = Detokenizer(tokenizer)
     text = "".join(detokenizer.add(lone_byte) for _ in range(12)) + detokenizer.finish()
     assert text == "\ufffd" * 12
 
@@ -108,7 +111,7 @@ def test_a_space_after_a_special_token_is_kept(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     word = tokenizer.encode_batch(["the fox"], is_rendered=True)[0]
     tokens = [*word, *tokenizer.eos_token_ids, *word[1:]]
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = Detokenizer(tokenizer)
     assert "".join(map(detokenizer.add, tokens)) + detokenizer.finish() == tokenizer.decode(tokens)
 
 
@@ -120,7 +123,7 @@ def test_flags_in_the_configuration_change_nothing_beside_a_tokenizer_file(
         folder = make(tmp_path / name)
         edit_config(folder, **flags)
         oracle = AutoTokenizer.from_pretrained(folder)
-        assert Tokenizer.from_folder(folder).encode_prompt("the dog") == oracle("the dog")["input_ids"], name
+        assert encoded(Tokenizer.from_folder(folder), "the dog") == oracle("the dog")["input_ids"], name
 
 
 def test_messages_are_rendered_once_and_special_tokens_are_not_doubled(folder: Path, tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_messages_are_rendered_once_and_special_tokens_are_not_doubled(folder: P
     tokenizer, oracle = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.has_chat_template
     assert tokenizer.render(MESSAGES) == oracle.apply_chat_template(MESSAGES, tokenize=False)
-    tokens = tokenizer.encode_messages(MESSAGES)
+    tokens = tokenizer.encode_batch([tokenizer.render(MESSAGES)], is_rendered=True)[0]
     assert tokens == oracle.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)
     bos = oracle.bos_token_id
     assert tokens.count(bos) == 1
@@ -174,7 +177,7 @@ def test_settings_for_training_do_not_cut_or_fill_prompts(folder: Path, tmp_path
     backend.enable_padding(length=64)
     backend.save(str(tmp_path / "tokenizer.json"))
     text = "the quick brown fox"
-    assert Tokenizer.from_folder(tmp_path).encode_prompt(text) == Tokenizer.from_folder(folder).encode_prompt(text)
+    assert encoded(Tokenizer.from_folder(tmp_path), text) == encoded(Tokenizer.from_folder(folder), text)
 
 
 def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
@@ -198,8 +201,8 @@ def test_the_demo_model_tokenises_as_transformers_does() -> None:
     ours, oracle = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     texts = ["", " a  b\n\n\tc", "12345 don't 漢字 😀 é", "<|im_start|>user\nhi<|im_end|>", "def f(x):\n    return x"]
     for text in texts:
-        assert ours.encode_prompt(text) == oracle(text)["input_ids"]
+        assert encoded(ours, text) == oracle(text)["input_ids"]
     for messages in (MESSAGES, MESSAGES[1:]):
         expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert ours.encode_messages(messages) == expected
+        assert ours.encode_batch([ours.render(messages)], is_rendered=True)[0] == expected
     assert ours.eos_token_ids == (oracle.eos_token_id,)

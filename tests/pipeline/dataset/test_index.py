@@ -44,7 +44,7 @@ def test_prompts_are_tokenised_as_the_models_own_tokenizer_does(prepare_job: Cal
     (summary,) = job.index()
     tokenizer = Tokenizer.from_folder(job.spec.model)
     rows = {row["id"]: row["__lb_tokens"] for row in prepared(job.store)}
-    assert rows == {i + 1: tokenizer.encode_prompt(text) for i, text in enumerate(texts)}
+    assert rows == {i + 1: tokenizer.encode_batch([text], is_rendered=False)[0] for i, text in enumerate(texts)}
     assert (summary.num_rows, summary.prompt_tokens) == (3, sum(map(len, rows.values())))
     assert summary.errors == {}
 
@@ -60,7 +60,7 @@ def test_messages_go_through_the_chat_template_as_structs_and_as_json(prepare_jo
     for job in (as_structs, as_json):
         job.index()
         tokens = [row["__lb_tokens"] for row in prepared(job.store)]
-        assert tokens == [tokenizer.encode_messages(chat) for chat in chats]
+        assert tokens == [tokenizer.encode_batch([tokenizer.render(chat)], is_rendered=True)[0] for chat in chats]
 
 
 def test_bad_rows_get_a_sentence_each_and_good_rows_none(prepare_job: Callable[..., Any]) -> None:

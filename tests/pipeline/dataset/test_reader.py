@@ -51,7 +51,7 @@ def test_requests_say_what_the_rows_ask(prepare_job: Callable[..., Any]) -> None
         "a": "a" * 64,
         "b": "b" * 64,
     }
-    assert list(found["b"].prompt_token_ids) == tokenizer.encode_prompt("z")
+    assert list(found["b"].prompt_token_ids) == tokenizer.encode_batch(["z"], is_rendered=False)[0]
     assert len({request.stream_id for request in found.values()}) == 3
     assert all(0 <= request.stream_id < 2**64 for request in found.values())
 
