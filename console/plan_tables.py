@@ -143,7 +143,7 @@ def print_plan(
 
 
 def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
-    """Rows, seconds, bound and gap, money, and where the cost model comes from."""
+    """Rows, seconds, the placement's bound and gap, money, and where the cost model comes from."""
     forecast, placement = found.forecast, found.forecast.placement
     output = sum(adapter.predicted_output_tokens for adapter in forecast.adapters)
     lines = [
@@ -153,7 +153,7 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         + ("(simulated on predicted lengths)" if forecast.is_simulated else "(by placement; too large to simulate)"),
         *_range(found),
         f"Placement: {placement.makespan_s:.1f} s, no placement ends before {placement.bound_s:.1f} s "
-        f"(gap {placement.gap:.2%}, {placement.method})",
+        f"(gap of the placement {placement.gap:.2%}, {placement.method})",
         f"Cost model: {found.cost.origin}",
     ]
     if forecast.shared_prompt_tokens:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unicodedata import normalize
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from .errors import DamagedRecordError
@@ -274,16 +274,9 @@ class JobState:
     def from_json(cls, data: bytes) -> JobState:
         """The state that `to_json` wrote; keys of newer versions are dropped. Raises `DamagedRecordError`."""
         try:
-            raw = json.loads(data)
-            workers = tuple(
-                WorkerState(**_known(WorkerState, worker | {"resident_adapters": tuple(worker["resident_adapters"])}))
-                for worker in raw.get("workers", ())
-            )
-            return cls(**_known(cls, raw | {"workers": workers}))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return _JOB_STATE.validate_json(data)
+        except ValidationError as error:
             raise DamagedRecordError(f"state.json: cannot be read back ({error}).") from None
 
 
-def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in values.items() if name in names}
+_JOB_STATE = TypeAdapter(JobState)

@@ -138,15 +138,6 @@ class JobSpec(_SamplingFields):
             yield name, value
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobSpec:
-        """The job of a job file; `overrides` (options given beside it) win.
-
-        Relative paths inside are relative to the working directory, as on the command line. Raises
-        `JobRequestError` when the file is missing, is not a YAML mapping, or holds anything wrong.
-        """
-        return cls(**read_job_file(path, overrides))
-
-    @classmethod
     def as_far_as_valid(cls, values: Mapping[str, Any]) -> tuple[JobSpec, list[str], frozenset[str]]:
         """The job as far as its values can be used, every problem, and the fields that hold a placeholder."""
         job = cls.__new__(cls)
@@ -355,13 +346,12 @@ class TlsFiles:
         return problems
 
 
-def read_job_file(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values in a job file, with `overrides` taking precedence. Raises `JobRequestError`."""
-    values = {name.replace("-", "_"): value for name, value in _read_yaml(Path(path)).items()}
-    return values | dict(overrides or {})
+def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The values in a job file, with `overrides` taking precedence.
 
-
-def _read_yaml(path: Path) -> dict[str, Any]:
+    Relative paths inside are relative to the working directory, as on the command line. Raises `JobRequestError` when
+    the file is missing or is not a YAML mapping.
+    """
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -372,7 +362,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
     if not isinstance(value, dict):
         raise JobRequestError(f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}.")
-    return {str(name): item for name, item in value.items()}
+    return {str(name).replace("-", "_"): item for name, item in value.items()} | dict(overrides)
 
 
 def _unknown_options(values: Mapping[str, Any]) -> list[str]:

@@ -13,18 +13,21 @@ from ...engine.request import SAMPLING_OPTIONS
 from ..spec import COLUMN_ROLES, PROMPT_ROLES, SAMPLING_COLUMNS
 
 # What the output adds; input columns must leave these names free.
-OUTPUT_COLUMNS = (
-    "completion",
-    "finish_reason",
-    "prompt_tokens",
-    "completion_tokens",
-    "error",
-    "adapter_sha256",
-    "mode",
-    "attempts",
-    "token_ids",
-    "token_logprobs",
+ANSWER_FIELDS = (
+    pa.field("completion", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int32()),
+    pa.field("completion_tokens", pa.int32()),
+    pa.field("error", pa.string()),
+    pa.field("adapter_sha256", pa.string()),
+    pa.field("mode", pa.string()),
+    pa.field("attempts", pa.int32()),
 )
+LOGPROB_FIELDS = (
+    pa.field("token_ids", pa.list_(pa.int32())),
+    pa.field("token_logprobs", pa.list_(pa.float32())),
+)
+OUTPUT_COLUMNS = tuple(field.name for field in ANSWER_FIELDS + LOGPROB_FIELDS)
 OUR_PREFIX = "__lb_"
 DEFAULT_ID_COLUMN = "id"
 

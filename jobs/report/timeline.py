@@ -23,7 +23,6 @@ class Sample:
     running_rows: int
     tokens_per_s: float
     mode: str
-    num_resident: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,6 @@ def _sample(record: Mapping[str, Any]) -> Sample:
         running_rows=record["running_rows"],
         tokens_per_s=record["tokens_per_s"],
         mode=record.get("mode", ""),
-        num_resident=len(record["resident_adapters"]),
     )
 
 

@@ -204,7 +204,7 @@ class Coordinator:
             self._handle(Tick(self._now_s()))
         if self._now_s() - self._shown_s >= _SHOW_INTERVAL_S:
             self._shown_s = self._now_s()
-            self._run.reporter(self._monitor.state("running", time.time()))
+            self._run.reporter(self._monitor.state(time.time()))
             self._events.flush()
 
     # What the scheduler decides, done on the cluster.

@@ -155,7 +155,7 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
     else:
         # Read anew: a coordinator before this one may have reopened them.
         changed = changed_adapters(job.store.read_record(), job.record)
-        plan, _ = reopen_shards(job.store, job.record, read_plan(job.store), changed)
+        plan = reopen_shards(job.store, job.record, read_plan(job.store), changed)
     # Only now: a run that is killed before must find the adapters changed again.
     job.store.replace_record(job.record)
     return plan

@@ -39,7 +39,7 @@ from .row_checks import (
 )
 
 _READ_ROWS = 1024
-_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "fingerprint", "error_kind")
+_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "error_kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +273,13 @@ class ChunkRows:
     def _append(self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None]) -> None:
         first = self._num_rows
         places = range(first, first + len(drafts))
-        fingerprints = [row_fingerprint(d.row_id, d.tokens or (), d.sampling) for d in drafts]
         ours = (
             [f"{self._chunk.chunk_id}:{place}" for place in places],
             adapters,
             [draft.tokens for draft in drafts],
             [None if d.problems else sampling_overrides(self._job.sampling, d.sampling) for d in drafts],
             [" ".join(draft.problems) or None for draft in drafts],
-            fingerprints,
+            [row_fingerprint(d.row_id, d.tokens or (), d.sampling) for d in drafts],
             [f"{self._chunk.file_name}:{self._chunk.first_row + place}" for place in places],
         )
         fields = list(batch.schema)
@@ -292,17 +291,16 @@ class ChunkRows:
             fields.append(column)
             columns.append(pa.array(values, column.type))
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
-        self._numbers.append(_numbers(drafts, adapters, fingerprints))
+        self._numbers.append(_numbers(drafts, adapters))
 
 
-def _numbers(drafts: list[RowDraft], adapters: list[str | None], fingerprints: list[bytes]) -> pa.RecordBatch:
+def _numbers(drafts: list[RowDraft], adapters: list[str | None]) -> pa.RecordBatch:
     """The index's numbers of a few rows. Error rows have `max_tokens` 0: they need no engine."""
     values = {
         "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
         "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
         "prefix_hash": [prefix_hash(draft.tokens or ()) for draft in drafts],
         "id_hash": [id_hash(draft.row_id) for draft in drafts],
-        "fingerprint": fingerprints,
         "error_kind": [int(draft.kind) for draft in drafts],
     }
     columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}

@@ -21,7 +21,6 @@ from ...jobs.storage.local_copy import local_folder
 from ...jobs.storage.redaction import is_redacted
 from ...jobs.store import JobStore
 from .chunk import ChunkRef, ChunkRows, DamagedChunkError, IndexJob, read_chunk
-from .row_checks import ErrorKind
 from .schema import arrow_file
 
 _KEY = b"lorabatch.index_key"
@@ -29,16 +28,14 @@ _KEY = b"lorabatch.index_key"
 
 @dataclass(frozen=True, slots=True)
 class ChunkSummary:
-    """Counts of one chunk. `rows_per_adapter`: "" counts the base model's rows. `errors`: kind -> rows.
+    """Counts of one chunk. `rows_per_adapter`: "" counts the base model's rows.
 
     `damage`: why the row group cannot be read; then nothing was written and all counts are 0.
     """
 
     chunk_id: int
     num_rows: int = 0
-    prompt_tokens: int = 0
     rows_per_adapter: Mapping[str, int] = field(default_factory=dict)
-    errors: Mapping[str, int] = field(default_factory=dict)
     damage: str | None = None
 
 
@@ -105,15 +102,8 @@ def _ipc_bytes(batches: list[pa.RecordBatch]) -> memoryview:
 
 
 def _summary(chunk_id: int, index: pa.Table) -> ChunkSummary:
-    kinds = Counter(index.column("error_kind").to_pylist())
     adapters = Counter(index.column("adapter").to_pylist())
-    return ChunkSummary(
-        chunk_id=chunk_id,
-        num_rows=index.num_rows,
-        prompt_tokens=sum(index.column("prompt_tokens").to_pylist()),
-        rows_per_adapter={name or "": count for name, count in adapters.items()},
-        errors={ErrorKind(kind).name.lower(): count for kind, count in kinds.items() if kind},
-    )
+    return ChunkSummary(chunk_id, index.num_rows, {name or "": count for name, count in adapters.items()})
 
 
 @dataclass(slots=True)

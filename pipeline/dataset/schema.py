@@ -14,9 +14,9 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from ...jobs.errors import DamagedRecordError
+from ...jobs.input.columns import OUR_PREFIX
 
 BATCH_ROWS = 256
-OUR_PREFIX = "__lb_"
 REQUEST_ID = "__lb_request_id"
 ADAPTER = "__lb_adapter"
 TOKENS = "__lb_tokens"
@@ -45,7 +45,6 @@ INDEX_SCHEMA = pa.schema(
         pa.field("prefix_hash", pa.uint64()),
         pa.field("shared_tokens", pa.int32()),
         pa.field("id_hash", pa.uint64()),
-        pa.field("fingerprint", pa.binary(16)),
         pa.field("error_kind", pa.int8()),
         pa.field("batch", pa.int32()),
         pa.field("row", pa.int32()),

@@ -13,29 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...jobs.errors import DamagedRecordError
-from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.input.columns import ANSWER_FIELDS, DEFAULT_ID_COLUMN, LOGPROB_FIELDS
 from ...jobs.record import JobRecord
 from ...jobs.store import part_name
 from .answers import BegunRow, RowAnswer
 from .reader import RowError, ShardRows
 from .schema import passthrough_schema
 
-ANSWER_FIELDS = (
-    pa.field("completion", pa.string()),
-    pa.field("finish_reason", pa.string()),
-    pa.field("prompt_tokens", pa.int32()),
-    pa.field("completion_tokens", pa.int32()),
-    pa.field("error", pa.string()),
-    pa.field("adapter_sha256", pa.string()),
-    pa.field("mode", pa.string()),
-    pa.field("attempts", pa.int32()),
-)
 # In the metadata of every part: which job wrote it.
 _JOB_ID = b"lorabatch.job_id"
-LOGPROB_FIELDS = (
-    pa.field("token_ids", pa.list_(pa.int32())),
-    pa.field("token_logprobs", pa.list_(pa.float32())),
-)
 
 
 def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], record: JobRecord) -> memoryview:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
-from ...jobs.record import JobState, Phase, WorkerState
+from ...jobs.record import JobState, WorkerState
 from ...scheduler.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
@@ -32,7 +32,6 @@ class JobMonitor:
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._history: deque[tuple[float, int]] = deque()
-        self._generated_tokens = 0
         self._fill = BatchFill()
 
     @property
@@ -64,7 +63,6 @@ class JobMonitor:
         if not is_tail:
             self._fill.reported(report)
         self._reports[report.worker] = report
-        self._generated_tokens += sum(rows.output_tokens for rows in report.finished)
 
     def lost(self, worker: str) -> None:
         """A worker is gone."""
@@ -74,15 +72,15 @@ class JobMonitor:
         """A name for a content hash; the base model is ""."""
         return self._names.get(adapter_id, adapter_id[:12])
 
-    def state(self, phase: Phase, now_s: float, message: str = "") -> JobState:
-        """Everything at one time. `now_s`: seconds since the epoch."""
+    def state(self, now_s: float) -> JobState:
+        """Everything at one time, while shards run. `now_s`: seconds since the epoch."""
         rows = sum(shard.num_rows for shard in self._shards.values())
         done = self._rows_done()
         self._history.append((now_s, done))
         while len(self._history) > 2 and now_s - self._history[0][0] > _WINDOW_S:
             self._history.popleft()
         return JobState(
-            phase=phase,
+            phase="running",
             updated_at_s=now_s,
             rows=rows,
             rows_done=done,
@@ -96,7 +94,6 @@ class JobMonitor:
             prefix_hit_rate=self.prefix_hit_rate,
             eta_s=self._eta_s(rows - done),
             workers=tuple(self._worker_state(report) for report in self._reports.values()),
-            message=message,
         )
 
     def _rows_done(self) -> int:

@@ -72,7 +72,8 @@ class SortedRows:
     def __init__(self, rows_per_code: Sequence[int]) -> None:
         counts = np.array(rows_per_code, np.int64)
         self._next = np.cumsum(counts) - counts
-        self._num_rows = int(counts.sum())
+        #: Of the job.
+        self.num_rows = int(counts.sum())
         self._file = ScratchFile()
 
     def __enter__(self) -> SortedRows:
@@ -80,11 +81,6 @@ class SortedRows:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the job."""
-        return self._num_rows
 
     def add(self, rows: IndexedRows) -> None:
         """Rows of any adapters."""
@@ -97,8 +93,8 @@ class SortedRows:
 
     def blocks(self, block_rows: int) -> Iterator[IndexedRows]:
         """All rows in order, about equally many at a time and `block_rows` at most. No rows are one block too."""
-        num_blocks = max(1, -(-self._num_rows // block_rows))
-        ends = [self._num_rows * i // num_blocks for i in range(num_blocks + 1)]
+        num_blocks = max(1, -(-self.num_rows // block_rows))
+        ends = [self.num_rows * i // num_blocks for i in range(num_blocks + 1)]
         for start, end in pairwise(ends):
             data = self._file.read(start * INDEXED_ROW.itemsize, (end - start) * INDEXED_ROW.itemsize)
             yield np.frombuffer(data, INDEXED_ROW)

@@ -45,22 +45,15 @@ _FACTS_KEY = b"lorabatch.plan"
 class JobPlan:
     """What planning found. `errors`: rows that no engine will see, by kind; a row counts once.
 
-    `rows_per_adapter`: "" counts the base model's rows. `adapter_names`: per shard, every name its rows ask
-    for, refused and unknown ones included. `predicted_s`: from the first shard opened to the last part written.
+    `adapter_names`: per shard, every name its rows ask for, refused and unknown ones included. `predicted_s`: from the
+    first shard opened to the last part written.
     """
 
     shards: tuple[Shard, ...]
     num_rows: int
-    prompt_tokens: int
     errors: tuple[KindOfError, ...]
-    rows_per_adapter: Mapping[str, int]
     adapter_names: tuple[tuple[str, ...], ...]
-    predicted_s: float | None = None
-
-    @property
-    def num_errors(self) -> int:
-        """Rows that no engine will see."""
-        return sum(kind.num_rows for kind in self.errors)
+    predicted_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +68,10 @@ class CheckedRows:
     names: tuple[str, ...]
     serving: tuple[AdapterInfo, ...]
     number: NDArray[np.int32]
-    rows_per_adapter: Mapping[str, int]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the job."""
-        return self.rows.num_rows
 
     def whole(self) -> Workload:
         """The planner's view of all rows at once."""
-        blocks = self.blocks(max(self.num_rows, 1))
+        blocks = self.blocks(max(self.rows.num_rows, 1))
         return next(blocks)[1]
 
     def blocks(self, block_rows: int) -> Iterator[tuple[IndexedRows, Workload]]:
@@ -121,26 +108,23 @@ def plan_job(
 
     The plan that comes back is another run's when that was faster.
     """
-    prompt_tokens, predicted_s = 0, None
+    predicted_s = None
     with check_rows(store, record, indexed) as checked, ShardDraft() as draft:
         for rows, workload in checked.blocks(block_rows):
-            prompt_tokens += int(workload.prompt_tokens.sum())
-            if workload.num_rows == checked.num_rows:
+            if workload.num_rows == checked.rows.num_rows:
                 found = forecast(workload, num_replicas)
                 draft.add(rows, checked.names, found.plan, found.shard_s)
                 predicted_s = found.predicted_s
             else:
-                cut = forecast.cut(workload, num_replicas, checked.num_rows)
+                cut = forecast.cut(workload, num_replicas, checked.rows.num_rows)
                 draft.add(rows, checked.names, cut.plan, cut.shard_s)
         if predicted_s is None:
             draft.sort()
             predicted_s = forecast.seconds(checked.serving, draft.shards, draft.shard_s, num_replicas)
         plan = JobPlan(
             shards=draft.shards,
-            num_rows=checked.num_rows,
-            prompt_tokens=prompt_tokens,
+            num_rows=checked.rows.num_rows,
             errors=checked.kinds,
-            rows_per_adapter=checked.rows_per_adapter,
             adapter_names=draft.adapter_names,
             predicted_s=predicted_s,
         )
@@ -187,7 +171,6 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
             names,
             tuple(AdapterInfo(a.name, max(a.rank, 1), a.weight_bytes) for a in serving),
             np.array([BASE_MODEL, *(place.get(name, BASE_MODEL) for name in names)], np.int32),
-            counts | ({"": num_base} if num_base else {}),
         )
 
 
@@ -196,12 +179,11 @@ def read_plan(store: JobStore) -> JobPlan:
     facts = store.read_plan_facts() if store.has_plan_facts() else _first_facts(store)
     try:
         return JobPlan(
-            **facts
-            | {
-                "shards": tuple(Shard.from_json(shard) for shard in facts["shards"]),
-                "errors": tuple(KindOfError(**kind) for kind in facts["errors"]),
-                "adapter_names": tuple(tuple(names) for names in facts["adapter_names"]),
-            }
+            shards=tuple(Shard.from_json(shard) for shard in facts["shards"]),
+            num_rows=facts["num_rows"],
+            errors=tuple(KindOfError(**kind) for kind in facts["errors"]),
+            adapter_names=tuple(tuple(names) for names in facts["adapter_names"]),
+            predicted_s=facts["predicted_s"],
         )
     except (KeyError, TypeError) as error:
         raise DamagedRecordError(f"plan.json: cannot be read back ({error}). Start again with --overwrite.") from None
@@ -282,19 +264,15 @@ class ShardDraft:
 _ATTEMPT = "kept"
 
 
-def reopen_shards(
-    store: JobStore, record: JobRecord, plan: JobPlan, changed: Collection[str]
-) -> tuple[JobPlan, tuple[int, ...]]:
+def reopen_shards(store: JobStore, record: JobRecord, plan: JobPlan, changed: Collection[str]) -> JobPlan:
     """Uncommit every part with a row of a changed adapter; answers of its other rows go to the shard's journal.
 
     `record`: with the adapters as they are now. Needs the prepared rows. Safe to repeat after a crash: a part is
-    removed only after what is kept of it is written. Returns the plan with what these shards need now, and the ids
-    of the shards opened again.
+    removed only after what is kept of it is written. Returns the plan with what these shards need now.
     """
     affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
     committed = store.committed_parts()
-    reopened = tuple(shard_id for shard_id in affected if shard_id in committed)
-    for shard_id in reopened:
+    for shard_id in sorted(committed.keys() & affected):
         _reopen(store, record, shard_id)
     serving = {adapter.name for adapter in record.adapters if not adapter.is_refused}
     shards = list(plan.shards)
@@ -303,7 +281,7 @@ def reopen_shards(
     refreshed = replace(plan, shards=tuple(shards))
     if refreshed != plan:
         store.write_plan_facts(plan_facts(refreshed))
-    return refreshed, reopened
+    return refreshed
 
 
 def _reopen(store: JobStore, record: JobRecord, shard_id: int) -> None:

@@ -16,7 +16,6 @@ import platform
 import tempfile
 import time
 from collections.abc import Sequence
-from collections.abc import Sequence as Items
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -59,14 +58,12 @@ class ProfileRequest:
     engine_threads: int | None = None
     batch_rows: int = 64
     step_tokens: int = 512
-    dtype: str = "auto"
-    device: str = "auto"
     max_seconds: float = 120.0
 
     @property
     def engines(self) -> int:
         """How many are measured."""
-        return self.num_engines or (DEFAULT_WORKERS if device_kind(self.device) == "cpu" else 1)
+        return self.num_engines or (DEFAULT_WORKERS if device_kind("auto") == "cpu" else 1)
 
 
 def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[CostProfile, Path]:
@@ -76,13 +73,7 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
     """
     folder = local_folder(request.model, {})
     threads = request.engine_threads or max(1, len(os.sched_getaffinity(0)) // request.engines)
-    config = EngineConfig(
-        max_batch_rows=request.batch_rows,
-        max_step_tokens=request.step_tokens,
-        num_threads=threads,
-        dtype=request.dtype,
-        device=request.device,
-    )
+    config = EngineConfig(max_batch_rows=request.batch_rows, max_step_tokens=request.step_tokens, num_threads=threads)
     profile = _fitted(_measure(folder, config, request), request, threads, model_sha256(folder, with_weights=True))
     cpu_threads = threads if profile.device == "cpu" else None
     path = save or profile_path(profile.model_sha256, profile.device, profile.dtype, cpu_threads)
@@ -284,11 +275,11 @@ class _Bench:
             self._rank_of[audit.identity_sha256] = rank
         return self._adapters[name][0]
 
-    def _saw(self, entries: Items[StepEntry]) -> None:
+    def _saw(self, entries: Sequence[StepEntry]) -> None:
         self._last = load_of(entries, self._rank_of)
 
 
-def load_of(entries: Items[StepEntry], rank_of: dict[str, int]) -> StepLoad:
+def load_of(entries: Sequence[StepEntry], rank_of: dict[str, int]) -> StepLoad:
     """What a step is about to do, in the cost model's terms. `rank_of`: by adapter id."""
     ranks = [rank_of[e.adapter.adapter_id] if e.adapter is not None else 0 for e in entries]
     present = {e.adapter.adapter_id for e in entries if e.adapter is not None}

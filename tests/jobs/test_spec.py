@@ -17,6 +17,7 @@ from lorabatch.jobs.spec import (
     ErrorBudget,
     JobSpec,
     TlsFiles,
+    read_job_file,
 )
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
@@ -87,7 +88,7 @@ def test_a_job_file_has_every_option_as_a_key_and_options_beside_it_win(tmp_path
         "model: base\ninput: s3://b/in\noutput: s3://b/out\nmax-tokens: 5\nstop: [a, b]\nmax_errors: 3\n"
         "adapters:\n  x: s3://b/x\ncolumn: {prompt: text}\nstorage_options: {key: k}\n"
     )
-    spec = JobSpec.from_yaml(path, {"max-tokens": 9, "workers": 2})
+    spec = JobSpec(**read_job_file(path, {"max-tokens": 9, "workers": 2}))
     assert (spec.max_tokens, spec.workers, spec.stop, spec.max_errors) == (9, 2, ("a", "b"), "3")
     assert (spec.adapters, spec.columns) == ({"x": "s3://b/x"}, {"prompt": "text"})
     assert spec.sampling.max_tokens == 9
@@ -110,7 +111,7 @@ def test_job_files_that_cannot_be_used_are_explained(tmp_path: Path, text: str |
     if text is not None:
         path.write_text(text)
     with pytest.raises(JobRequestError) as caught:
-        JobSpec.from_yaml(path)
+        JobSpec(**read_job_file(path, {}))
     assert expected in str(caught.value)
 
 

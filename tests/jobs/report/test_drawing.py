@@ -19,7 +19,7 @@ def test_a_bar_covers_its_share_of_the_time() -> None:
 
 
 def test_a_sample_holds_until_the_next_and_ends_with_its_worker() -> None:
-    samples = [Sample(10.0, 8, 100.0, "merged", 1), Sample(20.0, 4, 50.0, "unmerged", 1)]
+    samples = [Sample(10.0, 8, 100.0, "merged"), Sample(20.0, 4, 50.0, "unmerged")]
     lane = draw(RunTimeline([track(samples=samples, lost_s=30.0)], end_s=40.0)).lanes[0]
     at = {time_s: int(NUM_COLUMNS * time_s / 40) for time_s in (5, 15, 25, 35)}
     assert [lane.busy[at[t]] for t in (5, 15, 25, 35)] == [None, 1.0, 0.5, None]
@@ -27,7 +27,7 @@ def test_a_sample_holds_until_the_next_and_ends_with_its_worker() -> None:
 
 
 def test_throughput_is_the_sum_over_workers() -> None:
-    tracks = [track(name, samples=[Sample(0.0, 1, rate, "base", 0)]) for name, rate in (("v", 3.0), ("w", 4.0))]
+    tracks = [track(name, samples=[Sample(0.0, 1, rate, "base")]) for name, rate in (("v", 3.0), ("w", 4.0))]
     assert set(draw(RunTimeline(tracks, end_s=1.0)).tokens_per_s) == {7.0}
 
 

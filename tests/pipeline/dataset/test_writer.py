@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import DamagedRecordError
+from lorabatch.jobs.input.columns import ANSWER_FIELDS, LOGPROB_FIELDS
 from lorabatch.pipeline.coordinator.summary import account_parts
 from lorabatch.pipeline.dataset.reader import RowError
-from lorabatch.pipeline.dataset.writer import ANSWER_FIELDS, LOGPROB_FIELDS, answers_in_part, part_bytes, part_schema
+from lorabatch.pipeline.dataset.writer import answers_in_part, part_bytes, part_schema
 
 Prepare = Callable[..., Any]
 Echo = Callable[..., Any]

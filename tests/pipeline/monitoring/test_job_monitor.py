@@ -27,56 +27,56 @@ def monitor() -> JobMonitor:
 
 
 def test_rows_of_parts_that_were_there_before_count_as_done(monitor: JobMonitor) -> None:
-    state = monitor.state("running", 1.0)
+    state = monitor.state(1.0)
     assert (state.rows, state.rows_done, state.shards, state.shards_done) == (40, 10, 4, 1)
 
 
 def test_finished_rows_of_open_shards_count_and_are_not_counted_again_when_committed(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 4),)))
-    assert monitor.state("running", 1.0).rows_done == 16
+    assert monitor.state(1.0).rows_done == 16
     monitor.committed(ShardOutcome(0, "w1", 10, num_errors=1, num_reused=0, prompt_tokens=5, completion_tokens=7))
-    state = monitor.state("running", 2.0)
+    state = monitor.state(2.0)
     assert (state.rows_done, state.rows_error, state.shards_done, state.completion_tokens) == (20, 1, 2, 7)
 
 
 def test_a_lost_worker_takes_its_open_rows_with_it(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 4),)))
     monitor.lost("w1")
-    assert monitor.state("running", 1.0).rows_done == 10
-    assert monitor.state("running", 1.0).workers == ()
+    assert monitor.state(1.0).rows_done == 10
+    assert monitor.state(1.0).workers == ()
 
 
 def test_time_left_is_judged_by_the_last_rows(monitor: JobMonitor) -> None:
-    assert monitor.state("running", 0.0).eta_s is None
+    assert monitor.state(0.0).eta_s is None
     monitor.reported(make_report("w1", ((0, 5),)))
-    assert monitor.state("running", 10.0).eta_s == pytest.approx(25 * 10 / 5)
+    assert monitor.state(10.0).eta_s == pytest.approx(25 * 10 / 5)
 
 
 def test_batches_count_as_full_or_empty_only_while_shards_are_queued(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 5),)))
     monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=8.0))
     monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=80.0), is_tail=True)
-    assert monitor.batch_fill == monitor.state("running", 1.0).batch_fill == 0.75
+    assert monitor.batch_fill == monitor.state(1.0).batch_fill == 0.75
 
 
 def test_prompt_tokens_that_were_not_computed_are_a_share_of_the_finished_shards(monitor: JobMonitor) -> None:
-    assert monitor.state("running", 1.0).prefix_hit_rate is None
+    assert monitor.state(1.0).prefix_hit_rate is None
     monitor.committed(ShardOutcome(0, "w1", 10, 0, 0, 300, 7, PromptReuse(300, 240)))
     monitor.committed(ShardOutcome(1, "w1", 10, 0, 0, 100, 7, PromptReuse(100, 0)))
     monitor.committed(monitor.unknown_outcome(2, "w1"))
-    assert monitor.state("running", 2.0).prefix_hit_rate == 0.6
+    assert monitor.state(2.0).prefix_hit_rate == 0.6
 
 
 def test_errors_in_parts_of_runs_before_are_counted() -> None:
     monitor = JobMonitor([make_shard(i, 10) for i in range(2)], {0: 10}, {}, num_errors=4)
     monitor.committed(ShardOutcome(1, "w1", 10, 1, 0, 0, 0))
-    assert monitor.state("running", 1.0).rows_error == 5
+    assert monitor.state(1.0).rows_error == 5
 
 
 def test_workers_show_adapters_by_name(monitor: JobMonitor) -> None:
     finished, telemetry = (FinishedRows("sha-a", 1, 5),), EngineTelemetry(resident_adapter_ids=("sha-a",))
     monitor.reported(make_report("w1", (), telemetry=telemetry, finished=finished))
-    assert monitor.state("running", 1.0).workers[0].resident_adapters == ("a",)
+    assert monitor.state(1.0).workers[0].resident_adapters == ("a",)
 
 
 def make_fill_report(worker: str, used: float, offered: float, open_rows: int = 4) -> WorkerReport:

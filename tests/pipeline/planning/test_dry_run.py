@@ -94,7 +94,10 @@ def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_
     print_plan(dry_run({}, tmp_path / "job.yaml"), None, console)
     text = console.export_text()
     assert "4 adapters: 4 exact" in text
-    assert all(word in text for word in ("rank20", "(base model)", "unmerged", "80 rows", "gap", "a guess from"))
+    assert all(
+        word in text
+        for word in ("rank20", "(base model)", "unmerged", "80 rows", "gap of the placement", "a guess from")
+    )
 
 
 def test_what_run_would_refuse_plan_refuses(options: dict[str, Any], tmp_path: Path) -> None:
