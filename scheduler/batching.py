@@ -155,18 +155,13 @@ class ClusteredBatcher:
     """Unmerged, all running rows are served; free places go to adapters already in the batch first.
 
     Few distinct adapters at once is what makes an unmerged step fast. After them come adapters that are resident, then
-    those with the most waiting rows, so that each new adapter adds as many rows as possible. `patience` bounds the
-    unfairness: the oldest waiting row is admitted first once that many rows wait behind it.
+    those with the most waiting rows, so that each new adapter adds as many rows as possible.
     """
-
-    patience: int = 1 << 30
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
         free = max(0, view.max_batch_rows - len(view.running_adapter))
         admit = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
-        if len(admit) > self.patience:
-            admit = np.concatenate([[0], admit[admit != 0]])
         return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
 
 
@@ -295,8 +290,7 @@ class AdaptiveBatcher:
 
     `ranks` float64 `[num_adapters]`. `mean_context`: KV slots a row reads in a step. `hysteresis`: how much
     better another state must be before the weights are touched. `patience`: steps that a row may sit out for a merged
-    adapter, in all; from then on it is served in its turn until it ends. `may_mix`, `may_merge`: what the engine and
-    the job allow.
+    adapter, in all; from then on it is served in its turn until it ends. `may_mix`: whether mixtures are considered.
     """
 
     cost: CostModel
@@ -307,7 +301,6 @@ class AdaptiveBatcher:
     least_own_share: float = 0.8
     patience: float = 256.0
     may_mix: bool = True
-    may_merge: bool = True
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
@@ -327,7 +320,7 @@ class AdaptiveBatcher:
         unmerged = Candidate("unmerged", None, in_turn, taking_part)
         if len(types) == 0:
             return [unmerged]
-        wanted = _most_wanted(types[taking_part]) if self.may_merge else None
+        wanted = _most_wanted(types[taking_part])
         if _is_awaited(view, wanted):
             wanted = None
         merged = [a for a in (view.merged_adapter, wanted) if a is not None]
@@ -401,7 +394,6 @@ class CostBatcher:
     ranks: Ranks
     mean_output_tokens: Callable[[], float]
     rows_to_come: Callable[[int], int] = no_more_rows
-    may_mix: bool = True
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
@@ -417,7 +409,5 @@ class CostBatcher:
         cost = replace(self.cost, merge_s=merge_s)
         ranks = self.ranks()
         patience = max(1.0, output_tokens)
-        batcher = AdaptiveBatcher(
-            cost, ranks, steps_to_come, hysteresis=_HYSTERESIS, may_mix=self.may_mix, patience=patience
-        )
+        batcher = AdaptiveBatcher(cost, ranks, steps_to_come, hysteresis=_HYSTERESIS, patience=patience)
         return batcher.next_step(view)

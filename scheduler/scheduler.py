@@ -112,11 +112,6 @@ class Scheduler:
         }
 
     @property
-    def num_uncommitted(self) -> int:
-        """Shards without a part."""
-        return self._num_uncommitted
-
-    @property
     def num_queued(self) -> int:
         """Shards with engine work that no replica has opened."""
         return len(self._queue)

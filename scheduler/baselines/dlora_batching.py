@@ -25,7 +25,7 @@ _CREDIT_BATCHES = 200.0
 
 
 class DloraBatcher:
-    """`DynamicBatcher` with an account for every adapter as it becomes known."""
+    """`DynamicBatcher`, its iteration times from the cost model, with an account for every adapter as it becomes known."""
 
     def __init__(self, cost: CostModel, ranks: Ranks, max_batch_rows: int, mean_context: float = 512.0) -> None:
         initial = _CREDIT_BATCHES * max_batch_rows
@@ -45,17 +45,9 @@ class DloraBatcher:
         return float(self._cost.step_seconds(load))
 
 
-def dlora_batcher(ranks: NDArray[np.float64], cost: CostModel, max_batch_rows: int) -> DynamicBatcher:
-    """dLoRA's own policy, its iteration times from the cost model. `ranks` `[num_adapters]`."""
-
-    def iteration_s(types: NDArray[np.int32], merged: int | None) -> float:
-        unmerged = lora_load(types, 1.0, ranks, merged_adapter=merged, kernel=cost.kernel)
-        load = replace(unmerged, decode_rows=len(types), context_tokens=len(types) * 500.0)
-        return float(cost.step_seconds(load))
-
-    initial = 200.0 * max_batch_rows
-    account = Credits(len(ranks), initial=initial, starve_above=1.5 * initial, normal_below=1.2 * initial)
-    return DynamicBatcher(iteration_s, account, Tuning(switch_s=cost.merge_s), Thresholds(alpha=0.9, beta=0.5))
+def dlora_batcher(ranks: NDArray[np.float64], cost: CostModel, max_batch_rows: int) -> DloraBatcher:
+    """The same for adapters that are known from the start. `ranks` `[num_adapters]`."""
+    return DloraBatcher(cost, lambda: ranks, max_batch_rows, mean_context=500.0)
 
 
 class Credits:

@@ -190,12 +190,10 @@ _GOOD_GAP = 0.02
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """Moves, how they were found, and the longest pending time before and after."""
+    """Moves, and how they were found."""
 
     moves: tuple[Move, ...]
     method: Method
-    before_s: float
-    after_s: float
 
 
 def plan_migration(
@@ -206,9 +204,9 @@ def plan_migration(
     before = max((replica.pending_s for replica in replicas), default=0.0)
     over, under = select(replicas, settings)
     if not over or not under:
-        return MigrationPlan((), "not needed", before, before)
+        return MigrationPlan((), "not needed")
     if longest_possible_gain(over, under, settings) < settings.least_gain:
-        return MigrationPlan((), "nothing pays", before, before)
+        return MigrationPlan((), "nothing pays")
     method: Method = "transport"
     moves = near_the_bound(over, under, settings)
     if moves is None:
@@ -217,8 +215,8 @@ def plan_migration(
         method = "greedy" if method in ("transport", "ilp") else method
         moves = move_greedily(over, under, settings)
         if not _pays(replicas, moves, settings, before):
-            return MigrationPlan((), "nothing pays", before, before)
-    return MigrationPlan(moves, method, before, longest_after(replicas, moves, settings))
+            return MigrationPlan((), "nothing pays")
+    return MigrationPlan(moves, method)
 
 
 def longest_possible_gain(

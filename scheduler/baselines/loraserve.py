@@ -26,11 +26,6 @@ class Routing:
 
     fraction: NDArray[np.float64]
 
-    def table(self) -> list[tuple[int, int, float]]:
-        """(adapter, server, share) for every share above zero: the routing table of figure 11."""
-        adapters, servers = np.nonzero(self.fraction)
-        return [(int(a), int(s), float(self.fraction[a, s])) for a, s in zip(adapters, servers, strict=True)]
-
     def check_integrity(self) -> None:
         """Raise AssertionError when a request could get lost."""
         assert (self.fraction >= 0).all(), "a share is negative"
@@ -198,12 +193,6 @@ def permute_assignment(routing: Routing, previous: Routing, weight_bytes: NDArra
     renamed = np.zeros_like(routing.fraction)
     renamed[:, cheapest_assignment(-kept)] = routing.fraction
     return Routing(renamed)
-
-
-def moved_bytes(routing: Routing, previous: Routing, weight_bytes: NDArray[np.float64]) -> float:
-    """Bytes that servers must fetch to go from one routing to another."""
-    is_new = (routing.fraction > 0) & ~(previous.fraction > 0)
-    return float((is_new * weight_bytes[:, None]).sum())
 
 
 def cheapest_assignment(cost: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -162,7 +162,6 @@ class ServingSimulation:
         self._is_stepping = [False] * len(self._replicas)
         self._order = 0
         self._history: list[NDArray[np.float64]] = []
-        self.num_migrated = 0
 
     def _mean_output(self) -> float:
         assert self._workload.output_tokens is not None
@@ -251,7 +250,6 @@ class ServingSimulation:
             if len(rows):
                 self._take_from_queue(source, rows)
                 self._give(now, target, rows)
-                self.num_migrated += len(rows)
 
     def _load_of(self, replica: int) -> ReplicaLoad:
         engine = self._replicas[replica]

@@ -66,18 +66,15 @@ class Timeline:
 class ServingMetrics:
     """`latency_per_token_s`: dLoRA's average latency, end-to-end seconds over output tokens, both summed.
 
-    `queueing_s`: mean time from release to admission. `ttft_…`: time to the first token. `tbt_mean_s`: between
-    tokens. `output_tokens_per_s`: from the first release to the last finish.
+    `queueing_s`: mean time from release to admission. `ttft_p95_s`: time to the first token. `output_tokens_per_s`:
+    from the first release to the last finish.
     """
 
     latency_per_token_s: float
     latency_p90_s: float
     queueing_s: float
-    ttft_mean_s: float
     ttft_p95_s: float
-    tbt_mean_s: float
     output_tokens_per_s: float
-    share_unfinished: float
 
 
 def serving_metrics(workload: Workload, timeline: Timeline) -> ServingMetrics:
@@ -87,19 +84,13 @@ def serving_metrics(workload: Workload, timeline: Timeline) -> ServingMetrics:
     released, tokens = workload.release_s, np.maximum(1, workload.output_tokens)
     is_done = np.isfinite(timeline.finish_s)
     latency = _or_infinite(timeline.finish_s - released)
-    ttft = _or_infinite(timeline.first_token_s - released)
-    between = (timeline.finish_s - timeline.first_token_s)[is_done & (tokens > 1)]
-    gaps = (tokens - 1)[is_done & (tokens > 1)]
     span = float(timeline.finish_s[is_done].max() - released.min()) if is_done.any() else float("inf")
     return ServingMetrics(
         latency_per_token_s=float(latency.sum() / tokens.sum()),
         latency_p90_s=_quantile(latency, 0.9),
         queueing_s=float(_or_infinite(timeline.admit_s - released).mean()),
-        ttft_mean_s=float(ttft.mean()),
-        ttft_p95_s=_quantile(ttft, 0.95),
-        tbt_mean_s=float(between.sum() / gaps.sum()) if len(gaps) else 0.0,
+        ttft_p95_s=_quantile(_or_infinite(timeline.first_token_s - released), 0.95),
         output_tokens_per_s=float(tokens[is_done].sum() / span),
-        share_unfinished=float(1 - is_done.mean()),
     )
 
 

@@ -52,10 +52,6 @@ def test_without_mixture_the_choice_is_between_the_other_two():
     assert plan.mode in ("merged", "unmerged")
 
 
-def test_an_engine_that_may_not_merge_never_does():
-    assert make_batcher(may_merge=False).next_step(make_view([], [0] * 40)).mode == "unmerged"
-
-
 def test_equal_choices_leave_the_weights_alone():
     free_lora = replace(H200_LLAMA_3_8B, lora_step_s=0.0, adapter_s=0.0, rank_s=0.0, rank_token_s=0.0)
     for merged in (None, 0):

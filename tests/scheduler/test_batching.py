@@ -46,12 +46,6 @@ def test_no_more_rows_than_the_batch_holds_are_admitted():
     assert len(plan.admit) == 2
 
 
-def test_the_oldest_row_is_admitted_once_too_many_wait_behind_it():
-    view = make_view([3] * 7, [7, 3, 3, 3, 3])
-    assert ClusteredBatcher().next_step(view).admit.tolist() == [1]
-    assert ClusteredBatcher(patience=4).next_step(view).admit.tolist() == [0]
-
-
 def test_an_empty_replica_has_an_empty_step():
     plan = ClusteredBatcher().next_step(make_view([], []))
     assert len(plan.admit) == len(plan.serve) == 0

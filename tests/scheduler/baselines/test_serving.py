@@ -70,8 +70,7 @@ def test_migration_empties_the_full_replica():
     placed = np.zeros((4, 2), bool)
     placed[:, 0] = True
     alone = serving_metrics(*serve(RoundRobinDispatcher(placed))[:2]).queueing_s
-    workload, timeline, simulation = serve(RoundRobinDispatcher(placed), migrate_every_s=2.0)
-    assert simulation.num_migrated > 0
+    workload, timeline, _ = serve(RoundRobinDispatcher(placed), migrate_every_s=2.0)
     assert np.isfinite(timeline.finish_s).all()
     assert serving_metrics(workload, timeline).queueing_s < alone / 2
 
@@ -94,7 +93,7 @@ def test_a_run_that_is_cut_off_counts_the_rest_as_endless():
     workload, timeline, _ = serve(ProactiveDispatcher(), rate=50.0, give_up_s=10.0)
     metrics = serving_metrics(workload, timeline)
     assert metrics.latency_per_token_s == float("inf")
-    assert 0 < metrics.share_unfinished < 1
+    assert 0 < np.isnan(timeline.finish_s).mean() < 1
 
 
 def test_metrics_of_a_known_timeline():
@@ -112,8 +111,7 @@ def test_metrics_of_a_known_timeline():
     metrics = serving_metrics(workload, timeline)
     assert metrics.latency_per_token_s == pytest.approx((4 + 10) / 20)
     assert metrics.queueing_s == pytest.approx(0.5)
-    assert metrics.ttft_mean_s == pytest.approx(2.0)
-    assert metrics.tbt_mean_s == pytest.approx((2 + 8) / (4 + 14))
+    assert metrics.ttft_p95_s == pytest.approx(2.0)
     assert metrics.output_tokens_per_s == pytest.approx(20 / 11)
 
 
