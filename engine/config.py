@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BATCH_ROWS",
     "DEFAULT_STEP_TOKENS",
-    "AutoPolicy",
     "EngineConfig",
     "Mode",
     "ModelConfig",
@@ -25,7 +24,6 @@ __all__ = [
     "read_model_config",
 ]
 Mode = Literal["auto", "unmerged", "merged", "exact"]
-AutoPolicy = Literal["cost", "dlora", "waves"]
 DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
 
 
@@ -38,9 +36,8 @@ class EngineConfig:
     memory).
     `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
     `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
-    per row. `auto_policy`: what mode `auto` decides by: the cost of each step, mixture included; dLoRA's dynamic
-    batching; or merged waves for adapters with many rows. `uses_prefix_cache`: rows whose prompts begin alike compute
-    the beginning once (in `exact` where compiled CPU kernels serve).
+    per row. `auto_policy`: what mode `auto` decides by, a name in `scheduler.batching.POLICIES`. `uses_prefix_cache`:
+    rows whose prompts begin alike compute the beginning once (in `exact` where compiled CPU kernels serve).
     `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
     `launches_ahead`: a GPU's next step may be launched before the last one is read. `cost`: what steps and merges take,
     as mode `auto` decides by (None: the preset of a machine of that kind).
@@ -55,7 +52,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     mode: Mode = "auto"
-    auto_policy: AutoPolicy = "cost"
+    auto_policy: str = "cost"
     uses_prefix_cache: bool = True
     load_format: Literal["auto", "dummy"] = "auto"
     kernels: Literal["auto", "triton"] = "auto"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..scheduler.batching import Batcher, BatchView, StepPlan, all_unmerged
+from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.lengths import LengthEstimator
 from .batching.admission import Room
 from .batching.batch import RunningBatch
@@ -69,11 +69,14 @@ class Engine:
         self._lengths = LengthEstimator()
         self._batcher = batcher or choose_batcher(
             config,
-            self._registry.must_merge,
-            config.cost or backend.default_cost,
-            self._registry.ranks,
-            self._lengths.mean,
-            self._num_expected,
+            ReplicaFacts(
+                cost=config.cost or backend.default_cost,
+                ranks=self._registry.ranks,
+                must_merge=self._registry.must_merge,
+                max_batch_rows=config.batch_rows,
+                mean_output_tokens=self._lengths.mean,
+                rows_to_come=self._num_expected,
+            ),
         )
         self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
         self._runner = backend.runner(self._live, memory, plan.layout, config, self._completion.stop_tokens)

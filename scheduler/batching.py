@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Literal, Protocol
 
 import numpy as np
@@ -411,3 +412,51 @@ class CostBatcher:
         patience = max(1.0, output_tokens)
         batcher = AdaptiveBatcher(cost, ranks, steps_to_come, hysteresis=_HYSTERESIS, patience=patience)
         return batcher.next_step(view)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What a policy knows of its replica: `cost` of its steps and merges, `ranks` of its adapters so far, and which of
+    them are exact only when merged. `mean_output_tokens` and `rows_to_come`: see `CostBatcher`.
+    """
+
+    cost: CostModel
+    ranks: Ranks
+    must_merge: Callable[[int], bool]
+    max_batch_rows: int
+    mean_output_tokens: Callable[[], float]
+    rows_to_come: Callable[[int], int] = no_more_rows
+
+
+def choosing_by_cost(facts: ReplicaFacts) -> Batcher:
+    """The cost of each step decides, mixture included."""
+    inner = CostBatcher(facts.cost, facts.ranks, facts.mean_output_tokens, facts.rows_to_come)
+    return MergeWaveBatcher(InClusters(inner), facts.must_merge, None)
+
+
+# Merging re-packs every targeted weight, about a second for 135M parameters on two cores, and saves about a
+# tenth of each step: four full batches are where it starts to pay.
+_WAVE_BATCHES = 4
+
+
+def in_merged_waves(facts: ReplicaFacts) -> Batcher:
+    """Adapters with many waiting rows are served merged, one after the other, the others unmerged."""
+    return MergeWaveBatcher(ClusteredBatcher(), facts.must_merge, _WAVE_BATCHES * facts.max_batch_rows)
+
+
+#: Policies of an engine in mode `auto`: name -> `module:function` below `scheduler`, which makes the batcher. Policies
+#: of papers are imported only when they are asked for.
+POLICIES: Mapping[str, str] = {
+    "cost": "batching:choosing_by_cost",
+    "waves": "batching:in_merged_waves",
+    "dlora": "baselines.dlora_batching:with_credits",
+}
+
+
+def batcher_of(policy: str, facts: ReplicaFacts) -> Batcher:
+    """The batcher of a policy by its name. Raises ValueError naming the policies there are."""
+    if policy not in POLICIES:
+        raise ValueError(f"auto_policy={policy!r}: expected one of {', '.join(POLICIES)}.")
+    module, _, name = POLICIES[policy].partition(":")
+    make: Callable[[ReplicaFacts], Batcher] = getattr(import_module(f".{module}", __package__), name)
+    return make(facts)

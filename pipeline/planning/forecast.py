@@ -21,7 +21,7 @@ from ...jobs.cost_profile import profile_path, read_profile
 from ...jobs.opening import OpenedJob
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
-from ...scheduler.batching import Batcher
+from ...scheduler.batching import Batcher, ReplicaFacts
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
 from ...scheduler.forecast import CutRows, Forecast, WaveMode, cut_job, forecast_job, place_job
 from ...scheduler.lengths import PRIOR_SHARE, LengthEstimator
@@ -175,13 +175,13 @@ def expected_share(spec: JobSpec) -> float:
 def job_batcher(spec: JobSpec, workload: Workload, adapters: tuple[AdapterRecord, ...], cost: CostModel) -> Batcher:
     """The batcher that the job's engines use, over the workload's adapter numbers."""
     verdicts = {adapter.name: adapter.verdict for adapter in adapters}
-    config = EngineConfig(max_batch_rows=spec.batch_rows, max_step_tokens=spec.step_tokens, mode=spec.mode)
+    config = EngineConfig(max_batch_rows=spec.batch_rows, mode=spec.mode)
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
-    lengths = LengthEstimator.of_rows(workload.max_tokens)
-    return choose_batcher(
-        config,
-        lambda number: verdicts[workload.adapters[number].name] == "exact-by-merge",
-        cost,
-        lambda: ranks,
-        lengths.mean,
+    facts = ReplicaFacts(
+        cost=cost,
+        ranks=lambda: ranks,
+        must_merge=lambda number: verdicts[workload.adapters[number].name] == "exact-by-merge",
+        max_batch_rows=config.batch_rows,
+        mean_output_tokens=LengthEstimator.of_rows(workload.max_tokens).mean,
     )
+    return choose_batcher(config, facts)

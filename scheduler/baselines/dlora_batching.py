@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batching import BatchView, Ranks, StepPlan, as_step_plan
+from ..batching import Batcher, BatchView, MergeWaveBatcher, Ranks, ReplicaFacts, StepPlan, as_step_plan
 from ..cost import CostModel, lora_load
 
 # dLoRA's credits per adapter, in batches: what it may serve out of turn before it must have waited.
@@ -25,7 +25,7 @@ _CREDIT_BATCHES = 200.0
 
 
 class DloraBatcher:
-    """`DynamicBatcher`, its iteration times from the cost model, with an account for every adapter as it becomes known."""
+    """`DynamicBatcher`; iteration times from the cost model, an account for every adapter as it becomes known."""
 
     def __init__(self, cost: CostModel, ranks: Ranks, max_batch_rows: int, mean_context: float = 512.0) -> None:
         initial = _CREDIT_BATCHES * max_batch_rows
@@ -43,6 +43,12 @@ class DloraBatcher:
         lora = lora_load(types, 1.0, self._ranks(), merged_adapter=merged, kernel=self._cost.kernel)
         load = replace(lora, decode_rows=len(types), context_tokens=len(types) * self._mean_context)
         return float(self._cost.step_seconds(load))
+
+
+def with_credits(facts: ReplicaFacts) -> Batcher:
+    """The policy of an engine: adapters that are exact only when merged have waves of their own."""
+    inner = DloraBatcher(facts.cost, facts.ranks, facts.max_batch_rows)
+    return MergeWaveBatcher(inner, facts.must_merge, None)
 
 
 def dlora_batcher(ranks: NDArray[np.float64], cost: CostModel, max_batch_rows: int) -> DloraBatcher:

@@ -8,14 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.batching import (
+    POLICIES,
     BatchView,
     ClusteredBatcher,
     FreeMemory,
     InClusters,
+    ReplicaFacts,
     StepPlan,
+    batcher_of,
     clustered_order,
     without_vain_merge,
 )
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 
 
 def make_view(running, waiting, *, batch=8, merged=None):
@@ -142,3 +146,24 @@ def test_rows_may_be_chosen_and_put_in_another_order(rows):
     chosen = make_memory((9,), [1, 2, 3], awaited=frozenset({4})).of_rows(np.asarray(rows))
     assert chosen.row_pages.tolist() == [[1, 2, 3][row] for row in rows]
     assert (chosen.gaps, chosen.awaited) == ((9,), {4})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_the_rows_at_hand_and_gives_forced_adapters_a_wave(policy):
+    facts = ReplicaFacts(
+        cost=CPU_SMOLLM2_135M,
+        ranks=lambda: np.full(3, 8.0),
+        must_merge=lambda adapter: adapter == 2,
+        max_batch_rows=8,
+        mean_output_tokens=lambda: 60.0,
+    )
+    for waiting, mode in (([0, 1, 0, 1], "unmerged"), ([2, 2], "merged")):
+        view = make_view([], waiting)
+        plan = batcher_of(policy, facts).next_step(view)
+        plan.check_integrity(view)
+        assert (plan.mode, len(plan.admit)) == (mode, len(waiting))
+
+
+def test_an_unknown_policy_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match="auto_policy='lifo': expected one of cost, waves, dlora"):
+        batcher_of("lifo", None)
