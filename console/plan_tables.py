@@ -135,9 +135,12 @@ def print_plan(
     for kind in found.errors:
         text = f"{kind.num_rows} rows cannot be answered ({kind.kind}), first at {kind.location}: {kind.sentence}"
         console.print(text, highlight=False, soft_wrap=True)
-    _print_table(console, _adapter_table(), [_adapter_cells(a) for a in _by_seconds(found)])
-    _print_table(console, _wave_table(), [_wave_cells(wave) for wave in waves(found)])
-    _print_table(console, _worker_table(), [_worker_cells(worker) for worker in workers(found)])
+    columns: tuple[str, ...] = ("adapter", "rank", "rows", "prompt tokens", "output tokens", "engine s")
+    _print_table(console, [_adapter_cells(a) for a in _by_seconds(found)], columns, "adapter")
+    columns = ("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s")
+    _print_table(console, [_wave_cells(wave) for wave in waves(found)], columns, "mode", "adapters")
+    columns = ("worker", "shards", "rows", "adapters", "their MB", "weights MB", "predicted s")
+    _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
     for line in totals(found, gpu_hour_price):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -180,7 +183,10 @@ def _by_seconds(found: DryRun) -> list[AdapterForecast]:
     return sorted(found.forecast.adapters, key=lambda adapter: (-adapter.engine_s, adapter.name))
 
 
-def _print_table(console: Console, table: Table, cells: Sequence[tuple[str, ...]]) -> None:
+def _print_table(console: Console, cells: Sequence[tuple[str, ...]], columns: Sequence[str], *left: str) -> None:
+    table = Table()
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for line in cells[:_LINES_SHOWN]:
         table.add_row(*line)
     console.print(table)
@@ -188,34 +194,15 @@ def _print_table(console: Console, table: Table, cells: Sequence[tuple[str, ...]
         console.print(f"… and {len(cells) - _LINES_SHOWN} more; --json has all", highlight=False)
 
 
-def _table(names: Sequence[str], *left: str) -> Table:
-    table = Table()
-    for name in names:
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    return table
-
-
-def _adapter_table() -> Table:
-    return _table(("adapter", "rank", "rows", "prompt tokens", "output tokens", "engine s"), "adapter")
-
-
 def _adapter_cells(adapter: AdapterForecast) -> tuple[str, ...]:
     counts = (adapter.rank, adapter.num_rows, adapter.prompt_tokens, adapter.predicted_output_tokens)
     return (adapter.name or "(base model)", *map(str, counts), f"{adapter.engine_s:.1f}")
-
-
-def _wave_table() -> Table:
-    return _table(("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s"), "mode", "adapters")
 
 
 def _wave_cells(wave: WaveFacts) -> tuple[str, ...]:
     names = ", ".join(wave.adapters[:3]) + (f" and {len(wave.adapters) - 3} more" if len(wave.adapters) > 3 else "")
     counts = (wave.num_shards, wave.num_rows, wave.predicted_output_tokens)
     return (str(wave.wave_id), wave.mode, names or "-", *map(str, counts), f"{wave.engine_s:.1f}")
-
-
-def _worker_table() -> Table:
-    return _table(("worker", "shards", "rows", "adapters", "their MB", "weights MB", "predicted s"))
 
 
 def _worker_cells(worker: WorkerFacts) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from types import TracebackType
 from typing import Self
 
 import typer
@@ -37,14 +36,12 @@ class ConsoleProgress:
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=False)
-            self._live.__enter__()
+            self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.stop()
 
     def update(self, state: JobState) -> None:
         """See `Progress`."""

@@ -19,8 +19,6 @@ from ..engine.peft.audit import AUDIT_COLUMNS, audit_rows
 from ..jobs.cost_profile import CostProfile
 from ..pipeline.planning.simulate import SimulationResult
 from ..scheduler.cost import CostModel
-from ..scheduler.simulation.run import PolicyRun
-from ..scheduler.workload import Workload
 
 _SHOWN_PER_ADAPTER = 3
 _CELL_CHARACTERS = 160
@@ -80,20 +78,14 @@ def print_profile(profile: CostProfile, path: Path, console: Console | None = No
 def print_simulation(result: SimulationResult, console: Console | None = None) -> None:
     """One line per policy, the fastest first, and the files that were written."""
     console = console or Console()
-    console.print(policy_table(result.workload, result.runs, result.request.workers))
-    hint = "" if len(result.files) > 1 else " (plots need matplotlib: pip install 'lorabatch[bench]')"
-    console.print(f"{result.request.output}: {', '.join(result.files)}{hint}", soft_wrap=True)
-
-
-def policy_table(workload: Workload, runs: Sequence[PolicyRun], workers: int) -> Table:
-    """One line per policy, the fastest first."""
-    title = f"{workload.num_rows} rows, {len(workload.adapters)} adapters, {workers} workers"
+    workload = result.workload
+    title = f"{workload.num_rows} rows, {len(workload.adapters)} adapters, {result.request.workers} workers"
     table = Table(title=title)
     names = ("policy", "seconds", "x best", "tokens/s", "busy", "rows/step", "merged", "switch", "load")
     for name in names:
         table.add_column(name, justify="left" if name == "policy" else "right")
-    best = min(run.metrics.makespan_s for run in runs)
-    for run in sorted(runs, key=lambda run: run.metrics.makespan_s):
+    best = min(run.metrics.makespan_s for run in result.runs)
+    for run in sorted(result.runs, key=lambda run: run.metrics.makespan_s):
         found = run.metrics
         shares = (found.merged_share, found.switch_share, found.load_share)
         table.add_row(
@@ -105,7 +97,9 @@ def policy_table(workload: Workload, runs: Sequence[PolicyRun], workers: int) ->
             f"{found.batch_rows:.1f}",
             *(f"{share:.1%}" for share in shares),
         )
-    return table
+    console.print(table)
+    hint = "" if len(result.files) > 1 else " (plots need matplotlib: pip install 'lorabatch[bench]')"
+    console.print(f"{result.request.output}: {', '.join(result.files)}{hint}", soft_wrap=True)
 
 
 def _sample(answers: pa.Table, name: str | None) -> Table:

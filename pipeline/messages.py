@@ -124,19 +124,11 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """Where the adapter with this content hash is stored: a local folder or an fsspec URL."""
+class LocalAdapter:
+    """The adapter with this content hash in a local folder."""
 
     adapter_id: str
     name: str
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class LocalAdapter:
-    """An adapter's content in a local folder."""
-
-    source: AdapterSource
     folder: Path
 
 

@@ -29,31 +29,14 @@ class _Card:
 
 
 def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
-    """The report of the job in `store`, as HTML. `gpu_hour_price`: of one worker; None leaves money out.
+    """The report of the job in `store`, as HTML. Everything that came from outside is escaped.
 
-    Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
+    `gpu_hour_price`: of one worker; None leaves money out. Raises `JobRequestError` when the output holds no job,
+    `StorageError` when it cannot be read.
     """
     status = read_status(store)
     timelines = read_timelines(store.read_events())
     plan = store.read_plan_facts() if store.has_plan_facts() else {}
-    return render(status, timelines, plan, gpu_hour_price)
-
-
-def save_report(page: str, path: Path) -> None:
-    """Write the page where the user wants it. Raises `JobRequestError` when that cannot be."""
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        why = error.strerror or error
-        raise JobRequestError(
-            f"save={str(path)!r}: cannot be written ({why}). Name a file in a folder you may write to."
-        ) from None
-
-
-def render(
-    status: JobStatus, timelines: Sequence[RunTimeline], plan: Mapping[str, Any], gpu_hour_price: float | None
-) -> str:
-    """The page for what is known of a job. Everything that came from outside is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     drawings = [draw(timeline) for timeline in timelines]
@@ -74,6 +57,17 @@ def render(
         errors=summary.get("errors", []),
         settings=sorted((name, value) for name, value in status.record.spec.items() if value not in (None, [], {})),
     )
+
+
+def save_report(page: str, path: Path) -> None:
+    """Write the page where the user wants it. Raises `JobRequestError` when that cannot be."""
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or error
+        raise JobRequestError(
+            f"save={str(path)!r}: cannot be written ({why}). Name a file in a folder you may write to."
+        ) from None
 
 
 def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[_Card]:

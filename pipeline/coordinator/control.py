@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from distributed import Client, Status, Worker
@@ -72,9 +71,7 @@ class JobControl:
         self._is_stop_asked |= any(isinstance(message, StopRun) for _, message in published)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         CONTROL.unsubscribe(self._client, self._run_id)
 
     def _received(self, message: StopRun | CoordinatorStarted) -> None:

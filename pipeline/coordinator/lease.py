@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from distributed import Client, Scheduler, Status
@@ -191,9 +190,7 @@ class CoordinatorLease:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over.set()
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from ...jobs.errors import DamagedRecordError
 from ...jobs.input.columns import ANSWER_FIELDS, DEFAULT_ID_COLUMN, LOGPROB_FIELDS
 from ...jobs.record import JobRecord
 from ...jobs.store import part_name
-from .answers import BegunRow, RowAnswer
+from .answers import RowAnswer
 from .reader import RowError, ShardRows
 from .schema import passthrough_schema
 
@@ -101,11 +101,6 @@ def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:
             f"{part_name(shard_id)}: written by {writer}, not by {record.job_id}, whose output this is. Remove this "
             "file and run the same command again: its rows are computed anew."
         )
-
-
-def still_valid(kept: RowAnswer | BegunRow, adapter_id: str | None, fingerprint: bytes) -> bool:
-    """Whether what was found in a journal is about this row as it is asked today."""
-    return kept.fingerprint == fingerprint and kept.adapter_sha256 == adapter_id
 
 
 def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:

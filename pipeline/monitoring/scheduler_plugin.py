@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 PAGE = "lora"
 # The scheduler's operation that `JobAdaptive` calls.
 BACKLOG_OP = "lorabatch_backlog"
+# Full batches of unfinished rows that justify a worker: fewer are done before it is up.
+BATCHES_PER_WORKER = 4.0
 _PAGE_INTERVAL_MS = 1000
 _SAMPLES_SHOWN = 600
 
@@ -184,8 +186,8 @@ class JobAdaptive(Adaptive):
     `JobsPlugin` on the scheduler knows the rows and protects workers whose engines have some.
     """
 
-    def __init__(self, *args: Any, scaling: ScalingSettings | None = None, **options: Any) -> None:
-        self._scaling = scaling or ScalingSettings()
+    def __init__(self, *args: Any, batches_per_worker: float = BATCHES_PER_WORKER, **options: Any) -> None:
+        self._batches_per_worker = batches_per_worker
         super().__init__(*args, **options)
 
     async def target(self) -> int:
@@ -196,19 +198,12 @@ class JobAdaptive(Adaptive):
             logger.warning("no reply of the scheduler about its backlog: %s", error)
             return len(self.plan)
         # Dask replies with a string where no such operation is served.
-        return wanted_workers(_REPLIES.decode(reply), self._scaling) if isinstance(reply, dict) else 0
+        return wanted_workers(_REPLIES.decode(reply), self._batches_per_worker) if isinstance(reply, dict) else 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScalingSettings:
-    """`batches_per_worker`: full batches of unfinished rows that justify a worker: fewer are done before it is up."""
-
-    batches_per_worker: float = 4.0
-
-
-def wanted_workers(backlog: Backlog, settings: ScalingSettings) -> int:
+def wanted_workers(backlog: Backlog, batches_per_worker: float = BATCHES_PER_WORKER) -> int:
     """Workers for a backlog. Any job needs one, for its coordinator; none needs more than it has rows."""
     if backlog.num_jobs == 0:
         return 0
-    rows_per_worker = max(1.0, backlog.batch_rows * settings.batches_per_worker)
+    rows_per_worker = max(1.0, backlog.batch_rows * batches_per_worker)
     return max(1, -int(-backlog.rows_left // rows_per_worker))

@@ -114,12 +114,6 @@ class ScratchFile:
         with _as_storage_error():
             self._file = tempfile.TemporaryFile("w+b", buffering=0, prefix="lorabatch-")  # noqa: SIM115, see `close`
 
-    def __enter__(self) -> ScratchFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Give its room back."""
         self._file.close()

@@ -15,17 +15,13 @@ class EngineMeter:
     """The latest state of one engine. It holds no clock: times are the caller's, in seconds."""
 
     def __init__(self, worker: str, batch_rows: int, now_s: float) -> None:
-        self._latest = WorkerReport(worker, "starting", batch_rows)
+        #: The state as last set.
+        self.latest = WorkerReport(worker, "starting", batch_rows)
         self._counted_s = now_s
-
-    @property
-    def latest(self) -> WorkerReport:
-        """The state as last set."""
-        return self._latest
 
     def set(self, **changes: Any) -> None:
         """Change fields of the coming reports."""
-        self._latest = replace(self._latest, **changes)
+        self.latest = replace(self.latest, **changes)
 
     def process_started(self, pid: int, now_s: float) -> None:
         """Record a new engine process that is ready: its counts start at 0."""
@@ -38,7 +34,7 @@ class EngineMeter:
             state="restarting",
             error=reason,
             engine_pid=None,
-            num_crashes=self._latest.num_crashes + 1,
+            num_crashes=self.latest.num_crashes + 1,
             telemetry=EngineTelemetry(),
             tokens_per_s=0.0,
             prompt_tokens_per_s=0.0,
@@ -48,15 +44,15 @@ class EngineMeter:
         """Record a snapshot of the engine process; rates are over the time since the one before."""
         seconds = max(now_s - self._counted_s, 1e-3)
         self._counted_s = now_s
-        before = self._latest.telemetry
+        before = self.latest.telemetry
         rows_in_step = (telemetry.num_step_rows - before.num_step_rows) / max(1, telemetry.num_steps - before.num_steps)
         used_place_s = rows_in_step * min(telemetry.busy_s - before.busy_s, seconds)
         self.set(
             telemetry=telemetry,
             tokens_per_s=(telemetry.generated_tokens - before.generated_tokens) / seconds,
             prompt_tokens_per_s=(telemetry.prompt_tokens - before.prompt_tokens) / seconds,
-            used_place_s=self._latest.used_place_s + used_place_s,
-            offered_place_s=self._latest.offered_place_s + self._latest.batch_rows * seconds,
+            used_place_s=self.latest.used_place_s + used_place_s,
+            offered_place_s=self.latest.offered_place_s + self.latest.batch_rows * seconds,
         )
 
     def report(
@@ -72,7 +68,7 @@ class EngineMeter:
         rows that are the run's; running rows and rates are reported in this proportion.
         """
         unfinished = [(shard.shard_id, shard.num_unfinished) for shard in open_shards]
-        latest, telemetry = self._latest, self._latest.telemetry
+        latest, telemetry = self.latest, self.latest.telemetry
         return replace(
             latest,
             open_shards=tuple((shard_id, rows) for shard_id, rows in unfinished if shard_id is not None),

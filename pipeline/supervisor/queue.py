@@ -46,7 +46,8 @@ class EngineQueue:
     """
 
     def __init__(self) -> None:
-        self._table = RowTable()
+        #: Not to be changed from outside.
+        self.table = RowTable()
         self._frames: list[ToEngine] = []
         # In the order in which the process will reply.
         self._exports: deque[_Receiver] = deque()
@@ -60,40 +61,35 @@ class EngineQueue:
         #: A report is due: rows have come from another worker, or a run has no open shard left.
         self.has_news = False
 
-    @property
-    def table(self) -> RowTable:
-        """The rows. Not to be changed from outside."""
-        return self._table
-
     def lent_by_shard(self, run_id: str) -> Counter[int]:
         """Rows of a run that other engines work on, by shard."""
-        lent = (row.shard for row in self._table.in_state(RowState.LENT) if row.run.run_id == run_id)
+        lent = (row.shard for row in self.table.in_state(RowState.LENT) if row.run.run_id == run_id)
         return Counter(shard.shard_id for shard in lent if shard.shard_id is not None)
 
     # Runs
 
     def join(self, run_id: str) -> None:
         """A run may open shards from now on."""
-        assert run_id not in self._table.runs, f"run {run_id} uses this engine already"
-        self._table.runs[run_id] = RunRows(run_id)
+        assert run_id not in self.table.runs, f"run {run_id} uses this engine already"
+        self.table.runs[run_id] = RunRows(run_id)
 
     def hand_back(self, run_id: str, then: Callable[[], None]) -> None:
         """Have the process give up all rows of a run, so that nothing it has generated is lost; then call `then`."""
-        run = self._table.runs.get(run_id)
+        run = self.table.runs.get(run_id)
         self._hand_back(run.rows() if run is not None else (), then)
 
     def leave(self, run_id: str) -> None:
         """End a run: its open shards fail with what was generated for them, its rows leave the engine."""
-        run = self._table.runs.get(run_id)
+        run = self.table.runs.get(run_id)
         if run is not None:
             self._fail_all(run, ShardAbandonedError("The worker stopped before the shard was done."))
-            del self._table.runs[run_id]
+            del self.table.runs[run_id]
 
     def fail(self, failure: Exception) -> None:
         """Give the engine up: whatever is open fails, and what is opened later too."""
         self._failure = failure
         self._end_exports()
-        for run in self._table.runs.values():
+        for run in self.table.runs.values():
             self._fail_all(run, failure)
 
     def _fail_all(self, run: RunRows, reason: Exception) -> None:
@@ -104,20 +100,20 @@ class EngineQueue:
 
     def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter], rows_behind: int = 0) -> None:
         """Rows of a shard wait for their turn. `rows_behind`: see `ShardTask`."""
-        if shard.run_id not in self._table.runs or self._failure is not None:
+        if shard.run_id not in self.table.runs or self._failure is not None:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
             return
-        self._table.add(shard)
+        self.table.add(shard)
         self.has_news |= shard.shard_id is None
-        self._adapters |= {adapter.source.adapter_id: adapter for adapter in adapters}
+        self._adapters |= {adapter.adapter_id: adapter for adapter in adapters}
         if shard.shard_id is not None and len(adapters) == 1:
-            self._expected[adapters[0].source.adapter_id] = rows_behind
+            self._expected[adapters[0].adapter_id] = rows_behind
 
     def abandon(self, shard: OpenShard) -> None:
         """Close a shard whose results are not needed any more; its rows leave the engine."""
         shard.is_abandoned = True
-        run = self._table.runs.get(shard.run_id)
-        to_abort = self._table.drop(self._rows_of(shard).values())
+        run = self.table.runs.get(shard.run_id)
+        to_abort = self.table.drop(self._rows_of(shard).values())
         if to_abort:
             self._frames.append(AbortRows(tuple(to_abort)))
         if run is not None:
@@ -139,7 +135,7 @@ class EngineQueue:
 
     def _rows_of(self, shard: OpenShard) -> dict[str, QueuedRow]:
         """Unfinished rows of a shard, by request id; none when it is not open."""
-        run = self._table.runs.get(shard.run_id)
+        run = self.table.runs.get(shard.run_id)
         return run.shards.get(shard, {}) if run is not None else {}
 
     # Rows that leave before they are finished
@@ -148,7 +144,7 @@ class EngineQueue:
         """Ask the process for the last `num_rows` rows of an open shard that may leave: they have most of their way to
         go. `lent` gets them, perhaps fewer, or None. `answered`, `returned` or `reclaim` must follow for each.
         """
-        run = self._table.runs.get(run_id)
+        run = self.table.runs.get(run_id)
         shard = next((shard for shard in run.shards if shard.shard_id == shard_id), None) if run is not None else None
         if shard is None:
             lent.set_result(None)
@@ -156,7 +152,7 @@ class EngineQueue:
         rows = self._sent(self._rows_of(shard).values())
 
         def receive(given_up: list[QueuedRow]) -> None:
-            self._table.lend(given_up)
+            self.table.lend(given_up)
             contents = tuple(row.content for row in given_up)
             lent.set_result(LentRows(shard, contents) if contents else None)
 
@@ -182,7 +178,7 @@ class EngineQueue:
 
     def reclaim(self, shard: OpenShard, request_ids: Iterable[str]) -> None:
         """Lent rows go on here, from where they were when they left."""
-        self._table.give_back(self._lent(shard, request_ids))
+        self.table.give_back(self._lent(shard, request_ids))
 
     def _lent(self, shard: OpenShard, request_ids: Iterable[str]) -> list[QueuedRow]:
         rows = map(self._rows_of(shard).get, request_ids)
@@ -190,21 +186,21 @@ class EngineQueue:
 
     def _hand_back(self, rows: Iterable[QueuedRow], then: Callable[[], None]) -> None:
         def receive(given_up: list[QueuedRow]) -> None:
-            self._table.give_back(given_up)
+            self.table.give_back(given_up)
             then()
 
         # Rows that are leaving already are asked for again: `then` must follow the reply that has their tokens.
-        self._export(self._table.exportable(rows), receive)
+        self._export(self.table.exportable(rows), receive)
 
     def _sent(self, rows: Iterable[QueuedRow]) -> list[QueuedRow]:
         """Those of these rows that the process can be asked for, and was not yet."""
-        return [row for row in self._table.exportable(rows) if row.state is RowState.SENT]
+        return [row for row in self.table.exportable(rows) if row.state is RowState.SENT]
 
     def _export(self, rows: Sequence[QueuedRow], receive: _Receiver) -> None:
         if not rows:
             receive([])
             return
-        self._table.export(rows)
+        self.table.export(rows)
         self._exports.append(receive)
         self._frames.append(ExportRows(tuple(row.row_id for row in rows)))
 
@@ -215,12 +211,12 @@ class EngineQueue:
 
     def _withdraw(self, window: int) -> None:
         """Another run has come: rows that were sent while one had the engine alone wait here again, for their turn."""
-        sent = self._table.in_state(RowState.SENT)
+        sent = self.table.in_state(RowState.SENT)
         surplus = len(sent) - window
         if surplus > 0:
             ((run, num_rows),) = Counter(row.run for row in sent).most_common(1)
             rows = self._sent(run.rows())
-            self._export(rows[max(0, len(rows) - min(surplus, num_rows)) :], self._table.give_back)
+            self._export(rows[max(0, len(rows) - min(surplus, num_rows)) :], self.table.give_back)
 
     # The process
 
@@ -231,10 +227,10 @@ class EngineQueue:
     def take_frames(self, batch_rows: int) -> list[ToEngine]:
         """What the process must do next, the rows whose turn it is among it. A run alone gives it all of its rows."""
         if self._is_ready:
-            window = shared_window(batch_rows) if self._table.num_active_runs > 1 else None
+            window = shared_window(batch_rows) if self.table.num_active_runs > 1 else None
             if window is not None:
                 self._withdraw(window)
-            self._send(self._table.take(window))
+            self._send(self.table.take(window))
         frames, self._frames = self._frames, []
         return frames
 
@@ -246,7 +242,7 @@ class EngineQueue:
         for adapter_id in needed:
             if adapter_id not in self._registered:
                 adapter = self._adapters[adapter_id]
-                self._frames.append(RegisterAdapter(adapter_id, str(adapter.folder), adapter.source.name))
+                self._frames.append(RegisterAdapter(adapter_id, str(adapter.folder), adapter.name))
         self._registered |= needed.keys()
         for adapter_id in needed.keys() & self._expected.keys():
             self._frames.append(ExpectRows(adapter_id, self._expected.pop(adapter_id)))
@@ -256,7 +252,7 @@ class EngineQueue:
         """The process has given rows up, as it was asked."""
         rows: list[QueuedRow] = []
         for tokens in given_up:
-            row = self._table.find(tokens.request_id)
+            row = self.table.find(tokens.request_id)
             if row is not None and row.state is RowState.EXPORTING:
                 row.content = replace(row.content, token_ids=tokens.token_ids, token_logprobs=tokens.token_logprobs)
                 rows.append(row)
@@ -265,12 +261,12 @@ class EngineQueue:
     def finished(self, results: Iterable[Result]) -> None:
         """The process has finished rows. Those that were dropped meanwhile are none of its shards' any more."""
         for result in results:
-            row = self._table.find(result.request_id)
+            row = self.table.find(result.request_id)
             if row is not None:
                 self._finish(row, replace(result, request_id=row.request.request_id))
 
     def _finish(self, row: QueuedRow, result: Result, num_crashes_elsewhere: int = 0) -> None:
-        self._table.finish(row, result.completion_tokens)
+        self.table.finish(row, result.completion_tokens)
         self._deliver(row, ServedRow(result, row.num_crashes + num_crashes_elsewhere))
 
     def _deliver(self, row: QueuedRow, served: ServedRow) -> None:
@@ -284,10 +280,10 @@ class EngineQueue:
         self._registered.clear()
         self._end_exports()
         if is_spared:
-            self._table.interrupted()
+            self.table.interrupted()
             blamed = []
         else:
-            blamed = self._table.crashed()
+            blamed = self.table.crashed()
         for row in blamed:
             error = f"the engine process died each time it worked on this row, last because {reason}"
             self._deliver(row, ServedRow(Result.refused(row.request, error), row.num_crashes))
@@ -296,11 +292,11 @@ class EngineQueue:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the table agrees with itself, and exports with the rows that are leaving."""
-        self._table.check_integrity()
-        num_leaving = len(self._table.in_state(RowState.EXPORTING))
+        self.table.check_integrity()
+        num_leaving = len(self.table.in_state(RowState.EXPORTING))
         assert self._exports or not num_leaving, f"{num_leaving} rows are leaving, no export is under way"
-        counts = f"{self._table.num_in_process} rows, {len(self._exports)} exports"
-        assert self._is_ready or not (self._table.num_in_process or self._exports), f"{counts} without a process"
+        counts = f"{self.table.num_in_process} rows, {len(self._exports)} exports"
+        assert self._is_ready or not (self.table.num_in_process or self._exports), f"{counts} without a process"
 
 
 def shared_window(batch_rows: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from ...jobs.errors import StorageError
 from ...jobs.record import AdapterRecord
 from ...jobs.storage.local_copy import is_remote, local_folder
-from ..messages import AdapterSource, LocalAdapter
+from ..messages import LocalAdapter
 from ..migration.peers import FetchAdapter, PeerLostError, Peers
 
 logger = logging.getLogger(__name__)
@@ -80,11 +80,11 @@ class AdapterCache:
     async def _fetch(self, adapter_id: str, peer: str | None) -> LocalAdapter:
         adapters = await asyncio.to_thread(self._read_adapters)
         served = {adapter.sha256: adapter for adapter in adapters if not adapter.is_refused}
-        source = AdapterSource(adapter_id, served[adapter_id].name, served[adapter_id].url)
-        folder = await self._copy_from(peer, adapter_id) if peer and is_remote(source.url) else None
+        name, url = served[adapter_id].name, served[adapter_id].url
+        folder = await self._copy_from(peer, adapter_id) if peer and is_remote(url) else None
         if folder is None:
-            folder = await asyncio.to_thread(local_folder, source.url, self._storage_options)
-        return LocalAdapter(source, folder)
+            folder = await asyncio.to_thread(local_folder, url, self._storage_options)
+        return LocalAdapter(adapter_id, name, folder)
 
     async def _copy_from(self, peer: str, adapter_id: str) -> Path | None:
         """A copy of the adapter of another worker; None when that does not work out."""

@@ -37,7 +37,7 @@ from ..messages import (
     WorkerReport,
     job_of_run,
 )
-from ..migration.peers import Peers
+from ..migration.peers import Peers, stop_serving_peers
 from ..monitoring.logs import LogShipper
 from ..monitoring.topics import REPORTS
 from ..supervisor.supervisor import EngineHandle, EngineSupervisor, Reporter
@@ -68,7 +68,7 @@ class RunPlugin(WorkerPlugin):
         self.name = plugin_name(run_id)
         self._run_id = run_id
         self._settings = settings
-        self._store = store
+        self.store = store
 
     def __reduce__(self) -> tuple[Any, ...]:
         return sent_to_workers(type(self), self.__dict__)
@@ -76,6 +76,7 @@ class RunPlugin(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Join the engine, starting it if need be; called by Dask on the worker."""
         self._worker = worker
+        self.address: str = worker.address
         self._record: JobRecord | None = None
         self._lock = threading.Lock()
         self._claims: dict[int, Future[ShardOutcome]] = {}
@@ -84,7 +85,7 @@ class RunPlugin(WorkerPlugin):
         self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
         tag = worker_tag(worker.address)
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
-        self._shipper = LogShipper(self._store, logs, shared=logs)
+        self._shipper = LogShipper(self.store, logs, shared=logs)
         peers = Peers(worker, self._run_id)
         folder = self.engine.folder / "adapters"
         self._adapters = AdapterCache(peers, lambda: self.record().adapters, self._settings.storage_options, folder)
@@ -95,10 +96,10 @@ class RunPlugin(WorkerPlugin):
         """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
         Outgoing rows are fetched before, incoming rows go back to their owners.
         """
-        await self._peer_service.call_back(_RECALL_TIMEOUT_S)
+        await self._peer_service.outgoing.call_back(_RECALL_TIMEOUT_S)
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
-        await self._peer_service.depart(_RETURN_TIMEOUT_S)
-        self._peer_service.close()
+        await self._peer_service.incoming.depart(_RETURN_TIMEOUT_S)
+        stop_serving_peers(worker, self._run_id)
         await asyncio.to_thread(self._close, folder)
 
     def _close(self, folder: TemporaryDirectory[str] | None) -> None:
@@ -114,25 +115,15 @@ class RunPlugin(WorkerPlugin):
         if folder is not None:
             folder.cleanup()
 
-    @property
-    def store(self) -> JobStore:
-        """The job's output."""
-        return self._store
-
-    @property
-    def address(self) -> str:
-        """The worker's Dask address."""
-        return str(self._worker.address)
-
     def check_output(self) -> None:
         """Raise `OutputConflictError` when the output is another job's by now: what this run answers is not for it."""
-        self._store.check_holder(job_of_run(self._run_id))
+        self.store.check_holder(job_of_run(self._run_id))
 
     def record(self) -> JobRecord:
         """The frozen job, read once."""
         with self._lock:
             if self._record is None:
-                self._record = self._store.read_record()
+                self._record = self.store.read_record()
             return self._record
 
     @contextlib.contextmanager

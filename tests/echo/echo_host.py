@@ -35,7 +35,7 @@ class Host:
 
 def open_shard(owner: Host, num_rows: int, adapter: LocalAdapter | None = None) -> OpenShard:
     """Shard 7 of an engine, whose rows all use `adapter` (None: the base model)."""
-    adapter_id = adapter.source.adapter_id if adapter is not None else None
+    adapter_id = adapter.adapter_id if adapter is not None else None
     requests = [Request(f"row-{i}", (i,), adapter_id, SamplingParams(max_tokens=TOKENS)) for i in range(num_rows)]
     return owner.engine.open(7, map(ExportedRow, requests), [adapter] if adapter is not None else [])
 

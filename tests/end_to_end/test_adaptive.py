@@ -10,7 +10,7 @@ from cluster_under_test import QUIETLY
 from distributed import Client, LocalCluster
 from echo_job import EchoJob, Watcher, make_rows
 
-from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive, ScalingSettings
+from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive
 
 
 @pytest.mark.long
@@ -22,8 +22,7 @@ def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) 
     echo_job.set_engine(step_s=0.05, gate=str(gate))
     watcher = Watcher(lambda state: len(state.workers) > 1, gate.touch)
     with LocalCluster(n_workers=1, **QUIETLY) as cluster, Client(cluster, set_as_default=False) as client:
-        scaling = ScalingSettings(batches_per_worker=4.0)
-        cluster.adapt(JobAdaptive, minimum=1, maximum=3, interval="500ms", wait_count=3, scaling=scaling)
+        cluster.adapt(JobAdaptive, minimum=1, maximum=3, interval="500ms", wait_count=3)
         echo_job.run(client, progress=watcher)
         echo_job.assert_answered(rows)
         give_up_s, pause = time.monotonic() + 300, threading.Event()

@@ -18,7 +18,6 @@ from lorabatch.pipeline.monitoring.reporter import state_publisher
 from lorabatch.pipeline.monitoring.scheduler_plugin import (
     Backlog,
     JobsPlugin,
-    ScalingSettings,
     show_jobs,
     wanted_workers,
 )
@@ -95,15 +94,12 @@ def test_the_plugin_is_registered_once_per_version() -> None:
     assert JobsPlugin.name.startswith("lorabatch-jobs-")
 
 
-SETTINGS = ScalingSettings(batches_per_worker=4.0)
-
-
 def test_a_worker_for_each_four_batches():
-    assert wanted_workers(Backlog(256, 64, 1), SETTINGS) == 1
-    assert wanted_workers(Backlog(257, 64, 1), SETTINGS) == 2
-    assert wanted_workers(Backlog(10_000, 64, 3), SETTINGS) == 40
+    assert wanted_workers(Backlog(256, 64, 1), 4.0) == 1
+    assert wanted_workers(Backlog(257, 64, 1), 4.0) == 2
+    assert wanted_workers(Backlog(10_000, 64, 3), 4.0) == 40
 
 
 def test_a_job_keeps_one_worker_to_its_end_and_no_job_needs_none():
-    assert wanted_workers(Backlog(0, 64, 1), SETTINGS) == 1
-    assert wanted_workers(Backlog(500, 64, 0), SETTINGS) == 0
+    assert wanted_workers(Backlog(0, 64, 1), 4.0) == 1
+    assert wanted_workers(Backlog(500, 64, 0), 4.0) == 0

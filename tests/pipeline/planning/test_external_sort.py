@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from textwrap import dedent
 from typing import Any
 
@@ -54,13 +55,13 @@ def test_blocks_hold_all_rows_sorted_by_adapter_and_then_as_they_came(chunks: li
 
 
 def test_what_is_written_anywhere_is_read_back() -> None:
-    with ScratchFile() as file:
+    with closing(ScratchFile()) as file:
         assert [file.write(b"abc"), file.write(b"defg"), file.write(b"XY", 1)] == [0, 3, 1]
         assert (bytes(file.read()), bytes(file.read(2, 3))) == (b"aXYdefg", b"Yde")
 
 
 def test_reading_past_the_end_is_an_error() -> None:
-    with ScratchFile() as file:
+    with closing(ScratchFile()) as file:
         file.write(b"abc")
         with pytest.raises(EOFError, match="2 bytes"):
             file.read(1, 4)
@@ -74,8 +75,7 @@ def test_a_folder_without_room_is_named_with_what_to_do() -> None:
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        with ScratchFile() as file:
-            file.write(bytes(10_000))
+        ScratchFile().write(bytes(10_000))
     """
     done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 1

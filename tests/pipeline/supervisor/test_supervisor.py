@@ -17,7 +17,6 @@ import pytest
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.pipeline.messages import (
-    AdapterSource,
     EngineFailedError,
     EngineSettings,
     LocalAdapter,
@@ -112,7 +111,7 @@ def assert_right(requests: list[Request], rows: dict[str, ServedRow]) -> None:
 def test_rows_of_several_open_shards_come_back_right(start: Callable[..., EngineHandle]) -> None:
     engine = start()
     first, second = make_requests(range(20)), make_requests(range(20, 50), adapter_id="sha-a")
-    adapter = LocalAdapter(AdapterSource("sha-a", "a", "/nowhere"), Path("/nowhere"))
+    adapter = LocalAdapter("sha-a", "a", Path("/nowhere"))
     shards = [open_shard(engine, 0, first, []), open_shard(engine, 1, second, [adapter])]
     assert_right(first, collect(shards[0]))
     assert_right(second, collect(shards[1]))
@@ -256,7 +255,7 @@ def test_a_model_that_cannot_be_loaded_fails_what_is_open_and_what_is_opened_lat
 
 def test_rows_of_a_refused_adapter_become_errors(start: Callable[..., EngineHandle]) -> None:
     engine = start(refuse_adapters=["sha-b"])
-    adapter = LocalAdapter(AdapterSource("sha-b", "b", "/nowhere"), Path("/nowhere"))
+    adapter = LocalAdapter("sha-b", "b", Path("/nowhere"))
     rows = collect(open_shard(engine, 0, make_requests(range(2), adapter_id="sha-b"), [adapter]))
     assert {row.result.error for row in rows.values()} == {"adapter sha-b: refused for the test"}
 

@@ -77,7 +77,7 @@ def test_a_local_adapter_stays_where_it_is(alpha: Path, tmp_path: Path, prefix: 
         (found,) = await cache_of(f"{prefix}{alpha}", tmp_path / "copies", peers).get(
             ["sha-alpha"], {"sha-alpha": PEER}
         )
-        assert (found.folder, found.source.name, peers.asked) == (alpha, "alpha", [])
+        assert (found.folder, found.name, peers.asked) == (alpha, "alpha", [])
         assert not (tmp_path / "copies").exists()
 
     asyncio.run(story())

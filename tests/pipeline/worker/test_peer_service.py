@@ -30,6 +30,7 @@ from lorabatch.pipeline.migration.peers import (
     RecallRows,
     ReplyT,
     serve_peers,
+    stop_serving_peers,
 )
 from lorabatch.pipeline.worker.adapters import AdapterCache
 from lorabatch.pipeline.worker.peer_service import PeerService
@@ -189,8 +190,8 @@ def test_incoming_rows_are_given_back_when_their_owner_calls_and_when_their_host
             await until(lambda: any(report.running_rows for report in owner.host.reports))
             await helper.ask(owner, LendRows(7, 4, helper.worker.address))
             await until((tmp_path / "by-helper").exists)
-            await owner.service.call_back(60)
-            await helper.service.depart(60)
+            await owner.service.outgoing.call_back(60)
+            await helper.service.incoming.depart(60)
             await asyncio.to_thread(owner.host.supervisor.leave, RUN, 10)
             begun = {row.request.request_id: len(row.token_ids) for row in shard.begun}
             assert sum(begun.values()) == sum(map(int, (tmp_path / "by-helper").read_text().split())) > 0
@@ -220,7 +221,7 @@ def test_unknown_requests_and_those_of_another_run_are_errors_and_the_service_go
 def test_a_closed_service_replies_to_no_worker(hosts: Callable[..., Host], storage: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
-            second.service.close()
+            stop_serving_peers(second.worker, RUN)
             with pytest.raises(PeerLostError, match="no engine of this run"):
                 await first.ask(second, FetchAdapter(ALPHA))
 
