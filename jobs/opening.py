@@ -32,7 +32,7 @@ _RECORDED_PACKAGES = ("lorabatch", "torch", "dask", "distributed", "pyarrow", "t
 
 @dataclass(frozen=True, slots=True)
 class OpenedJob:
-    """A job that may run. `is_resumed`: it was frozen before; `is_finished`: and all its parts are there.
+    """A job that may run. `is_finished`: it was frozen before, and all its parts are there.
     `changed_adapters`: names whose content is not what it was then; their rows must be computed again, and `record`
     must replace the frozen one once nothing in the output speaks for the old content any more.
     """
@@ -41,7 +41,6 @@ class OpenedJob:
     store: JobStore
     record: JobRecord
     model_folder: Path
-    is_resumed: bool
     is_finished: bool
     changed_adapters: frozenset[str]
 
@@ -61,7 +60,7 @@ def open_job(spec: JobSpec) -> OpenedJob:
             # Also what a job left that was never frozen: its plan would be taken for this job's.
             checked.store.overwrite()
         if checked.store.freeze(record):
-            return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, False, frozenset())
+            return OpenedJob(checked.spec, checked.store, record, checked.model.folder, False, frozenset())
     return _resumed(checked, record)
 
 
@@ -121,9 +120,7 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
         )
     resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec})
     changed = changed_adapters(frozen, record)
-    return OpenedJob(
-        checked.spec, checked.store, resumed, checked.model.folder, True, checked.store.is_finished(), changed
-    )
+    return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, checked.store.is_finished(), changed)
 
 
 def make_record(checked: CheckedJob) -> JobRecord:

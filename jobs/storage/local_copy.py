@@ -87,7 +87,10 @@ def _fetched(url: str, storage_options: Mapping[str, Any], root: Path) -> Path:
         name = remote.rstrip("/").rsplit("/", 1)[-1]
         folder = root / "fetched" / f"{name}-{_listing_key(fs.unstrip_protocol(remote), listing)}"
         if not folder.exists():
-            _fetch_once(fs, remote.rsplit("/", 1)[0] if is_file else remote, list(listing), folder)
+            # Workers of this host that start together need one copy.
+            with file_lock(folder.with_name(f".{folder.name}.lock")):
+                if not folder.exists():
+                    _fetch(fs, remote.rsplit("/", 1)[0] if is_file else remote, list(listing), folder)
     except Exception as error:
         raise StorageError(f"{redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
     return folder / name if is_file else folder
@@ -99,13 +102,6 @@ def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
         for path, info in sorted(listing.items())
     ]
     return hashlib.sha256(json.dumps([redacted_url(url), versions]).encode()).hexdigest()[:16]
-
-
-def _fetch_once(fs: Any, remote: str, files: list[str], folder: Path) -> None:
-    """Fetch unless another process of this host does: workers that start together need one copy."""
-    with file_lock(folder.with_name(f".{folder.name}.lock")):
-        if not folder.exists():
-            _fetch(fs, remote, files, folder)
 
 
 def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:

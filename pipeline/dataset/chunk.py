@@ -39,7 +39,6 @@ from .row_checks import (
 )
 
 _READ_ROWS = 1024
-_NUMBERS = ("prompt_tokens", "max_tokens", "prefix_hash", "id_hash", "error_kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +202,8 @@ class ChunkRows:
         row = np.arange(len(order)) - offsets[:-1][batch]
         numbers = pa.Table.from_batches(self._numbers).take(pa.array(order))
         columns = {
+            **{name: numbers.column(name) for name in numbers.column_names},
             "adapter": numbers.column("adapter").combine_chunks().dictionary_encode(),
-            **{name: numbers.column(name) for name in _NUMBERS},
             "shared_tokens": pa.array(self._shared_tokens()[order]),
             "batch": pa.array(batch, pa.int32()),
             "row": pa.array(row, pa.int32()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 from distributed import Client
@@ -115,23 +115,19 @@ class JobReporter:
                 phase = "interrupted"
             case _:
                 phase = "failed"
-        self._end(phase, str(error) or type(error).__name__)
+        message = str(error) or type(error).__name__
+        last = replace(self._latest, phase=phase, updated_at_s=time.time(), message=message, workers=(), eta_s=None)
+        self._show(last)
+        self._write(last)
 
     def _write(self, state: JobState) -> None:
         self._latest = state
         try:
             self._store.write_state(state)
         except StorageError as error:
-            # Storage that fails for a moment costs one update; storage that stays away fails the shards.
+            # Storage that fails for a moment costs one update; storage that stays away fails the shards, and perhaps
+            # that was the end that is reported.
             logger.warning("state not written: %s", error)
-
-    def _end(self, phase: Phase, message: str) -> None:
-        last = replace(self._latest, phase=phase, updated_at_s=time.time(), message=message, workers=(), eta_s=None)
-        self._latest = last
-        self._show(last)
-        # What went wrong may be the storage itself.
-        with suppress(StorageError):
-            self._store.write_state(last)
 
 
 def state_publisher(client: Client, run_id: str, output: str) -> Callable[[JobState], None]:

@@ -22,22 +22,10 @@ from ...jobs.store import JobStore
 from ..dataset import schema as prepared
 
 _CHUNK_READS = 8
-# `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index. `chunk`, `batch`, `row`: where
-# the prepared row is stored.
-INDEXED_ROW = np.dtype(
-    [
-        ("adapter", np.int32),
-        ("prompt_tokens", np.int32),
-        ("max_tokens", np.int32),
-        ("prefix_hash", np.uint64),
-        ("shared_tokens", np.int32),
-        ("id_hash", np.uint64),
-        ("error_kind", np.int8),
-        ("chunk", np.int32),
-        ("batch", np.int32),
-        ("row", np.int32),
-    ]
-)
+_NUMBERS = [(field.name, field.type.to_pandas_dtype()) for field in prepared.INDEX_SCHEMA if field.name != "adapter"]
+# The columns of the index, and `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index.
+# `chunk`, `batch`, `row`: where the prepared row is stored.
+INDEXED_ROW = np.dtype([("adapter", np.int32), ("chunk", np.int32), *_NUMBERS])
 IndexedRows = NDArray[np.void]
 
 
@@ -53,7 +41,7 @@ def _read_chunk(store: JobStore, chunk_id: int, codes: Mapping[str, int]) -> Ind
     with prepared.arrow_file(store.index_source(chunk_id)) as reader:
         table: pa.Table = reader.read_all().unify_dictionaries().combine_chunks()
         rows = np.empty(table.num_rows, INDEXED_ROW)
-        for name in set(INDEXED_ROW.names or ()) - {"adapter", "chunk"}:
+        for name, _ in _NUMBERS:
             rows[name] = table.column(name).to_numpy()
         rows["chunk"] = chunk_id
         rows["adapter"] = -1

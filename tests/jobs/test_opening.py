@@ -36,7 +36,7 @@ def given(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -> d
 
 def test_a_new_job_is_frozen_with_everything_named_by_content(given: dict[str, Any]) -> None:
     job = open_job(JobSpec(**given, name="nightly", storage_options={"key": "hush-hush"}))
-    assert (job.is_resumed, job.is_finished, job.changed_adapters) == (False, False, frozenset())
+    assert (job.is_finished, job.changed_adapters) == (False, frozenset())
     assert job.store.read_record() == job.record
     assert job.record.job_id.startswith("nightly-")
     assert {a.name: (a.verdict, a.rank) for a in job.record.adapters} == {"rank1": ("exact", 1), "rank8": ("exact", 8)}
@@ -52,7 +52,6 @@ def test_the_same_job_again_resumes_it(given: dict[str, Any]) -> None:
     first = open_job(JobSpec(**given))
     first.store.commit_part(0, b"part")
     again = open_job(JobSpec(**given, workers=3, max_errors="50%"))
-    assert again.is_resumed
     assert not again.is_finished
     assert again.record.job_id == first.record.job_id
     assert again.record.created_at == first.record.created_at
@@ -81,8 +80,8 @@ def test_a_job_that_ended_before_it_had_a_plan_makes_way_for_one_with_corrected_
     assert open_job(JobSpec(**given)).record.job_id == first.record.job_id
     pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), given["input"])
     fresh = open_job(JobSpec(**given))
-    assert not fresh.is_resumed
-    assert fresh.store.read_record() == fresh.record != first.record
+    assert fresh.store.read_record() == fresh.record
+    assert fresh.record.job_id != first.record.job_id
     assert fresh.store.read_state() is None
 
 
@@ -101,7 +100,6 @@ def test_overwriting_starts_over(given: dict[str, Any]) -> None:
     first.store.commit_part(0, b"part")
     first.store.mark_success()
     fresh = open_job(JobSpec(**given, overwrite=True, seed=9))
-    assert not fresh.is_resumed
     assert fresh.record.job_id != first.record.job_id
     assert fresh.store.committed_parts() == {}
     assert not fresh.store.is_finished()
@@ -136,7 +134,7 @@ def test_a_job_that_runs_is_not_overwritten(given: dict[str, Any]) -> None:
 def test_a_job_whose_runner_was_killed_long_ago_is_overwritten(given: dict[str, Any]) -> None:
     first = open_job(JobSpec(**given))
     first.store.write_state(JobState("running", time.time() - 3600.0))
-    assert not open_job(JobSpec(**given, overwrite=True)).is_resumed
+    assert open_job(JobSpec(**given, overwrite=True)).record.job_id != first.record.job_id
 
 
 @pytest.mark.parametrize(("silent_s", "is_watched"), [(0.0, True), (3600.0, False)])
@@ -168,7 +166,6 @@ def test_records_of_a_job_that_was_never_frozen_are_not_taken_over(given: dict[s
     store = JobStore(given["output"])
     store.write_plan(b"stale")
     job = open_job(JobSpec(**given))
-    assert not job.is_resumed
     assert not job.store.has_plan()
 
 
@@ -211,5 +208,4 @@ def test_two_clients_at_the_same_moment_open_one_job(given: dict[str, Any], monk
 
     monkeypatch.setattr(JobStore, "freeze", late)
     job = open_job(JobSpec(**given))
-    assert job.is_resumed
     assert job.record.job_id == others[0].record.job_id
