@@ -173,7 +173,6 @@ class Engine:
         pool = self._batch.pool
         return EngineTelemetry(
             num_running=self._batch.num_running,
-            num_waiting=self._batch.num_waiting,
             resident_adapter_ids=self._batch.residency.resident_ids,
             mode=self._mode(),
             pages_used=pool.num_pages - pool.num_free,

@@ -195,9 +195,8 @@ class ExportedRow:
 class EngineTelemetry:
     """A snapshot between two steps.
 
-    `num_running` sequences are in the batch, `num_waiting` are admitted but have no pages yet. `running_tokens`: what
-    the sequences in the batch have generated so far. Token and step
-    counts are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
+    `num_running` sequences are in the batch. `running_tokens`: what they have generated so far. Token and step counts
+    are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
     are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
     rows of all steps: per step, they are the occupancy of the batch. `busy_s`: spent in steps, as the process counts.
     `adapter_loads` count copies
@@ -205,7 +204,6 @@ class EngineTelemetry:
     """
 
     num_running: int = 0
-    num_waiting: int = 0
     resident_adapter_ids: tuple[str, ...] = ()
     mode: ServedMode = "base"
     pages_used: int = 0

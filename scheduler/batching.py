@@ -48,10 +48,6 @@ class FreeMemory:
     rounded_to: int = 1
     awaited: frozenset[int] = frozenset()
 
-    def of_rows(self, rows: NDArray[np.int64]) -> FreeMemory:
-        """The same for these waiting rows, in this order."""
-        return replace(self, row_pages=self.row_pages[rows])
-
     def num_fitting(
         self, rows: NDArray[np.int64], waiting_adapter: NDArray[np.int32], running_adapter: NDArray[np.int32]
     ) -> int:
@@ -103,7 +99,7 @@ class BatchView:
 
     def of_waiting(self, rows: NDArray[np.int64]) -> BatchView:
         """The view in which only these rows wait, in this order."""
-        memory = None if self.memory is None else self.memory.of_rows(rows)
+        memory = None if self.memory is None else replace(self.memory, row_pages=self.memory.row_pages[rows])
         return replace(self, waiting_adapter=self.waiting_adapter[rows], memory=memory)
 
     def taking_part(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -267,11 +263,9 @@ class MergeWaveBatcher:
         return replace(plan, admit=shared[plan.admit])
 
 
-class StepsToCome(Protocol):
-    """How long a choice will hold."""
-
-    def __call__(self, adapter: int | None, num_rows: int, batch_rows: int) -> float:
-        """Steps until these rows of that adapter, and those still to arrive, are done, `batch_rows` at once."""
+# How long a choice will hold: steps until so many rows of an adapter (None: of all), and those still to arrive, are
+# done, with so many rows at once.
+StepsToCome = Callable[[int | None, int, int], float]
 
 
 @dataclass(frozen=True, slots=True)

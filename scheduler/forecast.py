@@ -140,7 +140,7 @@ def place_job(
         shard_s,
         tuple(tuple(number[name] for name in shard.adapters) for shard in shards),
         np.array([cost.load_seconds(adapter.weight_bytes, "storage") for adapter in adapters]),
-        np.ones(num_replicas),
+        num_replicas,
     )
     return place_shards(problem)
 

@@ -8,7 +8,7 @@ so that `plan` can print the gap of the placement.
 CBC solves it, bounded by branch-and-bound nodes and one thread, never by a clock, so that the same model always gives
 the same result. Results have a status, and callers have a tested fallback for each status that is not `optimal`.
 
-Shapes: `[num_shards]` for shards, `[num_adapters]` for load seconds, `[num_replicas]` for speeds.
+Shapes: `[num_shards]` for shards, `[num_adapters]` for load seconds. All replicas are of one speed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def place_greedily(problem: PlacementProblem) -> NDArray[np.int64]:
     for shard in np.argsort(-problem.shard_s, kind="stable"):
         adapters = list(problem.adapters_of[shard])
         loads = (~has[adapters] * problem.load_s[adapters, None]).sum(axis=0)
-        ends = finish + problem.shard_s[shard] / problem.speed + loads
+        ends = finish + problem.shard_s[shard] + loads
         chosen = int(np.argmin(ends))
         replica_of[shard] = chosen
         finish[chosen] = ends[chosen]
@@ -119,19 +119,18 @@ def _fill(problem: PlacementProblem, order: NDArray[np.int64], end_s: float) -> 
     replica, end, present = 0, 0.0, set[int]()
     for shard in order:
         needed = set(problem.adapters_of[shard])
-        added = _added_s(problem, shard, needed - present, replica)
+        added = _added_s(problem, shard, needed - present)
         if end + added > end_s * (1 + 1e-12) and replica + 1 < problem.num_replicas:
             replica, end, present = replica + 1, 0.0, set()
-            added = _added_s(problem, shard, needed, replica)
+            added = _added_s(problem, shard, needed)
         replica_of[shard] = replica
         end += added
         present |= needed
     return replica_of
 
 
-def _added_s(problem: PlacementProblem, shard: int, missing: set[int], replica: int) -> float:
-    loads = sum(float(problem.load_s[adapter]) for adapter in sorted(missing))
-    return float(problem.shard_s[shard] / problem.speed[replica]) + loads
+def _added_s(problem: PlacementProblem, shard: int, missing: set[int]) -> float:
+    return float(problem.shard_s[shard]) + sum(float(problem.load_s[adapter]) for adapter in sorted(missing))
 
 
 def improve(problem: PlacementProblem, replica_of: NDArray[np.int64], max_moves: int = 200) -> NDArray[np.int64]:
@@ -164,7 +163,7 @@ def _better_neighbour(
                 trial[theirs] = last
             after = finish.copy()
             for replica in (last, int(first)):
-                after[replica] = problem.end_s(np.flatnonzero(trial == replica), replica)
+                after[replica] = problem.end_s(np.flatnonzero(trial == replica))
             if max(after[last], after[first]) < finish[last] * (1 - 1e-9):
                 return trial, after
     return None
@@ -176,29 +175,29 @@ def _exchanges(
     """Moves and swaps between two replicas by the later of the two ends they would give; the 16 most promising."""
     mine, theirs = np.flatnonzero(current == last), np.flatnonzero(current == first)
     # A last column without a partner: the shard moves and nothing comes back.
-    last_gets = np.append(_arriving_s(problem, theirs, mine, last), 0.0)
-    first_gives = np.append(_leaving_s(problem, theirs, first), 0.0)
-    last_ends = finish[last] - _leaving_s(problem, mine, last)[:, None] + last_gets[None, :]
-    first_ends = finish[first] + _arriving_s(problem, mine, theirs, first)[:, None] - first_gives[None, :]
+    last_gets = np.append(_arriving_s(problem, theirs, mine), 0.0)
+    first_gives = np.append(_leaving_s(problem, theirs), 0.0)
+    last_ends = finish[last] - _leaving_s(problem, mine)[:, None] + last_gets[None, :]
+    first_ends = finish[first] + _arriving_s(problem, mine, theirs)[:, None] - first_gives[None, :]
     promising = np.argsort(np.maximum(last_ends, first_ends), axis=None, kind="stable")[:16]
     pairs = [divmod(int(flat), len(theirs) + 1) for flat in promising]
     return [(int(mine[row]), int(theirs[column]) if column < len(theirs) else None) for row, column in pairs]
 
 
-def _leaving_s(problem: PlacementProblem, shards: NDArray[np.int64], replica: int) -> NDArray[np.float64]:
+def _leaving_s(problem: PlacementProblem, shards: NDArray[np.int64]) -> NDArray[np.float64]:
     """What each of a replica's shards takes with it: its seconds, and loads that no other shard there needs."""
     users = Counter(adapter for shard in shards for adapter in problem.adapters_of[shard])
     loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if users[a] == 1) for s in shards]
-    return np.asarray(problem.shard_s[shards] / problem.speed[replica] + np.array(loads))
+    return np.asarray(problem.shard_s[shards] + np.array(loads))
 
 
 def _arriving_s(
-    problem: PlacementProblem, shards: NDArray[np.int64], present: NDArray[np.int64], replica: int
+    problem: PlacementProblem, shards: NDArray[np.int64], present: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """What each shard would add to a replica that runs the shards `present`."""
     there = {adapter for shard in present for adapter in problem.adapters_of[shard]}
     loads = [sum(float(problem.load_s[a]) for a in problem.adapters_of[s] if a not in there) for s in shards]
-    return np.asarray(problem.shard_s[shards] / problem.speed[replica] + np.array(loads))
+    return np.asarray(problem.shard_s[shards] + np.array(loads))
 
 
 class MakespanModel:
@@ -232,19 +231,16 @@ class MakespanModel:
     def _no_replica_ends_later_than_the_makespan(self) -> None:
         given = self._given
         for replica in range(given.num_replicas):
-            work = pulp.lpSum(
-                float(given.shard_s[shard] / given.speed[replica]) * on[replica] for shard, on in self.runs_on.items()
-            )
+            work = pulp.lpSum(float(given.shard_s[shard]) * on[replica] for shard, on in self.runs_on.items())
             loads = pulp.lpSum(
                 float(given.load_s[adapter]) * self.is_resident[adapter][replica] for adapter in self._used
             )
             self.problem += work + loads <= self.makespan, f"replica_{replica}_ends_in_time"
 
     def _equal_replicas_are_ordered(self) -> None:
-        """Without loss the longest shard runs on the first of the replicas that are all alike."""
-        if np.ptp(self._given.speed) == 0:
-            longest = int(np.argmax(self._given.shard_s))
-            self.problem += self.runs_on[longest][0] == 1, "longest_shard_first"
+        """Without loss the longest shard runs on the first of the replicas, which are all alike."""
+        longest = int(np.argmax(self._given.shard_s))
+        self.problem += self.runs_on[longest][0] == 1, "longest_shard_first"
 
     def decode(self) -> NDArray[np.int64]:
         """`[num_shards]`: the replica of each shard."""
@@ -254,36 +250,26 @@ class MakespanModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementProblem:
-    """What is to be placed. `adapters_of`: per shard, the adapters it needs. `speed`: 1.0 is the cost
-    model's.
-    """
+    """What is to be placed, and on how many replicas. `adapters_of`: per shard, the adapters it needs."""
 
     shard_s: NDArray[np.float64]
     adapters_of: tuple[tuple[int, ...], ...]
     load_s: NDArray[np.float64]
-    speed: NDArray[np.float64]
+    num_replicas: int
 
     @property
     def num_shards(self) -> int:
         """Shards to place."""
         return len(self.shard_s)
 
-    @property
-    def num_replicas(self) -> int:
-        """Replicas to place them on."""
-        return len(self.speed)
-
-    def end_s(self, shards: NDArray[np.int64], replica: int) -> float:
+    def end_s(self, shards: NDArray[np.int64]) -> float:
         """When a replica ends that runs these shards."""
         needed = {adapter for shard in shards for adapter in self.adapters_of[shard]}
-        loads = sum(float(self.load_s[adapter]) for adapter in sorted(needed))
-        return float(self.shard_s[shards].sum() / self.speed[replica]) + loads
+        return float(self.shard_s[shards].sum()) + sum(float(self.load_s[adapter]) for adapter in sorted(needed))
 
     def finish_s(self, replica_of: NDArray[np.int64]) -> NDArray[np.float64]:
         """`[num_replicas]`: when each replica ends under a placement."""
-        return np.array(
-            [self.end_s(np.flatnonzero(replica_of == replica), replica) for replica in range(self.num_replicas)]
-        )
+        return np.array([self.end_s(np.flatnonzero(replica_of == replica)) for replica in range(self.num_replicas)])
 
     def lower_bound_s(self) -> float:
         """No placement ends sooner.
@@ -294,10 +280,10 @@ class PlacementProblem:
         if self.num_shards == 0:
             return 0.0
         alone = max(
-            seconds / self.speed.max() + self.load_s[list(adapters)].sum()
+            seconds + self.load_s[list(adapters)].sum()
             for seconds, adapters in zip(self.shard_s, self.adapters_of, strict=True)
         )
-        low, high = float(alone), float(alone + self.end_s(np.arange(self.num_shards), int(np.argmin(self.speed))))
+        low, high = float(alone), float(alone + self.end_s(np.arange(self.num_shards)))
         work_of = self.work_of_adapters()
         if self._may_end_by(low, work_of):
             return low
@@ -314,14 +300,14 @@ class PlacementProblem:
         return work
 
     def _may_end_by(self, end_s: float, work_of: NDArray[np.float64]) -> bool:
-        """Necessary for any placement that ends by then. A fast replica loads no faster than a slow one."""
+        """Necessary for any placement that ends by then."""
         used = work_of > 0
-        room = self.speed.max() * (end_s - self.load_s[used])
+        room = end_s - self.load_s[used]
         if (room <= 0).any():
             return False
         copies = np.ceil(work_of[used] / room - 1e-9)
-        loads = float((copies * self.load_s[used]).sum()) * float(self.speed.min())
-        return bool(self.shard_s.sum() + loads <= end_s * self.speed.sum() * (1 + 1e-12))
+        loads = float((copies * self.load_s[used]).sum())
+        return bool(self.shard_s.sum() + loads <= end_s * self.num_replicas * (1 + 1e-12))
 
 
 Outcome = Literal["optimal", "feasible", "infeasible", "unsolved"]

@@ -116,11 +116,6 @@ class Scheduler:
         """Shards with engine work that no replica has opened."""
         return len(self._queue)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether FinishJob or FailJob was commanded."""
-        return self._is_over
-
     def has_replica(self, replica_id: str) -> bool:
         """Whether the replica takes part in the job."""
         return replica_id in self._replicas

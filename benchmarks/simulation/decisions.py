@@ -159,7 +159,7 @@ def _small_problem(seed: int) -> PlacementProblem:
         generator.integers(1, 20, num_shards).astype(float),
         tuple((int(a),) for a in generator.integers(0, num_adapters, num_shards)),
         generator.integers(0, 6, num_adapters).astype(float),
-        np.ones(int(generator.integers(2, 4))),
+        int(generator.integers(2, 4)),
     )
 
 
@@ -173,7 +173,7 @@ def _zipf_problem() -> PlacementProblem:
         np.array([seconds[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards]),
         tuple(tuple(number[name] for name in shard.adapters) for shard in plan.shards),
         np.array([H200_LLAMA_3_8B.load_seconds(a.weight_bytes, "storage") for a in workload.adapters]),
-        np.ones(16),
+        16,
     )
 
 

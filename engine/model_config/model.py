@@ -43,11 +43,6 @@ class RopeConfig:
     attention_factor: float = 1.0
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether a position's angle depends on how long its row is."""
-        return self.kind in ("dynamic", "longrope")
-
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
@@ -133,7 +128,7 @@ class ModelConfig:
     @property
     def has_length_dependent_rope(self) -> bool:
         """Whether some layer's angles depend on how long a row is."""
-        return any(rope is not None and rope.depends_on_length for rope in self.layer_ropes)
+        return any(rope is not None and rope.kind in ("dynamic", "longrope") for rope in self.layer_ropes)
 
     def members_of_site(self, site: PackedSite) -> dict[str, tuple[int, int]]:
         """`(out_features, in_features)` of a packed site's linear layers, by name below the decoder layer."""

@@ -33,7 +33,6 @@ BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for rei
 class AdapterFolder:
     """The weights as listed by the files' headers; `notes` name files that take no part."""
 
-    path: Path
     entries: Mapping[str, TensorEntry]
     notes: tuple[str, ...]
 
@@ -99,7 +98,7 @@ def open_folder(path: Path) -> AdapterFolder:
         raise AdapterRefusedError(_why_no_weights(path))
     if not entries:
         raise AdapterRefusedError(f"{WEIGHTS_NAME}: holds no tensors. Save the adapter again.")
-    return AdapterFolder(path, entries, _bystanders(path, {entry.file for entry in entries.values()}))
+    return AdapterFolder(entries, _bystanders(path, {entry.file for entry in entries.values()}))
 
 
 def _why_no_weights(path: Path) -> str:

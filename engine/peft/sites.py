@@ -27,14 +27,6 @@ class Contents:
     # Shapes of the base's parameters as this adapter changes them (a resized vocabulary).
     shapes: Mapping[str, tuple[int, ...]]
 
-    def by_module(self, roles: frozenset[Role]) -> dict[str, dict[Role, TensorName]]:
-        """Tensors of some roles, by the trained model's module."""
-        grouped: dict[str, dict[Role, TensorName]] = {}
-        for name in self.names:
-            if name.role in roles:
-                grouped.setdefault(name.module, {})[name.role] = name
-        return grouped
-
 
 @dataclass(frozen=True, slots=True)
 class LoraSite:
@@ -59,7 +51,10 @@ class LoraSite:
 
 def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
     """All LoRA pairs that can be applied; everything that stands against one is entered in the ledger."""
-    found = contents.by_module(LORA_ROLES)
+    found: dict[str, dict[Role, TensorName]] = {}
+    for name in contents.names:
+        if name.role in LORA_ROLES:
+            found.setdefault(name.module, {})[name.role] = name
     sites = []
     for module, parts in found.items():
         site = _site(contents, module, parts, ledger)

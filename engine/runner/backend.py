@@ -84,9 +84,11 @@ class Backend(ABC):
     def traits(self) -> KernelTraits:
         """How the kernels read the pool."""
 
-    @abstractmethod
     def plan_memory(self) -> MemoryPlan:
-        """Size of the pool and limits of a step. Raises `PoolExhaustedError` when not even one page fits."""
+        """Size of the pool and limits of a step, here for a pool in host memory. Raises `PoolExhaustedError` when not
+        even one page fits."""
+        pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes()
+        return plan_pool(self._layout(), self.dtype.itemsize, cpu_limits(self.config), pool_bytes)
 
     @abstractmethod
     def runner(
@@ -111,10 +113,6 @@ class Backend(ABC):
     def _layout(self) -> PageLayout:
         return PageLayout.of(self.model, self.config.page_tokens, run_pages=self.traits.run_pages)
 
-    def _plan_cpu_memory(self) -> MemoryPlan:
-        pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes()
-        return plan_pool(self._layout(), self.dtype.itemsize, cpu_limits(self.config), pool_bytes)
-
 
 class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
@@ -134,10 +132,6 @@ class CpuBackend(Backend):
             reads_other_rows=not can_attend_compiled(self.model.head_dim, self.dtype),
             is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device, self.dtype),
         )
-
-    def plan_memory(self) -> MemoryPlan:
-        """See `Backend`."""
-        return self._plan_cpu_memory()
 
     def allocate(self, num_elements: int) -> Tensor:
         """See `Backend`."""
@@ -173,7 +167,7 @@ class GpuBackend(Backend):
     def plan_memory(self) -> MemoryPlan:
         """See `Backend`."""
         if self.device.type != "cuda":
-            return self._plan_cpu_memory()
+            return super().plan_memory()
         torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         limits, pool_bytes = gpu_plan(free_bytes, self.config, self.model, self.dtype.itemsize)

@@ -141,7 +141,6 @@ class EchoEngine:
         running = min(len(self._queue), self._batch_rows)
         return EngineTelemetry(
             num_running=running,
-            num_waiting=len(self._queue) - running,
             resident_adapter_ids=tuple(self._adapters),
             mode="unmerged",
             pages_used=running,

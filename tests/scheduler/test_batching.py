@@ -143,7 +143,8 @@ def test_an_idle_replica_has_room_for_any_row():
 
 @pytest.mark.parametrize("rows", [[2, 0], [1]])
 def test_rows_may_be_chosen_and_put_in_another_order(rows):
-    chosen = make_memory((9,), [1, 2, 3], awaited=frozenset({4})).of_rows(np.asarray(rows))
+    memory = make_memory((9,), [1, 2, 3], awaited=frozenset({4}))
+    chosen = replace(make_view([], [0, 1, 2]), memory=memory).of_waiting(np.asarray(rows)).memory
     assert chosen.row_pages.tolist() == [[1, 2, 3][row] for row in rows]
     assert (chosen.gaps, chosen.awaited) == ((9,), {4})
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from lorabatch.scheduler.placement import PlacementProblem, improve, place_greedily, place_shards, solve
 
 
-def make_problem(shard_s, adapters_of=None, load_s=(), speed=(1.0, 1.0)):
+def make_problem(shard_s, adapters_of=None, load_s=(), num_replicas=2):
     adapters_of = adapters_of if adapters_of is not None else [()] * len(shard_s)
     return PlacementProblem(
         np.asarray(shard_s, float),
         tuple(tuple(a) for a in adapters_of),
         np.asarray(load_s, float),
-        np.asarray(speed, float),
+        num_replicas,
     )
 
 
@@ -28,7 +28,7 @@ def random_problem(seed, *, max_shards=7, replicas=(2, 3)):
         rng.integers(1, 20, num_shards),
         [(int(a),) for a in rng.integers(0, num_adapters, num_shards)],
         rng.integers(0, 6, num_adapters),
-        rng.choice([1.0, 1.0, 0.5], int(rng.choice(replicas))),
+        int(rng.choice(replicas)),
     )
 
 
@@ -50,7 +50,7 @@ def zipf_problem(num_rows=10_000, num_adapters=100, num_replicas=16, seed=0):
         [seconds[p].sum() for p in pieces],
         [tuple(np.unique(adapter[p]).tolist()) for p in pieces],
         np.full(num_adapters, 0.02),
-        np.ones(num_replicas),
+        num_replicas,
     )
 
 
@@ -60,7 +60,7 @@ def test_nothing_to_place_takes_no_time():
 
 
 def test_one_replica_takes_everything_and_is_proved_best():
-    placement = place_shards(make_problem([3, 4], [(0,), (0,)], [2.0], [1.0]))
+    placement = place_shards(make_problem([3, 4], [(0,), (0,)], [2.0], 1))
     assert placement.makespan_s == 9.0
     assert placement.gap == pytest.approx(0.0, abs=1e-9)
 
@@ -68,11 +68,6 @@ def test_one_replica_takes_everything_and_is_proved_best():
 def test_an_adapter_expensive_to_load_stays_on_one_replica():
     placement = place_shards(make_problem([2, 2, 5], [(0,), (0,), (1,)], [3.0, 0.0]))
     assert placement.replica_of[0] == placement.replica_of[1] != placement.replica_of[2]
-
-
-def test_a_fast_replica_gets_more():
-    placement = place_shards(make_problem([1.0] * 9, speed=(2.0, 1.0)))
-    assert (placement.replica_of == 0).sum() == 6
 
 
 def test_the_classic_trap_of_longest_first_is_solved_exactly():

@@ -139,8 +139,8 @@ def test_a_commit_reported_twice_counts_once():
     scheduler.handle(ReplicaJoined(0.0, "a", 64))
     scheduler.handle(ShardCommitted(1.0, 0, "a"))
     assert scheduler.handle(ShardCommitted(1.1, 0, "a")) == []
-    assert not scheduler.is_over
     scheduler.check_integrity()
+    assert scheduler.handle(ShardCommitted(2.0, 1, "a")) == [FinishJob()]
 
 
 def test_a_late_failure_of_an_old_attempt_is_ignored():
@@ -149,7 +149,7 @@ def test_a_late_failure_of_an_old_attempt_is_ignored():
     scheduler.handle(WorkersSeen(1.0, ("b",)))
     scheduler.handle(ReplicaJoined(2.0, "b", 64))
     assert scheduler.handle(ShardFailed(3.0, 0, "a", "gone")) == []
-    assert not scheduler.is_over
+    assert scheduler.handle(ShardCommitted(4.0, 0, "b")) == [FinishJob()]
 
 
 def test_a_new_scheduler_adopts_shards_already_running_before_it_opens_others():
@@ -296,4 +296,4 @@ def test_whatever_happens_every_shard_is_committed_once_in_the_end(num_shards, m
     while storm.open:
         storm.commit(min(storm.open))
     assert storm.committed == set(range(num_shards))
-    assert storm.scheduler.is_over
+    assert storm.scheduler.handle(ReplicaJoined(0.0, "late", 16)) == []

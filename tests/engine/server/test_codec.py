@@ -70,7 +70,7 @@ def test_what_engines_exchange_comes_back_as_it_was() -> None:
         ExportedRow(request, (3,), (-0.5,)),
         Result("a", (3,), "c", "stop", 2, "merged", token_logprobs=(-0.5,), reused_prompt_tokens=1),
         Result.refused(request, "no"),
-        EngineTelemetry(1, 2, ("sha",), "mixture", 3, 4, 5, 6, 7),
+        EngineTelemetry(1, ("sha",), "mixture", 3, 4, 5, 6, 7),
     ]
     for value in values:
         assert from_plain(type(value), msgpack.unpackb(msgpack.packb(to_plain(value)))) == value

@@ -101,7 +101,7 @@ class Engine:
         return len(self.rows)
 
     def telemetry(self):
-        return EngineTelemetry(0, len(self.rows), (), "base", 0, 1, 0, 0, 0)
+        return EngineTelemetry(len(self.rows), (), "base", 0, 1, 0, 0, 0)
 '''
 
 
@@ -175,7 +175,7 @@ def test_rows_come_back_as_they_finish_and_prints_do_not_spoil_the_stream(child:
     child.add(("a", (1, 2), None), ("b", (3, 4), None))
     answers = [child.result() for _ in range(2)]
     assert [(answer.request_id, answer.text) for answer in answers] == [("a", "3"), ("b", "7")]
-    assert child.next(Progress).telemetry.num_waiting == 0
+    assert child.next(Progress).telemetry.num_running == 0
 
 
 def test_rows_of_an_adapter_that_cannot_be_registered_become_errors(

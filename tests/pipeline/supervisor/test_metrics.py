@@ -16,7 +16,6 @@ from lorabatch.pipeline.supervisor.open_shard import OpenShard
 
 SNAPSHOT = EngineTelemetry(
     num_running=3,
-    num_waiting=1,
     resident_adapter_ids=("sha-a",),
     mode="unmerged",
     pages_used=7,
