@@ -217,16 +217,3 @@ class ShardOutcome:
     prompt_tokens: int
     completion_tokens: int
     reuse: PromptReuse = field(default_factory=PromptReuse)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardTask:
-    """One attempt at one shard, in one run of a job. `rows_behind`: rows of its adapter that will follow it to an
-    engine, where they are planned to run merged. `sources`: by name, adapters that another worker has, and which one.
-    """
-
-    run_id: str
-    shard_id: int
-    attempt: int
-    rows_behind: int = 0
-    sources: Mapping[str, str] = field(default_factory=dict)

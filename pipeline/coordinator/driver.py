@@ -43,7 +43,7 @@ from ...scheduler.messages import (
     WorkersSeen,
 )
 from ...scheduler.scheduler import Scheduler
-from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, ShardTask, WorkerReport
+from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
 from ..migration.peers import LendRows
 from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.topics import REPORTS
@@ -238,8 +238,8 @@ class Coordinator:
         # A new key per attempt and coordinator: Dask would otherwise return the outcome of the one before.
         number = f"{self._run.control.coordinator_id}-{command.attempt}"
         key = (f"lora_shard-{self._run.run_id}", command.shard_id, number)
-        task = shard_task(self._run.run_id, command)
-        future = self._client.submit(run_shard, task, key=key, workers=[command.replica_id], pure=False)
+        arguments = (self._run.run_id, command)
+        future = self._client.submit(run_shard, *arguments, key=key, workers=[command.replica_id], pure=False)
         attempt = self._attempts[command.shard_id] = _Attempt(command, future)
         future.add_done_callback(lambda _: self._inbox.put(attempt))
 
@@ -277,12 +277,6 @@ def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str
         lent_shards=report.lent_shards,
         incoming_rows=report.incoming_rows,
     )
-
-
-def shard_task(run_id: str, command: RunShard) -> ShardTask:
-    """The task by which a worker enacts the command; storage needs no mention."""
-    sources = {adapter: replica for adapter, replica in command.adapter_sources if replica}
-    return ShardTask(run_id, command.shard_id, command.attempt, command.rows_behind, sources)
 
 
 class EventLog:

@@ -99,7 +99,7 @@ class EngineQueue:
     # Shards
 
     def open(self, shard: OpenShard, adapters: Sequence[LocalAdapter], rows_behind: int = 0) -> None:
-        """Rows of a shard wait for their turn. `rows_behind`: see `ShardTask`."""
+        """Rows of a shard wait for their turn. `rows_behind`: see `RunShard`."""
         if shard.run_id not in self.table.runs or self._failure is not None:
             shard.fail(self._failure or ShardAbandonedError("The worker stopped before the shard was opened."))
             return

@@ -265,7 +265,7 @@ class EngineHandle:
         rows_behind: int = 0,
     ) -> OpenShard:
         """Give rows to the engine, begun or not; results arrive at the returned shard. See `OpenShard` for the rows,
-        `ShardTask` for `rows_behind`.
+        `RunShard` for `rows_behind`.
         """
         shard = OpenShard(shard_id, rows, self.run_id)
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)

@@ -16,10 +16,11 @@ from distributed import get_worker, secede
 from ...engine.request import ExportedRow, Request
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
+from ...scheduler.messages import RunShard
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from ..dataset.reader import RowError, ShardRows, read_shard
 from ..dataset.writer import answers_in_part, part_bytes
-from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome, ShardTask
+from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
@@ -27,25 +28,25 @@ from .plugin import RunPlugin, find_plugin
 FLUSH_INTERVAL_S = 1.0
 
 
-def run_shard(task: ShardTask) -> ShardOutcome:
-    """Run one shard on this worker and commit it; join the attempt that has it open here already, if there is one.
+def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
+    """Run one shard of a run here and commit it; join the attempt that this worker has open already, if there is one.
 
     Raises `ShardAbandonedError` when the worker stops first (finished and begun rows stay in `wip`),
     `EngineFailedError` when the engine cannot be kept alive, `StorageError` when storage fails, `OutputConflictError`
     when the output is another job's by now.
     """
     secede()
-    plugin = find_plugin(get_worker(), task.run_id)
-    with plugin.claimed(task.shard_id) as (claim, is_ours):
+    plugin = find_plugin(get_worker(), run_id)
+    with plugin.claimed(command.shard_id) as (claim, is_ours):
         if is_ours:
-            claim.set_result(_answer_and_commit(plugin, task))
+            claim.set_result(_answer_and_commit(plugin, command))
         return claim.result()
 
 
-def _answer_and_commit(plugin: RunPlugin, task: ShardTask) -> ShardOutcome:
+def _answer_and_commit(plugin: RunPlugin, command: RunShard) -> ShardOutcome:
     plugin.check_output()
     record = plugin.record()
-    rows = read_shard(plugin.store, record, task.shard_id)
+    rows = read_shard(plugin.store, record, command.shard_id)
     done = read_done(plugin.store, record, rows)
     if done is not None:
         return _outcome(plugin, rows, done, len(done))
@@ -54,30 +55,32 @@ def _answer_and_commit(plugin: RunPlugin, task: ShardTask) -> ShardOutcome:
     num_reused = len(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if asked:
-        _answer(plugin, rows, asked, kept, task)
+        _answer(plugin, rows, asked, kept, command)
     part = part_bytes(rows, answers, record)
     plugin.check_output()
-    while not plugin.store.commit_part(task.shard_id, part) and read_done(plugin.store, record, rows) is None:
+    while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
         # A worker of a former run, whose adapters were others, was faster.
-        plugin.store.remove_part(task.shard_id)
+        plugin.store.remove_part(command.shard_id)
     return _outcome(plugin, rows, answers, num_reused)
 
 
-def _answer(plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, task: ShardTask) -> None:
+def _answer(plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, command: RunShard) -> None:
     """Have the engine answer the rows that are asked; `kept.answers` gains them."""
     adapter_ids = frozenset(r.adapter_id for r in asked if r.adapter_id is not None)
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
-    journal = f"{task.attempt}-{uuid4().hex[:8]}"
+    journal = f"{command.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
-    adapters = plugin.adapters(adapter_ids, task.sources)
-    shard = plugin.engine.open(task.shard_id, begun, adapters, task.rows_behind)
+    # "" is storage, which needs no mention.
+    sources = {adapter: replica for adapter, replica in command.adapter_sources if replica}
+    adapters = plugin.adapters(adapter_ids, sources)
+    shard = plugin.engine.open(command.shard_id, begun, adapters, command.rows_behind)
     try:
         while len(kept.answers) < sum(isinstance(r, Request) for r in rows.requests):
-            fresh = [_row_answer(s, requests, fingerprints, task) for s in shard.take(FLUSH_INTERVAL_S)]
+            fresh = [_row_answer(s, requests, fingerprints, command) for s in shard.take(FLUSH_INTERVAL_S)]
             kept.answers.update(fresh)
             if fresh and shard.num_unfinished:
-                plugin.store.append_wip(task.shard_id, journal, encode_answers(answer for _, answer in fresh))
+                plugin.store.append_wip(command.shard_id, journal, encode_answers(answer for _, answer in fresh))
     except ShardAbandonedError:
         _keep_begun(plugin, shard, fingerprints, journal)
         raise
@@ -96,10 +99,10 @@ def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, 
 
 
 def _row_answer(
-    served: ServedRow, requests: Mapping[str, Request], fingerprints: Mapping[str, bytes], task: ShardTask
+    served: ServedRow, requests: Mapping[str, Request], fingerprints: Mapping[str, bytes], command: RunShard
 ) -> tuple[str, RowAnswer]:
     request_id = served.result.request_id
-    attempts = task.attempt + 1 + served.num_crashes
+    attempts = command.attempt + 1 + served.num_crashes
     request = requests[request_id]
     return request_id, RowAnswer.from_result(fingerprints[request_id], request, served.result, attempts)
 

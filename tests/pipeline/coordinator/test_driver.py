@@ -9,14 +9,9 @@ import pytest
 from lorabatch.engine.request import EngineTelemetry
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.coordinator.driver import EventLog, latest_reports, progress_of, shard_task
-from lorabatch.pipeline.messages import FinishedRows, ShardTask, WorkerReport
-from lorabatch.scheduler.messages import FinishJob, RunShard, Tick
-
-
-def test_a_task_knows_the_workers_that_have_its_adapters_and_what_follows_it() -> None:
-    command = RunShard(3, "b", 1, (("x", "a"), ("y", "")), 32)
-    assert shard_task("run", command) == ShardTask("run", 3, 1, 32, {"x": "a"})
+from lorabatch.pipeline.coordinator.driver import EventLog, latest_reports, progress_of
+from lorabatch.pipeline.messages import FinishedRows, WorkerReport
+from lorabatch.scheduler.messages import FinishJob, Tick
 
 
 def report(worker: str, running_rows: int = 0) -> WorkerReport:
