@@ -18,8 +18,8 @@ ServedMode = Literal["base", "unmerged", "merged", "mixture"]
 class SamplingOption:
     """One field of `SamplingParams` as every place that shows or checks it needs it.
 
-    Command line, job file, input columns, documentation and validation are made from these. `expected` completes
-    "expected …" for values that `is_valid` rejects. `is_column`: an input column of this name overrides it per row.
+    Command line, job file, input columns (which override it per row), documentation and validation are made from
+    these. `expected` completes "expected …" for values that `is_valid` rejects.
     """
 
     name: str
@@ -28,7 +28,6 @@ class SamplingOption:
     help: str
     expected: str
     is_valid: Callable[[Any], bool]
-    is_column: bool
 
 
 def _option(
@@ -36,14 +35,9 @@ def _option(
     help: str,
     expected: str = "",
     is_valid: Callable[[Any], bool] = lambda value: True,
-    *,
-    is_column: bool = True,
 ) -> Any:
     """The declaration of one sampling option; its name and type stand beside it."""
-    return field(
-        default=default,
-        metadata={"help": help, "expected": expected, "is_valid": is_valid, "is_column": is_column},
-    )
+    return field(default=default, metadata={"help": help, "expected": expected, "is_valid": is_valid})
 
 
 @dataclass(frozen=True, slots=True)

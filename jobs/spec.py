@@ -24,7 +24,7 @@ from .storage.location import absolute
 from .storage.redaction import redacted_url, scrubbed
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
-SAMPLING_COLUMNS = tuple(name for name, option in SAMPLING_OPTIONS.items() if option.is_column)
+SAMPLING_COLUMNS = tuple(SAMPLING_OPTIONS)
 COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_COLUMNS)
 _REPEATABLE = tuple(name for name, option in SAMPLING_OPTIONS.items() if option.kind == tuple[str, ...])
 EMBEDDED_CLUSTERS = ("local", "local-cuda")

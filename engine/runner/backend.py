@@ -148,21 +148,17 @@ class GpuBackend(Backend):
     """Steps by the Triton kernels: on a GPU, or on a CPU in Triton's interpreter."""
 
     decoder: GpuDecoder
+    traits = KernelTraits(
+        run_pages=1,
+        has_block_tables=True,
+        has_lora_panels=False,
+        reads_other_rows=False,
+        is_arithmetic_fixed=False,
+    )
 
     def build_decoder(self, weights: dict[str, Tensor]) -> GpuDecoder:
         """See `Backend`."""
         return GpuDecoder(self.model, weights, is_packed=False)
-
-    @property
-    def traits(self) -> KernelTraits:
-        """See `Backend`."""
-        return KernelTraits(
-            run_pages=1,
-            has_block_tables=True,
-            has_lora_panels=False,
-            reads_other_rows=False,
-            is_arithmetic_fixed=False,
-        )
 
     def plan_memory(self) -> MemoryPlan:
         """See `Backend`."""
