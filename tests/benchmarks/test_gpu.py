@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
@@ -146,7 +147,7 @@ def test_a_point_that_fails_is_reported_and_the_next_has_a_new_engine(monkeypatc
     measure, engines = engine_matrix.measure_point, []
 
     def failing(engine: Engine, batcher: Any, point: Any, *rest: Any) -> dict[str, float]:
-        engines.append(id(engine))
+        engines.append(weakref.ref(engine))
         if len(engines) == 2:
             raise RuntimeError("out of memory")
         return measure(engine, batcher, point, *rest)
@@ -160,7 +161,7 @@ def test_a_point_that_fails_is_reported_and_the_next_has_a_new_engine(monkeypatc
         found = section.measure(scale, place(600.0, saved))
     assert len(found["points"]) == 2
     assert [p["error"] for p in found["failed_points"]] == ["RuntimeError: out of memory"]
-    assert engines[0] == engines[1] != engines[2]
+    assert engines[0] is engines[1] is not engines[2]
     assert [len(value["points"]) for value in saved] == [1, 1, 2]
 
 
