@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console.options import job_command, shared_option
+from .console.options import Commands, job_command, shared_option
 from .version import __version__
 
 if TYPE_CHECKING:
     from .jobs.spec import JobSpec
     from .jobs.store import JobStore
 
-app = typer.Typer(
+app = Commands(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Offline batch inference for many LoRA adapters over one base model, on Dask.",
 )
-bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
+bench_app = Commands(no_args_is_help=True, help="Benchmarks, beside peers when they are installed.")
 app.add_typer(bench_app, name="bench")
 
 OutputArgument = Annotated[str, typer.Argument(help="The job's output folder or URL.")]

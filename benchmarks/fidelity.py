@@ -144,7 +144,7 @@ def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
 def _in_index_order(answers: pa.Table, spec: JobSpec) -> NDArray[np.int32]:
     """Tokens of each answer in the order of the job's workload: row group after row group, by adapter in each."""
     tokens = dict(zip(answers["id"].to_pylist(), answers["completion_tokens"].to_pylist(), strict=True))
-    asked = pq.ParquetFile(spec.input)
+    asked = pq.ParquetFile(spec.inputs[0])
     groups = [asked.read_row_group(i, ["id", "adapter"]).to_pylist() for i in range(asked.num_row_groups)]
     ordered = [row["id"] for group in groups for row in sorted(group, key=lambda row: row["adapter"] or "")]
     return np.array([tokens[row_id] for row_id in ordered], np.int32)

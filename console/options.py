@@ -1,23 +1,27 @@
 """The options of a job as command-line parameters, made from the fields of `JobSpec`.
 
 `job_command` gives a command the job file argument and every option of a job; `shared_option` declares one of these
-options for a command that takes no job.
+options for a command that takes no job. A `Command` refuses an option that is given twice; `Commands` makes them.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from ..engine.request import SAMPLING_OPTIONS
 from ..jobs.spec import JobSpec
+from ..jobs.storage.redaction import scrubbed
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 # Options that are given several times have the singular as their name on the command line.
 _NAMES = {"columns": "column"}
 
@@ -43,6 +47,56 @@ class JobOption:
         flag = f"--{self.name.replace('_', '-')}"
         flags = f"{flag}/--no{flag[1:]}" if self.kind is bool else flag
         return Annotated[self.kind | None, typer.Option(flags, help=shown, show_default=False)]
+
+
+class Command(TyperCommand):
+    """A command whose options are given once, unless they are repeatable: a second value would replace the first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Ends the command with exit code 2 when options are given twice."""
+        repeated = self._repeated(ctx, args)
+        if repeated:
+            for flag, values in repeated.items():
+                shown = scrubbed(", " + " and ".join(values) if all(values) else "", {})
+                typer.secho(f"lorabatch: {flag}: given {len(values)} times{shown}; keep one.", err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def _repeated(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:
+        """Option -> its values, of options that are given more than once and keep only one value."""
+        options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
+        once: dict[Any, Any] = {p.name: p for p in options if not (p.multiple or p.is_eager)}
+        parser: Any = type(self.make_parser(ctx))(ctx)
+        for parameter in self.get_params(ctx):
+            # A copy that collects its values, as repeatable options do.
+            collecting: Any = copy.copy(parameter)
+            collecting.multiple = parameter.name in once or getattr(parameter, "multiple", False)
+            collecting.add_to_parser(parser, ctx)
+        given, _, _ = parser.parse_args(args=list(args))
+        return {
+            once[name].opts[0]: [_as_given(once[name], value) for value in values]
+            for name, values in given.items()
+            if name in once and len(values) > 1
+        }
+
+
+class Commands(typer.Typer):
+    """A group of commands, each of them a `Command`."""
+
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any
+    ) -> Callable[[_Function], _Function]:
+        """See `typer.Typer.command`."""
+        return super().command(name, cls=cls, **settings)
+
+
+def _as_given(option: Any, value: Any) -> str:
+    """A value of an option; of a switch, the name by which it was given; "" for what is never shown."""
+    if option.name == "storage_options":
+        return ""
+    if not option.is_flag:
+        return repr(value)
+    return str(option.opts[0] if value or not option.secondary_opts else option.secondary_opts[0])
 
 
 def job_command(call: Callable[..., None]) -> Callable[..., None]:
@@ -91,17 +145,13 @@ def _job_options() -> dict[str, JobOption]:
 
 def _parsed_kind(annotation: Any) -> Any:
     """What the command line makes of a field's value: numbers and switches as such, lists by repetition, else text."""
-    kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if _is_union(annotation) else [annotation]
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     for kind in kinds:
         if kind in (bool, int, float):
             return kind
         if kind in (tuple[str, ...], dict[str, str]):
             return list[str]
     return str
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) is not None and NoneType in get_args(annotation)
 
 
 def _choices(annotation: Any) -> str:

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..jobs.adapters import adapter_notes
 from ..pipeline.planning.dry_run import DryRun
 from ..scheduler.forecast import AdapterForecast
 from ..scheduler.waves import Shard
@@ -110,6 +109,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "replica_s": forecast.replica_s,
         "price": price(found, gpu_hour_price),
         "cost_model": {"origin": found.cost.origin} | found.cost.cost.to_json(),
+        "notes": list(found.notes),
         "audit": [adapter.model_dump(mode="json") for adapter in found.adapters],
         "adapters": [asdict(adapter) for adapter in forecast.adapters],
         "waves": [asdict(wave) for wave in waves(found)],
@@ -130,7 +130,7 @@ def print_plan(
         typer.echo(json.dumps(plan_json(found, gpu_hour_price), indent=1))
         return
     console = console or Console()
-    for line in adapter_notes(found.adapters):
+    for line in found.notes:
         console.print(line, highlight=False, soft_wrap=True)
     for kind in found.errors:
         text = f"{kind.num_rows} rows cannot be answered ({kind.kind}), first at {kind.location}: {kind.sentence}"

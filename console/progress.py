@@ -29,6 +29,7 @@ class ConsoleProgress:
         self._live: Live | None = None
         self._told_at_s = 0.0
         self._told_phase = ""
+        self._shown_notes: tuple[str, ...] = ()
         self._started_s = time.monotonic()
         # When rows began to be answered, and how many were done then: those of a resumed job are no speed.
         self._running_since: tuple[float, int] | None = None
@@ -45,6 +46,10 @@ class ConsoleProgress:
 
     def update(self, state: JobState) -> None:
         """See `Progress`."""
+        for text in state.notes:
+            if text not in self._shown_notes:
+                self.note(text)
+        self._shown_notes = state.notes
         now_s = time.monotonic()
         rows_per_s = self._rows_per_s(state, now_s)
         if self._live is not None:
@@ -140,6 +145,8 @@ def status_lines(status: JobStatus) -> list[str]:
         lines.append(f"batches   {state.batch_fill:.1%} full while shards were queued")
     if state is not None and state.prefix_hit_rate is not None:
         lines.append(f"prompts   {state.prefix_hit_rate:.1%} of their tokens reused")
+    if state is not None:
+        lines += [f"note      {note}" for note in state.notes]
     if state is not None and state.message:
         lines.append(f"message   {state.message}")
     if status.next_step is not None:

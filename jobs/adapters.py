@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ..engine.config import read_model_config
 from ..engine.errors import ModelFilesError
@@ -16,17 +16,15 @@ from ..engine.model_config.model import ModelConfig
 from ..engine.peft import audit_adapters
 from ..engine.peft import find_adapters as find_adapter_folders
 from ..engine.peft.audit import AdapterAudit, audit_adapter
-from ..engine.peft.findings import Verdict
 from ..engine.text.tokenizer import Tokenizer
 from .errors import JobRequestError, StorageError
-from .record import AdapterRecord, adapter_problem
+from .record import AdapterRecord
 from .storage.local_copy import local_folder
 from .storage.location import Location
 from .storage.redaction import redacted_url
 
 _CONFIG = "adapter_config.json"
 _MAX_NAME_CHARS = 256
-_NAMES_SHOWN = 8
 _PARALLEL_AUDITS = 4
 
 
@@ -91,21 +89,6 @@ def audit_folders(
     if empty:
         raise JobRequestError(*empty)
     return list(audit_adapters(found, config, check_values=check_values))
-
-
-def adapter_notes(adapters: Sequence[AdapterRecord]) -> list[str]:
-    """What a user should know of a job's adapters before it runs: how many of each verdict, which are refused and
-    why, which have a tokenizer or chat template of their own."""
-    if not adapters:
-        return []
-    counts = {verdict: sum(adapter.verdict == verdict for adapter in adapters) for verdict in get_args(Verdict)}
-    notes = [f"{len(adapters)} adapters: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)]
-    notes += [f"  {adapter_problem(a.name, {a.name: a})}" for a in adapters if a.is_refused]
-    own = [adapter.name for adapter in adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
-    if own:
-        shown = ", ".join(own[:_NAMES_SHOWN]) + (", …" if len(own) > _NAMES_SHOWN else "")
-        notes.append(f"  with their own tokenizer or chat template: {shown}")
-    return notes
 
 
 def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
     JobError                     1
     ├── JobRequestError          2   the request itself is wrong; `problems` lists everything at once
-    │   └── OutputConflictError  2   the output holds another job, or files that are not ours
+    │   ├── OutputConflictError  2   the output holds another job, or files that are not ours
+    │   └── InputRowsError       2   an id stands in two rows, or row groups cannot be read
     ├── StorageError             1   reading or writing failed while the job ran (disk full, …)
     │   ├── MissingFileError     1   a file that should be there is not
     │   └── DamagedRecordError   1   a file under `_lorabatch` cannot be read back
@@ -45,6 +46,10 @@ class JobRequestError(JobError):
 
 class OutputConflictError(JobRequestError):
     """The output location is taken by another job or by files that are not ours."""
+
+
+class InputRowsError(JobRequestError):
+    """The rows of the input cannot be run as they are."""
 
 
 class StorageError(JobError):

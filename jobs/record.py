@@ -25,7 +25,11 @@ from .storage.redaction import redacted_url
 RECORD_FORMAT = 1
 _NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
-IDENTITY_FIELDS = ("input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard")
+IDENTITY_FIELDS = (
+    "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt"
+)  # fmt: skip
+# Of these, options that the first version did not have: part of an index's key where they are given.
+_LATER = ("system_prompt",)
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
 
@@ -68,6 +72,10 @@ class AdapterRecord(_Frozen):
         return self.verdict == "refused"
 
 
+# Column -> its value in all rows of a file, from the names of the file's folders.
+PartitionValues = dict[str, int | str | None]
+
+
 class InputFile(_Frozen):
     """One Parquet file. `footer_sha256` covers its schema, sizes, offsets and statistics."""
 
@@ -76,14 +84,18 @@ class InputFile(_Frozen):
     size_bytes: int
     footer_sha256: str
     row_group_rows: tuple[int, ...]
+    partition: PartitionValues = {}
 
 
 class InputRecord(_Frozen):
-    """The input. `roles`: role -> column. `schema_ipc`: the Arrow schema of all files, serialised, base64."""
+    """The input. `roles`: role -> column. `schema_ipc`: the Arrow schema of all files, serialised, base64. `unread`:
+    data files in the same folders that are not Parquet.
+    """
 
     files: tuple[InputFile, ...]
     roles: dict[str, str]
     schema_ipc: str
+    unread: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -141,8 +153,10 @@ class JobRecord(_Frozen):
 def public_spec(spec: JobSpec) -> dict[str, Any]:
     """The spec as it may be written down: no storage options, no passwords or signatures in URLs."""
     values = spec.model_dump(mode="json", exclude={"storage_options", "overwrite"})
-    for name in ("model", "input", "output"):
+    for name in ("model", "output"):
         values[name] = redacted_url(values[name])
+    urls = [redacted_url(url) for url in spec.inputs]
+    values["input"] = urls if len(urls) > 1 else urls[0]
     if isinstance(values["adapters"], str):
         values["adapters"] = redacted_url(values["adapters"])
     elif values["adapters"]:
@@ -193,7 +207,11 @@ def _asked(record: JobRecord) -> dict[str, Any]:
 
 
 def _content(recorded: InputRecord) -> tuple[Any, ...]:
-    files = tuple((file.name, file.size_bytes, file.footer_sha256) for file in recorded.files)
+    # Without partitions as an earlier version had it, so that its jobs go on.
+    files = tuple(
+        (file.name, file.size_bytes, file.footer_sha256, *([file.partition] if file.partition else []))
+        for file in recorded.files
+    )
     return files, recorded.roles, recorded.schema_ipc
 
 
@@ -201,7 +219,9 @@ def index_key(record: JobRecord) -> str:
     """Hash of all that the index of a job depends on; prepared rows under another key are stale."""
     basis = {
         "format": RECORD_FORMAT,
-        "spec": {name: record.spec.get(name) for name in IDENTITY_FIELDS},
+        "spec": {
+            name: record.spec.get(name) for name in IDENTITY_FIELDS if name not in _LATER or record.spec.get(name)
+        },
         "model": record.model.sha256,
         "input": _content(record.input),
         "created_at": record.created_at,
@@ -242,7 +262,8 @@ class JobState:
     how full the engines' batches were while shards were queued, from 0 to 1; None when there was no such time.
     `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
 
-    `message` says in one sentence why a job stopped, and what to do.
+    `message` says in one sentence why a job stopped, and what to do. `notes`: see `notes.row_notes`. `can_resume`: the
+    job may go on as it is.
     """
 
     phase: Phase
@@ -260,6 +281,8 @@ class JobState:
     prefix_hit_rate: float | None = None
     workers: tuple[WorkerState, ...] = ()
     message: str = ""
+    notes: tuple[str, ...] = ()
+    can_resume: bool = True
 
     @property
     def is_final(self) -> bool:

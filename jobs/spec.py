@@ -68,10 +68,10 @@ class JobSpec(_SamplingFields):
     adapters: str | dict[str, str] | None = _option(
         None, "Folder or URL with one PEFT folder per adapter; or NAME=URL, repeated (in a job file a mapping)."
     )
-    input: str = _option(
+    input: str | tuple[str, ...] = _option(
         ...,
-        "Parquet file, folder or glob; any fsspec URL.",
-        expected="a Parquet file, folder, glob or URL",
+        "Parquet file, folder or glob; any fsspec URL. Repeatable (in a job file a list).",
+        expected="a Parquet file, folder, glob or URL, or several of them",
         min_length=1,
     )
     output: str = _option(..., "Folder or fsspec URL for the answers.", expected="a folder or URL", min_length=1)
@@ -83,6 +83,12 @@ class JobSpec(_SamplingFields):
     )
     columns: dict[str, str] = _option(
         {}, "role=name: an input column under another name. Repeatable (in a job file a mapping)."
+    )
+    system_prompt: str | None = _option(
+        None,
+        "System message for rows whose messages have none.",
+        expected="text that is not empty",
+        min_length=1,
     )
 
     cluster: str = _option(
@@ -133,6 +139,8 @@ class JobSpec(_SamplingFields):
         for name, value in super().__repr_args__():
             if isinstance(value, str):
                 value = redacted_url(value)
+            elif name == "input":
+                value = tuple(map(redacted_url, value))
             elif name == "adapters" and value:
                 value = {adapter: redacted_url(url) for adapter, url in value.items()}
             yield name, value
@@ -145,8 +153,7 @@ class JobSpec(_SamplingFields):
 
     def _set_fields(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
         """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
-        values = {name.replace("-", "_"): value for name, value in values.items()}
-        values = {_SPELLINGS.get(name, name): value for name, value in values.items()}
+        values = {_field_name(name): value for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         problems, wrong = _unknown_options(values), frozenset[str]()
         try:
@@ -163,6 +170,11 @@ class JobSpec(_SamplingFields):
     def sampling(self) -> SamplingParams:
         """The sampling of rows that do not override it."""
         return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_OPTIONS})
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The files, folders and globs of the input, in the order in which they were given."""
+        return (self.input,) if isinstance(self.input, str) else self.input
 
     @property
     def tls_files(self) -> TlsFiles:
@@ -204,7 +216,7 @@ class JobSpec(_SamplingFields):
             update={
                 "model": _absolute_if_there(self.model),
                 "adapters": adapters,
-                "input": absolute(self.input),
+                "input": _one_or_all([absolute(url) for url in self.inputs]),
                 "output": absolute(self.output),
                 "cost_model": self.cost_model and absolute(self.cost_model),
                 **{name: path and absolute(path) for name in TLS_FIELDS for path in [getattr(self, name)]},
@@ -220,6 +232,19 @@ class JobSpec(_SamplingFields):
         if len(value) == 1 and "=" not in str(value[0]):
             return str(value[0])
         return _pairs(value, "NAME=URL", "pirate=s3://bucket/adapters/pirate") or None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _input(cls, value: Any) -> Any:
+        """A list of one input is that input."""
+        return _one_or_all(value) if isinstance(value, list | tuple) else value
+
+    @field_validator("input")
+    @classmethod
+    def _inputs(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not all(value):
+            raise ValueError("expected text that is not empty")
+        return value
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -266,6 +291,10 @@ def parse_storage_options(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _one_or_all(values: list[Any] | tuple[Any, ...]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _absolute_if_there(url: str) -> str:
@@ -350,10 +379,12 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The values in a job file, with `overrides` taking precedence.
 
     Relative paths inside are relative to the working directory, as on the command line. Raises `JobRequestError` when
-    the file is missing or is not a YAML mapping.
+    the file is missing, is not a YAML mapping or has a key twice.
     """
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = yaml.safe_load(text)
+        problems = [f"job file {path}: {problem}" for problem in _repeated_keys(yaml.compose(text, yaml.SafeLoader))]
     except FileNotFoundError:
         raise JobRequestError(f"job file {path}: not found. Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -362,7 +393,40 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
     if not isinstance(value, dict):
         raise JobRequestError(f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}.")
-    return {str(name).replace("-", "_"): item for name, item in value.items()} | dict(overrides)
+    if problems:
+        raise JobRequestError(*problems)
+    return {_field_name(str(name)): item for name, item in value.items()} | dict(overrides)
+
+
+def _repeated_keys(root: yaml.Node | None) -> list[str]:
+    """Keys that stand twice in one mapping of a job file, also under two spellings: YAML would keep the last value."""
+    problems = []
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+            continue
+        lines: dict[str, list[int]] = {}
+        for key, value in node.value:
+            name = _field_name(str(key.value)) if node is root else str(key.value)
+            lines.setdefault(name, []).append(key.start_mark.line + 1)
+            nodes.append(value)
+        problems += [
+            f"{name}: given {len(found)} times, line {' and '.join(dict.fromkeys(map(str, found)))}; keep one."
+            for name, found in lines.items()
+            if len(found) > 1
+        ]
+    return problems
+
+
+def _field_name(key: str) -> str:
+    """The field of `JobSpec` that a key of a job file, or an option, is for."""
+    name = key.replace("-", "_")
+    return _SPELLINGS.get(name, name)
 
 
 def _unknown_options(values: Mapping[str, Any]) -> list[str]:

@@ -66,10 +66,15 @@ class JobStatus:
         }
 
     @property
+    def is_resting(self) -> bool:
+        """Whether nothing is being done, for all that is known."""
+        return self.is_finished or self.state is None or self.state.is_final or self.is_stale
+
+    @property
     def next_step(self) -> str | None:
-        """What to do to get it done, when nothing is being done."""
-        is_resting = self.state is None or self.state.is_final or self.is_stale
-        return f"lorabatch resume {self.output}" if is_resting and not self.is_finished else None
+        """The command that goes on with the job, where there is one; else the state's message says what to do."""
+        can_resume = self.state is None or self.state.can_resume
+        return f"lorabatch resume {self.output}" if self.is_resting and can_resume and not self.is_finished else None
 
 
 def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
@@ -112,7 +117,7 @@ def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
     while True:
         # Asked before the logs are read: what is said last is seen.
         status = read_status(store)
-        is_over = status.is_finished or status.next_step is not None
+        is_over = status.is_resting
         for source, text in store.read_logs().items():
             end = len(text) if is_over or not follow else text.rfind("\n") + 1
             yield from (f"{source} | {line}" for line in text[shown[source] : end].splitlines())

@@ -1,6 +1,6 @@
 """Checks everything that a job names before any work, and reports all problems at once.
 
-Reads configuration files, Parquet footers and listings; no weights and no rows.
+Reads configuration files, Parquet footers and listings; no weights, and rows only to explain a problem.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow as pa
-
 from ..engine.config import read_model_config
-from ..engine.errors import EngineError
+from ..engine.errors import ChatTemplateError, EngineError
 from ..engine.model_config.model import ModelConfig
 from ..engine.text.tokenizer import Tokenizer
 from .adapters import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
+from .input.adapter_names import columns_with_names
 from .input.columns import find_roles
 from .input.files import pack_schema, read_footers, unified_schema, would_read
+from .input.partitions import with_partitions
 from .record import InputRecord
-from .spec import JobSpec, read_job_file
+from .spec import PROMPT_ROLES, JobSpec, read_job_file
 from .storage.local_copy import is_on_this_machine, local_folder
 from .storage.redaction import is_redacted, redacted_url
 from .store import JobStore, OutputContents, part_name
 
 _T = TypeVar("_T")
+_COLUMNS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ def check_job(spec: JobSpec) -> CheckedJob:
         _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
     if model and given:
         problems += _check_fit(spec, model, given)
+    if adapters and given:
+        problems += _check_names(spec, adapters, given)
     if problems:
         raise JobRequestError(*dict.fromkeys(problems))
     assert model is not None
@@ -100,7 +103,7 @@ def _try_parts(problems: list[str], spec: JobSpec, wrong: Collection[str]) -> No
     if "adapters" not in wrong:
         _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
     if "input" not in wrong:
-        _tried(problems, lambda: read_footers(spec.input, spec.storage_options))
+        _tried(problems, lambda: read_footers(spec.inputs, spec.storage_options))
     if "output" not in wrong:
         _tried(problems, lambda: _check_output(spec, JobStore(spec.output, spec.storage_options)))
 
@@ -131,24 +134,28 @@ def _check_model(spec: JobSpec) -> CheckedModel:
 
 
 def _check_input(spec: JobSpec) -> InputRecord:
-    if is_redacted(spec.input):
+    closed = [url for url in spec.inputs if is_redacted(url)]
+    if closed:
         raise JobRequestError(
-            f"input={spec.input!r}: what opens this URL is not recorded. Instead of resuming, run the same command as "
+            f"input={closed[0]!r}: what opens this URL is not recorded. Instead of resuming, run the same command as "
             "at first on the same output; it goes on where the job stopped."
         )
-    footers = read_footers(spec.input, spec.storage_options)
-    schema: pa.Schema = unified_schema(footers)
+    found = read_footers(spec.inputs, spec.storage_options)
+    # An adapter's name is text, whatever it looks like.
+    texts = (spec.columns.get("adapter", "adapter"),)
+    files, schema = with_partitions(found.footers, unified_schema(found.footers), texts)
     roles, problems = find_roles(schema, spec.columns)
     if problems:
         raise JobRequestError(*problems)
-    return InputRecord(files=tuple(footer.file for footer in footers), roles=roles, schema_ipc=pack_schema(schema))
+    return InputRecord(files=files, roles=roles, schema_ipc=pack_schema(schema), unread=found.unread)
 
 
 def _check_output(spec: JobSpec, store: JobStore) -> OutputContents:
-    if would_read(spec.input, f"{spec.output}/{part_name(0)}"):
+    around = [url for url in spec.inputs if would_read(url, f"{spec.output}/{part_name(0)}")]
+    if around:
         raise JobRequestError(
             f"output={redacted_url(spec.output)!r}: its parts would be among the files of input="
-            f"{redacted_url(spec.input)!r}. Name a folder elsewhere, or one whose name begins with an underscore."
+            f"{redacted_url(around[0])!r}. Name a folder elsewhere, or one whose name begins with an underscore."
         )
     try:
         store.location.check_folder()
@@ -167,9 +174,49 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
             f"input column {given.roles['messages']!r} (messages): the model at {redacted_url(spec.model)!r} has "
             "no chat template. Take an instruction-tuned model, or give a prompt column."
         )
+    if spec.system_prompt is not None:
+        problems += _system_prompt_problems(spec.system_prompt, model, given)
     if "max_tokens" not in given.roles and spec.sampling.max_tokens >= model.config.max_context_tokens:
         problems.append(
             f"max_tokens={spec.sampling.max_tokens}: leaves no room for a prompt in the model's context of "
             f"{model.config.max_context_tokens} tokens. Lower it."
         )
     return problems
+
+
+def _system_prompt_problems(text: str, model: CheckedModel, given: InputRecord) -> list[str]:
+    """Why the job's system prompt would not reach the model."""
+    other = next((given.roles[role] for role in PROMPT_ROLES if role != "messages" and role in given.roles), None)
+    if other is not None:
+        return [
+            f"system_prompt: the prompts of this input are in column {other!r}, where a system message has no place. "
+            "Write it into the prompts, or give a messages column."
+        ]
+    if not model.tokenizer.has_chat_template:
+        return []  # said already
+    try:
+        rendered = model.tokenizer.render([{"role": "system", "content": text}, {"role": "user", "content": "?"}])
+    except ChatTemplateError as error:
+        return [f"system_prompt: {error}. Write it into the first message of each row."]
+    if text.strip() not in rendered:
+        return [
+            "system_prompt: the model's chat template leaves out system messages. Write it into the first message of "
+            "each row."
+        ]
+    return []
+
+
+def _check_names(spec: JobSpec, adapters: Mapping[str, str], given: InputRecord) -> list[str]:
+    """Adapters that no row can name: without an adapter column the base model would answer every row."""
+    if "adapter" in given.roles or not given.num_rows:
+        return []
+    count = f"{len(adapters)} adapters are given" if len(adapters) > 1 else "1 adapter is given"
+    found = columns_with_names(given, adapters, spec.storage_options)
+    hints = [
+        f"`{column}` holds {n} of the {len(adapters)} adapter names: add --column adapter={column}."
+        for column, n in list(found.items())[:_COLUMNS_SHOWN]
+    ] or [
+        "No column holds one of their names. Name the column with --column adapter=NAME, or leave --adapters out to "
+        "ask the base model."
+    ]
+    return [f"adapters: {count}, and no row can name one: the input has no column 'adapter'. {' '.join(hints)}"]

@@ -17,8 +17,8 @@ import dask
 from dask.utils import parse_timedelta
 from distributed import Client, Future, KilledWorker
 
-from ..jobs.adapters import adapter_notes
 from ..jobs.errors import JobFailedError, JobInterruptedError, JobRequestError
+from ..jobs.notes import job_notes
 from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
@@ -31,6 +31,7 @@ from .monitoring.logs import job_log
 from .monitoring.reporter import INTERRUPTED, JobReporter
 from .monitoring.scheduler_plugin import show_jobs
 from .monitoring.topics import CONTROL, STATES
+from .planning.early_check import EarlyCheck
 from .planning.forecast import Forecaster
 from .result import JobResult
 from .worker.registration import engine_settings, register_plugin, unregister_plugin
@@ -77,16 +78,17 @@ def run(
         watcher.note("This job is done already. Nothing was run.")
         return finished_before(job)
     job.store.clear_cancel()
-    for line in adapter_notes(job.record.adapters):
+    for line in job_notes(job.record):
         watcher.note(line)
     reporter = JobReporter(job.store, watcher.update, job.spec.error_budget)
     with (
         reporter.ending_recorded(),
         job_log(job.store),
+        EarlyCheck(job) as rows,
         connected(job.spec, client) as dask,
         scheduler_loss_reported(dask),
     ):
-        launched = launch(dask, job, engine_factory)
+        launched = launch(dask, job, rows, engine_factory)
         if page := page_address(dask):
             watcher.note(f"dashboard: {page}")
         return follow(dask, launched, reporter)
@@ -109,10 +111,10 @@ class LaunchedJob:
     future: Future[JobResult]
 
 
-def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
+def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str) -> LaunchedJob:
     """Start engines for an opened job, and the task that coordinates it.
 
-    Raises `JobRequestError` when the job runs on this cluster already.
+    Raises `JobRequestError` when the job runs on this cluster already, and what `rows` raises.
     """
     _refuse_running(client, job)
     show_jobs(client)
@@ -120,6 +122,7 @@ def launch(client: Client, job: OpenedJob, engine_factory: str) -> LaunchedJob:
     num_workers = count_workers(client)
     forecaster = Forecaster.of(job, num_workers)
     settings = engine_settings(job, num_workers, engine_factory, forecaster.cost.cost)
+    rows.raise_problems()
     run_id = register_plugin(client, job.record.job_id, settings, job.store)
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
     arguments = (job, run_id, time.time(), forecaster, lease_s)

@@ -77,6 +77,54 @@ def test_status_of_a_place_without_a_job_is_a_wrong_request(tmp_path: Path) -> N
     assert "no job there" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (
+            ["run", "--max-tokens", "3", "--max-tokens=5", "--workers", "1", "--workers", "1"],
+            ["--max-tokens: given 2 times, '3' and '5'; keep one.", "--workers: given 2 times, '1' and '1'; keep one."],
+        ),
+        (["plan", "--no-migration", "--migration"], ["--migration: given 2 times, --no-migration and --migration"]),
+        (["logs", "out", "-f", "--follow"], ["--follow: given 2 times, --follow and --follow"]),
+        (["bench", "engine", "--rows", "1", "--rows", "2"], ["--rows: given 2 times, '1' and '2'"]),
+        (
+            ["status", "out", "--storage-options", "{hush}", "--storage-options", "{}"],
+            ["--storage-options: given 2 times; "],
+        ),
+        (["run", "--output", "s3://u:hush@b/x", "--output", "y"], ["--output: given 2 times, 's3://***@b/x' and 'y'"]),
+    ],
+)
+def test_an_option_that_is_given_twice_is_refused_with_its_values(words: list[str], lines: list[str]) -> None:
+    code, text = invoke(*words)
+    assert code == 2
+    assert len(text.splitlines()) == len(lines)
+    for line, shown in zip(lines, text.splitlines(), strict=True):
+        assert shown.startswith(f"lorabatch: {line}")
+    assert "hush" not in text
+
+
+def test_repeatable_options_are_given_several_times() -> None:
+    repeated = [
+        "--input",
+        "/no/a",
+        "--input",
+        "/no/b",
+        "--stop",
+        "x",
+        "--stop",
+        "y",
+        "--column",
+        "id=a",
+        "--column",
+        "prompt=b",
+    ]
+    code, text = invoke("plan", *repeated)
+    assert code == 2
+    assert "given" not in text.replace("required and not given", "")
+    assert "/no/a': not found" in text
+    assert "/no/b': not found" in text
+
+
 def test_storage_options_that_are_no_json_are_refused_without_being_shown(tmp_path: Path) -> None:
     code, text = invoke("status", str(tmp_path), "--storage-options", "{secret: hush}")
     assert code == 2

@@ -81,6 +81,11 @@ def _name_clashes(schema: pa.Schema, roles: Mapping[str, str]) -> list[str]:
     return [f"input column {name!r}: the output has a column of that name. Rename it." for name in taken]
 
 
+def text_columns(schema: pa.Schema) -> list[str]:
+    """Columns of text, which could hold names."""
+    return [field.name for field in schema if _is_text(_plain(field.type))]
+
+
 def _plain(kind: pa.DataType) -> pa.DataType:
     """The type of the values: dictionaries and extensions unwrapped."""
     if t.is_dictionary(kind):

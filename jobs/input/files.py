@@ -1,4 +1,4 @@
-"""The Parquet files behind `--input`, and what their footers say. No row is read here."""
+"""Finds the Parquet files behind `--input` and reads their footers. No row is read here."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..storage.redaction import redacted_url, storage_reason
 _WEB = ("http://", "https://")
 _GLOB_SIGNS = "*?["
 _SUFFIXES = (".parquet", ".pq", ".parq")
+_OTHER_FORMATS = {".csv": "CSV", ".tsv": "CSV", ".jsonl": "JSON", ".ndjson": "JSON", ".json": "JSON"}
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 _TAIL_BYTES = 8
 _PARALLEL_FOOTERS = 16
@@ -34,44 +35,93 @@ _PROBLEMS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """One file and its Arrow schema."""
+    """One file and its Arrow schema. `folder`: its folders below the one given, or from the first one with a wildcard
+    on; their names may hold columns.
+    """
 
     file: InputFile
     schema: pa.Schema
+    folder: str = ""
 
 
-def read_footers(url: str, storage_options: Mapping[str, Any]) -> tuple[Footer, ...]:
-    """Footers of all files, in the order of their names.
+@dataclass(frozen=True, slots=True)
+class InputFiles:
+    """The files of a job's input. `unread`: data files in the same folders that are not Parquet."""
 
-    `url`: a file, a folder (all Parquet files below it, without names that start with `_` or `.`) or a glob.
-    Raises `JobRequestError` naming every file that cannot be used.
+    footers: tuple[Footer, ...]
+    unread: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is behind one input, as paths of its file system. `root`: above the folders that may hold columns."""
+
+    url: str
+    fs: Any
+    options: Mapping[str, Any]
+    paths: list[str]
+    root: str
+    unread: list[str]
+
+    def address(self, path: str) -> str:
+        """A file's path on this machine, or its URL."""
+        return path if isinstance(self.fs, LocalFileSystem) else str(self.fs.unstrip_protocol(path))
+
+    def folder(self, path: str) -> str:
+        """See `Footer`."""
+        return path.removeprefix(self.root).strip("/").rpartition("/")[0]
+
+
+def read_footers(urls: Sequence[str], storage_options: Mapping[str, Any]) -> InputFiles:
+    """Footers of all files: in the order of the inputs, and of their names within each.
+
+    `urls`: files, folders (all Parquet files below them, without names that start with `_` or `.`) and globs. Raises
+    `JobRequestError` naming every input and file that cannot be used.
     """
-    options = options_for(url, storage_options)
-    try:
-        fs, path = fsspec.core.url_to_fs(url, **options)
-        paths = _find(fs, path)
-    except JobRequestError:
-        raise
-    except Exception as error:
-        raise JobRequestError(f"input={redacted_url(url)!r}: {storage_reason(error, options, url)}") from None
-    if not paths:
-        raise JobRequestError(
-            f"input={redacted_url(url)!r}: no Parquet files there. Expected a .parquet file, a folder with such "
-            "files, or a glob that matches some."
-        )
-    names = _names(paths, path)
+    problems: list[str] = []
+    inputs = [found for url in urls if (found := _found(url, storage_options, problems)) is not None]
+    files = [(found, path) for found in inputs for path in found.paths]
+    problems += _read_twice(files)
+    names = _names([found.address(path) for found, path in files])
 
-    def read(path: str) -> Footer | str:
-        return _read_footer(fs, path, names[path], options, url)
+    def read(number: int) -> Footer | str:
+        return _read_footer(*files[number], names[number])
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
-        outcomes = list(pool.map(read, paths))
-    problems = [outcome for outcome in outcomes if isinstance(outcome, str)]
-    if len(problems) > _PROBLEMS_SHOWN:
-        problems[_PROBLEMS_SHOWN:] = [f"input: {len(problems) - _PROBLEMS_SHOWN} more files cannot be read."]
+        outcomes = list(pool.map(read, range(len(files))))
+    unusable = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    if len(unusable) > _PROBLEMS_SHOWN:
+        unusable[_PROBLEMS_SHOWN:] = [f"input: {len(unusable) - _PROBLEMS_SHOWN} more files cannot be read."]
+    problems += unusable
     if problems:
         raise JobRequestError(*problems)
-    return tuple(outcome for outcome in outcomes if isinstance(outcome, Footer))
+    unread = tuple(path.rpartition("/")[2] for found in inputs for path in found.unread)
+    return InputFiles(tuple(outcome for outcome in outcomes if isinstance(outcome, Footer)), unread)
+
+
+def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) -> _Found | None:
+    """What is behind one input; None, and a problem more, when there is nothing to read."""
+    shown, options = redacted_url(url), options_for(url, storage_options)
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **options)
+        found = _Found(url, fs, options, *_find(fs, path))
+    except Exception as error:
+        problems.append(f"input={shown!r}: {storage_reason(error, options, url)}")
+        return None
+    if found.paths:
+        return found
+    if found.unread:
+        folder, ending = shown.rstrip("/"), found.unread[0].rpartition("/")[2].partition(".")[2]
+        problems.append(
+            f"input={shown!r}: {other_format(found.unread[0])} and no Parquet files there; only Parquet is read. "
+            + _conversion(f"{folder}/**/*.{ending}", f"{folder}.parquet")
+        )
+    else:
+        problems.append(
+            f"input={shown!r}: no Parquet files there. Expected a .parquet file, a folder with such files, or a glob "
+            "that matches some."
+        )
+    return None
 
 
 def footer_sha256(file: BinaryIO) -> str:
@@ -125,23 +175,30 @@ def unpack_schema(text: str) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
-def _find(fs: Any, path: str) -> list[str]:
+def _find(fs: Any, path: str) -> tuple[list[str], str, list[str]]:
+    """Paths of Parquet files, the folder above those that may hold columns, and data files of other formats."""
     if any(sign in path for sign in _GLOB_SIGNS) and not fs.exists(path):
-        return sorted(found for found in fs.glob(path) if fs.isfile(found))
+        parts = path.split("/")
+        fixed = next(i for i, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
+        return sorted(found for found in fs.glob(path) if fs.isfile(found)), "/".join(parts[:fixed]), []
     if fs.isfile(path):
-        return [path]
+        return [path], path.rpartition("/")[0], []
     if not fs.exists(path):
         raise FileNotFoundError(path)
     root = path.rstrip("/")
-    below = {found: found[len(root) :].strip("/").split("/") for found in fs.find(root)}
-    visible = {found: parts for found, parts in below.items() if _is_visible(parts)}
-    partitioned = [part for parts in visible.values() for part in parts[:-1] if "=" in part]
-    if partitioned:
-        raise JobRequestError(
-            f"input: the folder is partitioned by {partitioned[0].split('=')[0]!r} ({partitioned[0]}/…), and "
-            "columns kept in folder names are not read. Write that column into the files."
-        )
-    return sorted(found for found in visible if found.lower().endswith(_SUFFIXES))
+    visible = sorted(found for found in fs.find(root) if _is_visible(found[len(root) :].strip("/").split("/")))
+    paths = [found for found in visible if found.lower().endswith(_SUFFIXES)]
+    return paths, root, [found for found in visible if other_format(found)]
+
+
+def other_format(name: str) -> str | None:
+    """The format of a data file that is not Parquet, by the ending of its name; None for other files."""
+    stem = name.lower().removesuffix(".gz").removesuffix(".zst")
+    return next((kind for suffix, kind in _OTHER_FORMATS.items() if stem.endswith(suffix)), None)
+
+
+def _conversion(source: str, target: str) -> str:
+    return f"""Convert it, for example: duckdb -c "COPY (FROM '{source}') TO '{target}'\""""
 
 
 def _is_visible(parts: Sequence[str]) -> bool:
@@ -154,41 +211,59 @@ def _resolved(url: str) -> str:
     return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
-def _names(paths: list[str], root: str) -> dict[str, str]:
-    """Path -> a short name, unique in the job: below the folder given, or the file name."""
-    folder = root.rstrip("/") + "/"
-    # On the web a path is a whole URL, and what follows the question mark may open the file.
-    plain = {path: path.partition("?")[0] if path.startswith(_WEB) else path for path in paths}
-    short = {path: plain[path].removeprefix(folder).rsplit("/", 1)[-1] for path in paths}
-    if len(set(short.values())) == len(paths):
+def _read_twice(files: Sequence[tuple[_Found, str]]) -> list[str]:
+    """Files that are behind two inputs: their rows would be answered twice."""
+    first: dict[str, _Found] = {}
+    twice = []
+    for found, path in files:
+        if first.setdefault(_resolved(found.address(path)), found) is not found:
+            twice.append(path)
+    if not twice:
+        return []
+    more = f" and {len(twice) - 1} more files are" if len(twice) > 1 else " is"
+    return [f"input: {redacted_url(twice[0])!r}{more} behind two of the inputs. Leave one of these inputs out."]
+
+
+def _names(addresses: Sequence[str]) -> list[str]:
+    """A short name for each file, unique in the job: the file's own, or with the folders that tell all apart."""
+    # On the web, what follows the question mark may open the file.
+    plain = [redacted_url(a).partition("?")[0] if a.startswith(_WEB) else a for a in addresses]
+    short = [address.rpartition("/")[2] for address in plain]
+    if len(set(short)) == len(short):
         return short
-    parts = [plain[path].split("/") for path in paths]
+    parts = [address.split("/") for address in plain]
+    longest = min(map(len, parts)) - 1
     common = 0
-    while len({tuple(p[: common + 1]) for p in parts}) == 1:
+    while common < longest and len({tuple(p[: common + 1]) for p in parts}) == 1:
         common += 1
-    return {path: "/".join(p[common:]) for path, p in zip(paths, parts, strict=True)}
+    return ["/".join(p[common:]) for p in parts]
 
 
-def _read_footer(fs: Any, path: str, name: str, options: Mapping[str, Any], given: str) -> Footer | str:
-    """The footer, or a sentence that says why the file is refused. `given`: the URL it was found with."""
+def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
+    """The footer, or a sentence that says why the file is refused."""
     try:
-        with fs.open(path, "rb") as file:
+        with found.fs.open(path, "rb") as file:
             footer, size = _footer_bytes(file)
         metadata = _parsed(footer)
     except ValueError as error:
+        kind = other_format(name)
+        if kind is not None:
+            shown = redacted_url(found.address(path))
+            target = f"{name.rpartition('/')[2].partition('.')[0]}.parquet"
+            return f"input file {name!r}: {kind}; only Parquet is read. {_conversion(shown, target)}"
         return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
     except Exception as error:
-        return f"input file {name!r}: {storage_reason(error, options, given)}"
-    url = path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
+        return f"input file {name!r}: {storage_reason(error, found.options, found.url)}"
     return Footer(
         InputFile(
-            url=redacted_url(url),
+            url=redacted_url(found.address(path)),
             name=name,
             size_bytes=size,
             footer_sha256=hashlib.sha256(footer).hexdigest(),
             row_group_rows=tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)),
         ),
         metadata.schema.to_arrow_schema(),
+        found.folder(path),
     )
 
 

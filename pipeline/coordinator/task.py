@@ -15,6 +15,7 @@ from typing import Any
 from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import OutputConflictError
+from ...jobs.notes import row_notes
 from ...jobs.opening import OpenedJob, changed_adapters
 from ...jobs.storage.local_copy import is_remote
 from ...jobs.storage.redaction import redacted_url
@@ -129,7 +130,7 @@ def index_rows(run: JobRun) -> IndexTotals:
     record, reporter = run.job.record, run.reporter
     rows = record.input.num_rows
     reporter.phase("indexing", rows)
-    chunks = list_chunks(record, run.job.spec.input)
+    chunks = list_chunks(record, run.job.spec.inputs)
     name = f"lora_index-{run.run_id}-{run.control.coordinator_id}"
     index_job = IndexJob.from_record(record, run.job.spec)
     indexing = FanOut(run.client, index_chunk, chunks, name, job=index_job, store=run.job.store)
@@ -156,6 +157,7 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
         # Read anew: a coordinator before this one may have reopened them.
         changed = changed_adapters(job.store.read_record(), job.record)
         plan = reopen_shards(job.store, job.record, read_plan(job.store), changed)
+    run.reporter.notes = row_notes(job.record, indexed.rows_per_adapter)
     # Only now: a run that is killed before must find the adapters changed again.
     job.store.replace_record(job.record)
     return plan

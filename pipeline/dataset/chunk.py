@@ -21,7 +21,7 @@ from ...engine.request import SamplingParams
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.input.files import footer_sha256, unpack_schema
-from ...jobs.record import AdapterRecord, JobRecord, index_key
+from ...jobs.record import AdapterRecord, JobRecord, PartitionValues, index_key
 from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS, JobSpec
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
@@ -45,7 +45,7 @@ _READ_ROWS = 1024
 class ChunkRef:
     """A row group. `file_name` is for messages and made-up ids; `first_row` counts from the file's start.
 
-    `footer_sha256`: of the file as it was when the job was frozen.
+    `footer_sha256`: of the file as it was when the job was frozen. `partition`: columns of the file's folders.
     """
 
     chunk_id: int
@@ -55,6 +55,7 @@ class ChunkRef:
     first_row: int
     num_rows: int
     footer_sha256: str
+    partition: PartitionValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class IndexJob:
     """What indexing a chunk needs to know. `key`: index files written under another key are stale.
 
     `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
-    `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
+    `system_prompt`: for rows whose messages have none. `prepared_apart`: adapters with a tokenizer or vocabulary of
+    their own, by name.
     """
 
     model_url: str
@@ -73,6 +75,7 @@ class IndexJob:
     max_context_tokens: int
     key: str
     now: str
+    system_prompt: str | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
 
@@ -88,6 +91,7 @@ class IndexJob:
             max_context_tokens=record.model.max_context_tokens,
             key=index_key(record),
             now=record.created_at,
+            system_prompt=record.spec.get("system_prompt"),
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
         )
@@ -116,7 +120,7 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
             with pq.ParquetFile(handle, pre_buffer=True, page_checksum_verification=True) as file:
                 for batch in file.iter_batches(batch_size=_READ_ROWS, row_groups=[chunk.row_group]):
                     num_rows += batch.num_rows
-                    yield _fitted(batch, schema)
+                    yield _fitted(batch, schema, chunk.partition)
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         reason = storage_reason(error, options, chunk.file_url)
         raise DamagedChunkError(_refusal(chunk, f"cannot be read ({reason})")) from None
@@ -131,12 +135,17 @@ def _refusal(chunk: ChunkRef, what: str) -> str:
     )
 
 
-def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Columns that this file lacks become null; columns without any value take the type of the other files."""
+def _fitted(batch: pa.RecordBatch, schema: pa.Schema, partition: PartitionValues) -> pa.RecordBatch:
+    """Columns of the file's folders are added; columns that it lacks become null; columns without any value take the
+    type of the other files.
+    """
     columns = []
     for column in schema:
         place = batch.schema.get_field_index(column.name)
-        if place < 0:
+        value = partition.get(column.name)
+        if value is not None:
+            columns.append(pa.repeat(value, batch.num_rows).cast(column.type))
+        elif place < 0:
             columns.append(pa.nulls(batch.num_rows, column.type))
         elif batch.column(place).type == column.type:
             columns.append(batch.column(place))
@@ -246,7 +255,7 @@ class ChunkRows:
         if self._prompt_role == "prompt":
             check_text(draft, value)
         elif self._prompt_role == "messages":
-            check_messages(draft, value, self._tokenizer(adapter).render)
+            check_messages(draft, value, self._job.system_prompt, self._tokenizer(adapter).render)
         else:
             apart = self._job.prepared_apart.get(adapter or "")
             check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)

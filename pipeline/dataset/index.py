@@ -7,7 +7,7 @@ never leave the machine that indexes them; only counts are returned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -18,7 +18,7 @@ import pyarrow as pa
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.record import JobRecord
 from ...jobs.storage.local_copy import local_folder
-from ...jobs.storage.redaction import is_redacted
+from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
 from .chunk import ChunkRef, ChunkRows, DamagedChunkError, IndexJob, read_chunk
 from .schema import arrow_file
@@ -39,18 +39,19 @@ class ChunkSummary:
     damage: str | None = None
 
 
-def list_chunks(record: JobRecord, input_url: str = "") -> tuple[ChunkRef, ...]:
-    """One chunk per row group that has rows, in input order. `input_url`: the job's input with what opens it; the
-    record has it without.
+def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef, ...]:
+    """One chunk per row group that has rows, in input order. `inputs`: the job's, with what opens them; the record has
+    them without.
     """
+    opening = {redacted_url(url): url for url in inputs}
     chunks: list[ChunkRef] = []
     for file in record.input.files:
-        url = input_url if is_redacted(file.url) else file.url
+        url = opening.get(file.url, inputs[0]) if inputs and is_redacted(file.url) else file.url
         first_row = 0
         for row_group, num_rows in enumerate(file.row_group_rows):
             if num_rows:
                 place = (url, file.name, row_group, first_row, num_rows)
-                chunks.append(ChunkRef(len(chunks), *place, file.footer_sha256))
+                chunks.append(ChunkRef(len(chunks), *place, file.footer_sha256, file.partition))
             first_row += num_rows
     return tuple(chunks)
 

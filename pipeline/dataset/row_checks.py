@@ -15,6 +15,8 @@ from ...engine.errors import ChatTemplateError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 
 _SHOWN_CHARS = 60
+# "developer" is OpenAI's newer name for it.
+_SYSTEM_ROLES = ("system", "developer")
 
 
 class ErrorKind(IntEnum):
@@ -54,8 +56,12 @@ def check_text(draft: RowDraft, value: Any) -> None:
     _set_text(draft, "prompt", value)
 
 
-def check_messages(draft: RowDraft, value: Any, render: Callable[[list[dict[str, Any]]], str]) -> None:
-    """`messages`: a list of role and content, or its JSON, which the chat template accepts."""
+def check_messages(
+    draft: RowDraft, value: Any, system_prompt: str | None, render: Callable[[list[dict[str, Any]]], str]
+) -> None:
+    """`messages`: a list of role and content, or its JSON, which the chat template accepts. `system_prompt`: put before
+    messages without a system message.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -69,8 +75,11 @@ def check_messages(draft: RowDraft, value: Any, render: Callable[[list[dict[str,
     if problem is not None:
         draft.reject(ErrorKind.PROMPT, problem)
         return
+    messages = [message | {"content": _joined(message.get("content"))} for message in value]
+    if system_prompt is not None and not any(message["role"] in _SYSTEM_ROLES for message in messages):
+        messages.insert(0, {"role": "system", "content": system_prompt})
     try:
-        _set_text(draft, "messages", render(value))
+        _set_text(draft, "messages", render(messages))
     except ChatTemplateError as error:
         draft.reject(ErrorKind.PROMPT, f"messages: {error}.")
 
@@ -139,9 +148,34 @@ def _messages_problem(value: Any) -> str | None:
             return f"messages[{position}]={_shown(message)}: expected an object with role and content."
         if not isinstance(message.get("role"), str) or not message["role"]:
             return f"messages[{position}].role={_shown(message.get('role'))}: expected text such as 'user'."
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            return f"messages[{position}].content={_shown(message.get('content'))}: expected text."
+        problem = _content_problem(message.get("content"), bool(message.get("tool_calls")))
+        if problem is not None:
+            return f"messages[{position}].content{problem}"
     return None
+
+
+def _content_problem(content: Any, may_be_empty: bool) -> str | None:
+    """What is wrong with a message's content, to stand behind its place."""
+    if isinstance(content, str) or (may_be_empty and not content):
+        return None
+    if not isinstance(content, list) or not content:
+        return f"={_shown(content)}: expected text."
+    for position, part in enumerate(content):
+        if not isinstance(part, dict):
+            return f"[{position}]={_shown(part)}: expected an object with type and text."
+        if part.get("type") != "text":
+            kind = str(part.get("type") or "null")[:_SHOWN_CHARS]
+            return f"[{position}]: content part of type {kind}: only text is supported."
+        if not isinstance(part.get("text"), str):
+            return f"[{position}].text={_shown(part.get('text'))}: expected text."
+    return None
+
+
+def _joined(content: Any) -> Any:
+    """Content as chat templates read it: the texts of its parts, one per line."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(part["text"] for part in content) if content else None
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,14 @@ from dataclasses import replace
 
 from distributed import Client
 
-from ...jobs.errors import ErrorBudgetError, JobCancelledError, JobInterruptedError, OutputConflictError, StorageError
+from ...jobs.errors import (
+    ErrorBudgetError,
+    InputRowsError,
+    JobCancelledError,
+    JobInterruptedError,
+    OutputConflictError,
+    StorageError,
+)
 from ...jobs.record import JobState, Phase
 from ...jobs.spec import ErrorBudget
 from ...jobs.store import JobStore
@@ -27,16 +34,20 @@ INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again t
 
 
 class JobReporter:
-    """Reports the states of one run; called with each of them. `show`: shows one to those who follow the job."""
+    """Reports the states of one run; called with each of them. `show`: shows one to those who follow the job.
+    `notes`: part of every state from now on.
+    """
 
     def __init__(self, store: JobStore, show: Callable[[JobState], None], budget: ErrorBudget) -> None:
         self._store = store
         self._show = show
         self._budget = budget
+        self.notes: tuple[str, ...] = ()
         self._latest = JobState("checking", time.time())
 
     def __call__(self, state: JobState) -> None:
         """Report a state. Raises `ErrorBudgetError` when it has more errors than the job allows."""
+        state = replace(state, notes=self.notes)
         self._write(state)
         self._show(state)
         self.check_budget(state.rows_error, state.rows)
@@ -115,8 +126,16 @@ class JobReporter:
                 phase = "interrupted"
             case _:
                 phase = "failed"
-        message = str(error) or type(error).__name__
-        last = replace(self._latest, phase=phase, updated_at_s=time.time(), message=message, workers=(), eta_s=None)
+        last = replace(
+            self._latest,
+            phase=phase,
+            updated_at_s=time.time(),
+            message=str(error) or type(error).__name__,
+            # The rows, or the budget for errors, must change first.
+            can_resume=not isinstance(error, InputRowsError | ErrorBudgetError),
+            workers=(),
+            eta_s=None,
+        )
         self._show(last)
         self._write(last)
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...jobs.notes import job_notes, row_notes
 from ...jobs.opening import OpenedJob, open_job
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
@@ -35,7 +36,8 @@ _SIMULATED_ROWS = 20_000
 @dataclass(frozen=True, slots=True, eq=False)
 class DryRun:
     """A job as planned. `weight_bytes`: of the base model on each worker, as it is stored. `range_s`: predicted for
-    answers of a quarter of `max_tokens` and of all of it; None when their lengths are known.
+    answers of a quarter of `max_tokens` and of all of it; None when their lengths are known. `notes`: on adapters,
+    files and rows.
     """
 
     spec: JobSpec
@@ -47,6 +49,7 @@ class DryRun:
     cost: ChosenCost
     forecast: Forecast
     range_s: tuple[float, float] | None
+    notes: tuple[str, ...]
 
 
 def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
@@ -61,7 +64,8 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
         job = open_job(spec)
         num_workers = _num_workers(spec)
         forecaster = Forecaster.of(job, num_workers)
-        with check_rows(job.store, job.record, _index(job)) as checked:
+        indexed = _index(job)
+        with check_rows(job.store, job.record, indexed) as checked:
             workload = checked.whole()
         predict = partial(forecaster, workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
         forecast = predict()
@@ -79,6 +83,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
             forecaster.cost,
             forecast,
             range_s,
+            (*job_notes(job.record), *row_notes(job.record, indexed.rows_per_adapter)),
         )
 
 
@@ -95,4 +100,4 @@ def _index(job: OpenedJob) -> IndexTotals:
     """Index every row group in this process; tokenisers leave Python's lock while they work."""
     index = partial(index_chunk, job=IndexJob.from_record(job.record, job.spec), store=job.store)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return IndexTotals.of(pool.map(index, list_chunks(job.record)))
+        return IndexTotals.of(pool.map(index, list_chunks(job.record, job.spec.inputs)))

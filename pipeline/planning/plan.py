@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...jobs.errors import DamagedRecordError, JobRequestError
+from ...jobs.errors import DamagedRecordError, InputRowsError
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.record import JobRecord, adapter_problem
 from ...jobs.spec import ErrorBudget
@@ -140,11 +140,11 @@ def plan_job(
 def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iterator[CheckedRows]:
     """Check the whole index; the rows stay in a file until the context is closed.
 
-    Raises `JobRequestError` for row groups that cannot be read and for duplicate ids, all at once, and
+    Raises `InputRowsError` for row groups that cannot be read and for duplicate ids, all at once, and
     `ErrorBudgetError` when more rows are wrong than the job's `max_errors` allows.
     """
     if indexed.damages:
-        raise JobRequestError(*dict.fromkeys(indexed.damages[chunk_id] for chunk_id in sorted(indexed.damages)))
+        raise InputRowsError(*dict.fromkeys(indexed.damages[chunk_id] for chunk_id in sorted(indexed.damages)))
     known = {adapter.name: adapter for adapter in record.adapters}
     counts = dict(indexed.rows_per_adapter)
     num_base = counts.pop("", 0)

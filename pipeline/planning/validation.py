@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...jobs.errors import ErrorBudgetError, JobRequestError
+from ...jobs.errors import ErrorBudgetError, InputRowsError
 from ...jobs.spec import ErrorBudget
 from ...jobs.store import JobStore
 from ..dataset import schema as prepared
@@ -52,7 +52,7 @@ class DuplicateIds:
             self._files[int(i)].write(found[number == i].tobytes())
 
     def refuse(self, store: JobStore, id_column: str) -> None:
-        """Raise `JobRequestError`, naming examples and where they stand, when two rows have one id.
+        """Raise `InputRowsError`, naming examples and where they stand, when two rows have one id.
 
         Where hashes agree the ids themselves decide, so that no collision is taken for a duplicate.
         """
@@ -65,7 +65,7 @@ class DuplicateIds:
                 num_repeated -= not found
                 examples += found
         if examples:
-            raise JobRequestError(
+            raise InputRowsError(
                 f"column {id_column!r} (id): {_ids(num_repeated)} in more than one row: "
                 f"{'; '.join(examples[:_IDS_SHOWN])}. Every row needs an id of its own: make them unique, or name "
                 "another column with --column id=NAME."

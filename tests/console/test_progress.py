@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -55,3 +56,11 @@ def test_the_display_has_a_line_per_worker_with_its_mode_and_adapters() -> None:
     assert "merged" in shown
     assert "and 1 more" in shown
     assert "81%" in shown
+
+
+def test_notes_of_a_job_are_printed_once() -> None:
+    out = io.StringIO()
+    with ConsoleProgress(Console(file=out, width=80)) as progress:
+        for notes in ((), ("one",), ("one",), ("one", "two")):
+            progress.update(replace(RUNNING, notes=notes))
+    assert [line for line in out.getvalue().splitlines() if "running" not in line] == ["one", "two"]

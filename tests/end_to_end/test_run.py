@@ -16,7 +16,7 @@ from distributed import Client
 from echo_job import EchoJob, make_rows
 
 from lorabatch.console.progress import status_lines
-from lorabatch.jobs.errors import ErrorBudgetError, JobFailedError, OutputConflictError
+from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError, JobFailedError, OutputConflictError
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.status import read_status
 from lorabatch.scheduler.messages import Command, Event, RunShard
@@ -85,6 +85,34 @@ def test_too_many_wrong_rows_stop_the_job_before_any_work(echo_job: EchoJob, sha
     assert (state.phase, state.rows_done) == ("failed", 0)
     echo_job.run(shared_client, max_errors="50%")
     assert len(echo_job.rows()) == 20
+
+
+def test_an_id_in_two_rows_stops_a_job_before_an_engine_starts_until_it_is_corrected(
+    echo_job: EchoJob, shared_client: Client
+) -> None:
+    rows = make_rows(20)
+    echo_job.write_input([*rows, rows[3]])
+    with pytest.raises(InputRowsError, match=r"1 id appears in more than one row: 3 at input\.parquet:3"):
+        echo_job.run(shared_client)
+    status = read_status(echo_job.store)
+    assert (status.headline, status.next_step) == ("failed", None)
+    assert [name for name in echo_job.store.read_logs() if name.startswith("engine")] == []
+    echo_job.write_input(rows)
+    echo_job.run(shared_client)
+    echo_job.assert_answered(rows)
+
+
+def test_inputs_are_read_together_and_folder_names_name_adapters(echo_job: EchoJob, shared_client: Client) -> None:
+    rows = make_rows(24, names=("rank1", "rank8"))
+    for name in ("rank1", "rank8"):
+        folder = echo_job.folder / "rows" / f"adapter={name}"
+        folder.mkdir(parents=True)
+        own = [{"id": row["id"], "prompt_token_ids": row["prompt_token_ids"]} for row in rows if row["adapter"] == name]
+        pq.write_table(pa.Table.from_pylist(own), folder / "x.parquet")
+    more = [row | {"id": row["id"] + 100} for row in make_rows(8)]
+    echo_job.write_input(more)
+    echo_job.run(shared_client, input=[str(echo_job.folder / "rows"), str(echo_job.folder / "input.parquet")])
+    echo_job.assert_answered(rows + more)
 
 
 def test_a_row_that_kills_engines_becomes_one_error_row(echo_job: EchoJob, shared_client: Client) -> None:

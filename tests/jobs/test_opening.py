@@ -23,7 +23,7 @@ from lorabatch.jobs.store import JobStore
 @pytest.fixture
 def given(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
     """A request over a real tiny model and two real adapters."""
-    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"id": [1, 2], "adapter": ["rank1", None], "prompt": ["a", "b"]}), tmp_path / "in.parquet")
     for name in ("rank1", "rank8"):
         shutil.copytree(tiny_adapters[name], tmp_path / "adapters" / name)
     return {
@@ -63,7 +63,7 @@ def test_the_same_job_again_resumes_it(given: dict[str, Any]) -> None:
 
 def test_another_job_on_the_same_output_is_refused_with_every_difference(given: dict[str, Any]) -> None:
     first = open_job(JobSpec(**given))
-    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), given["input"])
+    pq.write_table(pa.table({"id": [1, 2], "adapter": ["rank1", None], "prompt": ["a", "c"]}), given["input"])
     with pytest.raises(OutputConflictError) as caught:
         open_job(JobSpec(**given, temperature=0.5))
     text = str(caught.value)
@@ -78,7 +78,7 @@ def test_a_job_that_ended_before_it_had_a_plan_makes_way_for_one_with_corrected_
     first = open_job(JobSpec(**given))
     first.store.write_state(JobState("failed", 0.0))
     assert open_job(JobSpec(**given)).record.job_id == first.record.job_id
-    pq.write_table(pa.table({"id": [1, 2], "prompt": ["a", "c"]}), given["input"])
+    pq.write_table(pa.table({"id": [1, 2], "adapter": ["rank1", None], "prompt": ["a", "c"]}), given["input"])
     fresh = open_job(JobSpec(**given))
     assert fresh.store.read_record() == fresh.record
     assert fresh.record.job_id != first.record.job_id

@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "dummy",
     "rows_per_shard": 10,
+    "system_prompt": "Be brief.",
 }
 FREE_VALUES: dict[str, Any] = {
     "adapters": "/adapters",
@@ -97,6 +98,26 @@ def test_changed_content_under_the_same_name_is_another_job(record: Record) -> N
     assert line == "input: its files or columns have changed since the job was started"
     moved = old.input.model_copy(update={"files": (file.model_copy(update={"url": "s3://elsewhere"}),)})
     assert differences(old, record(input=moved)) == []
+
+
+def test_a_partition_is_content_and_files_that_are_left_unread_are_not(record: Record) -> None:
+    old = record()
+    (file,) = old.input.files
+    moved = old.input.model_copy(update={"files": (file.model_copy(update={"partition": {"tenant": "b"}}),)})
+    assert differences(old, record(input=moved))
+    beside = old.input.model_copy(update={"unread": ("a.csv",)})
+    assert differences(old, record(input=beside)) == []
+
+
+def test_a_job_of_the_version_before_these_options_is_the_same_job_with_the_same_index(record: Record) -> None:
+    raw = json.loads(record().to_json())
+    del raw["spec"]["system_prompt"], raw["input"]["unread"], raw["input"]["files"][0]["partition"]
+    before = JobRecord.from_json(json.dumps(raw).encode())
+    assert differences(before, record()) == []
+    # As that version computed it.
+    assert (
+        index_key(before) == index_key(record()) == "2c8f2c6742a3c2873dcdd9c579edb18263777d48d45139f13fc06d307882a5f9"
+    )
 
 
 def test_what_is_written_down_opens_nothing() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.record import public_spec
 from lorabatch.jobs.spec import (
     COLUMN_ROLES,
     TLS_FIELDS,
@@ -113,6 +114,29 @@ def test_job_files_that_cannot_be_used_are_explained(tmp_path: Path, text: str |
     with pytest.raises(JobRequestError) as caught:
         JobSpec(**read_job_file(path, {}))
     assert expected in str(caught.value)
+
+
+def test_a_key_that_stands_twice_in_a_job_file_is_refused_with_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("max_tokens: 1\nmodel: a\nmax-tokens: 2\ncolumns: {id: a, id: b}\ncolumn: {}\n")
+    with pytest.raises(JobRequestError) as caught:
+        read_job_file(tmp_path / "job.yaml", {})
+    assert [problem.partition("job.yaml: ")[2] for problem in caught.value.problems] == [
+        "max_tokens: given 2 times, line 1 and 3; keep one.",
+        "columns: given 2 times, line 4 and 5; keep one.",
+        "id: given 2 times, line 4; keep one.",
+    ]
+
+
+def test_one_input_is_a_text_and_several_are_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert JobSpec(**BASICS | {"input": ["/a"]}) == JobSpec(**BASICS | {"input": "/a"})
+    spec = JobSpec(**BASICS | {"input": ["/a", "b", "s3://u:hush@c"]})
+    assert spec.inputs == ("/a", "b", "s3://u:hush@c")
+    assert "hush" not in repr(spec) + str(public_spec(spec))
+    monkeypatch.chdir(tmp_path)
+    assert spec.with_absolute_paths().inputs == ("/a", str(tmp_path / "b"), "s3://u:hush@c")
+    for wrong in ([], ["/a", ""], 3):
+        with pytest.raises(JobRequestError, match=r"expected a Parquet file, folder, glob or URL, or several"):
+            JobSpec(**BASICS | {"input": wrong})
 
 
 def test_adapters_are_one_folder_or_names_with_urls() -> None:

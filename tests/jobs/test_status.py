@@ -11,7 +11,7 @@ import pytest
 from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.record import JobRecord, JobState, Phase, WorkerState
-from lorabatch.jobs.status import STALE_AFTER_S, read_status
+from lorabatch.jobs.status import STALE_AFTER_S, log_lines, read_status
 from lorabatch.jobs.store import JobStore
 
 NOW_S = 1000.0
@@ -57,6 +57,19 @@ def test_a_job_that_ended_early_says_why_and_how_to_go_on(store: JobStore, phase
     assert phase in lines
     assert "the disk is full." in lines
     assert "lorabatch resume" in lines
+
+
+def test_resume_is_not_named_where_it_cannot_help_and_notes_are_shown(store: JobStore) -> None:
+    store.write_state(
+        state("failed", message="1 id appears twice.", can_resume=False, notes=("2 adapters are unused",))
+    )
+    status = read_status(store, NOW_S)
+    assert (status.next_step, status.is_resting) == (None, True)
+    lines = "\n".join(status_lines(status))
+    assert "1 id appears twice." in lines
+    assert "note      2 adapters are unused" in lines
+    assert "lorabatch resume" not in lines
+    assert list(log_lines(store, follow=True)) == []
 
 
 def test_a_finished_job_is_done_whatever_its_state_says(store: JobStore) -> None:

@@ -21,7 +21,7 @@ from lorabatch.jobs.validation import check_job, requested_job
 @pytest.fixture
 def given(weightless_model: Path, tmp_path: Path) -> dict[str, Any]:
     """A request that is right."""
-    pq.write_table(pa.table({"id": [1], "prompt": ["a"]}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"id": [1], "adapter": ["x"], "prompt": ["a"]}), tmp_path / "in.parquet")
     shutil.copytree(weightless_model, tmp_path / "model")
     return {
         "model": str(tmp_path / "model"),
@@ -47,7 +47,7 @@ def test_a_right_request_says_what_it_found(given: dict[str, Any], tmp_path: Pat
     assert checked.adapters == {"x": str(tmp_path / "adapters" / "x")}
     assert checked.model.config.max_context_tokens == 128
     assert checked.input.num_rows == 1
-    assert checked.input.roles == {"id": "id", "prompt": "prompt"}
+    assert checked.input.roles == {"id": "id", "adapter": "adapter", "prompt": "prompt"}
     assert checked.output.is_empty
     assert not (tmp_path / "out").exists()
 
@@ -167,11 +167,63 @@ def test_messages_need_a_chat_template(given: dict[str, Any]) -> None:
     assert "has no chat template" in problem
 
 
+def test_a_system_prompt_needs_messages_and_a_template_that_keeps_it(given: dict[str, Any]) -> None:
+    for column, values in (("prompt", ["x"]), ("prompt_token_ids", [[1]])):
+        pq.write_table(pa.table({column: values}), given["input"])
+        (problem,) = problems(given, system_prompt="Be brief.")
+        assert f"system_prompt: the prompts of this input are in column {column!r}" in problem
+    pq.write_table(pa.table({"messages": ['[{"role": "user", "content": "x"}]']}), given["input"])
+    check_job(JobSpec(**given, system_prompt="Be brief."))
+    template = Path(given["model"]) / "chat_template.jinja"
+    template.write_text("{{ messages[-1]['content'] }}")
+    (problem,) = problems(given, system_prompt="Be brief.")
+    assert "the model's chat template leaves out system messages" in problem
+    template.write_text("{{ raise_exception('System role not supported') }}")
+    (problem,) = problems(given, system_prompt="Be brief.")
+    assert "System role not supported" in problem
+    with pytest.raises(JobRequestError, match="system_prompt='': expected text that is not empty"):
+        JobSpec(**given, system_prompt="")
+
+
 def test_max_tokens_must_leave_room_for_a_prompt(given: dict[str, Any]) -> None:
     (problem,) = problems(given, max_tokens=128)
     assert "max_tokens=128: leaves no room for a prompt" in problem
     pq.write_table(pa.table({"prompt": ["a"], "max_tokens": [5]}), given["input"])
     check_job(JobSpec(**given | {"max_tokens": 128}))
+
+
+def test_adapters_that_no_row_can_name_are_refused_with_the_columns_that_look_like_it(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+    adapters = str(tmp_path / "adapters")
+    table = pa.table({"prompt": ["a", "b", "x", "y"], "tenant": ["a", "b", None, "c"], "note": ["c", "q", "q", "q"]})
+    pq.write_table(table, given["input"], row_group_size=1)
+    (problem,) = problems(given, adapters=adapters)
+    assert problem == (
+        "adapters: 3 adapters are given, and no row can name one: the input has no column 'adapter'. "
+        "`tenant` holds 3 of the 3 adapter names: add --column adapter=tenant. "
+        "`prompt` holds 2 of the 3 adapter names: add --column adapter=prompt. "
+        "`note` holds 1 of the 3 adapter names: add --column adapter=note."
+    )
+    check_job(JobSpec(**given, adapters=adapters, columns={"adapter": "tenant"}))
+    pq.write_table(pa.table({"prompt": ["x"]}), given["input"])
+    (problem,) = problems(given, adapters=adapters)
+    assert "No column holds one of their names. Name the column with --column adapter=NAME" in problem
+    check_job(JobSpec(**given))
+
+
+def test_a_folder_name_may_be_the_adapters_name(given: dict[str, Any], tmp_path: Path) -> None:
+    for number in ("1", "2"):
+        (tmp_path / "adapters" / number).mkdir(parents=True)
+        (tmp_path / "rows" / f"tenant={number}").mkdir(parents=True)
+        pq.write_table(pa.table({"prompt": ["x"]}), tmp_path / "rows" / f"tenant={number}" / "x.parquet")
+    job = given | {"input": str(tmp_path / "rows"), "adapters": str(tmp_path / "adapters")}
+    (problem,) = problems(job)
+    assert "`tenant` holds 2 of the 2 adapter names: add --column adapter=tenant." in problem
+    checked = check_job(JobSpec(**job, columns={"adapter": "tenant"}))
+    assert [file.partition for file in checked.input.files] == [{"tenant": "1"}, {"tenant": "2"}]
 
 
 def test_an_input_without_rows_is_a_valid_job(given: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema, unpack_schema, would_read
 
 TABLE = pa.table({"prompt": ["a", "b", "c"]})
@@ -23,7 +25,7 @@ def write(path: Path, table: pa.Table = TABLE, **options: Any) -> Path:
 
 
 def names(url: Any) -> list[str]:
-    return [footer.file.name for footer in read_footers(str(url), {})]
+    return [footer.file.name for footer in read_footers([str(url)], {}).footers]
 
 
 def test_a_file_a_folder_and_a_glob_are_inputs(tmp_path: Path) -> None:
@@ -60,13 +62,13 @@ def test_files_of_equal_names_are_distinguished_by_their_folders(tmp_path: Path)
 
 def test_row_groups_sizes_and_footers_are_recorded(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", row_group_size=2)
-    (footer,) = read_footers(str(path), {})
+    (footer,) = read_footers([str(path)], {}).footers
     assert footer.file.row_group_rows == (2, 1)
     assert footer.file.size_bytes == path.stat().st_size
     assert footer.schema.equals(TABLE.schema)
     before = footer.file.footer_sha256
     write(path, pa.table({"prompt": ["a", "b", "d"]}), row_group_size=2)
-    (changed,) = read_footers(str(path), {})
+    (changed,) = read_footers([str(path)], {}).footers
     assert changed.file.footer_sha256 != before
 
 
@@ -85,7 +87,7 @@ def test_every_file_that_is_no_parquet_is_named(tmp_path: Path, content: bytes, 
     for name in ("bad-1.parquet", "bad-2.parquet"):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(JobRequestError) as caught:
-        read_footers(str(tmp_path), {})
+        read_footers([str(tmp_path)], {})
     assert len(caught.value.problems) == 2
     for name, problem in zip(("bad-1.parquet", "bad-2.parquet"), caught.value.problems, strict=True):
         assert f"input file {name!r}" in problem
@@ -96,7 +98,7 @@ def test_a_thousand_bad_files_do_not_fill_the_screen(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number}.parquet").write_bytes(b"no")
     with pytest.raises(JobRequestError, match="20 more files cannot be read"):
-        read_footers(str(tmp_path), {})
+        read_footers([str(tmp_path)], {})
 
 
 @pytest.mark.parametrize(
@@ -112,24 +114,83 @@ def test_an_input_that_is_not_there_is_explained(tmp_path: Path, name: str, expe
     (tmp_path / "empty").mkdir()
     url = name if "://" in name else str(tmp_path / name)
     with pytest.raises(JobRequestError, match="input=") as caught:
-        read_footers(url, {})
+        read_footers([url], {})
     assert expected in str(caught.value)
 
 
-def test_columns_kept_in_folder_names_are_refused_rather_than_lost(tmp_path: Path) -> None:
-    write(tmp_path / "adapter=pirate" / "x.parquet")
-    with pytest.raises(JobRequestError, match="partitioned by 'adapter'"):
-        read_footers(str(tmp_path), {})
+def test_several_inputs_are_read_in_their_order_under_names_that_differ(tmp_path: Path) -> None:
+    for name in ("one/x.parquet", "two/x.parquet", "two/y.parquet"):
+        write(tmp_path / name)
+    found = read_footers([str(tmp_path / "two"), str(tmp_path / "one/x.parquet")], {}).footers
+    assert [footer.file.name for footer in found] == ["two/x.parquet", "two/y.parquet", "one/x.parquet"]
+    fsspec.filesystem("memory").put(str(tmp_path / "one/x.parquet"), f"{tmp_path}/one/x.parquet")
+    urls = [str(tmp_path / "one"), f"memory:/{tmp_path}/one"]
+    distinct = {footer.file.name for footer in read_footers(urls, {}).footers}
+    assert len(distinct) == 2
+
+
+def test_a_file_behind_two_inputs_is_refused_rather_than_answered_twice(tmp_path: Path) -> None:
+    for name in ("a.parquet", "b.parquet"):
+        write(tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for other in (tmp_path / "a.parquet", tmp_path / "a.*", tmp_path / "link" / "a.parquet"):
+        with pytest.raises(JobRequestError, match=r"a\.parquet' is behind two of the inputs"):
+            read_footers([str(tmp_path), str(other)], {})
+
+
+def test_problems_of_all_inputs_are_listed_together(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_bytes(b"no")
+    with pytest.raises(JobRequestError) as caught:
+        read_footers([str(tmp_path / "none"), str(tmp_path), str(tmp_path / "*.pq")], {})
+    expected = ("none': not found", "*.pq': no Parquet files there", "'bad.parquet': not a readable")
+    assert len(caught.value.problems) == 3
+    for part, problem in zip(expected, caught.value.problems, strict=True):
+        assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("rows.csv", "CSV"), ("rows.JSONL", "JSON"), ("rows.ndjson.gz", "JSON"), ("rows.tsv", "CSV")]
+)
+def test_other_formats_are_named_with_a_line_that_converts_them(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    path.write_text("id,prompt\n1,hello\n")
+    with pytest.raises(JobRequestError) as caught:
+        read_footers([str(path)], {})
+    (problem,) = caught.value.problems
+    assert f"{name!r}: {kind}; only Parquet is read" in problem
+    assert problem.endswith(f"duckdb -c \"COPY (FROM '{path}') TO 'rows.parquet'\"")
+    with pytest.raises(JobRequestError, match=f"{kind} and no Parquet files there; only Parquet is read"):
+        read_footers([str(tmp_path)], {})
+
+
+def test_the_line_that_converts_makes_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": i, "messages": [{"role": "user", "content": "hello"}]} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(JobRequestError) as caught:
+        read_footers(["rows.jsonl"], {})
+    duckdb.sql(str(caught.value).split('"')[1])
+    (footer,) = read_footers(["rows.parquet"], {}).footers
+    assert find_roles(footer.schema, {}) == ({"id": "id", "messages": "messages"}, [])
+
+
+def test_data_beside_parquet_files_that_is_not_read_is_known(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    for name in ("b.csv", "deep/c.jsonl.gz", "_hidden.csv", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert read_footers([str(tmp_path)], {}).unread == ("b.csv", "c.jsonl.gz")
 
 
 def test_files_in_a_bucket_are_found_and_read(s3_options: dict[str, Any], tmp_path: Path) -> None:
     fs = fsspec.filesystem("s3", **s3_options)
     fs.mkdir("input-bucket")
     fs.put(str(write(tmp_path / "x.parquet")), "input-bucket/data/x.parquet")
-    (footer,) = read_footers("s3://input-bucket/data", s3_options)
+    (footer,) = read_footers(["s3://input-bucket/data"], s3_options).footers
     assert (footer.file.url, footer.file.name) == ("s3://input-bucket/data/x.parquet", "x.parquet")
     with pytest.raises(JobRequestError, match="not found"):
-        read_footers("s3://no-such-bucket-here/data", s3_options)
+        read_footers(["s3://no-such-bucket-here/data"], s3_options)
 
 
 def test_one_schema_holds_the_columns_of_all_files(tmp_path: Path) -> None:
@@ -137,7 +198,7 @@ def test_one_schema_holds_the_columns_of_all_files(tmp_path: Path) -> None:
     required = pa.schema([pa.field("prompt", pa.string()), pa.field("n", pa.int8(), nullable=False)])
     write(tmp_path / "b.parquet", pa.table({"prompt": ["x"], "n": pa.array([1], pa.int8())}, schema=required))
     write(tmp_path / "c.parquet", pa.table({"late": ["y"], "prompt": ["x"]}))
-    schema = unified_schema(read_footers(str(tmp_path), {}))
+    schema = unified_schema(read_footers([str(tmp_path)], {}).footers)
     assert schema == pa.schema(
         [pa.field("prompt", pa.string()), pa.field("late", pa.string()), pa.field("n", pa.int8())]
     )
@@ -148,14 +209,14 @@ def test_files_that_disagree_on_a_type_are_named_with_both_types(tmp_path: Path)
     write(tmp_path / "a.parquet", pa.table({"prompt": ["x"], "n": [1]}))
     write(tmp_path / "b.parquet", pa.table({"prompt": ["x"], "n": ["1"]}))
     with pytest.raises(JobRequestError, match=r"'b\.parquet': column 'n' is string, but int64 in 'a\.parquet'"):
-        unified_schema(read_footers(str(tmp_path), {}))
+        unified_schema(read_footers([str(tmp_path)], {}).footers)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     doubled = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["prompt", "prompt"])
     write(tmp_path / "a.parquet", doubled)
     with pytest.raises(JobRequestError, match="several columns named 'prompt'"):
-        unified_schema(read_footers(str(tmp_path), {}))
+        unified_schema(read_footers([str(tmp_path)], {}).footers)
 
 
 @pytest.mark.parametrize(

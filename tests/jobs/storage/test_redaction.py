@@ -80,7 +80,7 @@ def test_a_password_in_a_chain_is_neither_recorded_nor_shown_nor_taken_for_adapt
     with pytest.raises(JobRequestError, match="given twice") as twice:
         JobSpec(model=url, input=url, output=url, adapters=[f"a={url}", f"a={url}"])
     with pytest.raises(JobRequestError) as unread:
-        read_footers(url, {})
+        read_footers([url], {})
     with pytest.raises(StorageError) as unfetched:
         local_folder(url, {}, tmp_path)
     with pytest.raises(StorageError) as unlisted:

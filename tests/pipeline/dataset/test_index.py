@@ -23,6 +23,18 @@ from lorabatch.pipeline.dataset.schema import BATCH_ROWS, arrow_file, passthroug
 CORRECT = "Correct the row, or leave it null for the job's value."
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
+PART = pa.struct([("type", pa.string()), ("text", pa.string())])
+NAMED = ((1, "alpha"), (2, "beta"))
+
+
+def encoded(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
+    return tokenizer.encode_batch([tokenizer.render(messages)], is_rendered=True)[0]
+
+
+def parts(*content: Any) -> str:
+    """Messages with one message of these content parts, as JSON."""
+    return json.dumps([{"role": "user", "content": content}])
+
 
 def prepared(store: JobStore, chunk_id: int = 0) -> list[dict[str, Any]]:
     with arrow_file(store.rows_source(chunk_id)) as reader:
@@ -61,7 +73,39 @@ def test_messages_go_through_the_chat_template_as_structs_and_as_json(prepare_jo
     for job in (as_structs, as_json):
         job.index()
         tokens = [row["__lb_tokens"] for row in prepared(job.store)]
-        assert tokens == [tokenizer.encode_batch([tokenizer.render(chat)], is_rendered=True)[0] for chat in chats]
+        assert tokens == [encoded(tokenizer, chat) for chat in chats]
+
+
+def test_content_parts_of_text_are_joined_in_json_and_in_nested_columns(prepare_job: Callable[..., Any]) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    chats = [[{"role": "user", "content": parts}], [{"role": "user", "content": parts[:1]}]]
+    nested = pa.list_(pa.struct([("role", pa.string()), ("content", pa.list_(PART))]))
+    as_structs = prepare_job(pa.table({"id": [0, 1], "messages": pa.array(chats, nested)}))
+    as_json = prepare_job(pa.table({"id": [0, 1], "messages": [json.dumps(chat) for chat in chats]}))
+    tokenizer = Tokenizer.from_folder(as_json.spec.model)
+    expected = [encoded(tokenizer, [{"role": "user", "content": text}]) for text in ("one\ntwo", "one")]
+    for job in (as_structs, as_json):
+        job.index()
+        assert [row["__lb_tokens"] for row in prepared(job.store)] == expected
+
+
+def test_the_jobs_system_prompt_stands_before_messages_without_one(prepare_job: Callable[..., Any]) -> None:
+    question = {"role": "user", "content": "q"}
+    given = [
+        [question],
+        [{"role": "system", "content": "own"}, question],
+        [{"role": "developer", "content": "d"}, question],
+    ]
+    table = pa.table({"id": [0, 1, 2], "messages": [json.dumps(chat) for chat in given]})
+    plain, prompted, other = (prepare_job(table, system_prompt=text) for text in (None, "Be brief.", "Be long."))
+    tokenizer = Tokenizer.from_folder(plain.spec.model)
+    prompted.index()
+    whole = [[{"role": "system", "content": "Be brief."}, question], *given[1:]]
+    assert [row["__lb_tokens"] for row in prepared(prompted.store)] == [encoded(tokenizer, chat) for chat in whole]
+    plain.index()
+    other.index()
+    fingerprints = [column(job.store, "__lb_fingerprint") for job in (plain, prompted, other)]
+    assert [len(set(row)) for row in zip(*fingerprints, strict=True)] == [3, 1, 1]
 
 
 def test_bad_rows_get_a_sentence_each_and_good_rows_none(prepare_job: Callable[..., Any]) -> None:
@@ -112,6 +156,14 @@ def test_several_problems_of_one_row_are_reported_together(prepare_job: Callable
         ('["hi"]', "messages[0]='hi': expected an object with role and content."),
         ('[{"content": "x"}]', "messages[0].role=null: expected text such as 'user'."),
         ('[{"role": "user", "content": 3}]', "messages[0].content=3: expected text."),
+        ('[{"role": "user", "content": []}]', "messages[0].content=[]: expected text."),
+        (
+            parts({"type": "text", "text": "a"}, {"type": "image_url"}),
+            "content[1]: content part of type image_url: only",
+        ),
+        (parts({"type": "text", "text": None}), "messages[0].content[0].text=null: expected text."),
+        (parts("hi"), "messages[0].content[0]='hi': expected an object with type and text."),
+        (parts({"text": "hi"}), "content part of type null: only text is supported."),
         ('[{"role": "user", "content": "\\ud800"}]', "messages: not valid Unicode text"),
         ("[" * 100_000, "messages="),
         (None, "messages=null"),
@@ -229,6 +281,19 @@ def test_files_with_fewer_columns_are_filled_with_nulls(prepare_job: Callable[..
     job.index()
     rows = [prepared(job.store, chunk)[0] for chunk in (0, 1)]
     assert [(row["id"], row["extra"], row["late"]) for row in rows] == [(1, 1.5, None), (2, None, "now")]
+
+
+def test_columns_of_folder_names_are_columns_of_the_rows(prepare_job: Callable[..., Any]) -> None:
+    files = {f"adapter={name}/day={i}/{name}.parquet": pa.table({"id": [i], "prompt": ["x"]}) for i, name in NAMED}
+    tags = pa.array(["broken"]).dictionary_encode()
+    files["z.parquet"] = pa.table({"id": [3], "prompt": ["x"], "adapter": tags})
+    job = prepare_job(files)
+    assert [summary.rows_per_adapter for summary in job.index()] == [{"alpha": 1}, {"beta": 1}, {"broken": 1}]
+    rows = [prepared(job.store, chunk)[0] for chunk in range(3)]
+    assert [(row["id"], row["adapter"], row["day"]) for row in rows] == [
+        *((i, name, i) for i, name in NAMED),
+        (3, "broken", None),
+    ]
 
 
 def test_fingerprints_tell_id_prompt_and_sampling_apart_and_nothing_else(prepare_job: Callable[..., Any]) -> None:

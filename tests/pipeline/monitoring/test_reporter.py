@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.jobs.errors import ErrorBudgetError, JobCancelledError, JobFailedError, JobInterruptedError, StorageError
+from lorabatch.jobs.errors import (
+    ErrorBudgetError,
+    InputRowsError,
+    JobCancelledError,
+    JobFailedError,
+    JobInterruptedError,
+    StorageError,
+)
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import ErrorBudget
 from lorabatch.jobs.store import JobStore
@@ -80,6 +87,7 @@ def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:
 @pytest.mark.parametrize(
     ("error", "raised", "phase"),
     [
+        (InputRowsError("an id stands in two rows"), InputRowsError, "failed"),
         (KeyboardInterrupt(), JobInterruptedError, "interrupted"),
         (JobCancelledError("cancelled on request"), JobCancelledError, "cancelled"),
         (JobInterruptedError("stopped"), JobInterruptedError, "interrupted"),
@@ -98,6 +106,17 @@ def test_the_last_state_says_how_it_ended(
     assert state is not None
     assert (state.phase, state.rows_done) == (phase, 3)
     assert state.message
+    assert state.can_resume == (raised is not InputRowsError)
+
+
+def test_notes_are_part_of_every_state_from_then_on(store: JobStore) -> None:
+    reporter = make_reporter(store)
+    reporter.notes = ("2 adapters are unused",)
+    reporter(JobState("running", 1.0, rows=10))
+    reporter.ended(JobFailedError("no engine works"))
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.notes) == ("failed", ("2 adapters are unused",))
 
 
 def test_storage_that_fails_for_a_moment_costs_one_update(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,68 @@
+"""Finds the columns that hold names of adapters, for the message about a job without an adapter column.
+
+Only for that message: it reads rows, from as many row groups as a short wait allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..record import InputFile, InputRecord
+from ..storage.location import options_for
+from ..storage.redaction import is_redacted
+from .columns import text_columns
+from .files import unpack_schema
+
+_ROW_GROUPS_READ = 64
+
+
+def columns_with_names(
+    given: InputRecord, names: Collection[str], storage_options: Mapping[str, Any]
+) -> dict[str, int]:
+    """Column -> how many of `names` it holds, most first; columns of text without any are left out."""
+    found: dict[str, set[str]] = {name: set() for name in text_columns(unpack_schema(given.schema_ipc))}
+    for file in given.files:
+        for column, value in file.partition.items():
+            found.setdefault(column, set()).add(str(value))
+    wanted = pa.array(sorted(names), pa.string())
+    for file, row_group in _sample(given):
+        try:
+            for column, values in _names_in(file, row_group, list(found), wanted, storage_options).items():
+                found[column] |= values
+        except (OSError, ValueError, pa.ArrowException):
+            continue  # the message does without this row group
+    counts = {column: len(values & set(names)) for column, values in found.items()}
+    return dict(sorted(((c, n) for c, n in counts.items() if n), key=lambda item: -item[1]))
+
+
+def _sample(given: InputRecord) -> list[tuple[InputFile, int]]:
+    """Row groups spread evenly over the input."""
+    groups = [
+        (file, i)
+        for file in given.files
+        if not is_redacted(file.url)
+        for i, num_rows in enumerate(file.row_group_rows)
+        if num_rows
+    ]
+    return groups[:: -(-len(groups) // _ROW_GROUPS_READ) or 1]
+
+
+def _names_in(
+    file: InputFile, row_group: int, columns: list[str], wanted: pa.Array, storage_options: Mapping[str, Any]
+) -> dict[str, set[str]]:
+    """Per column that the file has, the wanted names among its values."""
+    fs, path = fsspec.core.url_to_fs(file.url, **options_for(file.url, storage_options))
+    with fs.open(path, "rb") as handle, pq.ParquetFile(handle) as parquet:
+        own = [column for column in columns if column in parquet.schema_arrow.names]
+        table = parquet.read_row_group(row_group, columns=own)
+    return {
+        column: set(pc.unique(values.filter(pc.is_in(values, wanted))).to_pylist())
+        for column in own
+        for values in [table.column(column).cast(pa.string())]
+    }

@@ -1,0 +1,55 @@
+"""What is said of a job without being asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lorabatch.jobs.notes import job_notes, row_notes
+from lorabatch.jobs.record import AdapterRecord, JobRecord
+
+Record = Callable[..., JobRecord]
+
+
+def adapters(*names: str) -> tuple[AdapterRecord, ...]:
+    return tuple(AdapterRecord(name=name, url=f"/{name}", verdict="exact", sha256=name) for name in names)
+
+
+def with_adapter_column(record: JobRecord) -> JobRecord:
+    roles = record.input.roles | {"adapter": "tenant"}
+    return record.model_copy(update={"input": record.input.model_copy(update={"roles": roles})})
+
+
+def test_verdicts_refusals_and_own_tokenizers_are_said(record: Record) -> None:
+    own = AdapterRecord(name="own", url="/own", verdict="exact", sha256="o", tokenizer_sha256="t")
+    broken = AdapterRecord(name="broken", url="/broken", verdict="refused", reasons=("rank is 0.",))
+    assert job_notes(record(adapters=(own, broken))) == [
+        "2 adapters: 1 exact, 1 refused",
+        "  adapter='broken': refused. rank is 0.",
+        "  with their own tokenizer or chat template: own",
+    ]
+    assert job_notes(record(adapters=())) == []
+
+
+def test_files_that_are_left_unread_are_said(record: Record) -> None:
+    job = record(adapters=())
+    job = job.model_copy(update={"input": job.input.model_copy(update={"unread": ("a.csv", "b.jsonl")})})
+    assert job_notes(job) == ["input: 2 files are not read, only Parquet is: a.csv, b.jsonl"]
+
+
+def test_adapters_that_no_row_names_are_said_in_one_line(record: Record) -> None:
+    job = with_adapter_column(record(adapters=adapters("a", "b", "c")))
+    assert row_notes(job, {"a": 3, "": 1}) == ("2 of 3 adapters are named by no row: b, c",)
+    assert row_notes(job, {"a": 3, "b": 1, "c": 1}) == ()
+    many = with_adapter_column(record(adapters=adapters(*(f"a{i:03}" for i in range(200)))))
+    (line,) = row_notes(many, {"a000": 1})
+    assert line.startswith("199 of 200 adapters are named by no row: a001, a002")
+    assert line.endswith("a008 and 191 more")
+
+
+def test_a_column_that_names_nothing_is_said(record: Record) -> None:
+    said = "column 'tenant' (adapter): null or empty in all 1,200 rows; the base model answers them"
+    job = with_adapter_column(record(adapters=adapters("a", "b")))
+    assert row_notes(job, {"": 1200}) == (f"{said}, none of the 2 adapters does",)
+    assert row_notes(with_adapter_column(record(adapters=())), {"": 1200}) == (said,)
+    assert row_notes(record(adapters=()), {"": 1200}) == ()
+    assert row_notes(job, {}) == ()
