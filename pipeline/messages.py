@@ -134,7 +134,7 @@ class LocalAdapter:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRows:
-    """Rows of one adapter ("": base model) that an engine finished, and the tokens it generated for them."""
+    """Rows of one adapter ("": base model) and about one length that an engine finished, and their output tokens."""
 
     adapter_id: str
     num_rows: int

@@ -5,6 +5,7 @@ The planner, the cluster's scheduler, batchers and engines all take their estima
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,14 @@ PRIOR_SHARE = 0.5
 MIN_FINISHED_ROWS = 8
 # The first rows to finish are short ones: the prior counts like so many finished rows.
 _PRIOR_ROWS = 16
+# Bounds of length classes are powers of 2 ** (1 / _CLASSES_PER_OCTAVE).
+_CLASSES_PER_OCTAVE = 4
+_NUM_CLASSES = 1 + 24 * _CLASSES_PER_OCTAVE
+
+
+def length_class(output_tokens: float) -> int:
+    """Class of a row's length; lengths of one class differ by less than a fifth."""
+    return min(_NUM_CLASSES - 1, int(_CLASSES_PER_OCTAVE * math.log2(max(1.0, output_tokens))))
 
 
 def expected_tokens(max_tokens: NDArray[np.int32], share: float = PRIOR_SHARE) -> NDArray[np.float64]:
@@ -32,6 +41,9 @@ class LengthEstimator:
         self._finished_rows = self._finished_tokens = 0
         # Adapter -> rows finished so far and their output tokens.
         self._finished: dict[str, tuple[int, int]] = {}
+        # By length class: rows of any adapter that have finished, and their output tokens.
+        self._rows = np.zeros(_NUM_CLASSES)
+        self._tokens = np.zeros(_NUM_CLASSES)
 
     @classmethod
     def of_rows(cls, max_tokens: NDArray[np.int32]) -> LengthEstimator:
@@ -46,7 +58,13 @@ class LengthEstimator:
         self._asked_tokens += max_tokens
 
     def finished(self, output_tokens: int, num_rows: int = 1, adapter: str = "") -> None:
-        """Take in finished rows of one adapter. `output_tokens`: what all of them together have generated."""
+        """Take in finished rows of one adapter and about the same length. `output_tokens`: what all of them together
+        have generated.
+        """
+        if num_rows:
+            number = length_class(output_tokens / num_rows)
+            self._rows[number] += num_rows
+            self._tokens[number] += output_tokens
         self._finished_rows += num_rows
         self._finished_tokens += output_tokens
         rows, tokens = self._finished.get(adapter, (0, 0))
@@ -66,3 +84,17 @@ class LengthEstimator:
         """Mean of what was measured of these adapters (none: of the base model); None while nothing was."""
         means = [mean for name in adapters or ("",) if (mean := self.measured(name)) is not None]
         return sum(means) / len(means) if means else None
+
+    def left(self, generated_tokens: float, max_tokens: float) -> float:
+        """Expected tokens that a row still has to generate after so many, E[L - t | L > t].
+
+        A few rows of any length up to `max_tokens` are added to those that have finished: what finishes first is short.
+        The longer a row has run, the longer it runs on, where lengths are long-tailed.
+        """
+        number = length_class(generated_tokens)
+        rows = self._rows[number + 1 :].sum() + self._rows[number] / 2
+        tokens = self._tokens[number + 1 :].sum() + self._tokens[number] / 2
+        prior_rows = _PRIOR_ROWS * max(0.0, 1 - generated_tokens / max(1.0, max_tokens))
+        tokens += prior_rows * (generated_tokens + max_tokens) / 2
+        rows += prior_rows
+        return max(1.0, float(tokens / rows - generated_tokens)) if rows else 1.0

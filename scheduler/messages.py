@@ -120,6 +120,9 @@ class Progress(Event):
     since the last report. `mode`: how its latest step served its rows, for reports only. `running_tokens`: what the
     running rows have generated so far. `lent_shards`: (shard id, rows that other replicas work on); `incoming_rows`:
     unfinished rows of other replicas' shards.
+
+    Totals since the replica's engine started: `engine_s` seconds in steps, `num_steps`, `prompt_tokens` computed, and
+    `generated_tokens`.
     """
 
     replica_id: str
@@ -133,6 +136,10 @@ class Progress(Event):
     running_tokens: int = 0
     lent_shards: tuple[tuple[int, int], ...] = ()
     incoming_rows: int = 0
+    engine_s: float = 0.0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

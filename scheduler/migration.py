@@ -13,59 +13,55 @@ from typing import NamedTuple
 
 from .cost import CostModel, StepLoad
 from .dispatch import ReplicaState
-from .lengths import LengthEstimator
+from .lengths import PRIOR_SHARE, LengthEstimator
 from .messages import MigrateRows, Progress
+from .pace import PaceEstimator
 from .waves import Shard
 
 # A helper that reports no incoming rows for so long never got any.
 HELP_PATIENCE_S = 5.0
 # Replicas with the most left to do that are considered as owners when another one has nothing to do.
 _MAX_OWNERS = 4
-# As many as take part in one decision; a replica that is not idle is a helper with so large a share of its batch free.
+# As many as take part in one decision; a replica that is not idle helps another as fast as itself with so large a share
+# of its batch free.
 _MAX_HELPERS, _LEAST_FREE = 8, 0.25
+# Replicas whose paces differ by this factor are not alike.
+_FASTER = 1.25
 OpenShards = Callable[[ReplicaState], Sequence[Shard]]
 
 
 @dataclass(slots=True)
-class _Help:
-    """Rows of other replicas that a replica was given at `since_s`. `has_begun`: it has reported them."""
+class _Given:
+    """Rows of other replicas that a replica was given at `since_s` and has not reported yet."""
 
     since_s: float
-    has_begun: bool = False
+    num_rows: int
 
 
 class TailMigration:
     """Decides which rows move, from reports and when replicas run out of work."""
 
-    def __init__(self, shards: Sequence[Shard], settings: TailSettings, lengths: LengthEstimator) -> None:
+    def __init__(self, cost: CostModel, settings: TailSettings, lengths: LengthEstimator, paces: PaceEstimator) -> None:
+        self._cost = cost
         self._settings = settings
         self._lengths = lengths
-        self._context_tokens = _mean_context(shards)
-        self._paces: dict[str, Pace] = {}
+        self._paces = paces
         # The last report of each replica; dropped when rows have left since.
         self._reports: dict[str, Progress] = {}
-        # Replicas that were given rows of others and have not reported that they are done with them.
-        self._helping: dict[str, _Help] = {}
+        # Replicas that were given rows of others and have not reported them.
+        self._given: dict[str, _Given] = {}
 
     def reported(self, replica: ReplicaState, report: Progress) -> None:
-        """Take in how fast a replica is, from reports in which it was busy, and whether it is done helping."""
+        """Take in a report, and whether its replica is done helping."""
         self._reports[replica.replica_id] = report
-        if 2 * report.running_rows >= replica.batch_rows:
-            pace = measured_pace(report, replica.batch_rows, self._context_tokens, self._settings.cost)
-            if pace is not None:
-                before = self._paces.get(replica.replica_id, pace)
-                self._paces[replica.replica_id] = replace(pace, slowness=(before.slowness + pace.slowness) / 2)
-        help_given = self._helping.get(replica.replica_id)
-        if help_given is not None:
-            help_given.has_begun |= report.incoming_rows > 0
-            is_overdue = report.time_s - help_given.since_s > HELP_PATIENCE_S
-            if not report.incoming_rows and (help_given.has_begun or is_overdue):
-                del self._helping[replica.replica_id]
+        given = self._given.get(replica.replica_id)
+        if given is not None and (report.incoming_rows or report.time_s - given.since_s > HELP_PATIENCE_S):
+            del self._given[replica.replica_id]
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""
         self._reports.pop(replica_id, None)
-        self._helping.pop(replica_id, None)
+        self._given.pop(replica_id, None)
 
     def share(
         self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
@@ -80,24 +76,32 @@ class TailMigration:
         for owner in owners:
             moves = self._moves(owner, helpers, replicas, open_shards)
             if moves:
-                self._helping |= {command.to_replica_id: _Help(time_s) for command in moves}
+                for move in moves:
+                    given = self._given.setdefault(move.to_replica_id, _Given(time_s, 0))
+                    given.num_rows += move.num_rows
                 del self._reports[owner]
                 return moves
         return ()
 
     def _helpers(self, replicas: Mapping[str, ReplicaState]) -> dict[str, Pace]:
-        """Replicas that help no other and have room, those with most of it first."""
-        own = {name: self._own_rows(replica) for name, replica in replicas.items() if name not in self._helping}
-        has_room = (n for n, rows in own.items() if rows <= (1 - _LEAST_FREE) * replicas[n].batch_rows)
+        """Replicas that have room, the fastest first."""
+        paces = {
+            name: replace(self._pace(replica), own_rows=self._rows_at_work(replica))
+            for name, replica in replicas.items()
+            if name not in self._given
+        }
+        has_room = (name for name, pace in paces.items() if pace.free_rows > 0)
         # One more than needed: the owner may be among them.
-        ranked = sorted(has_room, key=lambda name: (own[name], name))[: _MAX_HELPERS + 1]
-        return {name: replace(self._pace(replicas[name]), own_rows=own[name]) for name in ranked}
+        ranked = sorted(has_room, key=lambda n: (round(paces[n].slowness, 1), paces[n].own_rows, n))
+        return {name: paces[name] for name in ranked[: _MAX_HELPERS + 1]}
 
-    def _own_rows(self, replica: ReplicaState) -> int:
-        """Unfinished rows of its own shards that it works on itself."""
+    def _rows_at_work(self, replica: ReplicaState) -> int:
+        """Unfinished rows that it works on itself, its own and others'."""
         report = self._reports.get(replica.replica_id)
-        lent = sum(rows for _, rows in report.lent_shards) if report is not None else 0
-        return max(0, replica.open_rows - lent)
+        if report is None:
+            return replica.open_rows
+        lent = sum(rows for _, rows in report.lent_shards)
+        return max(0, replica.open_rows - lent) + report.incoming_rows
 
     def _most_left(self, replicas: Mapping[str, ReplicaState]) -> list[str]:
         def left(name: str) -> float:
@@ -119,10 +123,15 @@ class TailMigration:
         weight = sum(left.get(shard.shard_id, 0) for shard in shards)
         output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
         waits = weight > report.running_rows
-        # Running rows gain little beside rows of others. More helpers than rows are of no use.
-        chosen = [name for name, pace in helpers.items() if name != owner and (waits or not pace.own_rows)]
+        # More helpers than rows are of no use.
+        mine = self._pace(replicas[owner])
+        chosen = [name for name, pace in helpers.items() if name != owner and _may_help(pace, mine, waits=waits)]
         paces = {name: helpers[name] for name in chosen[: min(weight, _MAX_HELPERS)]}
-        return lend(report, shards, output, self._pace(replicas[owner]), paces, self._settings)
+        generated = report.running_tokens / max(1, report.running_rows)
+        planned = sum(shard.predicted_output_tokens for shard in shards) / sum(shard.num_rows for shard in shards)
+        tokens_left = self._lengths.left(generated, planned / PRIOR_SHARE)
+        rows = tail_rows(report, shards, output, tokens_left)
+        return lend(report, shards, rows, mine, paces, self._cost, self._settings)
 
     def _output_tokens(self, shard: Shard) -> float:
         """Of a row of this shard when it is done: as measured for its adapters, else as planned."""
@@ -130,24 +139,20 @@ class TailMigration:
         return shard.predicted_output_tokens / shard.num_rows if measured is None else measured
 
     def _pace(self, replica: ReplicaState) -> Pace:
-        """As measured; where nothing was, as the others on average."""
-        if replica.replica_id in self._paces:
-            return replace(self._paces[replica.replica_id], batch_rows=replica.batch_rows)
-        known = [pace.slowness for pace in self._paces.values()]
-        return Pace(replica.batch_rows, sum(known) / len(known) if known else 1.0)
+        return Pace(replica.batch_rows, self._paces.slowness(replica.replica_id))
 
 
-def _mean_context(shards: Sequence[Shard]) -> float:
-    """Tokens of a row that has generated half of what was predicted, on average."""
-    num_rows = sum(shard.num_rows for shard in shards)
-    tokens = sum(shard.prompt_tokens + shard.predicted_output_tokens / 2 for shard in shards)
-    return tokens / num_rows if num_rows else 0.0
+def _may_help(helper: Pace, owner: Pace, *, waits: bool) -> bool:
+    """Whether rows may join the helper's batch: any place of a faster one will do. Among equals, running rows gain
+    little beside others, and rows that wait soon have a place where they are.
+    """
+    if _FASTER * helper.slowness < owner.slowness:
+        return True
+    return not helper.own_rows or (waits and helper.free_rows >= _LEAST_FREE * helper.batch_rows)
 
 
 # Splits that are tried, about.
 _MAX_SPLITS = 64
-# A running row that has come as far as was expected still has this share of a whole one to go.
-_LEAST_LEFT = 0.1
 
 
 class _Alike(NamedTuple):
@@ -162,7 +167,8 @@ class _Alike(NamedTuple):
 class TailRows:
     """Unfinished rows of one replica: those that run, and those that wait for a place. Tokens are means of a row.
 
-    `generated_tokens`: of running rows, so far. `output_tokens`: what rows are expected to generate in all.
+    `generated_tokens`: of running rows, so far; `tokens_left`: what they are expected to generate still.
+    `output_tokens`: of rows that wait.
     """
 
     num_running: int
@@ -170,6 +176,7 @@ class TailRows:
     prompt_tokens: float
     generated_tokens: float
     output_tokens: float
+    tokens_left: float
 
     @property
     def num_rows(self) -> int:
@@ -187,8 +194,7 @@ class TailRows:
         return self._waiting(waiting), self._running(share - waiting)
 
     def _running(self, num_rows: int) -> _Alike:
-        left = max(self.output_tokens - self.generated_tokens, _LEAST_LEFT * self.output_tokens)
-        return _Alike(num_rows, left, self.prompt_tokens + self.generated_tokens)
+        return _Alike(num_rows, self.tokens_left, self.prompt_tokens + self.generated_tokens)
 
     def _waiting(self, num_rows: int) -> _Alike:
         return _Alike(num_rows, self.output_tokens, self.prompt_tokens)
@@ -217,37 +223,28 @@ class TailSettings:
     prefill. Rows move when the owner's end comes sooner by `least_gain` of what is left, and by `least_gain_s`.
     """
 
-    cost: CostModel
     hop_s: float = 0.1
     least_gain: float = 0.05
     least_gain_s: float = 0.0
 
 
-def measured_pace(progress: Progress, batch_rows: int, context_tokens: float, cost: CostModel) -> Pace | None:
-    """The pace that a report shows; None when its replica hardly worked."""
-    if progress.running_rows == 0 or progress.tokens_per_s <= 0.0:
-        return None
-    step_s = progress.running_rows / progress.tokens_per_s
-    return Pace(batch_rows, step_s / _step_s(progress.running_rows, context_tokens, cost))
-
-
 def lend(
     progress: Progress,
     open_shards: Sequence[Shard],
-    output_tokens: float,
+    rows: TailRows,
     owner: Pace,
     helpers: Mapping[str, Pace],
+    cost: CostModel,
     settings: TailSettings,
 ) -> tuple[MigrateRows, ...]:
     """Rows of the reporting replica that idle `helpers` should take; empty when it does not pay.
 
     `open_shards`: in the order in which they were opened; the last ones' rows have most of their way to go and move
-    first. `output_tokens`: what a row of theirs is expected to generate.
+    first. `rows`: what the replica has left of them.
     """
-    rows = tail_rows(progress, open_shards, output_tokens)
     if not helpers or not rows.num_rows:
         return ()
-    shares = rows_to_lend(rows, owner, list(helpers.values()), settings)
+    shares = rows_to_lend(rows, owner, list(helpers.values()), cost, settings)
     here = rows_here(progress)
     commands = []
     for helper, share in zip(helpers, shares, strict=True):
@@ -267,24 +264,27 @@ def rows_here(progress: Progress) -> dict[int, int]:
     return {shard_id: rows - lent.get(shard_id, 0) for shard_id, rows in progress.open_shards}
 
 
-def tail_rows(progress: Progress, open_shards: Sequence[Shard], output_tokens: float) -> TailRows:
-    """What the reporting replica's engine still has to do for its own shards."""
+def tail_rows(progress: Progress, open_shards: Sequence[Shard], output_tokens: float, tokens_left: float) -> TailRows:
+    """What the reporting replica's engine still has to do for its own shards. `output_tokens`: of a row that waits,
+    `tokens_left`: of one that runs.
+    """
     total = sum(shard.num_rows for shard in open_shards)
     left = sum(rows_here(progress).values())
     if not total or left <= 0:
-        return TailRows(0, 0, 0.0, 0.0, 0.0)
+        return TailRows(0, 0, 0.0, 0.0, 0.0, 0.0)
     prompt = sum(shard.prompt_tokens for shard in open_shards) / total
     running = min(progress.running_rows, left)
     generated = progress.running_tokens / max(1, progress.running_rows)
-    return TailRows(running, left - running, prompt, generated, output_tokens)
+    return TailRows(running, left - running, prompt, generated, output_tokens, tokens_left)
 
 
-def rows_to_lend(rows: TailRows, owner: Pace, helpers: Sequence[Pace], settings: TailSettings) -> list[int]:
+def rows_to_lend(
+    rows: TailRows, owner: Pace, helpers: Sequence[Pace], cost: CostModel, settings: TailSettings
+) -> list[int]:
     """Rows each helper should take, in proportion to its pace; zeros when it does not pay.
 
     The split with the soonest end wins, fewer rows on ties.
     """
-    cost = settings.cost
     stay_s = _work_s(rows.kept(0), owner, cost)
     best_s = min(stay_s * (1 - settings.least_gain), stay_s - settings.least_gain_s)
     best = [0] * len(helpers)

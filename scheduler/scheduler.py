@@ -10,8 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .cost import CostModel
 from .dispatch import AdapterSources, ReplicaState, ShardQueue, ShardState, ShardStatus, rows_behind
-from .lengths import LengthEstimator
+from .lengths import PRIOR_SHARE, LengthEstimator
 from .liveness import LivenessDetector
 from .messages import (
     Command,
@@ -32,12 +33,13 @@ from .messages import (
     WorkersSeen,
 )
 from .migration import TailMigration, TailSettings
+from .pace import PaceEstimator, mean_row
 from .waves import Shard
 
 # Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
 #: Of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 2
+EVENTS_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ class SchedulerSettings:
     `open_batches`: full batches of unfinished rows kept open per replica, so that no batch drains at a shard's end.
     `max_failures`, `max_losses`: attempts of one shard that may fail, or be lost with their replica, before the job
     fails. `expected_replicas`: replicas still to join count as present when a short job is shared out. `tail`: when
-    running rows move to idle replicas (None: never). `shares_adapters`: adapters are fetched from a replica that has
-    them before storage.
+    running rows move to idle replicas (None: never). `cost`: what steps should take, against which the paces of
+    replicas are measured (None: all count as alike, and no row moves). `shares_adapters`: adapters are fetched from a
+    replica that has them before storage.
 
     `silence_limit_s`: a replica that has not reported for longer is lost. Replicas report once a second; Dask finds a
     silent worker only after minutes. `max_tick_gap_s`: between two ticks; after a longer gap the process of the
@@ -60,6 +63,7 @@ class SchedulerSettings:
     max_losses: int = 8
     expected_replicas: int = 1
     tail: TailSettings | None = None
+    cost: CostModel | None = None
     shares_adapters: bool = False
     silence_limit_s: float = 20.0
     max_tick_gap_s: float = 6.0
@@ -96,7 +100,12 @@ class Scheduler:
         self._replica_seen_s = 0.0
         self._sources = AdapterSources() if settings.shares_adapters else None
         self._lengths = LengthEstimator()
-        self._migration = TailMigration(shards, settings.tail, self._lengths) if settings.tail else None
+        rows = mean_row(shards)
+        self._lengths.asked(round(rows.num_rows * rows.output_tokens / PRIOR_SHARE), rows.num_rows)
+        self._paces = PaceEstimator(settings.cost, rows)
+        self._migration = None
+        if settings.tail and settings.cost:
+            self._migration = TailMigration(settings.cost, settings.tail, self._lengths, self._paces)
         self._is_over = False
         self._committed_before = sorted(committed)
         for shard_id in self._committed_before:
@@ -239,6 +248,7 @@ class Scheduler:
             self._requeue(state)
         del self._replicas[replica_id]
         self._liveness.forget(replica_id)
+        self._paces.removed(replica_id)
         if self._migration is not None:
             self._migration.removed(replica_id)
         if self._sources is not None:
@@ -320,6 +330,7 @@ class Scheduler:
         if replica is None:
             return
         self._liveness.heard(event.replica_id, event.time_s)
+        self._paces.reported(event)
         if self._sources is not None:
             self._sources.reported(event.replica_id, event.resident_adapters)
         for adapter, num_rows, output_tokens in event.finished:
@@ -338,25 +349,42 @@ class Scheduler:
                 self._set_rows_left(replica, shard_id, rows_left)
 
     def _dispatch(self, candidates: list[ReplicaState]) -> list[Command]:
-        """Open shards until every candidate holds its share: two batches, or less when little is left."""
+        """Open shards until every candidate holds what it should."""
         commands: list[Command] = []
-        num_replicas = max(len(self._replicas), self._settings.expected_replicas)
-        share = -(-(self._queue.num_rows + self._open_rows) // num_replicas)
-        hungry = {r.replica_id: r for r in candidates if r.open_rows < self._wanted_rows(r, share)}
+        wanted = self._wanted_rows(candidates) if self._queue else {}
+        hungry = {r.replica_id: r for r in candidates if r.open_rows < wanted.get(r.replica_id, 0)}
         while hungry and self._queue:
             replica = min(hungry.values(), key=lambda r: (r.open_rows / r.batch_rows, r.replica_id))
             command = self._open_next(replica, self._queue)
             commands += command
-            if not command or replica.open_rows >= self._wanted_rows(replica, share):
+            if not command or replica.open_rows >= wanted[replica.replica_id]:
                 del hungry[replica.replica_id]
         for replica in candidates:
             if self._idle_queue and not any(rows == 0 for rows in replica.rows_left.values()):
                 commands += self._open_next(replica, self._idle_queue)
         return commands
 
-    def _wanted_rows(self, replica: ReplicaState, share: int) -> int:
-        # At least one: an idle replica always opens something.
-        return max(1, min(round(self._settings.open_batches * replica.batch_rows), share))
+    def _wanted_rows(self, candidates: list[ReplicaState]) -> dict[str, int]:
+        """Unfinished rows that each candidate should have open: two batches, or its share by pace of what is left.
+
+        A replica that would not finish a row begun now before faster ones have finished the job gets none. Until its
+        pace is known it gets one batch.
+        """
+        slower = self._paces.over_fastest(self._replicas)
+        num_missing = max(0, self._settings.expected_replicas - len(self._replicas))
+        speed = num_missing + sum(1 / factor for factor in slower.values())
+        rows_left = self._queue.num_rows + self._open_rows
+        wanted = {}
+        for replica in candidates:
+            factor = slower[replica.replica_id]
+            each_s, alone_s = self._paces.row_seconds(self._lengths.mean(), replica.batch_rows)
+            if factor > 1.0 and factor * alone_s > rows_left * each_s / speed + alone_s:
+                continue
+            batches = self._settings.open_batches if self._paces.is_known(replica.replica_id) else 1.0
+            # At least one: an idle replica always opens something.
+            share = -(-rows_left // (speed * factor))
+            wanted[replica.replica_id] = max(1, min(round(batches * replica.batch_rows), int(share)))
+        return wanted
 
     def _open_next(self, replica: ReplicaState, queue: ShardQueue) -> list[Command]:
         def is_allowed(shard_id: int) -> bool:

@@ -276,6 +276,10 @@ def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str
         running_tokens=report.telemetry.running_tokens,
         lent_shards=report.lent_shards,
         incoming_rows=report.incoming_rows,
+        engine_s=report.telemetry.busy_s,
+        num_steps=report.telemetry.num_steps,
+        prompt_tokens=report.telemetry.prompt_tokens,
+        generated_tokens=report.telemetry.generated_tokens,
     )
 
 

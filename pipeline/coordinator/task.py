@@ -183,12 +183,13 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     run.reporter.check_budget(num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors)
-    tail = TailSettings(run.forecaster.cost.cost, _HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
+    tail = TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
     # What workers see as files needs no source.
     served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
     settings = SchedulerSettings(
         expected_replicas=count_workers(run.client),
         tail=tail,
+        cost=run.forecaster.cost.cost,
         shares_adapters=any(is_remote(adapter.url) for adapter in served),
     )
     scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)

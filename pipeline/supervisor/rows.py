@@ -23,6 +23,7 @@ from enum import Enum
 from itertools import chain, count
 
 from ...engine.request import ExportedRow, Request
+from ...scheduler.lengths import length_class
 from ..messages import FinishedRows
 from .open_shard import OpenShard
 
@@ -118,8 +119,8 @@ class RunRows:
     num_unfinished: int = 0
     served_tokens: float = 0.0
     reserved_tokens: float = 0.0
-    #: Rows finished since `take_finished`, and their tokens, by adapter ("": base model).
-    _finished: dict[str, tuple[int, int]] = field(default_factory=dict)
+    #: Rows finished since `take_finished`, and their tokens, by adapter ("": base model) and class of length.
+    _finished: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     def rows(self) -> list[QueuedRow]:
         """Its unfinished rows, by shard."""
@@ -127,13 +128,14 @@ class RunRows:
 
     def count_finished(self, adapter_id: str | None, output_tokens: int) -> None:
         """Add a finished row to those of the next report."""
-        num_rows, tokens = self._finished.get(adapter_id or "", (0, 0))
-        self._finished[adapter_id or ""] = num_rows + 1, tokens + output_tokens
+        key = adapter_id or "", length_class(output_tokens)
+        num_rows, tokens = self._finished.get(key, (0, 0))
+        self._finished[key] = num_rows + 1, tokens + output_tokens
 
     def take_finished(self) -> tuple[FinishedRows, ...]:
-        """Rows finished since the last call, by adapter."""
+        """Rows finished since the last call, by adapter and class of length."""
         finished, self._finished = self._finished, {}
-        return tuple(FinishedRows(adapter_id, *counts) for adapter_id, counts in finished.items())
+        return tuple(FinishedRows(adapter_id, *counts) for (adapter_id, _), counts in finished.items())
 
 
 class RowTable:

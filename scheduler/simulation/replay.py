@@ -72,7 +72,6 @@ def _runs(event_log: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
 
 
 def _settings(raw: Mapping[str, Any]) -> SchedulerSettings:
-    tail = raw["tail"]
-    if tail is not None:
-        tail = TailSettings(**{**tail, "cost": CostModel.from_json(tail["cost"])})
-    return SchedulerSettings(**{**raw, "tail": tail})
+    tail = None if raw["tail"] is None else TailSettings(**raw["tail"])
+    cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
+    return SchedulerSettings(**{**raw, "tail": tail, "cost": cost})

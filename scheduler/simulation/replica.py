@@ -268,6 +268,7 @@ class SimulatedReplica:
         timeline.busy_s[self.number] += seconds
         timeline.num_steps[self.number] += num_passes
         timeline.row_steps[self.number] += int(tokens.sum())
+        timeline.prompt_tokens[self.number] += int((prompts - stored).sum())
         timeline.paused_steps[self.running[~is_served]] += num_passes
         timeline.merged_steps[self.number] += num_passes * (self._merged is not None)
         stays = self._remaining > 0

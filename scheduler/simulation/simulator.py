@@ -298,6 +298,10 @@ class JobSimulation:
                 running_tokens=engine.running_tokens,
                 lent_shards=tuple(lent.items()),
                 incoming_rows=sum(helper == replica for _, helper in self._loans.values()),
+                engine_s=float(self._timeline.busy_s[replica]),
+                num_steps=int(self._timeline.num_steps[replica]),
+                prompt_tokens=int(self._timeline.prompt_tokens[replica]),
+                generated_tokens=generated,
             )
         )
 

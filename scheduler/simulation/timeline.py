@@ -19,8 +19,8 @@ class Timeline:
     """`admit_s`: joined a batch; `first_token_s`; `finish_s`: float64 seconds since the start. `replica`: int32, the
     last one it ran on. `paused_steps` int64: steps in which it held memory and sat out. `busy_s`, `switch_s`, `load_s`
     float64 `[num_replicas]`: time in steps (all included), of which changing the merged adapter, and loading adapters.
-    `num_steps` int64, `row_steps` int64, `merged_steps` int64 `[num_replicas]`. `peak_adapters` int64
-    `[num_replicas]`: most adapters resident at once.
+    `num_steps` int64, `row_steps` int64, `prompt_tokens` int64 (computed), `merged_steps` int64 `[num_replicas]`.
+    `peak_adapters` int64 `[num_replicas]`: most adapters resident at once.
     """
 
     admit_s: NDArray[np.float64]
@@ -33,6 +33,7 @@ class Timeline:
     load_s: NDArray[np.float64]
     num_steps: NDArray[np.int64]
     row_steps: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
     merged_steps: NDArray[np.int64]
     peak_adapters: NDArray[np.int64]
 
@@ -50,6 +51,7 @@ class Timeline:
             load_s=np.zeros(num_replicas),
             num_steps=np.zeros(num_replicas, np.int64),
             row_steps=np.zeros(num_replicas, np.int64),
+            prompt_tokens=np.zeros(num_replicas, np.int64),
             merged_steps=np.zeros(num_replicas, np.int64),
             peak_adapters=np.zeros(num_replicas, np.int64),
         )

@@ -16,9 +16,9 @@ from echo_job import EchoJob, Watcher, make_rows
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.store import JobStore
 
-# One engine takes five times longer: at the end it has two batches of rows, and the other one nothing to do. Even there
+# One engine takes fifteen times longer: its first batch is far from done when the other has nothing to do. Even there
 # a batch takes two seconds, so that incoming rows are seen in states that are reported once a second.
-SLOW = {"step_s": 0.05, "slow_factor": 5}
+SLOW = {"step_s": 0.05, "slow_factor": 15}
 JOB = {"max_tokens": 40, "batch_rows": 8, "rows_per_shard": 8}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lorabatch.scheduler.lengths import MIN_FINISHED_ROWS, LengthEstimator, expected_tokens
+from lorabatch.scheduler.lengths import MIN_FINISHED_ROWS, LengthEstimator, expected_tokens, length_class
 
 
 def test_before_any_row_has_finished_half_of_max_tokens_is_expected() -> None:
@@ -48,3 +50,31 @@ def test_a_share_of_the_limit_is_expected_at_least_one_token_and_none_of_error_r
     limits = np.array([100, 1, 0], np.int32)
     assert expected_tokens(limits).tolist() == [50.0, 1.0, 0.0]
     assert expected_tokens(limits, 1.0).tolist() == [100.0, 1.0, 0.0]
+
+
+def test_a_row_of_which_nothing_is_known_has_half_of_the_rest_to_go() -> None:
+    assert LengthEstimator().left(0, 100) == 50.0
+    assert LengthEstimator().left(60, 100) == 20.0
+    assert LengthEstimator().left(200, 100) == 1.0
+
+
+def test_where_lengths_are_long_tailed_a_row_that_has_run_long_runs_on() -> None:
+    lengths = LengthEstimator()
+    for tokens, rows in ((20, 900), (800, 100)):
+        lengths.finished(tokens * rows, rows)
+    assert 90 < lengths.left(0, 1000) < 115
+    assert 450 < lengths.left(200, 1000) < 620
+
+
+@given(st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 50)), max_size=30), st.integers(0, 2000))
+def test_what_is_left_is_positive_and_within_what_was_seen(finished: list[tuple[int, int]], generated: int) -> None:
+    lengths = LengthEstimator()
+    for tokens, rows in finished:
+        lengths.finished(tokens * rows, rows)
+    left = lengths.left(generated, 2000)
+    assert 1.0 <= left <= 2000
+
+
+@given(st.integers(1, 1 << 24))
+def test_lengths_of_one_class_differ_by_less_than_a_fifth(tokens: int) -> None:
+    assert length_class(tokens) <= length_class(tokens * 1.19) <= length_class(tokens) + 1

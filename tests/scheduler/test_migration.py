@@ -4,132 +4,123 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, StepLoad
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import MigrateRows, Progress
-from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, measured_pace, rows_to_lend, tail_rows
+from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, rows_to_lend, tail_rows
 from lorabatch.scheduler.waves import Shard
 
-CPU = TailSettings(CPU_SMOLLM2_135M, hop_s=0.1)
+SETTINGS = TailSettings(hop_s=0.1)
 PACE = Pace(64)
 
 
 def running(num_rows, context_tokens, tokens_left):
-    return TailRows(num_rows, 0, context_tokens, 0, tokens_left)
+    return TailRows(num_rows, 0, context_tokens, 0, tokens_left, tokens_left)
 
 
 def test_a_batch_is_shared_and_the_helper_gets_less_for_its_second_prefill():
-    (lent,) = rows_to_lend(running(16, 200, 300), PACE, [PACE], CPU)
+    (lent,) = rows_to_lend(running(16, 200, 300), PACE, [PACE], CPU, SETTINGS)
     assert 4 <= lent < 8
 
 
 def test_rows_that_are_nearly_done_stay():
-    assert rows_to_lend(running(16, 2000, 2), PACE, [PACE], CPU) == [0]
+    assert rows_to_lend(running(16, 2000, 2), PACE, [PACE], CPU, SETTINGS) == [0]
 
 
 def test_where_steps_cost_the_same_for_any_batch_nothing_moves():
     flat = replace(H200_LLAMA_3_8B, decode_row_s=0.0, context_token_s=0.0)
-    settings = TailSettings(flat, hop_s=0.01)
-    assert rows_to_lend(running(64, 500, 500), PACE, [PACE] * 3, settings) == [0, 0, 0]
+    assert rows_to_lend(running(64, 500, 500), PACE, [PACE] * 3, flat, TailSettings(hop_s=0.01)) == [0, 0, 0]
 
 
 def test_rows_beyond_one_batch_move_even_there():
     flat = replace(H200_LLAMA_3_8B, decode_row_s=0.0, context_token_s=0.0)
-    assert rows_to_lend(running(64, 500, 500), Pace(32), [Pace(32)], TailSettings(flat, hop_s=0.01)) == [32]
+    assert rows_to_lend(running(64, 500, 500), Pace(32), [Pace(32)], flat, TailSettings(hop_s=0.01)) == [32]
 
 
 def test_a_slow_owner_gives_most_of_its_rows_away():
-    (lent,) = rows_to_lend(running(40, 20, 300), Pace(64, slowness=2.0), [PACE], CPU)
+    (lent,) = rows_to_lend(running(40, 20, 300), Pace(64, slowness=2.0), [PACE], CPU, SETTINGS)
     assert 30 <= lent <= 38
 
 
 def test_the_last_row_stays_with_an_owner_as_fast_as_others_and_leaves_a_slow_one():
-    assert rows_to_lend(running(1, 20, 300), PACE, [PACE], CPU) == [0]
-    assert rows_to_lend(running(1, 20, 300), Pace(64, slowness=4.0), [PACE], CPU) == [1]
-    assert rows_to_lend(running(8, 20, 300), Pace(64, slowness=40.0), [PACE], CPU) == [8]
+    assert rows_to_lend(running(1, 20, 300), PACE, [PACE], CPU, SETTINGS) == [0]
+    assert rows_to_lend(running(1, 20, 300), Pace(64, slowness=4.0), [PACE], CPU, SETTINGS) == [1]
+    assert rows_to_lend(running(8, 20, 300), Pace(64, slowness=40.0), [PACE], CPU, SETTINGS) == [8]
 
 
 def test_a_slow_helper_gets_less_than_a_fast_one():
-    fast, slow = rows_to_lend(running(60, 20, 1000), PACE, [PACE, Pace(64, slowness=4.0)], CPU)
+    fast, slow = rows_to_lend(running(60, 20, 1000), PACE, [PACE, Pace(64, slowness=4.0)], CPU, SETTINGS)
     assert fast > 2 * slow
-    assert rows_to_lend(running(8, 200, 30), PACE, [Pace(64, slowness=40.0)], CPU) == [0]
+    assert rows_to_lend(running(8, 200, 30), PACE, [Pace(64, slowness=40.0)], CPU, SETTINGS) == [0]
 
 
 def test_more_helpers_take_fewer_rows_each():
-    settings = TailSettings(CPU_SMOLLM2_135M, hop_s=0.05)
-    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE], settings) == [12]
-    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE] * 3, settings) == [6, 6, 6]
+    settings = TailSettings(hop_s=0.05)
+    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE], CPU, settings) == [12]
+    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE] * 3, CPU, settings) == [6, 6, 6]
 
 
 def test_a_helper_with_rows_of_its_own_gets_no_more_than_its_free_places():
-    waiting, slow = TailRows(8, 18, 20, 30, 60), Pace(8, slowness=4.0)
-    (lent,) = rows_to_lend(waiting, slow, [Pace(8, own_rows=5)], CPU)
+    waiting, slow = TailRows(8, 18, 20, 30, 60, 30), Pace(8, slowness=4.0)
+    (lent,) = rows_to_lend(waiting, slow, [Pace(8, own_rows=5)], CPU, SETTINGS)
     assert 0 < lent <= 3
-    idle, busy = rows_to_lend(waiting, slow, [Pace(8), Pace(8, own_rows=5)], CPU)
+    idle, busy = rows_to_lend(waiting, slow, [Pace(8), Pace(8, own_rows=5)], CPU, SETTINGS)
     assert idle > 8
     assert busy <= 3
 
 
 def test_a_gain_of_too_few_seconds_is_none():
     rows = running(16, 200, 300)
-    assert rows_to_lend(rows, PACE, [PACE], replace(CPU, least_gain_s=1000.0)) == [0]
+    assert rows_to_lend(rows, PACE, [PACE], CPU, replace(SETTINGS, least_gain_s=1000.0)) == [0]
 
 
 def test_rows_that_wait_behind_a_batch_leave_and_the_batch_stays():
-    rows = TailRows(8, 8, 20, 30, 60)
-    assert rows_to_lend(rows, Pace(8), [Pace(8)], CPU)[0] in (7, 8)
-    assert rows_to_lend(rows, Pace(8, slowness=2.0), [Pace(8)], CPU) == [8]
+    rows = TailRows(8, 8, 20, 30, 60, 30)
+    assert rows_to_lend(rows, Pace(8), [Pace(8)], CPU, SETTINGS)[0] in (7, 8)
+    assert rows_to_lend(rows, Pace(8, slowness=2.0), [Pace(8)], CPU, SETTINGS) == [8]
 
 
 def test_how_far_running_rows_have_come_decides_whether_they_leave_a_slow_owner():
     slow, helper = Pace(8, slowness=4.0), [Pace(8)]
-    assert rows_to_lend(TailRows(8, 0, 20, 5, 60), slow, helper, CPU)[0] >= 6
-    assert rows_to_lend(TailRows(8, 0, 20, 59, 60), slow, helper, replace(CPU, hop_s=1.0)) == [0]
+    assert rows_to_lend(TailRows(8, 0, 20, 5, 60, 55), slow, helper, CPU, SETTINGS)[0] >= 6
+    assert rows_to_lend(TailRows(8, 0, 20, 59, 60, 1), slow, helper, CPU, replace(SETTINGS, hop_s=1.0)) == [0]
 
 
-def test_rows_that_have_come_further_than_expected_are_not_taken_for_done():
-    rows = TailRows(8, 0, 20, 90, 60)
-    assert rows_to_lend(rows, Pace(8, slowness=50.0), [Pace(8)], CPU) == [8]
-
-
-def make_progress(open_shards, running=16, lent=(), tokens_per_s=10.0, tokens=0):
+def make_progress(open_shards, running=16, lent=(), tokens=0):
     left = sum(rows for _, rows in open_shards)
-    return Progress(9.0, "slow", left, running, tokens_per_s, (), open_shards, running_tokens=tokens, lent_shards=lent)
+    return Progress(9.0, "slow", left, running, 10.0, (), open_shards, running_tokens=tokens, lent_shards=lent)
+
+
+def lent_by(report, shards, owner, helpers, output_tokens=600):
+    rows = tail_rows(report, shards, output_tokens, output_tokens)
+    return lend(report, shards, rows, owner, helpers, CPU, SETTINGS)
 
 
 def test_rows_on_loan_are_not_here_and_those_that_do_not_run_wait():
     shards = [Shard(i, 0, "unmerged", ("x",), 20, 400, 1200) for i in range(2)]
     report = make_progress(((0, 10), (1, 18)), running=8, lent=((1, 5),), tokens=80)
-    assert tail_rows(report, shards, 60) == TailRows(8, 15, 20, 10, 60)
-
-
-def test_the_pace_is_what_steps_took_over_what_they_should_take():
-    expected_s = float(CPU_SMOLLM2_135M.step_seconds(StepLoad(decode_rows=16, context_tokens=16 * 100)))
-    progress = make_progress(((0, 20),), tokens_per_s=16 / expected_s / 4)
-    pace = measured_pace(progress, 64, 100, CPU_SMOLLM2_135M)
-    assert pace is not None
-    assert round(pace.slowness, 6) == 4.0
-    assert measured_pace(make_progress(((0, 20),), running=0), 64, 100, CPU_SMOLLM2_135M) is None
+    assert tail_rows(report, shards, 60, 50) == TailRows(8, 15, 20, 10, 60, 50)
 
 
 def test_the_shard_opened_last_is_shared_first_and_rows_lent_before_stay_lent():
     shards = [Shard(i, 0, "unmerged", ("x",), 20, 4000, 12_000) for i in range(2)]
-    lent = lend(make_progress(((0, 10), (1, 18))), shards, 600, PACE, {"a": PACE, "b": PACE}, CPU)
+    lent = lent_by(make_progress(((0, 10), (1, 18))), shards, PACE, {"a": PACE, "b": PACE})
     assert [(m.shard_id, m.to_replica_id, m.adapter) for m in lent] == [(1, "a", "x"), (1, "b", "x")]
     assert all(isinstance(m, MigrateRows) and 0 < m.num_rows <= 9 for m in lent)
-    assert lend(make_progress(((0, 10), (1, 18)), lent=((0, 9), (1, 18))), shards, 600, PACE, {"a": PACE}, CPU) == ()
-    again = lend(make_progress(((0, 10), (1, 18)), running=10, lent=((1, 18),)), shards, 600, PACE, {"b": PACE}, CPU)
+    assert lent_by(make_progress(((0, 10), (1, 18)), lent=((0, 9), (1, 18))), shards, PACE, {"a": PACE}) == ()
+    again = lent_by(make_progress(((0, 10), (1, 18)), running=10, lent=((1, 18),)), shards, PACE, {"b": PACE})
     assert [(m.shard_id, m.to_replica_id) for m in again] == [(0, "b")]
 
 
 def test_a_share_larger_than_a_shard_comes_from_several():
     shards = [Shard(i, 0, "unmerged", ("x",), 20, 4000, 12_000) for i in range(2)]
-    lent = lend(make_progress(((0, 18), (1, 6))), shards, 600, Pace(64, slowness=8.0), {"a": PACE}, CPU)
+    lent = lent_by(make_progress(((0, 18), (1, 6))), shards, Pace(64, slowness=8.0), {"a": PACE})
     assert [m.shard_id for m in lent] == [1, 0]
     assert lent[0].num_rows == 6
 
 
 def test_without_helpers_or_work_nothing_is_lent():
     idle = Shard(0, 0, "none", (), 20, 0, 0)
-    assert lend(make_progress(((0, 0),)), [idle], 0, PACE, {"a": PACE}, CPU) == ()
+    assert lent_by(make_progress(((0, 0),)), [idle], PACE, {"a": PACE}) == ()
     busy = Shard(0, 0, "unmerged", ("x",), 20, 4000, 12_000)
-    assert lend(make_progress(((0, 9),)), [busy], 600, PACE, {}, CPU) == ()
+    assert lent_by(make_progress(((0, 9),)), [busy], PACE, {}) == ()

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import (
     FailJob,
     FinishJob,
@@ -297,3 +298,45 @@ def test_whatever_happens_every_shard_is_committed_once_in_the_end(num_shards, m
         storm.commit(min(storm.open))
     assert storm.committed == set(range(num_shards))
     assert storm.scheduler.handle(ReplicaJoined(0.0, "late", 16)) == []
+
+
+def worked(name, slowness, *, open_shards=(), time_s=5.0):
+    """A report of a replica that has made a thousand steps of ten rows."""
+    step_s = CPU.step_s + 10 * (CPU.decode_row_s + 150 * CPU.context_token_s)
+    left = sum(rows for _, rows in open_shards)
+    totals = {"engine_s": slowness * step_s * 1000, "num_steps": 1000, "generated_tokens": 10_000}
+    return Progress(time_s, name, left, 0, 0.0, (), open_shards, **totals)
+
+
+def make_paced(num_shards, *, replicas=("fast", "slow")):
+    settings = SchedulerSettings(expected_replicas=len(replicas), cost=CPU)
+    scheduler = Scheduler(make_shards(num_shards, rows=8), settings=settings)
+    given = [opened(scheduler.handle(ReplicaJoined(0.0, name, 64))) for name in replicas]
+    return scheduler, given
+
+
+def test_a_replica_gets_one_batch_until_its_pace_is_known():
+    _, given = make_paced(100)
+    assert [len(shards) for shards in given] == [8, 8]
+
+
+def test_a_slow_replica_gets_its_share_by_pace():
+    scheduler, given = make_paced(60)
+    scheduler.handle(worked("fast", 1.0, open_shards=tuple((s, 8) for s, _, _ in given[0])))
+    scheduler.handle(worked("slow", 3.0, open_shards=tuple((s, 0) for s, _, _ in given[1])))
+    more = opened(scheduler.handle(worked("slow", 3.0, open_shards=tuple((s, 0) for s, _, _ in given[1]), time_s=6.0)))
+    # Of about 416 rows that are left, a quarter.
+    assert 8 * len(given[1]) + 8 * len(more) <= 2 * 64
+    scheduler.check_integrity()
+
+
+def test_a_replica_that_would_end_after_the_job_gets_nothing_more():
+    scheduler, given = make_paced(20)
+    scheduler.handle(worked("fast", 1.0, open_shards=tuple((s, 8) for s, _, _ in given[0])))
+    idle = tuple((s, 0) for s, _, _ in given[1])
+    assert opened(scheduler.handle(worked("slow", 50.0, open_shards=idle))) == []
+    assert opened(scheduler.handle(worked("slow", 50.0, open_shards=idle, time_s=6.0))) == []
+    # Alone it goes on, however slow.
+    left = opened(scheduler.handle(WorkersSeen(7.0, ("slow",))))
+    assert {replica for _, replica, _ in left} == {"slow"}
+    scheduler.check_integrity()

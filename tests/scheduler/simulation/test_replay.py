@@ -42,7 +42,7 @@ def recorded_run(**cluster):
     settings = ReplicaSettings(max_batch_rows=16, leap_steps=16)
     plan = plan_shards(workload, batch_rows=16, num_replicas=3)
     timeline = Timeline.empty(300, 3)
-    chosen = SchedulerSettings(expected_replicas=3, tail=TailSettings(COST), shares_adapters=True)
+    chosen = SchedulerSettings(expected_replicas=3, tail=TailSettings(), cost=COST, shares_adapters=True)
     lines = []
 
     def coordinator(committed=()):

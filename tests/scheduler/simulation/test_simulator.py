@@ -121,14 +121,14 @@ def make_tail_job(tail, **cluster):
     replicas = [
         SimulatedReplica(i, workload, CPU_SMOLLM2_135M, UnmergedBatcher(), settings, timeline) for i in range(2)
     ]
-    recorder = Recorder(Scheduler(plan.shards, settings=SchedulerSettings(tail=tail)))
+    recorder = Recorder(Scheduler(plan.shards, settings=SchedulerSettings(tail=tail, cost=CPU_SMOLLM2_135M)))
     joins = Cluster((0.0, 16.0), progress_s=0.5, **cluster)
     return JobSimulation(workload, plan, recorder, replicas, joins, timeline, settings)
 
 
 def test_an_idle_replica_takes_rows_of_the_last_shards_and_the_job_ends_sooner():
     alone = make_tail_job(None).run()
-    shared = make_tail_job(TailSettings(CPU_SMOLLM2_135M)).run()
+    shared = make_tail_job(TailSettings()).run()
     assert alone.num_migrated == 0
     assert shared.num_migrated > 0
     assert shared.failure is None
@@ -138,7 +138,7 @@ def test_an_idle_replica_takes_rows_of_the_last_shards_and_the_job_ends_sooner()
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rows_on_loan_survive_the_loss_of_their_owner_and_of_their_helper(lost):
-    outcome = make_tail_job(TailSettings(CPU_SMOLLM2_135M), mishaps=((20.0, lost, "lost"),)).run()
+    outcome = make_tail_job(TailSettings(), mishaps=((20.0, lost, "lost"),)).run()
     assert outcome.num_migrated > 0
     assert outcome.failure is None
     assert np.isfinite(outcome.timeline.finish_s).all()

@@ -1,0 +1,290 @@
+"""Small jobs over a grid of shapes: this project beside four simple policies and the job's lower bound.
+
+python -m lorabatch.benchmarks.simulation.grid [--traces FOLDER] [--instances 27] [--output FILE]
+
+A job has `--batches` full batches per worker. Adapters are popular by Zipf's law. Answers have the lengths of the Azure
+traces, or drawn ones like them, or of a mix in which one row of ten is long; all rows have one `max_tokens`. Workers
+are equal, or have log-normal speeds between 0.15 and 1 of the cost model's, which only policies that deal shards by
+work know beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
+from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
+from lorabatch.scheduler.batching import Batcher, CostBatcher, InClusters
+from lorabatch.scheduler.bound import job_bound
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B
+from lorabatch.scheduler.forecast import plan_waves
+from lorabatch.scheduler.lengths import LengthEstimator, expected_tokens
+from lorabatch.scheduler.migration import TailSettings
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
+from lorabatch.scheduler.simulation.synthetic import (
+    draw_adapters,
+    draw_lengths,
+    make_adapters,
+    make_workload,
+    power_popularity,
+)
+from lorabatch.scheduler.simulation.timeline import Timeline
+from lorabatch.scheduler.waves import Shard, ShardPlan
+from lorabatch.scheduler.workload import Workload
+
+COST = H200_LLAMA_3_8B
+BATCH_ROWS = 64
+MAX_TOKENS = 1000
+LIMITS = ReplicaSettings(max_batch_rows=BATCH_ROWS, max_step_tokens=8192, leap_steps=8)
+# As `pipeline/coordinator/task.py` has them.
+TAIL = TailSettings(0.3, least_gain_s=0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an instance of the grid is drawn from."""
+
+    exponent: float
+    lengths: str
+    num_adapters: int
+    num_workers: int
+    is_equal: bool
+
+
+SHAPES = tuple(
+    Shape(*values)
+    for values in itertools.product(
+        (0.9, 1.2, 1.5), ("conv", "code", "bimodal"), (20, 500, 5000), (3, 7), (True, False)
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """One job and its workers. `slowness`: seconds of each over those of the cost model."""
+
+    shape: Shape
+    workload: Workload
+    slowness: tuple[float, ...]
+
+
+def draw(shape: Shape, traces: dict[str, Lengths], seed: int, batches: float = 4.0) -> Instance:
+    """The instance of a shape that belongs to a seed."""
+    generator = np.random.default_rng((seed, *map(ord, repr(shape))))
+    num_rows = round(batches * BATCH_ROWS * shape.num_workers)
+    ranks = generator.choice([8, 16, 32, 64, 128, 256], shape.num_adapters)
+    adapter = draw_adapters(generator, num_rows, power_popularity(shape.num_adapters, shape.exponent))
+    if shape.lengths == "bimodal":
+        is_long = generator.random(num_rows) < 0.1
+        short, long = (
+            draw_lengths(generator, num_rows, 60, 0.5, 200),
+            draw_lengths(generator, num_rows, 800, 0.2, MAX_TOKENS),
+        )
+        prompt, output = draw_lengths(generator, num_rows, 300, 0.8, 2000), np.where(is_long, long, short)
+    else:
+        prompt, output = traces[shape.lengths].draw(generator, num_rows)
+    output = np.clip(output, 1, MAX_TOKENS).astype(np.int32)
+    workload = make_workload(make_adapters(ranks.tolist()), adapter, prompt, output, max_tokens=MAX_TOKENS)
+    speeds = np.ones(shape.num_workers)
+    if not shape.is_equal:
+        speeds = np.clip(generator.lognormal(-0.7, 0.7, shape.num_workers), 0.15, 1.0)
+    return Instance(shape, workload, tuple((1 / speeds).tolist()))
+
+
+Maker = Callable[[], Batcher]
+
+
+def ours(instance: Instance, tail: TailSettings | None = TAIL) -> float:
+    """Makespan of the plan and the scheduler that a real job has."""
+    workload, num_workers = instance.workload, len(instance.slowness)
+    predicted = expected_tokens(workload.max_tokens)
+    plan = plan_waves(workload, COST, predicted, batch_rows=BATCH_ROWS, num_replicas=num_workers)
+    scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=num_workers, tail=tail, cost=COST))
+    return _play(instance, plan, scheduler, _our_batcher(workload))
+
+
+def queue(instance: Instance) -> float:
+    """Shards of 16 rows in input order, taken by whichever worker has room; our batcher."""
+    workload = instance.workload
+    plan = _in_input_order(workload)
+    scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=len(instance.slowness)))
+    return _play(instance, plan, scheduler, _our_batcher(workload))
+
+
+def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
+    """Rows are dealt once: shards of one adapter by work and speed (LPT), or rows in turn as they come."""
+    workload, slowness = instance.workload, instance.slowness
+    rows_of: list[list[NDArray[np.int64]]] = [[] for _ in slowness]
+    if by_work:
+        row_s = COST.row_seconds(workload.prompt_tokens, expected_tokens(workload.max_tokens), batch_rows=BATCH_ROWS)
+        order = np.argsort(workload.adapter_index, kind="stable")
+        pieces = [
+            piece
+            for rows in np.split(order, np.flatnonzero(np.diff(workload.adapter_index[order])) + 1)
+            for piece in np.split(rows, range(16, len(rows), 16))
+        ]
+        done = np.zeros(len(slowness))
+        for piece in sorted(pieces, key=lambda rows: -row_s[rows].sum()):
+            best = int(np.argmin(done + row_s[piece].sum() * np.array(slowness)))
+            done[best] += row_s[piece].sum() * slowness[best]
+            rows_of[best].append(piece)
+        rows_of = [sorted(pieces, key=lambda rows: int(workload.adapter_index[rows[0]])) for pieces in rows_of]
+    else:
+        rows_of = [[np.arange(number, workload.num_rows, len(slowness))] for number in range(len(slowness))]
+    timeline = Timeline.empty(workload.num_rows, len(slowness))
+    ends = [0.0]
+    for number, (pieces, slow) in enumerate(zip(rows_of, slowness, strict=True)):
+        if pieces:
+            replica = SimulatedReplica(number, workload, COST.scaled(slow), make(), LIMITS, timeline)
+            replica.add(np.concatenate(pieces))
+            now = 0.0
+            while replica.num_rows:
+                now = replica.step(now).end_s
+            ends.append(now)
+    return max(ends)
+
+
+def _our_batcher(workload: Workload) -> Maker:
+    ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
+    lengths = LengthEstimator.of_rows(workload.max_tokens)
+    return lambda: InClusters(CostBatcher(COST, lambda: ranks, lengths.mean))
+
+
+def _in_input_order(workload: Workload) -> ShardPlan:
+    starts = range(0, workload.num_rows, 16)
+    offsets = np.array([*starts, workload.num_rows], np.int64)
+    shards = tuple(
+        Shard(number, 0, "unmerged", (), int(rows), int(prompt), int(rows) * MAX_TOKENS // 2)
+        for number, (rows, prompt) in enumerate(
+            zip(np.diff(offsets), np.add.reduceat(workload.prompt_tokens, offsets[:-1]), strict=True)
+        )
+    )
+    return ShardPlan(np.arange(workload.num_rows), offsets, shards)
+
+
+def _play(instance: Instance, plan: ShardPlan, scheduler: Scheduler, make: Maker) -> float:
+    workload, slowness = instance.workload, instance.slowness
+    timeline = Timeline.empty(workload.num_rows, len(slowness))
+    replicas = [
+        SimulatedReplica(number, workload, COST.scaled(slow), make(), LIMITS, timeline)
+        for number, slow in enumerate(slowness)
+    ]
+    cluster = Cluster((0.0,) * len(slowness))
+    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, LIMITS).run()
+    assert outcome.failure is None, outcome.failure
+    return outcome.makespan_s
+
+
+def bound_s(instance: Instance) -> float:
+    """The job's lower bound, true lengths known."""
+    assert instance.workload.output_tokens is not None
+    return job_bound(
+        instance.workload,
+        instance.workload.output_tokens.astype(np.float64),
+        COST,
+        batch_rows=BATCH_ROWS,
+        step_tokens=LIMITS.max_step_tokens,
+        slowness=instance.slowness,
+    ).seconds
+
+
+POLICIES: dict[str, Callable[[Instance], float]] = {
+    "ours": ours,
+    "by adapter, dealt by work, unmerged": lambda i: dealt(i, UnmergedBatcher, by_work=True),
+    "by adapter, dealt by work, our batcher": lambda i: dealt(i, _our_batcher(i.workload), by_work=True),
+    "in turn, unmerged": lambda i: dealt(i, UnmergedBatcher, by_work=False),
+    "input order, queue, our batcher": queue,
+}
+
+
+def adding(traces: dict[str, Lengths], num_seeds: int) -> None:
+    """Print what adding one slower worker to one or two fast ones does, over seeds and kinds of lengths."""
+    for num_fast, slowness in itertools.product((1, 2), (2.0, 4.0, 10.0, 20.0)):
+        over_alone = []
+        for seed in range(num_seeds):
+            shape = Shape(1.2, ("conv", "code", "bimodal")[seed % 3], 50, num_fast, is_equal=True)
+            alone = draw(shape, traces, seed, batches=9 / num_fast)
+            both = replace(alone, slowness=(*alone.slowness, slowness))
+            over_alone.append(ours(both) / ours(alone))
+        ideal = num_fast / (num_fast + 1 / slowness)
+        mean = float(np.mean(over_alone))
+        print(
+            f"{num_fast} fast, one {slowness:g} times slower: {mean:.3f} of without it",
+            f"({min(over_alone):.3f} to {max(over_alone):.3f}), {mean / ideal:.3f} of the ideal split",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run, print a table, write the rows."""
+    parser = argparse.ArgumentParser(prog="python -m lorabatch.benchmarks.simulation.grid", description=__doc__)
+    parser.add_argument("--traces", type=Path, help="folder of AzureLLMInferenceTrace_conv.csv and …_code.csv")
+    parser.add_argument("--instances", type=int, default=len(SHAPES), help=f"how many of the {len(SHAPES)} shapes")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--batches", type=float, default=4.0)
+    parser.add_argument("--adding", type=int, metavar="SEEDS", help="only add slower workers, with so many seeds")
+    parser.add_argument("--output", type=Path, help="a JSON file of all instances")
+    chosen = parser.parse_args()
+    traces = _traces(chosen.traces)
+    if chosen.adding:
+        adding(traces, chosen.adding)
+        return
+    found = []
+    for number in np.linspace(0, len(SHAPES) - 1, chosen.instances).round().astype(int).tolist():
+        instance = draw(SHAPES[number], traces, chosen.seed, chosen.batches)
+        bound = bound_s(instance)
+        over = {name: policy(instance) / bound for name, policy in POLICIES.items()}
+        found.append(Found(instance.shape, bound, over))
+        print(f"{_name(instance.shape):36} {bound:8.2f} s ", *(f"{r:6.3f}" for r in over.values()), flush=True)
+    print("\n".join(summary(found)))
+    if chosen.output:
+        chosen.output.write_text(json.dumps([asdict(entry) for entry in found], indent=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One instance: the job's bound, and the makespans of all policies over it."""
+
+    shape: Shape
+    bound_s: float
+    over_bound: dict[str, float]
+
+
+def summary(found: Sequence[Found]) -> list[str]:
+    """Means over the bound, and ours beside the best of the others, for equal and for unequal workers."""
+    lines = []
+    for is_equal in (True, False):
+        group = [entry.over_bound for entry in found if entry.shape.is_equal is is_equal]
+        if group:
+            lines.append(f"{'equal' if is_equal else 'unequal'} workers ({len(group)} jobs), over the bound:")
+            lines += [f"  {np.mean([over[name] for over in group]):6.3f}  {name}" for name in POLICIES]
+            best = [min(ratio for name, ratio in over.items() if name != "ours") / over["ours"] for over in group]
+            lines.append(f"  best of the others over ours: {np.mean(best):.3f} ({min(best):.3f} to {max(best):.3f})")
+    return lines
+
+
+def _name(shape: Shape) -> str:
+    kind = "equal" if shape.is_equal else "unequal"
+    return f"{shape.lengths} {shape.num_adapters} zipf {shape.exponent} {shape.num_workers} {kind}"
+
+
+def _traces(folder: Path | None) -> dict[str, Lengths]:
+    if folder is None:
+        generator = np.random.default_rng(8)
+        prompt, output = draw_lengths(generator, 20_000, 1500, 0.8, 4000), draw_lengths(generator, 20_000, 12, 1.1, 600)
+        return {"conv": synthetic_lengths(), "code": Lengths(prompt, output, "drawn")}
+    return {name: read_trace(folder / f"AzureLLMInferenceTrace_{name}.csv") for name in ("conv", "code")}
+
+
+if __name__ == "__main__":
+    main()

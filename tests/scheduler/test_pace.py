@@ -1,0 +1,96 @@
+"""Paces of replicas, from totals in their reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
+from lorabatch.scheduler.messages import Progress
+from lorabatch.scheduler.pace import MeanRow, PaceEstimator, mean_row
+from lorabatch.scheduler.waves import Shard
+
+ROW = MeanRow(100, 40.0, 20.0)
+#: Seconds of a step of ten decoding rows whose contexts are the mean row's.
+STEP_S = CPU.step_s + 10 * (CPU.decode_row_s + 50 * CPU.context_token_s)
+
+
+def report(name: str, *, num_steps: int, engine_s: float, prompt_tokens: int = 0) -> Progress:
+    return Progress(
+        1.0,
+        name,
+        0,
+        0,
+        0.0,
+        (),
+        engine_s=engine_s,
+        num_steps=num_steps,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=10 * num_steps,
+    )
+
+
+def test_a_replica_that_takes_three_times_as_long_is_three_times_as_slow() -> None:
+    paces = PaceEstimator(CPU, ROW)
+    for num_steps in range(10, 1000, 10):
+        paces.reported(report("slow", num_steps=num_steps, engine_s=3 * STEP_S * num_steps))
+        paces.reported(report("fast", num_steps=num_steps, engine_s=STEP_S * num_steps))
+    assert paces.slowness("slow") == pytest.approx(3.0, rel=0.01)
+    assert paces.slowness("fast") == pytest.approx(1.0, rel=0.02)
+    assert paces.over_fastest(["slow", "fast"]) == {"slow": pytest.approx(3.0, rel=0.03), "fast": 1.0}
+
+
+def test_prompts_do_not_make_a_replica_look_slow() -> None:
+    paces = PaceEstimator(CPU, ROW)
+    prompt_s = 5000 * CPU.prefill_token_s
+    paces.reported(report("a", num_steps=100, engine_s=100 * STEP_S + prompt_s, prompt_tokens=5000))
+    assert paces.slowness("a") == pytest.approx(1.0)
+
+
+def test_a_replica_without_steps_counts_as_the_others() -> None:
+    paces = PaceEstimator(CPU, ROW)
+    assert paces.slowness("new") == 1.0
+    paces.reported(report("a", num_steps=1000, engine_s=2000 * STEP_S))
+    assert paces.slowness("new") == pytest.approx(2.0)
+    assert (paces.is_known("a"), paces.is_known("new")) == (True, False)
+
+
+def test_small_differences_are_none() -> None:
+    paces = PaceEstimator(CPU, ROW)
+    paces.reported(report("a", num_steps=1000, engine_s=1000 * STEP_S))
+    paces.reported(report("b", num_steps=1000, engine_s=1100 * STEP_S))
+    assert paces.over_fastest(["a", "b"]) == {"a": 1.0, "b": 1.0}
+
+
+def test_an_engine_that_starts_again_counts_from_there() -> None:
+    paces = PaceEstimator(CPU, ROW)
+    paces.reported(report("a", num_steps=1000, engine_s=1000 * STEP_S))
+    paces.reported(report("a", num_steps=5, engine_s=5 * STEP_S))
+    paces.reported(report("a", num_steps=105, engine_s=105 * STEP_S))
+    assert paces.slowness("a") == pytest.approx(1.0)
+
+
+def test_a_machine_that_becomes_busy_is_noticed_within_a_minute() -> None:
+    paces = PaceEstimator(CPU, ROW)
+    engine_s = 0.0
+    for second in range(600):
+        engine_s += STEP_S * (10 if second < 300 else 100)
+        paces.reported(report("a", num_steps=10 * (second + 1), engine_s=engine_s))
+        if second == 300 + int(60 / (100 * STEP_S)):
+            break
+    assert paces.slowness("a") > 5.0
+
+
+def test_without_a_cost_model_all_are_alike() -> None:
+    paces = PaceEstimator(None, ROW)
+    paces.reported(report("a", num_steps=1000, engine_s=1e6))
+    assert paces.over_fastest(["a", "b"]) == {"a": 1.0, "b": 1.0}
+    assert paces.is_known("b")
+    assert paces.row_seconds(10, 8) == (0.0, 0.0)
+
+
+def test_the_mean_row_leaves_out_shards_without_engine_work() -> None:
+    busy = Shard(0, 0, "unmerged", ("x",), 4, 400, 80)
+    assert mean_row([busy, replace(busy, shard_id=1, mode="none", num_rows=9)]) == MeanRow(4, 100.0, 20.0)
+    assert mean_row([]) == MeanRow(0, 0.0, 0.0)
