@@ -181,10 +181,9 @@ def _find(fs: Any, path: str) -> tuple[list[str], str, list[str]]:
         parts = path.split("/")
         fixed = next(i for i, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
         return sorted(found for found in fs.glob(path) if fs.isfile(found)), "/".join(parts[:fixed]), []
-    if fs.isfile(path):
+    # Not `isfile` and `exists`, which take storage that refuses for an empty one.
+    if fs.info(path)["type"] != "directory":
         return [path], path.rpartition("/")[0], []
-    if not fs.exists(path):
-        raise FileNotFoundError(path)
     root = path.rstrip("/")
     visible = sorted(found for found in fs.find(root) if _is_visible(found[len(root) :].strip("/").split("/")))
     paths = [found for found in visible if found.lower().endswith(_SUFFIXES)]
