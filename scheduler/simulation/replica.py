@@ -1,17 +1,23 @@
 """A simulated replica: the real batching policy on rows whose steps take the cost model's seconds.
 
+Admission and steps follow the engine's rules (`engine/batching`). A row enters when the pages of its prompt and all of
+`max_tokens` are free and its adapter is there; a running row is never preempted. A step holds one token of each
+decoding row, then as much of the prompts as its tokens allow, in order of admission: a prompt that is longer is begun.
+An absent adapter is read beside the steps, and its rows wait, unless nothing else can run. Not modelled: pages that are
+free but not side by side, and the pages that a prefix cache holds.
+
 One `step` may stand for several forward passes (a *leap*). Where nothing can change meanwhile, a leap is exact: it
 ends when the first row ends. A coarse replica always leaps `leap_steps` passes; rows that end inside leave their
 place empty until its end, so it overstates time slightly and runs many times faster.
 
 True lengths come from the workload, and so does the part of a prompt that need not be computed; a replica that meets
-a shared prefix first does not pay for it again. An adapter is fetched ahead, beside the work, or when its first row is
-admitted, which delays the step (`SimulatedMemory`). `Passes` are the forward passes of one step and their seconds.
+a shared prefix first does not pay for it again. `Passes` are the forward passes of one step and their seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,21 +25,30 @@ from numpy.typing import NDArray
 
 from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
+from ..lengths import LengthEstimator
 from ..workload import AdapterInfo, Workload
 from .timeline import Timeline
+
+# Adapters that are read before their rows can enter (`engine.memory.loader.MAX_AHEAD`).
+_MAX_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """`max_step_tokens`: prompt tokens admitted per pass beside the decoding rows (at least one row always).
+    """`max_batch_rows`: rows that run at once. `max_step_tokens`: of one step, prompts and decoding rows together.
 
-    `kv_tokens`: KV slots, reserved per row up to its `max_tokens`; None: endless. `adapter_slots`: adapters resident
-    at once, least recently used goes first; None: endless. `look_ahead`: waiting rows the batcher sees.
+    `kv_tokens`: tokens that the pool holds, in pages of `page_tokens`; a row takes one run of pages, a multiple of
+    `run_pages` where there is room. None: endless. `token_bytes`: keys and values of one token, by which adapters take
+    pages of the pool too; 0: they take none. `adapter_slots`: adapters resident at once, least recently used goes
+    first; None: endless. `look_ahead`: waiting rows the batcher sees.
     """
 
     max_batch_rows: int = 64
     max_step_tokens: int = 2048
     kv_tokens: int | None = None
+    page_tokens: int = 1
+    run_pages: int = 1
+    token_bytes: int = 0
     adapter_slots: int | None = None
     adapter_source: AdapterSource = "host"
     look_ahead: int = 512
@@ -50,7 +65,11 @@ class StepOutcome:
 
 
 class SimulatedReplica:
-    """One engine of the simulator. Row numbers are the workload's; `number` is its place in the timeline."""
+    """One engine of the simulator. Row numbers are the workload's; `number` is its place in the timeline.
+
+    `lengths` is given every row that comes and every one that ends, as an engine's own estimator is. `expected`: by
+    adapter, rows announced to come later.
+    """
 
     def __init__(
         self,
@@ -60,22 +79,31 @@ class SimulatedReplica:
         batcher: Batcher,
         settings: ReplicaSettings,
         timeline: Timeline,
+        lengths: LengthEstimator | None = None,
+        expected: Counter[int] | None = None,
     ) -> None:
         assert workload.output_tokens is not None, "a simulation needs the true output lengths"
         self.number = number
+        self.expected: Counter[int] = Counter() if expected is None else expected
         self.waiting: NDArray[np.int64] = np.zeros(0, np.int64)
         self.running: NDArray[np.int64] = np.zeros(0, np.int64)
+        # Of running rows: tokens to generate; tokens so far, prompt and generated; those of them that are to be
+        # computed before it decodes; pages held.
         self._remaining: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._context: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._total: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._unstored: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._held: NDArray[np.int64] = np.zeros(0, np.int64)
         self._workload, self._output = workload, workload.output_tokens
         self._computed = workload.computed_prompt_tokens
         self._ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
         self._cost, self._batcher, self._settings, self._timeline = cost, batcher, settings, timeline
+        self._lengths = LengthEstimator() if lengths is None else lengths
         # Tokens that rows on loan had generated elsewhere; they are prefilled again with the prompt.
         self._brought: dict[int, int] = {}
         self._merged: int | None = None
         self._has_merged = False
         self._memory = SimulatedMemory(workload.adapters, cost, settings.adapter_source, settings.adapter_slots)
+        self._pages = _Pages(workload, settings)
 
     @property
     def num_rows(self) -> int:
@@ -90,11 +118,12 @@ class SimulatedReplica:
     @property
     def running_tokens(self) -> int:
         """Tokens that running rows have generated so far."""
-        return int((self._context - self._workload.prompt_tokens[self.running]).sum())
+        return int((self._total - self._workload.prompt_tokens[self.running]).sum())
 
     def add(self, rows: NDArray[np.int64]) -> None:
         """Rows join the end of the queue."""
         self.waiting = np.concatenate([self.waiting, rows])
+        self._lengths.asked(int(self._workload.max_tokens[rows].sum()), len(rows))
 
     def take_waiting(self, adapter: int, num_rows: int) -> NDArray[np.int64]:
         """Remove and return up to `num_rows` waiting rows of one adapter, the last to arrive first."""
@@ -104,19 +133,19 @@ class SimulatedReplica:
         return taken
 
     def hand_over(self, rows: NDArray[np.int64], num_rows: int) -> dict[int, int]:
-        """Remove up to `num_rows` of `rows`, waiting ones first, then those with most left; row -> tokens generated so
-        far.
+        """Remove the last `num_rows` of `rows` that are here; row -> tokens generated so far.
+
+        This is the rule of a real worker's queue: nobody knows which rows have most left.
         """
-        waiting = self.waiting[np.isin(self.waiting, rows)][::-1][:num_rows].tolist()
-        self.waiting = self.waiting[~np.isin(self.waiting, waiting)]
-        handed = {row: self._brought.pop(row, 0) for row in waiting}
-        positions = np.flatnonzero(np.isin(self.running, rows))
-        positions = positions[np.argsort(-self._remaining[positions], kind="stable")][: num_rows - len(waiting)]
-        generated = self._context[positions] - self._workload.prompt_tokens[self.running[positions]]
-        handed |= dict(zip(self.running[positions].tolist(), generated.tolist(), strict=True))
-        self.running, self._remaining, self._context = (
-            np.delete(array, positions) for array in (self.running, self._remaining, self._context)
-        )
+        is_here = np.isin(rows, self.waiting) | np.isin(rows, self.running)
+        handed: dict[int, int] = {row: self._brought.pop(row, 0) for row in rows[is_here][-num_rows:].tolist()}
+        gone = np.fromiter(handed, np.int64, len(handed))
+        self.waiting = self.waiting[~np.isin(self.waiting, gone)]
+        is_gone = np.isin(self.running, gone)
+        leaving = self.running[is_gone]
+        generated = self._total[is_gone] - self._workload.prompt_tokens[leaving]
+        handed |= dict(zip(leaving.tolist(), generated.tolist(), strict=True))
+        self._keep(~is_gone)
         return handed
 
     def take_over(self, handed: dict[int, int]) -> None:
@@ -128,15 +157,13 @@ class SimulatedReplica:
         """A row on loan is not wanted here any more."""
         self._brought.pop(row, None)
         self.waiting = self.waiting[self.waiting != row]
-        stays = self.running != row
-        self.running, self._remaining, self._context = (
-            array[stays] for array in (self.running, self._remaining, self._context)
-        )
+        self._keep(self.running != row)
 
     def clear(self) -> NDArray[np.int64]:
         """Lose everything; returns the rows that were here."""
         lost = np.concatenate([self.waiting, self.running])
-        self.waiting = self.running = self._remaining = self._context = np.zeros(0, np.int64)
+        self.waiting = np.zeros(0, np.int64)
+        self._keep(np.zeros(len(self.running), bool))
         self._merged, self._has_merged, self._brought = None, False, {}
         self._memory.clear()
         return lost
@@ -148,46 +175,81 @@ class SimulatedReplica:
     def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
         """Run one step, or one leap that ends about `until_s` at the latest. There must be rows."""
         seen = self.waiting[: self._settings.look_ahead]
-        view = self._view(seen)
+        view = self._view(seen, now_s)
         plan = self._batcher.next_step(view)
-        admitted = self._admissible(plan, seen)
-        if not plan.serve.any() and len(admitted) == 0:
+        admit = self._admissible(plan, seen, view, now_s)
+        if not plan.serve.any() and len(admit) == 0:
             # Paused rows hold the memory that the policy wants for others: let them finish.
-            plan = all_unmerged(view, np.zeros(0, np.int64))
-        rows = np.concatenate([self.running[plan.serve], admitted])
+            plan = all_unmerged(view, plan.admit)
+            admit = self._admissible(plan, seen, view, now_s)
+        rows = np.concatenate([self.running[plan.serve], seen[admit]])
         plan = without_vain_merge(plan, self._merged, self._workload.adapter_index[rows])
         overhead_s = self._switch(plan.merged_adapter) + self._load(rows, now_s)
-        is_served = self._join(plan.serve, plan.admit[: len(admitted)])
-        passes = self._passes(plan, is_served, len(admitted), now_s, until_s)
-        return self._advance(now_s, overhead_s, is_served, len(admitted), passes)
+        is_served = self._join(plan.serve, admit, now_s)
+        if plan.mode != "merged":
+            self._read_ahead(now_s)
+        may_leap = not len(admit) and not self._memory.absent(view.waiting_adapter, now_s)
+        return self._advance(now_s, overhead_s, is_served, self._num_passes(is_served, may_leap, now_s, until_s))
 
-    def _view(self, seen: NDArray[np.int64]) -> BatchView:
+    def _view(self, seen: NDArray[np.int64], now_s: float) -> BatchView:
         """What the batcher sees."""
-        adapters, kv_tokens, memory = self._workload.adapter_index, self._settings.kv_tokens, None
-        if kv_tokens is not None:
-            free = max(0, kv_tokens - int(self._reserved(self.running).sum()))
-            memory = FreeMemory((free,), self._reserved(seen).astype(np.int64))
-        view = BatchView(adapters[self.running], adapters[seen], self._settings.max_batch_rows, self._merged)
-        return replace(view, paused_steps=self._timeline.paused_steps[self.running], memory=memory)
+        adapters, memory = self._workload.adapter_index, None
+        running, waiting = adapters[self.running], adapters[seen]
+        if self._pages.num_pages is not None:
+            free = self._pages.free(int(self._held.sum()), running)
+            awaited = self._memory.absent(waiting, now_s)
+            memory = FreeMemory(
+                (free,), self._pages.of_row[seen], self._pages.of_adapter, self._settings.run_pages, awaited
+            )
+        return BatchView(
+            running,
+            waiting,
+            self._settings.max_batch_rows,
+            self._merged,
+            resident_adapter=self._memory.resident_array,
+            paused_steps=self._timeline.paused_steps[self.running],
+            memory=memory,
+        )
 
-    def _admissible(self, plan: StepPlan, seen: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The plan's admissions as far as this step's tokens and the KV memory reach."""
-        rows = seen[plan.admit]
-        if len(rows) == 0:
-            return rows
-        budget = self._settings.max_step_tokens - int(plan.serve.sum())
-        fits = np.cumsum(self._computed[rows]) <= budget
-        fits[0] |= not plan.serve.any()
-        if self._settings.kv_tokens is not None:
-            held = int(self._reserved(self.running).sum())
-            has_room = held + np.cumsum(self._reserved(rows)) <= self._settings.kv_tokens
-            has_room[0] |= len(self.running) == 0
-            fits &= has_room
-        num_admitted = len(fits) if fits.all() else int(np.argmin(fits))
-        return rows[:num_admitted]
+    def _admissible(self, plan: StepPlan, seen: NDArray[np.int64], view: BatchView, now_s: float) -> NDArray[np.int64]:
+        """Positions of the plan's admissions that enter: until memory ends, without those that wait for an adapter."""
+        if not len(plan.admit):
+            return plan.admit
+        admit = plan.admit[self._is_ready(view.waiting_adapter[plan.admit], now_s)]
+        if view.memory is None:
+            return admit
+        admit = admit[: view.memory.num_fitting(admit, view.waiting_adapter, view.running_adapter)]
+        # As in the engine: where nothing has to make room, rows of equal size lie side by side.
+        rounded = self._pages.rounded(seen[admit])
+        absent = {a for a in set(view.waiting_adapter[admit].tolist()) if not self._memory.has(a)}
+        num_pages = int(rounded.sum()) + sum(self._pages.of_adapter.get(a, 0) for a in absent)
+        if num_pages <= view.memory.gaps[0] // 2:
+            admit = admit[np.argsort(rounded, kind="stable")]
+        return admit
 
-    def _reserved(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        return self._workload.prompt_tokens[rows] + self._workload.max_tokens[rows]
+    def _is_ready(self, adapters: NDArray[np.int32], now_s: float) -> NDArray[np.bool_]:
+        """Which rows of these adapters need not wait for them; those of the first if there is none and nothing runs."""
+        wanted = dict.fromkeys(adapters.tolist())
+        missing = self._memory.absent(adapters, now_s)
+        if not missing:
+            return np.ones(len(adapters), bool)
+        for adapter in (a for a in wanted if a in missing):
+            self._memory.fetch(adapter, now_s, self._settings.adapter_source)
+        still = self._memory.absent(adapters, now_s)
+        if len(still) == len(wanted) and not len(self.running):
+            still -= {next(iter(wanted))}
+        return ~np.isin(adapters, list(still))
+
+    def _read_ahead(self, now_s: float) -> None:
+        """Begin to read the adapters that are needed next, a few at a time."""
+        if self._memory.num_coming >= _MAX_AHEAD or self._memory.has_all:
+            return
+        waiting = self._workload.adapter_index[self.waiting[: self._settings.look_ahead]]
+        absent = self._memory.absent(waiting, float("inf"))
+        for adapter in (a for a in dict.fromkeys(waiting.tolist()) if a in absent):
+            if self._memory.num_coming >= _MAX_AHEAD:
+                return
+            self._memory.fetch(adapter, now_s, self._settings.adapter_source)
 
     def _switch(self, merged: int | None) -> float:
         seconds = self._cost.merge_s if merged != self._merged else 0.0
@@ -207,7 +269,7 @@ class SimulatedReplica:
         timeline.peak_adapters[self.number] = max(timeline.peak_adapters[self.number], len(self._memory.resident))
         return seconds
 
-    def _join(self, serve: NDArray[np.bool_], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _join(self, serve: NDArray[np.bool_], positions: NDArray[np.int64], now_s: float) -> NDArray[np.bool_]:
         """Waiting rows at these positions become the last running ones; returns who takes part, `[num_running]`."""
         if len(positions) == 0:
             return serve
@@ -215,87 +277,150 @@ class SimulatedReplica:
         stays = np.ones(len(self.waiting), dtype=bool)
         stays[positions] = False
         self.waiting = self.waiting[stays]
-        self.running = np.concatenate([self.running, admitted])
         brought = np.array([self._brought.pop(int(row), 0) for row in admitted] if self._brought else 0)
-        left = np.maximum(1, self._output[admitted] - brought)
-        self._remaining = np.concatenate([self._remaining, left])
-        self._context = np.concatenate([self._context, self._workload.prompt_tokens[admitted] + brought])
+        total = self._workload.prompt_tokens[admitted] + brought
+        # Rows on loan compute all that they bring.
+        unstored = np.maximum(1, np.where(brought > 0, total, self._computed[admitted]))
+        self.running = np.concatenate([self.running, admitted])
+        self._remaining = np.concatenate([self._remaining, np.maximum(1, self._output[admitted] - brought)])
+        self._total = np.concatenate([self._total, total])
+        self._unstored = np.concatenate([self._unstored, unstored])
+        self._held = np.concatenate([self._held, self._pages.taken(admitted, int(self._held.sum()))])
+        pinned = set(self._workload.adapter_index[self.running].tolist())
+        self._memory.shrink(self._pages.left_for_adapters(int(self._held.sum())), self._pages.of_adapter, pinned)
+        # A row on loan was admitted where it came from.
+        fresh = admitted[np.isnan(self._timeline.admit_s[admitted])]
+        self._timeline.admit_s[fresh] = now_s
+        self._timeline.replica[admitted] = self.number
         return np.concatenate([serve, np.ones(len(admitted), bool)])
 
-    def _passes(
-        self, plan: StepPlan, is_served: NDArray[np.bool_], num_admitted: int, now_s: float, until_s: float
-    ) -> int:
+    def _keep(self, stays: NDArray[np.bool_]) -> None:
+        """Running rows that stay."""
+        if stays.all():
+            return
+        self.running, self._remaining, self._total, self._unstored, self._held = (
+            array[stays] for array in (self.running, self._remaining, self._total, self._unstored, self._held)
+        )
+
+    def _num_passes(self, is_served: NDArray[np.bool_], may_leap: bool, now_s: float, until_s: float) -> int:
         """Forward passes this step stands for."""
         limit = self._settings.leap_steps
         if limit == 1:
             return 1
+        num_prompts = int(self._unstored[is_served].sum())
         if self._settings.is_coarse:
-            return int(min(limit, self._remaining[is_served].max()))
-        is_full = len(self.running) >= self._settings.max_batch_rows
-        if num_admitted or not is_served.all() or not (is_full or len(self.waiting) == 0):
+            prefill = -(-num_prompts // self._prompt_budget(is_served))
+            return int(min(limit, self._remaining[is_served].max() + prefill))
+        if not may_leap or num_prompts or not is_served.all():
             return 1
         passes = int(min(limit, self._remaining.min()))
-        if not is_full and until_s < float("inf"):
-            load = StepLoad(decode_rows=len(self.running), context_tokens=self._context.sum())
+        if len(self.running) < self._settings.max_batch_rows and until_s < float("inf"):
+            load = StepLoad(decode_rows=len(self.running), context_tokens=self._total.sum())
             passes = min(passes, max(1, int((until_s - now_s) / float(self._cost.step_seconds(load)))))
         return passes
 
-    def _advance(
-        self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_admitted: int, passes: int
-    ) -> StepOutcome:
-        """Every served row gets up to `passes` tokens; the first of an admitted row comes with its prefill."""
-        rows = self.running[is_served]
-        tokens = np.minimum(self._remaining[is_served], passes)
-        num_passes = int(tokens.max())
-        context, first_new = self._context[is_served], len(rows) - num_admitted
-        prompts, stored = context[first_new:], self._stored(rows[first_new:], context[first_new:])
-        done = Passes(num_passes, self._workload.adapter_index[rows], tokens, context, prompts, stored)
+    def _prompt_budget(self, is_served: NDArray[np.bool_]) -> int:
+        """Prompt tokens of one pass: what decoding rows leave, and one at least."""
+        num_decoding = int((self._unstored[is_served] == 0).sum())
+        return max(self._settings.max_step_tokens - num_decoding, 1)
+
+    def _advance(self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_passes: int) -> StepOutcome:
+        """Decoding rows get a token in each pass; prompts are computed in order, the last chunk gives a token too."""
+        served = np.flatnonzero(is_served)
+        budget, unstored, total = self._prompt_budget(is_served), self._unstored[served], self._total[served]
+        ahead = np.cumsum(unstored) - unstored
+        chunk = np.clip(num_passes * budget - ahead, 0, unstored)
+        is_prompt = unstored > 0
+        # In which pass a prompt ends; 0 of rows that decode already.
+        prompt_end = np.where(is_prompt, -(-(ahead + unstored) // budget), 0)
+        tokens = np.where(is_prompt, num_passes - prompt_end + 1, num_passes)
+        tokens = np.clip(np.where(chunk < unstored, 0, tokens), 0, self._remaining[served])
+        is_in = (chunk > 0) | (tokens > 0)
+        served, chunk, tokens, prompt_end, total = (a[is_in] for a in (served, chunk, tokens, prompt_end, total))
+        unstored, is_prompt = unstored[is_in], is_prompt[is_in]
+        ended = prompt_end + tokens - is_prompt
+        num_passes = int(max(1, np.where(tokens > 0, ended, num_passes).max(initial=1)))
+        rows = self.running[served]
+        stored = np.where(is_prompt, total - unstored, total - 1)
+        done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk)
         seconds = overhead_s + done.seconds(self._cost, self._ranks, self._merged)
+        self._remaining[served] -= tokens
+        self._total[served] += tokens
+        self._unstored[served] -= chunk
         # Linear in between: exact when all rows of the leap last to its end.
-        finish_s = now_s + seconds * tokens / num_passes
+        pass_s = seconds / num_passes
+        is_done = self._remaining[served] <= 0
+        is_first = (tokens > 0) & np.isnan(self._timeline.first_token_s[rows])
         timeline = self._timeline
-        new = rows[first_new:]
-        # A row on loan was admitted, and had its first token, where it came from.
-        fresh = new[np.isnan(timeline.admit_s[new])]
-        timeline.admit_s[fresh] = now_s
-        timeline.first_token_s[fresh] = now_s + seconds / num_passes
-        timeline.replica[new] = self.number
-        self._remaining[is_served] -= tokens
-        self._context[is_served] += tokens
-        is_done = self._remaining[is_served] <= 0
-        finished = rows[is_done]
-        timeline.finish_s[finished] = finish_s[is_done]
+        timeline.first_token_s[rows[is_first]] = now_s + pass_s * np.maximum(prompt_end[is_first], 1)
+        timeline.finish_s[rows[is_done]] = now_s + pass_s * ended[is_done]
         timeline.busy_s[self.number] += seconds
         timeline.num_steps[self.number] += num_passes
         timeline.row_steps[self.number] += int(tokens.sum())
         timeline.prompt_tokens[self.number] += int((prompts - stored).sum())
         timeline.paused_steps[self.running[~is_served]] += num_passes
         timeline.merged_steps[self.number] += num_passes * (self._merged is not None)
-        stays = self._remaining > 0
-        self.running, self._remaining, self._context = (
-            self.running[stays],
-            self._remaining[stays],
-            self._context[stays],
-        )
+        finished = rows[is_done]
+        if len(finished):
+            self._lengths.finished(int(self._output[finished].sum()), len(finished))
+            self._keep(self._remaining > 0)
         return StepOutcome(now_s + seconds, finished)
-
-    def _stored(self, rows: NDArray[np.int64], context: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How much of what new rows bring is copied; rows on loan compute all of it."""
-        is_fresh = context == self._workload.prompt_tokens[rows]
-        return np.where(is_fresh, context - self._computed[rows], 0).astype(np.int64)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books of running rows disagree."""
-        sizes = {len(self.running), len(self._remaining), len(self._context)}
+        sizes = {len(array) for array in (self.running, self._remaining, self._total, self._unstored, self._held)}
         assert len(sizes) == 1, f"running arrays of different lengths {sizes}"
         assert (self._remaining > 0).all(), "a finished row is still running"
         both = np.intersect1d(self.running, self.waiting)
         assert len(both) == 0, f"rows {both[:5]} wait and run"
+        held, limit = int(self._held.sum()), self._pages.num_pages
+        assert limit is None or held <= limit or len(self.running) == 1, f"{held} pages held of {limit}"
+
+
+class _Pages:
+    """What rows and adapters take of the pool. `num_pages`: None is endless. `of_row` int64 `[num_rows]`: prompt and
+    all but the last token; `of_adapter`: by number.
+    """
+
+    def __init__(self, workload: Workload, settings: ReplicaSettings) -> None:
+        page_tokens, kv_tokens = settings.page_tokens, settings.kv_tokens
+        self.num_pages = None if kv_tokens is None else kv_tokens // page_tokens
+        capacity = np.maximum(1, workload.prompt_tokens.astype(np.int64) + workload.max_tokens - 1)
+        self.of_row: NDArray[np.int64] = -(-capacity // page_tokens)
+        page_bytes = page_tokens * settings.token_bytes
+        sizes = {i: adapter.weight_bytes for i, adapter in enumerate(workload.adapters)} if page_bytes else {}
+        self.of_adapter = {i: max(1, -(-size // page_bytes)) for i, size in sizes.items()}
+        self._run_pages = settings.run_pages
+
+    def rounded(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of rows where memory is ample."""
+        return -(-self.of_row[rows] // self._run_pages) * self._run_pages
+
+    def taken(self, rows: NDArray[np.int64], held: int) -> NDArray[np.int64]:
+        """What these rows take, in this order, beside rows that hold so much."""
+        rounded = self.rounded(rows)
+        if self.num_pages is None or held + int(rounded.sum()) <= self.num_pages:
+            return rounded
+        exact = self.of_row[rows]
+        for i, pages in enumerate(rounded.tolist()):
+            rounded[i] = pages if held + pages <= self.num_pages else exact[i]
+            held += int(rounded[i])
+        return rounded
+
+    def free(self, held: int, running_adapter: NDArray[np.int32]) -> int:
+        """Pages that rows may get: what no running row and its adapter needs."""
+        assert self.num_pages is not None
+        pinned = sum(self.of_adapter.get(a, 0) for a in set(running_adapter.tolist())) if self.of_adapter else 0
+        return max(0, self.num_pages - held - pinned)
+
+    def left_for_adapters(self, held: int) -> int | None:
+        """Pages beside the rows; None: endless, or adapters take none."""
+        return None if self.num_pages is None or not self.of_adapter else self.num_pages - held
 
 
 class SimulatedMemory:
     """The adapters of a simulated replica. `source`: of those that were not fetched ahead. `slots`: adapters at once,
-    least recently used goes first; None: endless.
+    least recently used goes first; None: endless. Adapters that had to leave are loaded from host memory again.
     """
 
     def __init__(
@@ -304,14 +429,44 @@ class SimulatedMemory:
         self._adapters, self._cost, self._source, self._slots = adapters, cost, source, slots
         # Least recently used first.
         self._resident: dict[int, None] = {}
-        # Adapters on their way -> when each is there; one after the other.
+        self._resident_array: NDArray[np.int32] | None = None
+        # Adapters on their way, or read and not used yet -> when each is there; one after the other.
         self._arriving: dict[int, float] = {}
         self._link_free_s = 0.0
+        self._left: set[int] = set()
 
     @property
     def resident(self) -> list[int]:
         """Adapters that are there, least recently used first."""
         return list(self._resident)
+
+    @property
+    def resident_array(self) -> NDArray[np.int32]:
+        """The same as int32 `[num_resident]`, in no order."""
+        if self._resident_array is None:
+            self._resident_array = np.fromiter(self._resident, np.int32, len(self._resident))
+        return self._resident_array
+
+    @property
+    def num_coming(self) -> int:
+        """Adapters on their way, or read and not used yet."""
+        return len(self._arriving)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether every adapter is there."""
+        return len(self._resident) == len(self._adapters)
+
+    def has(self, adapter: int) -> bool:
+        """Whether rows have used the adapter, so that it lies in the pool; the base model is always there."""
+        return adapter < 0 or adapter in self._resident
+
+    def absent(self, adapters: NDArray[np.int32], now_s: float) -> frozenset[int]:
+        """Those of these adapters for which rows would have to wait."""
+        if self.has_all:
+            return frozenset()
+        wanted = set(np.unique(adapters).tolist()) - self._resident.keys()
+        return frozenset(a for a in wanted if a >= 0 and self._arriving.get(a, np.inf) > now_s)
 
     def fetch(self, adapter: int, now_s: float, source: AdapterSource) -> None:
         """Begin to load an adapter beside the work."""
@@ -321,7 +476,8 @@ class SimulatedMemory:
 
     def clear(self) -> None:
         """Everything is lost."""
-        self._resident, self._arriving, self._link_free_s = {}, {}, 0.0
+        self._resident, self._arriving, self._link_free_s, self._left = {}, {}, 0.0, set()
+        self._resident_array = None
 
     def wait_s(self, needed: Sequence[int], now_s: float) -> float:
         """Seconds until these are all there; afterwards they are, and others may have gone for them."""
@@ -329,48 +485,65 @@ class SimulatedMemory:
         for adapter in needed:
             if adapter in self._resident:
                 del self._resident[adapter]
-            elif adapter in self._arriving:
-                seconds += max(0.0, self._arriving.pop(adapter) - now_s - seconds)
             else:
-                seconds += self._load_s(adapter, self._source)
+                self._resident_array = None
+                if adapter in self._arriving:
+                    seconds += max(0.0, self._arriving.pop(adapter) - now_s - seconds)
+                else:
+                    seconds += self._load_s(adapter, self._source)
             self._resident[adapter] = None
         while self._slots is not None and len(self._resident) > max(self._slots, len(needed)):
-            del self._resident[next(iter(self._resident))]
+            self._evict(next(iter(self._resident)))
         return seconds
 
+    def shrink(self, num_pages: int | None, pages_of: Mapping[int, int], pinned: Collection[int]) -> None:
+        """Evict adapters that no row uses, least recently used first, until the rest takes `num_pages` at most."""
+        if num_pages is None:
+            return
+        surplus = sum(map(pages_of.__getitem__, self._resident)) - num_pages
+        for adapter in [a for a in self._resident if a not in pinned]:
+            if surplus <= 0:
+                return
+            surplus -= pages_of[adapter]
+            self._evict(adapter)
+
+    def _evict(self, adapter: int) -> None:
+        del self._resident[adapter]
+        self._resident_array = None
+        self._left.add(adapter)
+
     def _load_s(self, adapter: int, source: AdapterSource) -> float:
+        source = "host" if adapter in self._left else source
         return self._cost.load_seconds(self._adapters[adapter].weight_bytes, source)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """`number` forward passes of one batch. `adapter`, `tokens`, `context` `[num_rows]`: of each row, how many tokens
-    it gets, and the KV slots that the first pass reads. The last rows are new: `prompts` `[num_new]` are the tokens of
-    their prompts, `stored` those among them that are copied from rows that begin alike.
+    """`number` forward passes of one batch, by row `[num_rows]`: `adapter`; `tokens` that it generates; `stored`, its
+    tokens with keys and values before; `chunk`, how much of its prompt is computed, 0 of a row that decodes.
     """
 
     number: int
     adapter: NDArray[np.int32]
     tokens: NDArray[np.int64]
-    context: NDArray[np.int64]
-    prompts: NDArray[np.int64]
     stored: NDArray[np.int64]
+    chunk: NDArray[np.int64]
 
     def seconds(self, cost: CostModel, ranks: NDArray[np.float64], merged: int | None) -> float:
         """All passes together; the cost model is linear, so sums are enough."""
-        new, prompts = len(self.prompts), (self.prompts - self.stored).astype(np.float64)
-        computed = self.tokens.astype(np.float64)
-        # The first token of a new row comes out of its prefill.
-        decode_rows = float(computed.sum()) - new
-        if new:
-            computed[-new:] += prompts - 1
-        unmerged = lora_load(self.adapter, computed, ranks, merged_adapter=merged, kernel=cost.kernel)
+        is_prompt = self.chunk > 0
+        after = self.stored + self.chunk
+        # The first token of a row comes out of its prompt.
+        decoded = self.tokens - (is_prompt & (self.tokens > 0))
+        unmerged = lora_load(
+            self.adapter, (self.chunk + decoded).astype(np.float64), ranks, merged_adapter=merged, kernel=cost.kernel
+        )
         load = replace(
             unmerged,
-            prefill_tokens=float(prompts.sum()),
-            prefill_pairs=float(prompt_pairs(prompts, self.stored).sum()),
-            decode_rows=decode_rows,
-            context_tokens=float((self.context * self.tokens + self.tokens * (self.tokens - 1) / 2).sum()),
+            prefill_tokens=float(self.chunk.sum()),
+            prefill_pairs=float(prompt_pairs(self.chunk, self.stored).sum()),
+            decode_rows=float(decoded.sum()),
+            context_tokens=float(after[is_prompt].sum() + (after * decoded + decoded * (decoded + 1) / 2).sum()),
         )
         again = StepLoad(num_adapters=unmerged.num_adapters, rank_sum=unmerged.rank_sum)
         repeated = float(cost.step_seconds(again)) * (self.number - 1) if self.number > 1 else 0.0

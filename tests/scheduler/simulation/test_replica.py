@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lorabatch.scheduler.baselines.batchers import MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
 from lorabatch.scheduler.batching import AdaptiveBatcher, StepPlan
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel, StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B as COST
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B, StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedMemory, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline
@@ -83,12 +83,51 @@ def test_the_batch_never_holds_more_rows_than_it_may():
     assert len(engine.running) == 4
 
 
-def test_a_steps_tokens_limit_admission_but_never_to_nothing():
-    engine, _ = make_replica([0] * 4, [600, 600, 600, 5000], [9] * 4, max_step_tokens=1300)
-    engine.step(0.0)
-    assert engine.running.tolist() == [0, 1]
-    alone, _ = make_replica([0], [5000], [2], max_step_tokens=1300)
-    run_out(alone)
+class RecordingCost(CostModel):
+    """Keeps what each step does."""
+
+    def step_seconds(self, load):
+        if load.decode_rows or load.prefill_tokens:
+            LOADS.append((float(load.prefill_tokens), float(load.decode_rows), float(load.context_tokens)))
+        return super().step_seconds(load)
+
+
+LOADS: list[tuple[float, float, float]] = []
+
+
+def test_a_prompt_is_begun_with_what_a_step_leaves_beside_the_rows_that_decode():
+    LOADS.clear()
+    cost = RecordingCost(**FREE_LOADS.to_json())
+    engine, _ = make_replica([-1] * 3, [60, 100, 30], [4, 2, 2], max_step_tokens=80, cost=cost)
+    run_out(engine)
+    assert LOADS == [
+        (80, 0, 60 + 20),
+        (79, 1, 61 + 99),
+        (31, 1, 62 + 100 + 30),
+        (0, 3, 63 + 101 + 31),
+    ]
+
+
+@pytest.mark.parametrize("step_tokens", [256, 512])
+def test_seconds_are_continuous_in_the_length_of_prompts(step_tokens):
+    """Fails where prompts that exceed a step wait for an empty batch: these jobs took 2.5 times as long."""
+    lengths = range(step_tokens - 60, step_tokens + 61, 10)
+    seconds = [
+        run_out(
+            make_replica(
+                [0] * 128,
+                [length] * 128,
+                [60] * 128,
+                cost=CPU_SMOLLM2_135M,
+                max_batch_rows=64,
+                max_step_tokens=step_tokens,
+            )[0]
+        )[0]
+        for length in lengths
+    ]
+    growth = np.diff(seconds) / seconds[:-1]
+    assert (growth > 0).all()
+    assert (growth < 0.04).all()
 
 
 def test_memory_limits_admission_until_rows_end():
@@ -122,8 +161,48 @@ def test_a_merge_for_rows_that_find_no_room_is_neither_made_nor_charged():
         engine.step(0.0)
     # adapter 1 was merged and left again, once
     assert timeline.switch_s[0] == pytest.approx(2 * COST.merge_s)
-    assert [view.memory.gaps for view in batcher.views[:2]] == [(100,), (30,)]
-    assert batcher.views[1].memory.row_pages.tolist() == [70]
+    assert [view.memory.gaps for view in batcher.views[:2]] == [(100,), (31,)]
+    assert batcher.views[1].memory.row_pages.tolist() == [69]
+
+
+def test_rows_take_whole_runs_of_pages_and_adapters_take_pages_beside_them():
+    # a row of 33 tokens takes three pages, rounded to four; the adapter of 16 MB takes four pages of 4 MB
+    pool = {"page_tokens": 16, "run_pages": 4, "token_bytes": 250_000, "max_batch_rows": 64}
+    engine, _ = make_replica([0] * 9, [24] * 9, [10] * 9, kv_tokens=16 * 19, **pool)
+    engine.step(0.0)
+    # four pages for the adapter, three times four, and three for a row that finds no fourth page
+    assert len(engine.running) == 4
+    base, _ = make_replica([-1] * 9, [24] * 9, [10] * 9, kv_tokens=16 * 19, **pool)
+    base.step(0.0)
+    assert len(base.running) == 5
+
+
+def test_adapters_that_no_row_uses_leave_for_rows_and_come_back_from_host_memory():
+    cost = replace(COST, storage_bytes_per_s=1e6, host_bytes_per_s=1e9, load_s=0.0)
+    pool = {"page_tokens": 16, "token_bytes": 250_000, "adapter_source": "storage", "max_batch_rows": 1}
+    engine, timeline = make_replica([0, 1, 0], [24] * 3, [10] * 3, cost=cost, kv_tokens=16 * 8, **pool)
+    run_out(engine)
+    assert timeline.load_s[0] == pytest.approx(16 + 16 + 0.016, rel=0.05)
+
+
+def test_rows_wait_for_their_adapter_while_others_run():
+    cost = replace(COST, storage_bytes_per_s=8e6, load_s=0.0)
+    engine, timeline = make_replica([-1, 0], [50] * 2, [100] * 2, cost=cost, adapter_source="storage")
+    engine.step(0.0)
+    assert engine.running.tolist() == [0]
+    run_out(engine)
+    # it was read in two seconds, in which the base model's row went on
+    assert timeline.load_s[0] == 0.0
+    assert 2.0 <= timeline.admit_s[1] < timeline.finish_s[0]
+
+
+def test_the_last_rows_of_a_shard_are_handed_over_whether_they_run_or_wait():
+    engine, _ = make_replica([-1] * 6, [10] * 6, [50, 50, 50, 2, 50, 50])
+    for _ in range(2):
+        engine.step(0.0)
+    # row 3 has ended, 4 has taken its place, 5 waits
+    assert engine.hand_over(np.array([4, 0, 3, 5, 1]), 3) == {5: 0, 1: 2, 0: 2}
+    engine.check_integrity()
 
 
 def test_steps_that_a_row_sits_out_are_counted():

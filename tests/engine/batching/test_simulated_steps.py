@@ -1,0 +1,116 @@
+"""A simulated replica takes the steps that an engine takes: the same rows, chunks of prompts and contexts, in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.pipeline.planning.profile import load_of
+from lorabatch.scheduler.batching import ClusteredBatcher
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel, StepLoad
+from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.synthetic import make_workload
+from lorabatch.scheduler.simulation.timeline import Timeline
+
+PAGE_BYTES = 8192  # 16 tokens of the tiny model
+#: Prompt tokens and `max_tokens` of each row.
+Rows = list[tuple[int, int]]
+
+
+def numbers(load: StepLoad) -> tuple[float, ...]:
+    """What the cost model is asked about a step of base rows."""
+    return tuple(float(x) for x in (load.prefill_tokens, load.decode_rows, load.context_tokens, load.prefill_pairs))  # type: ignore[arg-type]
+
+
+def engine_steps(model: Path, rows: Rows, batch_rows: int, step_tokens: int, num_pages: int) -> list[tuple[float, ...]]:
+    """Steps of an engine that has all rows from the start."""
+    config = EngineConfig(
+        max_batch_rows=batch_rows,
+        max_step_tokens=step_tokens,
+        pool_bytes=PAGE_BYTES * num_pages,
+        num_threads=1,
+        uses_prefix_cache=False,
+    )
+    engine, steps = Engine(model, config, ClusteredBatcher()), []
+    engine.observe_step = lambda entries: steps.append(numbers(load_of(entries, {})))
+    engine.add(
+        Request(f"row-{i}", tuple(range(3, 3 + prompt)), None, SamplingParams(max_tokens=output, ignore_eos=True))
+        for i, (prompt, output) in enumerate(rows)
+    )
+    while engine.num_unfinished:
+        engine.step()
+    return steps
+
+
+class Recorder(CostModel):
+    """A cost model that keeps what it is asked."""
+
+    def step_seconds(self, load: StepLoad) -> Any:
+        """See `CostModel.step_seconds`."""
+        STEPS.append(numbers(load))
+        return super().step_seconds(load)
+
+
+STEPS: list[tuple[float, ...]] = []
+
+
+def simulated_steps(rows: Rows, batch_rows: int, step_tokens: int, num_pages: int) -> list[tuple[float, ...]]:
+    """Steps of a simulated replica with the same limits."""
+    prompts, outputs = np.array(rows, np.int32).T
+    workload = make_workload((), np.full(len(rows), -1, np.int32), prompts, outputs, max_tokens=outputs)
+    limits = ReplicaSettings(batch_rows, step_tokens, kv_tokens=16 * num_pages, page_tokens=16, run_pages=4)
+    timeline = Timeline.empty(len(rows), 1)
+    cost = Recorder(**CPU_SMOLLM2_135M.to_json())
+    replica = SimulatedReplica(0, workload, cost, ClusteredBatcher(), limits, timeline)
+    replica.add(np.arange(len(rows)))
+    STEPS.clear()
+    now_s = 0.0
+    while replica.num_rows:
+        now_s = replica.step(now_s).end_s
+        replica.check_integrity()
+    return list(STEPS)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=14),
+    batch_rows=st.integers(1, 8),
+    step_tokens=st.sampled_from([16, 24, 50, 100]),
+)
+def test_prompts_are_cut_as_the_engine_cuts_them(
+    tiny_llama: Path, rows: Rows, batch_rows: int, step_tokens: int
+) -> None:
+    limits = (batch_rows, step_tokens, 400)
+    assert simulated_steps(rows, *limits) == engine_steps(tiny_llama, rows, *limits)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    row=st.tuples(st.integers(1, 90), st.integers(1, 12)),
+    num_rows=st.integers(1, 14),
+    num_pages=st.integers(8, 30),
+    step_tokens=st.sampled_from([16, 50]),
+)
+def test_rows_wait_for_pages_as_in_the_engine(
+    tiny_llama: Path, row: tuple[int, int], num_rows: int, num_pages: int, step_tokens: int
+) -> None:
+    """Rows of one size: pages that are free lie side by side."""
+    limits = (8, step_tokens, num_pages)
+    assert simulated_steps([row] * num_rows, *limits) == engine_steps(tiny_llama, [row] * num_rows, *limits)
+
+
+@pytest.mark.parametrize("num_pages", [8, 20, 40])
+def test_of_rows_of_many_sizes_an_engine_needs_few_steps_more(tiny_llama: Path, num_pages: int) -> None:
+    """An engine's free pages may lie apart."""
+    rng = np.random.default_rng(num_pages)
+    rows = list(zip(rng.integers(1, 90, 40).tolist(), rng.integers(1, 30, 40).tolist(), strict=True))
+    simulated = simulated_steps(rows, 16, 64, num_pages)
+    assert len(simulated) <= len(engine_steps(tiny_llama, rows, 16, 64, num_pages)) <= 1.1 * len(simulated) + 1
