@@ -105,8 +105,10 @@ def simulate(
     skew: Annotated[float, typer.Option(min=0, help="Exponent of their popularity; 0 is even.")] = 1.0,
     workers: Annotated[int, typer.Option(min=1)] = 4,
     policy: Annotated[list[str] | None, typer.Option(help="By default all. Repeatable.")] = None,
-    cost_model: Annotated[str, typer.Option(help="A file of `profile`, or a known machine.")] = "h200-llama-3-8b",
-    batch_rows: Annotated[int, typer.Option(min=1)] = 64,
+    cost_model: Annotated[
+        str | None, typer.Option(help="A file of `profile`, or a known machine; by default the job's, or an H200.")
+    ] = None,
+    batch_rows: Annotated[int | None, typer.Option(min=1, help="By default what the engine would choose.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
     output: Annotated[Path, typer.Option(help="Folder for table and plots.")] = Path("simulation"),
 ) -> None:

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,14 @@ from numpy.typing import NDArray
 from lorabatch.benchmarks.fidelity_results import Fidelity
 from lorabatch.demo.base_model import base_model_folder
 from lorabatch.demo.job import demo_spec
-from lorabatch.engine.config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, read_model_config
+from lorabatch.engine.config import read_model_config
 from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.jobs.cost_profile import read_profile
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.planning.dry_run import dry_run
-from lorabatch.pipeline.planning.forecast import job_batcher
 from lorabatch.pipeline.planning.profile import machine
 from lorabatch.pipeline.run import run
-from lorabatch.scheduler.forecast import plan_waves
-from lorabatch.scheduler.lengths import expected_tokens
-from lorabatch.scheduler.simulation.replica import ReplicaSettings
-from lorabatch.scheduler.simulation.run import run_planned
 
 NUM_WORKERS = 2
 DEMO = "the demo"
@@ -127,13 +121,7 @@ def measure_demo(cost_model: Path, folder: Path) -> list[Fidelity]:
     measured_s = measured_makespan_s(JobStore(str(folder / "output")))
     answers = ds.dataset(folder / "output", format="parquet").to_table(columns=["id", "adapter", "completion_tokens"])
     workload = replace(found.workload, output_tokens=_in_index_order(answers, spec))
-    batch_rows, step_tokens = spec.batch_rows or DEFAULT_BATCH_ROWS, spec.step_tokens or DEFAULT_STEP_TOKENS
-    settings = ReplicaSettings(batch_rows, step_tokens, adapter_source="storage", leap_steps=8)
-    cost, batcher = found.cost.cost, partial(job_batcher, spec, workload, found.adapters, found.cost.cost)
-    plan = plan_waves(
-        workload, cost, expected_tokens(workload.max_tokens), batch_rows=batch_rows, num_replicas=NUM_WORKERS
-    )
-    known_s = run_planned(workload, plan, cost, settings, NUM_WORKERS, batcher).metrics.makespan_s
+    known_s = found.settings.simulate(workload, NUM_WORKERS).metrics.makespan_s
     sizes = (workload.num_rows, int(workload.prompt_tokens.sum()), int(answers["completion_tokens"].to_numpy().sum()))
     return [
         Fidelity(DEMO, *sizes, predicted_s=found.forecast.predicted_s, measured_s=measured_s, has_lengths=False),

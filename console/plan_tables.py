@@ -101,14 +101,16 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "workers": found.num_workers,
         "predicted_s": forecast.predicted_s,
         "predicted_range_s": found.range_s,
-        "is_simulated": forecast.is_simulated,
+        "simulated_rows": forecast.simulated_rows,
         "placement_s": forecast.placement.makespan_s,
-        "lower_bound_s": forecast.placement.bound_s,
-        "gap": forecast.placement.gap,
+        "placement_lower_bound_s": forecast.placement.bound_s,
+        "placement_gap": forecast.placement.gap,
         "placement_method": forecast.placement.method,
         "replica_s": forecast.replica_s,
         "price": price(found, gpu_hour_price),
-        "cost_model": {"origin": found.cost.origin} | found.cost.cost.to_json(),
+        "device": asdict(found.settings.device),
+        "engine_limits": asdict(found.settings.limits),
+        "cost_model": {"origin": found.settings.cost_origin} | found.settings.cost.to_json(),
         "notes": list(found.notes),
         "audit": [adapter.model_dump(mode="json") for adapter in found.adapters],
         "adapters": [asdict(adapter) for adapter in forecast.adapters],
@@ -152,12 +154,12 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
     lines = [
         f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
-        f"Predicted: {forecast.predicted_s:.1f} s "
-        + ("(simulated on predicted lengths)" if forecast.is_simulated else "(by placement; too large to simulate)"),
+        f"Predicted: {forecast.predicted_s:.1f} s (simulated on predicted lengths{_part_played(found)})",
         *_range(found),
+        *_engines(found),
         f"Placement: {placement.makespan_s:.1f} s, no placement ends before {placement.bound_s:.1f} s "
         f"(gap of the placement {placement.gap:.2%}, {placement.method})",
-        f"Cost model: {found.cost.origin}",
+        f"Cost model: {found.settings.cost_origin}",
     ]
     if forecast.shared_prompt_tokens:
         reused = f"{forecast.shared_prompt_tokens} prompt tokens are reused: rows of one adapter begin alike"
@@ -165,6 +167,24 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
     cost = price(found, gpu_hour_price)
     if cost is not None:
         lines.append(f"Price: {cost:.2f} for {forecast.replica_s / 3600:.3f} worker hours")
+    return lines
+
+
+def _part_played(found: DryRun) -> str:
+    played = found.forecast.simulated_rows
+    num_rows = sum(shard.num_rows for shard in found.forecast.plan.shards if shard.has_engine_work)
+    return "" if played == num_rows else f" of {played} of the rows"
+
+
+def _engines(found: DryRun) -> list[str]:
+    """What a step of the engines holds and what they run on; a device that is not known is said to be assumed."""
+    device, limits = found.settings.device, found.settings.limits
+    lines = [
+        f"Engines: {limits.batch_rows} rows and {limits.step_tokens} tokens a step, {limits.pool_bytes / 1e9:.1f} GB "
+        f"for keys, values and adapters ({device.name}, {device.memory_bytes / 1e9:.0f} GB)"
+    ]
+    if device.assumption:
+        lines.append(f"The device is not known: {device.assumption}. Seconds and price depend on it")
     return lines
 
 

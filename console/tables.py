@@ -79,7 +79,11 @@ def print_simulation(result: SimulationResult, console: Console | None = None) -
     """One line per policy, the fastest first, and the files that were written."""
     console = console or Console()
     workload = result.workload
-    title = f"{workload.num_rows} rows, {len(workload.adapters)} adapters, {result.request.workers} workers"
+    limits = result.settings.limits
+    title = (
+        f"{workload.num_rows} rows, {len(workload.adapters)} adapters, {result.request.workers} workers, "
+        f"{limits.batch_rows} rows and {limits.step_tokens} tokens a step"
+    )
     table = Table(title=title)
     names = ("policy", "seconds", "x best", "tokens/s", "busy", "rows/step", "merged", "switch", "load")
     for name in names:

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BATCH_ROWS",
     "DEFAULT_STEP_TOKENS",
+    "DeviceKind",
     "EngineConfig",
     "Mode",
     "ModelConfig",
+    "dtype_on",
     "read_json",
     "read_model_config",
 ]
 Mode = Literal["auto", "unmerged", "merged", "exact"]
+DeviceKind = Literal["cpu", "cuda"]
 DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
 
 
@@ -32,7 +35,7 @@ class EngineConfig:
     """One engine: limits of a step and of memory. What depends on the machine is computed by the engine itself.
 
     `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
-    included (None for either: see `memory.allocation`). `pool_bytes`: size of the page pool (None: a share of free
+    included (None for either: see `memory.limits`). `pool_bytes`: size of the page pool (None: a share of free
     memory).
     `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
     `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
@@ -68,6 +71,12 @@ class EngineConfig:
     def step_tokens(self) -> int:
         """Tokens of one step, likewise."""
         return self.max_step_tokens or DEFAULT_STEP_TOKENS
+
+
+def dtype_on(kind: DeviceKind, asked: str) -> str:
+    """Number format of an engine: bfloat16 on a GPU, float32 on a CPU (where bfloat16 multiplies far more slowly),
+    unless asked otherwise."""
+    return asked if asked != "auto" else "bfloat16" if kind == "cuda" else "float32"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class Engine:
         self._batch = _running_batch(backend, plan, memory, self._registry, config)
         self._live = LiveWeights(backend.decoder)
         self._lengths = LengthEstimator()
-        self._batcher = batcher or choose_batcher(
+        #: Chooses the rows and the mode of each step.
+        self.batcher = batcher or choose_batcher(
             config,
             ReplicaFacts(
                 cost=config.cost or backend.default_cost,
@@ -234,7 +235,7 @@ class Engine:
     def _plan_step(self) -> list[StepEntry]:
         """Entries of the next step, as the batcher chooses them."""
         view = self._batch.view(self.config.batch_rows, self._live.merged_adapter_id)
-        plan = self._batcher.next_step(view)
+        plan = self.batcher.next_step(view)
         entries = self._enact(view, plan)
         if not entries and not self._in_flight:
             # Memory does not allow the plan: paused rows hold it. Unmerged all of them can go on.

@@ -24,17 +24,18 @@ from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
 from .cluster.connect import SCHEDULER_LOST, connected, count_workers, page_address, scheduler_loss_reported
+from .cluster.devices import find_device, find_device_of_workers
 from .coordinator.lease import keep_leases
 from .coordinator.task import finished_before, run_job
-from .messages import ENGINE_FACTORY, StopRun, job_key
+from .messages import ENGINE_FACTORY, EngineSettings, StopRun, job_key
 from .monitoring.logs import job_log
 from .monitoring.reporter import INTERRUPTED, JobReporter
 from .monitoring.scheduler_plugin import show_jobs
 from .monitoring.topics import CONTROL, STATES
 from .planning.early_check import EarlyCheck
-from .planning.forecast import Forecaster
+from .planning.settings import RunSettings
 from .result import JobResult
-from .worker.registration import engine_settings, register_plugin, unregister_plugin
+from .worker.registration import register_plugin, unregister_plugin
 
 
 class Progress(Protocol):
@@ -120,12 +121,15 @@ def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str
     show_jobs(client)
     keep_leases(client)
     num_workers = count_workers(client)
-    forecaster = Forecaster.of(job, num_workers)
-    settings = engine_settings(job, num_workers, engine_factory, forecaster.cost.cost)
+    spec = job.spec
+    device = find_device(spec.device) if spec.is_embedded else find_device_of_workers(client, spec.device)
+    settings = RunSettings.of(job, num_workers, device)
+    model_sha256 = job.record.model.sha256
+    engines = EngineSettings(spec.model, settings.engine, engine_factory, spec.storage_options, model_sha256)
     rows.raise_problems()
-    run_id = register_plugin(client, job.record.job_id, settings, job.store)
+    run_id = register_plugin(client, job.record.job_id, engines, job.store)
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
-    arguments = (job, run_id, time.time(), forecaster, lease_s)
+    arguments = (job, run_id, time.time(), settings, lease_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
     return LaunchedJob(run_id, future)
 

@@ -99,6 +99,8 @@ class BatchView:
 
     def of_waiting(self, rows: NDArray[np.int64]) -> BatchView:
         """The view in which only these rows wait, in this order."""
+        if len(rows) == len(self.waiting_adapter) and (rows == np.arange(len(rows))).all():
+            return self
         memory = None if self.memory is None else replace(self.memory, row_pages=self.memory.row_pages[rows])
         return replace(self, waiting_adapter=self.waiting_adapter[rows], memory=memory)
 
@@ -187,10 +189,13 @@ def clustered_order(
     """
     if len(waiting_adapter) == 0:
         return np.zeros(0, np.int64)
+    if (waiting_adapter == waiting_adapter[0]).all():
+        return np.arange(len(waiting_adapter))
     present, group, waiting = np.unique(waiting_adapter, return_inverse=True, return_counts=True)
-    distance = np.where(np.isin(present, running_adapter) | (present < 0), 0, 2)
-    if resident_adapter is not None:
-        distance[(distance == 2) & np.isin(present, resident_adapter)] = 1
+    running = set(running_adapter.tolist())
+    resident = set() if resident_adapter is None else set(resident_adapter.tolist())
+    # A few adapters: sets find them sooner than arrays are sorted.
+    distance = np.array([0 if a < 0 or a in running else 1 if a in resident else 2 for a in present.tolist()])
     return np.lexsort((np.arange(len(group)), present[group], -waiting[group], distance[group])).astype(np.int64)
 
 
@@ -243,7 +248,10 @@ class MergeWaveBatcher:
             if len(is_running) or len(own):
                 free = max(0, view.max_batch_rows - len(is_running))
                 return StepPlan("merged", merged, is_running, own[:free])
-        shared = np.flatnonzero(~np.isin(view.waiting_adapter, self._deserving(view.waiting_adapter)))
+        deserving = self._deserving(view.waiting_adapter)
+        shared = np.arange(len(view.waiting_adapter))
+        if len(deserving):
+            shared = np.flatnonzero(~np.isin(view.waiting_adapter, deserving))
         if len(shared) or len(is_running):
             return self._shared(view, shared, None if is_wave else merged)
         first = int(view.waiting_adapter[0])
@@ -259,7 +267,8 @@ class MergeWaveBatcher:
         return deserving
 
     def _shared(self, view: BatchView, shared: NDArray[np.int64], merged: int | None) -> StepPlan:
-        plan = self.inner.next_step(replace(view.of_waiting(shared), merged_adapter=merged))
+        shown = view.of_waiting(shared)
+        plan = self.inner.next_step(shown if merged == view.merged_adapter else replace(shown, merged_adapter=merged))
         return replace(plan, admit=shared[plan.admit])
 
 
@@ -286,16 +295,19 @@ class AdaptiveBatcher:
     `ranks` float64 `[num_adapters]`. `mean_context`: KV slots a row reads in a step. `hysteresis`: how much
     better another state must be before the weights are touched. `patience`: steps that a row may sit out for a merged
     adapter, in all; from then on it is served in its turn until it ends. `may_mix`: whether mixtures are considered.
+    `merge_s`: what a switch is charged with (None: what the cost model says).
     """
 
     cost: CostModel
     ranks: NDArray[np.float64]
     steps_to_come: StepsToCome
     mean_context: float = 512.0
-    hysteresis: float = 1.02
+    # Switches are paid for in full, so a small gain is reason enough.
+    hysteresis: float = 1.005
     least_own_share: float = 0.8
     patience: float = 256.0
     may_mix: bool = True
+    merge_s: float | None = None
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
@@ -340,9 +352,16 @@ class AdaptiveBatcher:
     def _rows_per_s(self, candidate: Candidate, types: NDArray[np.int32], view: BatchView) -> float:
         """Rows per second over the steps to come, the switch included."""
         rows = types[candidate.taking_part]
-        load = lora_load(rows, 1.0, self.ranks, merged_adapter=candidate.merged_adapter, kernel=self.cost.kernel)
-        step = replace(load, decode_rows=len(rows), context_tokens=len(rows) * self.mean_context)
-        seconds = float(self.cost.step_seconds(step))
+        load = lora_load(
+            rows,
+            1.0,
+            self.ranks,
+            merged_adapter=candidate.merged_adapter,
+            kernel=self.cost.kernel,
+            decode_rows=len(rows),
+            context_tokens=len(rows) * self.mean_context,
+        )
+        seconds = float(self.cost.step_seconds(load))
         if candidate.merged_adapter == view.merged_adapter:
             return len(rows) / seconds * self.hysteresis
         own = rows if candidate.merged_adapter is None else rows[rows == candidate.merged_adapter]
@@ -350,7 +369,8 @@ class AdaptiveBatcher:
         steps = max(1.0, self.steps_to_come(candidate.merged_adapter, len(own), batch_rows))
         if candidate.mode == "merged":
             steps = min(steps, self._patience_left(view, candidate.batch))
-        return len(rows) * steps / (seconds * steps + self.cost.merge_s)
+        merge_s = self.cost.merge_s if self.merge_s is None else self.merge_s
+        return len(rows) * steps / (seconds * steps + merge_s)
 
 
 def _is_awaited(view: BatchView, adapter: int | None) -> bool:
@@ -369,10 +389,6 @@ Ranks = Callable[[], NDArray[np.float64]]
 def no_more_rows(adapter: int) -> int:
     """All rows are at hand."""
     return 0
-
-
-# Switches are paid for in full, so a small gain is reason enough.
-_HYSTERESIS = 1.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,10 +417,8 @@ class CostBatcher:
             return output_tokens / 2 * max(1.0, rows / batch_rows)
 
         merge_s = self.cost.merge_s * (2.0 if view.merged_adapter is None else 1.0)
-        cost = replace(self.cost, merge_s=merge_s)
-        ranks = self.ranks()
         patience = max(1.0, output_tokens)
-        batcher = AdaptiveBatcher(cost, ranks, steps_to_come, hysteresis=_HYSTERESIS, patience=patience)
+        batcher = AdaptiveBatcher(self.cost, self.ranks(), steps_to_come, patience=patience, merge_s=merge_s)
         return batcher.next_step(view)
 
 

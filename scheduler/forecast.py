@@ -1,28 +1,33 @@
 """Forecast of a job before it starts: the numbers that `lorabatch plan` prints.
 
-Seconds come from playing the plan in the simulator on expected lengths. Jobs too large for that get the placement's
-makespan, which lacks the tail. `bound_s` and `gap` belong to the placement of shards on replicas.
+Seconds come from playing the plan in the simulator on expected lengths. Of a large job a sample of its shards is played
+(`JobSample`). The placement of shards on replicas, with its bound and its gap, says what each worker would hold; it is
+no forecast, for it lacks the last part of a job, and rows that batches of several adapters share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .batching import Batcher
 from .cost import CostModel
-from .lengths import PRIOR_SHARE, expected_tokens
+from .lengths import expected_tokens
 from .placement import Placement, PlacementProblem, place_shards
-from .simulation.replica import ReplicaSettings
-from .simulation.run import run_planned
-from .waves import Shard, ShardPlan, plan_shards, with_merged_waves
+from .simulation.run import PolicyRun
+from .waves import Shard, ShardPlan, dispatch_order, plan_shards, with_merged_waves
 from .workload import AdapterInfo, Workload
 
 WaveMode = Literal["auto", "unmerged", "merged"]
+#: Plays a plan on so many simulated replicas, with the settings of a run.
+Play = Callable[[Workload, ShardPlan, int], PolicyRun]
+# Replicas of a sample: two, so that rows can move between them.
+_LEAST_REPLICAS = 2
+# The part of a sample's work in which it is in full swing: neither filling its first batches nor running out of rows.
+_FULL_SWING = (0.15, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,8 @@ class AdapterForecast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """`predicted_s`: makespan. `is_simulated`: how it was found. `shard_s` `[num_shards]`: engine seconds of each.
+    """`predicted_s`: makespan. `simulated_rows`: those that were played to find it. `shard_s` `[num_shards]`: engine
+    seconds of each.
 
     `replica_s`: busy seconds of all replicas together, what a price per hour multiplies with. `shared_prompt_tokens`:
     those that a prefix cache need not compute again.
@@ -50,7 +56,7 @@ class Forecast:
     adapters: tuple[AdapterForecast, ...]
     shard_s: NDArray[np.float64]
     predicted_s: float
-    is_simulated: bool
+    simulated_rows: int
     replica_s: float
     shared_prompt_tokens: int = 0
 
@@ -68,60 +74,154 @@ class CutRows:
 
 
 def forecast_job(
-    workload: Workload,
-    cost: CostModel,
-    settings: ReplicaSettings,
-    num_replicas: int,
-    *,
-    length_share: float = PRIOR_SHARE,
-    rows_per_shard: int | None = None,
-    mode: WaveMode = "auto",
-    make_batcher: Callable[[], Batcher] | None = None,
-    max_simulated_rows: int = 50_000,
+    workload: Workload, cut: CutRows, cost: CostModel, num_replicas: int, play: Play, played_rows: int
 ) -> Forecast:
-    """Plan a job and predict it. Rows without engine work cost nothing. Deterministic.
-
-    `length_share`: of `max_tokens` that rows are expected to generate. `make_batcher`: of each simulated replica; by
-    default the planner's own.
-    """
-    cut = cut_job(
-        workload, cost, settings, num_replicas, length_share=length_share, rows_per_shard=rows_per_shard, mode=mode
-    )
-    plan = cut.plan
-    placement = place_job(workload.adapters, plan.shards, cut.shard_s, cost, num_replicas)
-    predicted_s, is_simulated = placement.makespan_s, False
-    if 0 < workload.num_rows <= max_simulated_rows:
-        guessed = replace(workload, output_tokens=np.rint(cut.predicted).astype(np.int32))
-        predicted_s = run_planned(guessed, plan, cost, settings, num_replicas, make_batcher).metrics.makespan_s
-        is_simulated = True
+    """Predict a job that was cut into shards, by playing about so many of its rows. Rows without engine work cost
+    nothing. Deterministic."""
+    placement = place_job(workload.adapters, cut.plan.shards, cut.shard_s, cost, num_replicas)
+    sample = JobSample(workload.num_rows, num_replicas, played_rows)
+    sample.add(workload, cut)
+    predicted_s = sample.predict(play)
     adapters = _per_adapter(workload, cut.predicted, cut.row_s)
     shared = int(workload.prompt_tokens.sum() - workload.computed_prompt_tokens.sum())
     replica_s = predicted_s * num_replicas
-    return Forecast(plan, placement, adapters, cut.shard_s, predicted_s, is_simulated, replica_s, shared)
+    return Forecast(cut.plan, placement, adapters, cut.shard_s, predicted_s, sample.num_rows, replica_s, shared)
+
+
+class JobSample:
+    """Shards of a job, evenly spread over it, with their rows: few enough to be played. A small job is all of them.
+
+    The sample runs on fewer replicas than the job, each with as many rows as in the job. Where even two replicas have
+    more rows than may be played, they get a part of them, and the rest is added at the pace that the sample has in
+    full swing: the beginning and the end of a job take as long whatever its rows. `num_rows`: of the sample.
+    """
+
+    def __init__(self, job_rows: int, num_replicas: int, played_rows: int) -> None:
+        share = played_rows / max(job_rows, 1)
+        sampled_replicas = min(num_replicas, max(_LEAST_REPLICAS, int(share * num_replicas)))
+        self._is_whole = share >= 1
+        self._job_replicas = num_replicas
+        self._replicas = num_replicas if self._is_whole else sampled_replicas
+        self._share = min(share, sampled_replicas / num_replicas)
+        self._job_work_s = 0.0
+        self._num_seen = self._num_blocks = 0
+        self._blocks: list[Workload] = []
+        self._shards: list[Shard] = []
+        self._sizes: list[int] = []
+        self._row_s: list[NDArray[np.float64]] = []
+        self.num_rows = 0
+
+    def add(self, rows: Workload, cut: CutRows) -> None:
+        """Take in a job, or its next block."""
+        self._num_blocks += 1
+        self._job_work_s += float(cut.row_s.sum())
+        shards = [shard for shard in cut.plan.shards if shard.has_engine_work]
+        number = np.arange(self._num_seen, self._num_seen + len(shards))
+        self._num_seen += len(shards)
+        is_taken = np.floor((number + 1) * self._share + 0.5) > np.floor(number * self._share + 0.5)
+        first_wave = max((shard.wave_id + 1 for shard in self._shards), default=0)
+        for shard in (s for s, taken in zip(shards, is_taken | self._is_whole, strict=True) if taken):
+            of_shard = cut.plan.rows_of(shard.shard_id)
+            self._shards.append(replace(shard, wave_id=shard.wave_id + first_wave))
+            self._blocks.append(_rows_of(rows, of_shard, cut.predicted))
+            self._sizes.append(len(of_shard))
+            self._row_s.append(cut.row_s[of_shard])
+        self.num_rows = sum(self._sizes)
+
+    def predict(self, play: Play) -> float:
+        """Seconds of the whole job."""
+        if not self._shards:
+            return 0.0
+        rows, plan = self._played()
+        run = play(rows, plan, self._replicas)
+        if self._is_whole:
+            return run.metrics.makespan_s
+        row_s = np.concatenate(self._row_s)
+        work_s = float(row_s.sum()) / self._replicas
+        missing_s = self._job_work_s / self._job_replicas - work_s
+        return run.metrics.makespan_s + missing_s * _pace(run.timeline.finish_s, row_s / self._replicas, work_s)
+
+    def _played(self) -> tuple[Workload, ShardPlan]:
+        """The sample as a job of its own."""
+        rows = _joined(self._blocks)
+        starts = np.concatenate([[0], np.cumsum(self._sizes)])
+        order = dispatch_order(self._shards) if self._num_blocks > 1 else range(len(self._shards))
+        row_order = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
+        offsets = np.concatenate([[0], np.cumsum([self._sizes[i] for i in order])])
+        shards = tuple(replace(self._shards[i], shard_id=number) for number, i in enumerate(order))
+        return rows, ShardPlan(row_order, offsets, shards)
+
+
+def _rows_of(rows: Workload, chosen: NDArray[np.int64], predicted: NDArray[np.float64]) -> Workload:
+    """Some rows, whose answers are as long as predicted."""
+    return Workload(
+        rows.adapters,
+        rows.adapter_index[chosen],
+        rows.prompt_tokens[chosen],
+        rows.max_tokens[chosen],
+        rows.prefix_hash[chosen],
+        output_tokens=np.rint(predicted[chosen]).astype(np.int32),
+        shared_tokens=None if rows.shared_tokens is None else rows.shared_tokens[chosen],
+    )
+
+
+def _joined(blocks: Sequence[Workload]) -> Workload:
+    """Rows of the same adapters, block after block."""
+
+    def column(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(block, name) for block in blocks])
+
+    return Workload(
+        blocks[0].adapters,
+        column("adapter_index"),
+        column("prompt_tokens"),
+        column("max_tokens"),
+        column("prefix_hash"),
+        output_tokens=column("output_tokens"),
+        shared_tokens=None if blocks[0].shared_tokens is None else column("shared_tokens"),
+    )
+
+
+def _pace(finish_s: NDArray[np.float64], work_s: NDArray[np.float64], all_s: float) -> float:
+    """Seconds that a second of priced work takes in full swing: 1 where rows cost what they are priced at.
+
+    `work_s` `[num_rows]`: priced seconds of each row, `all_s` their sum.
+    """
+    order = np.argsort(finish_s, kind="stable")
+    done_s, at_s = np.cumsum(work_s[order]), finish_s[order]
+    is_in_swing = (done_s >= _FULL_SWING[0] * all_s) & (done_s <= _FULL_SWING[1] * all_s)
+    if np.ptp(done_s[is_in_swing]) <= 0:
+        return float(at_s[-1] / all_s)
+    return float(np.polyfit(done_s[is_in_swing], at_s[is_in_swing], 1)[0])
 
 
 def cut_job(
     workload: Workload,
     cost: CostModel,
-    settings: ReplicaSettings,
+    batch_rows: int,
     num_replicas: int,
     *,
-    length_share: float = PRIOR_SHARE,
-    rows_per_shard: int | None = None,
-    mode: WaveMode = "auto",
+    length_share: float,
+    rows_per_shard: int,
+    mode: WaveMode,
 ) -> CutRows:
-    """Cut a job, or a block of one, into shards, with what they will take."""
+    """Cut a job, or a block of one, into shards, with what they will take.
+
+    `length_share`: of `max_tokens` that rows are expected to generate. `mode`: of waves with adapters, from the cost
+    model or one for all.
+    """
     predicted = expected_tokens(workload.max_tokens, length_share)
-    batch_rows = settings.max_batch_rows
-    plan = plan_waves(
+    plan = plan_shards(
         workload,
-        cost,
-        predicted,
         batch_rows=batch_rows,
         num_replicas=num_replicas,
+        predicted_output_tokens=predicted,
         rows_per_shard=rows_per_shard,
-        mode=mode,
     )
+    if mode == "auto":
+        plan = with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
+    else:
+        plan = replace(plan, shards=tuple(replace(s, mode=mode) if s.mode == "unmerged" else s for s in plan.shards))
     row_s = _row_seconds(workload, predicted, cost, batch_rows)
     shard_s = np.array([row_s[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards])
     return CutRows(plan, shard_s, predicted, row_s)
@@ -143,29 +243,6 @@ def place_job(
         num_replicas,
     )
     return place_shards(problem)
-
-
-def plan_waves(
-    workload: Workload,
-    cost: CostModel,
-    predicted: NDArray[np.float64],
-    *,
-    batch_rows: int,
-    num_replicas: int,
-    rows_per_shard: int | None = None,
-    mode: WaveMode = "auto",
-) -> ShardPlan:
-    """Shards from predicted lengths, and their modes: from the cost model, or one for all as asked."""
-    plan = plan_shards(
-        workload,
-        batch_rows=batch_rows,
-        num_replicas=num_replicas,
-        predicted_output_tokens=predicted,
-        rows_per_shard=rows_per_shard,
-    )
-    if mode == "auto":
-        return with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
-    return replace(plan, shards=tuple(replace(s, mode=mode) if s.mode == "unmerged" else s for s in plan.shards))
 
 
 def _row_seconds(

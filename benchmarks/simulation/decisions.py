@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
+from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.dlora_migration import ReplicaLoad, RowGroup, plan_migration
 from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.forecast import forecast_job
+from lorabatch.scheduler.forecast import place_job
 from lorabatch.scheduler.messages import Command, Event
 from lorabatch.scheduler.placement import PlacementProblem, place_shards
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
-from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
@@ -26,8 +27,10 @@ from lorabatch.scheduler.simulation.synthetic import (
     power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import Timeline
-from lorabatch.scheduler.waves import ShardPlan, plan_shards
+from lorabatch.scheduler.waves import ShardPlan
 from lorabatch.scheduler.workload import Workload
+
+SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,12 @@ class ScaleRow:
 
 @dataclass(frozen=True, slots=True)
 class PlanningScale:
-    """A whole plan of 1,000,000 rows over 1,000 adapters on 100 replicas: seconds, peak bytes of the process, gap."""
+    """A whole plan of 1,000,000 rows over 1,000 adapters on 100 replicas: seconds, those of its forecast apart, peak
+    bytes of the process, gap of the placement.
+    """
 
     seconds: float
+    forecast_s: float
     peak_bytes: int
     gap: float
     num_shards: int
@@ -58,10 +64,16 @@ def planning_scale() -> PlanningScale:
     """Waves, modes and placement with its bound, as `lorabatch plan` makes them."""
     workload = _zipf_job(1_000_000, 1_000)
     start = time.perf_counter()
-    found = forecast_job(workload, H200_LLAMA_3_8B, ReplicaSettings(256, 8192), 100)
+    cut = SETTINGS.cut(workload, 100)
+    placement = place_job(workload.adapters, cut.plan.shards, cut.shard_s, SETTINGS.cost, 100)
     seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    sample = SETTINGS.sample(workload.num_rows, 100, max_rows=5_000)
+    sample.add(workload, cut)
+    sample.predict(SETTINGS.play)
+    forecast_s = time.perf_counter() - start
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return PlanningScale(seconds, peak_bytes, found.placement.gap, len(found.plan.shards))
+    return PlanningScale(seconds, forecast_s, peak_bytes, placement.gap, len(cut.plan.shards))
 
 
 class TimedScheduler:
@@ -83,10 +95,10 @@ class TimedScheduler:
 
 
 def scale_row(num_rows: int, num_adapters: int, num_replicas: int) -> ScaleRow:
-    """Plan and simulate a Zipf job of this size on coarse replicas (16 passes at once)."""
+    """Plan a Zipf job of this size, and simulate it on coarse replicas (16 passes at once) with a simple batcher."""
     workload = _zipf_job(num_rows, num_adapters)
     start = time.perf_counter()
-    plan = plan_shards(workload, batch_rows=256, num_replicas=num_replicas)
+    plan = SETTINGS.cut(workload, num_replicas).plan
     plan_s = time.perf_counter() - start
     start = time.perf_counter()
     scheduler = _simulate(workload, plan, num_replicas)
@@ -114,13 +126,13 @@ def _zipf_job(num_rows: int, num_adapters: int) -> Workload:
 
 
 def _simulate(workload: Workload, plan: ShardPlan, num_replicas: int) -> TimedScheduler:
-    settings = ReplicaSettings(max_batch_rows=256, max_step_tokens=8192, leap_steps=16, is_coarse=True, look_ahead=1024)
+    settings = replace(SETTINGS.replica(), leap_steps=16, is_coarse=True, look_ahead=1024)
     timeline = Timeline.empty(workload.num_rows, num_replicas)
     replicas = [
         SimulatedReplica(i, workload, H200_LLAMA_3_8B, ClusteredBatcher(), settings, timeline)
         for i in range(num_replicas)
     ]
-    scheduler = TimedScheduler(Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=num_replicas)))
+    scheduler = TimedScheduler(Scheduler(plan.shards, settings=SETTINGS.scheduler(num_replicas)))
     cluster = Cluster((0.0,) * num_replicas, progress_s=2.0)
     outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, settings).run()
     assert outcome.failure is None, outcome.failure
@@ -166,7 +178,8 @@ def _small_problem(seed: int) -> PlacementProblem:
 def _zipf_problem() -> PlacementProblem:
     """Shards of the real planner, seconds from the cost model, one load per adapter and replica."""
     workload = _zipf_job(10_000, 100)
-    plan = plan_shards(workload, batch_rows=64, num_replicas=16)
+    settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=64)
+    plan = settings.cut(workload, 16).plan
     number = {adapter.name: i for i, adapter in enumerate(workload.adapters)}
     seconds = H200_LLAMA_3_8B.row_seconds(workload.prompt_tokens, workload.max_tokens / 2, batch_rows=64)
     return PlacementProblem(

@@ -21,15 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
+from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
-from lorabatch.scheduler.batching import Batcher, CostBatcher, InClusters
+from lorabatch.scheduler.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.bound import job_bound
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.forecast import plan_waves
 from lorabatch.scheduler.lengths import LengthEstimator, expected_tokens
-from lorabatch.scheduler.migration import TailSettings
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
-from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
@@ -42,12 +40,10 @@ from lorabatch.scheduler.simulation.timeline import Timeline
 from lorabatch.scheduler.waves import Shard, ShardPlan
 from lorabatch.scheduler.workload import Workload
 
-COST = H200_LLAMA_3_8B
 BATCH_ROWS = 64
 MAX_TOKENS = 1000
-LIMITS = ReplicaSettings(max_batch_rows=BATCH_ROWS, max_step_tokens=8192, leap_steps=8)
-# As `pipeline/coordinator/task.py` has them.
-TAIL = TailSettings(0.3, least_gain_s=0.5)
+SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=BATCH_ROWS)
+COST, LIMITS = SETTINGS.cost, SETTINGS.replica()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +100,10 @@ def draw(shape: Shape, traces: dict[str, Lengths], seed: int, batches: float = 4
 Maker = Callable[[], Batcher]
 
 
-def ours(instance: Instance, tail: TailSettings | None = TAIL) -> float:
+def ours(instance: Instance) -> float:
     """Makespan of the plan and the scheduler that a real job has."""
-    workload, num_workers = instance.workload, len(instance.slowness)
-    predicted = expected_tokens(workload.max_tokens)
-    plan = plan_waves(workload, COST, predicted, batch_rows=BATCH_ROWS, num_replicas=num_workers)
-    scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=num_workers, tail=tail, cost=COST))
-    return _play(instance, plan, scheduler, _our_batcher(workload))
+    found = SETTINGS.simulate(instance.workload, len(instance.slowness), instance.slowness)
+    return found.metrics.makespan_s
 
 
 def queue(instance: Instance) -> float:
@@ -157,7 +150,14 @@ def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
 def _our_batcher(workload: Workload) -> Maker:
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
     lengths = LengthEstimator.of_rows(workload.max_tokens)
-    return lambda: InClusters(CostBatcher(COST, lambda: ranks, lengths.mean))
+    facts = ReplicaFacts(
+        cost=COST,
+        ranks=lambda: ranks,
+        must_merge=lambda adapter: False,
+        max_batch_rows=BATCH_ROWS,
+        mean_output_tokens=lengths.mean,
+    )
+    return lambda: SETTINGS.batcher(facts)
 
 
 def _in_input_order(workload: Workload) -> ShardPlan:

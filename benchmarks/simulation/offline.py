@@ -1,6 +1,6 @@
 """Offline jobs: the planner against what others would do with the same rows on the same replicas.
 
-The planner: ordered shards, the real Scheduler, and steps chosen by cost. The others get their rows at once in input
+The planner: a run as jobs have it (`pipeline/planning/settings.py`). The others get their rows at once in input
 order, dealt to replicas in turn, and batch by their own policy (`scheduler/baselines/policies.py`).
 """
 
@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lorabatch.benchmarks.simulation.lengths import Lengths
+from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.policies import simulate_policy
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.scheduler import SchedulerSettings
-from lorabatch.scheduler.simulation.replica import ReplicaSettings
-from lorabatch.scheduler.simulation.run import run_planned
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     make_adapters,
@@ -24,12 +21,12 @@ from lorabatch.scheduler.simulation.synthetic import (
     top_five_popularity,
     uniform_popularity,
 )
-from lorabatch.scheduler.waves import plan_shards
 from lorabatch.scheduler.workload import Workload
 
 NUM_REPLICAS = 4
-SETTINGS = ReplicaSettings(max_batch_rows=64, max_step_tokens=8192, leap_steps=8, look_ahead=512)
-COMPARED = {"planner": "planner", "dlora": "dLoRA", "s-lora": "S-LoRA", "fcfs": "vLLM-like"}
+# Batches of 64 rows, for jobs of a few thousand rows; all else as an engine chooses it.
+SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=64)
+COMPARED = {"dlora": "dLoRA", "s-lora": "S-LoRA", "fcfs": "vLLM-like"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +88,10 @@ def compare(lengths: Lengths, num_rows: int, seeds: tuple[int, ...] = (21, 22, 2
 
 def _compare_job(job: Job) -> Comparison:
     runs = {
-        name: simulate_policy(policy, job.workload, H200_LLAMA_3_8B, SETTINGS, NUM_REPLICAS)
+        name: simulate_policy(policy, job.workload, SETTINGS.cost, SETTINGS.replica(), NUM_REPLICAS)
         for policy, name in COMPARED.items()
     }
+    runs["planner"] = SETTINGS.simulate(job.workload, NUM_REPLICAS)
     makespan = {name: run.metrics.makespan_s for name, run in runs.items()}
     return Comparison(job.name, makespan, runs["planner"].metrics.merged_share)
 
@@ -109,16 +107,12 @@ class LoadsAhead:
 
 
 def compare_loads(lengths: Lengths, num_rows: int, seed: int = 21) -> list[LoadsAhead]:
-    """Jobs whose adapters lie in storage, with and without sources named in RunShard."""
-    stored = replace(SETTINGS, adapter_source="storage")
+    """With and without sources named in RunShard: engines read adapters that their next rows need in any case."""
     found = []
     for job in jobs(lengths, num_rows, seed)[2:]:
-        workload = job.workload
-        plan = plan_shards(workload, batch_rows=stored.max_batch_rows, num_replicas=NUM_REPLICAS)
         seconds = []
         for is_ahead in (False, True):
-            scheduling = SchedulerSettings(expected_replicas=NUM_REPLICAS, shares_adapters=is_ahead)
-            run = run_planned(workload, plan, H200_LLAMA_3_8B, stored, NUM_REPLICAS, scheduling=scheduling)
+            run = replace(SETTINGS, shares_adapters=is_ahead).simulate(job.workload, NUM_REPLICAS)
             seconds.append((run.metrics.makespan_s, run.metrics.load_share))
         found.append(LoadsAhead(job.name, *seconds))
     return found

@@ -94,8 +94,7 @@ def _offline(comparisons: Sequence[Comparison], num_rows: int) -> list[str]:
         "## Offline jobs: the planner against online policies",
         "",
         f"{num_rows} rows, 4 replicas (H200, Llama-3-8B cost model), all rows there at the start. Seconds, and in",
-        "brackets the ratio to the planner's; means over three seeds. The planner is that of `lorabatch simulate`;",
-        "its batcher and settings differ from those of a job.",
+        "brackets the ratio to the planner's; means over three seeds. The planner has the settings of a real job.",
         "",
         "| job | planner | " + " | ".join(others) + " | passes merged |",
         "|---|---|" + "---|" * len(others) + "---|",
@@ -122,8 +121,8 @@ def _loads(loads: Sequence[LoadsAhead]) -> list[str]:
     lines = [
         "## Adapters sent ahead",
         "",
-        "The same jobs with adapters in storage (1 GB/s): loaded when a row is admitted, or loaded when the scheduler",
-        "opens the shard, from a worker that has the adapter.",
+        "The same jobs with adapters in storage (1 GB/s): read by the engine for its next rows, or fetched as soon as",
+        "the scheduler opens the shard, from a worker that has the adapter.",
         "",
         "| job | on demand, s | of it loading | sent ahead, s | of it loading |",
         "|---|---|---|---|---|",
@@ -148,6 +147,7 @@ def _decisions(results: Results) -> list[str]:
         f"- Co-migration at K = 8 (32 replicas, 32 adapters): {median_ms:.1f} ms median, {longest_ms:.1f} ms at most.",
         f"- A whole plan (waves, modes, {results.planning.num_shards:,} shards placed) of 1,000,000 rows over 1,000 "
         f"adapters on 100 replicas: {results.planning.seconds:.1f} s, gap of the placement {results.planning.gap:.2%}; "
+        f"its forecast, of a sample of rows, {results.planning.forecast_s:.1f} s; "
         f"the process took {results.planning.peak_bytes / 1e9:.1f} GB at most (goals 60 s and 4 GB).",
         *_replayed(results.replayed),
         "",

@@ -19,9 +19,10 @@ from ...kernels.packed_weight import can_pack
 from ...kernels.packed_weight.panels import has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
-from ..config import EngineConfig
-from ..memory.allocation import MemoryPlan, cpu_limits, default_cpu_pool_bytes, gpu_plan, plan_pool, zeroed_memory
+from ..config import EngineConfig, dtype_on
+from ..memory.allocation import MemoryPlan, plan_pool, zeroed_memory
 from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
+from ..memory.limits import RUN_PAGES, cpu_limits, default_cpu_pool_bytes, gpu_plan, total_host_bytes
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.decoder import Decoder
@@ -33,10 +34,6 @@ from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
 from .sampler import StopTokens
-
-# Where memory allows, runs on a CPU are rounded up to this many pages: sequences of equal runs share attention calls.
-# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
-_CPU_RUN_PAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class Backend(ABC):
     def plan_memory(self) -> MemoryPlan:
         """Size of the pool and limits of a step, here for a pool in host memory. Raises `PoolExhaustedError` when not
         even one page fits."""
-        pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes()
+        pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes(total_host_bytes())
         return plan_pool(self._layout(), self.dtype.itemsize, cpu_limits(self.config), pool_bytes)
 
     @abstractmethod
@@ -126,7 +123,7 @@ class CpuBackend(Backend):
     def traits(self) -> KernelTraits:
         """See `Backend`."""
         return KernelTraits(
-            run_pages=_CPU_RUN_PAGES,
+            run_pages=RUN_PAGES["cpu"],
             has_block_tables=False,
             has_lora_panels=self.dtype == torch.float32 and has_panels(),
             reads_other_rows=not can_attend_compiled(self.model.head_dim, self.dtype),
@@ -149,7 +146,7 @@ class GpuBackend(Backend):
 
     decoder: GpuDecoder
     traits = KernelTraits(
-        run_pages=1,
+        run_pages=RUN_PAGES["cuda"],
         has_block_tables=True,
         has_lora_panels=False,
         reads_other_rows=False,
@@ -222,9 +219,8 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
         if not torch.cuda.is_available():
             raise ValueError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    if config.dtype == "auto":
-        return device, torch.bfloat16 if device.type == "cuda" else torch.float32
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if config.dtype not in dtypes:
+    name = dtype_on("cuda" if device.type == "cuda" else "cpu", config.dtype)
+    if name not in dtypes:
         raise ValueError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
-    return device, dtypes[config.dtype]
+    return device, dtypes[name]

@@ -17,7 +17,7 @@ from ..messages import CoordinatorStarted, StopRun, job_of_run
 from ..migration.peers import Peers
 from ..monitoring.reporter import INTERRUPTED, JobReporter
 from ..monitoring.topics import CONTROL
-from ..planning.forecast import Forecaster
+from ..planning.settings import RunSettings
 from .lease import CoordinatorLease
 
 # How often CANCEL is looked for in storage.
@@ -26,8 +26,8 @@ _CANCEL_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One coordinator's hold of a job. `control` is checked between any two steps. `forecaster`: of rows and of what
-    engines need for them.
+    """One coordinator's hold of a job. `control` is checked between any two steps. `settings`: of its engines and
+    its scheduler.
     """
 
     client: Client
@@ -36,7 +36,7 @@ class JobRun:
     control: JobControl
     reporter: JobReporter
     peers: Peers
-    forecaster: Forecaster
+    settings: RunSettings
 
 
 class DisplacedError(Exception):

@@ -17,18 +17,16 @@ from distributed import Reschedule, get_worker, secede
 from ...jobs.errors import OutputConflictError
 from ...jobs.notes import row_notes
 from ...jobs.opening import OpenedJob, changed_adapters
-from ...jobs.storage.local_copy import is_remote
 from ...jobs.storage.redaction import redacted_url
-from ...scheduler.migration import TailSettings
-from ...scheduler.scheduler import Scheduler, SchedulerSettings
+from ...scheduler.scheduler import Scheduler
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.reporter import JobReporter, state_publisher
-from ..planning.forecast import Forecaster
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards
+from ..planning.settings import RunSettings
 from ..result import JobResult
 from ..worker.registration import unregister_plugin
 from .control import JobControl, JobRun
@@ -40,7 +38,7 @@ from .summary import Account, account_parts
 logger = logging.getLogger(__name__)
 
 
-def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster, lease_s: float) -> JobResult:
+def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, lease_s: float) -> JobResult:
     """Run an opened job whose engine hosts are set up. `began_s`: when, in seconds since the epoch. `lease_s`: another
     coordinator takes over when this one has been silent for so long.
 
@@ -59,7 +57,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, forecaster: Forecaster,
         client.run_on_scheduler(_forgive, key=key)
         publish = state_publisher(client, run_id, redacted_url(job.spec.output))
         reporter = JobReporter(job.store, publish, job.spec.error_budget)
-        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), forecaster)
+        run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
             with scheduler_loss_reported(client):
                 result = _stages(run, began_s)
@@ -119,10 +117,6 @@ def _forgive(dask_scheduler: Any, key: Any) -> None:
 
 
 _PARTS_PER_COUNT = 64
-# From a decision until moved rows run again: the transfer, loading their adapters, fetching the results.
-_HOP_S = 0.3
-# Below this, measured paces are too rough to decide by.
-_LEAST_GAIN_S = 0.5
 
 
 def index_rows(run: JobRun) -> IndexTotals:
@@ -151,7 +145,7 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
             job.record,
             indexed,
             num_replicas=count_workers(run.client),
-            forecast=run.forecaster,
+            settings=run.settings,
         )
     else:
         # Read anew: a coordinator before this one may have reopened them.
@@ -183,15 +177,7 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     run.reporter.check_budget(num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors)
-    tail = TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S) if job.spec.migration else None
-    # What workers see as files needs no source.
-    served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
-    settings = SchedulerSettings(
-        expected_replicas=count_workers(run.client),
-        tail=tail,
-        cost=run.forecaster.cost.cost,
-        shares_adapters=any(is_remote(adapter.url) for adapter in served),
-    )
+    settings = run.settings.scheduler(count_workers(run.client))
     scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
     coordinator = Coordinator(run, scheduler, monitor)

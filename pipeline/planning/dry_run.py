@@ -23,11 +23,12 @@ from ...jobs.validation import requested_job
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import Workload
 from ..cluster.connect import connected, count_workers, num_embedded_workers
+from ..cluster.devices import Device, find_device, find_device_of_workers
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..result import KindOfError
-from .forecast import ChosenCost, Forecaster
 from .plan import check_rows
+from .settings import RunSettings
 
 # Some ten seconds.
 _SIMULATED_ROWS = 20_000
@@ -46,7 +47,7 @@ class DryRun:
     workload: Workload
     num_workers: int
     weight_bytes: int
-    cost: ChosenCost
+    settings: RunSettings
     forecast: Forecast
     range_s: tuple[float, float] | None
     notes: tuple[str, ...]
@@ -62,12 +63,12 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
         given = dict(values) | {"output": folder, "overwrite": True}
         spec = requested_job(given, job_file)
         job = open_job(spec)
-        num_workers = _num_workers(spec)
-        forecaster = Forecaster.of(job, num_workers)
+        num_workers, device = _workers(spec)
+        settings = RunSettings.of(job, num_workers, device)
         indexed = _index(job)
         with check_rows(job.store, job.record, indexed) as checked:
             workload = checked.whole()
-        predict = partial(forecaster, workload, num_workers, max_simulated_rows=_SIMULATED_ROWS)
+        predict = partial(settings.forecast, workload, num_workers, max_rows=_SIMULATED_ROWS)
         forecast = predict()
         range_s = None
         if not spec.sampling.ignore_eos:
@@ -77,23 +78,22 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
             spec,
             job.record.adapters,
             checked.kinds,
-            forecaster.with_reuse(workload),
+            settings.with_reuse(workload),
             num_workers,
             weight_bytes,
-            forecaster.cost,
+            settings,
             forecast,
             range_s,
             (*job_notes(job.record), *row_notes(job.record, indexed.rows_per_adapter)),
         )
 
 
-def _num_workers(spec: JobSpec) -> int:
-    if spec.workers is not None:
-        return spec.workers
+def _workers(spec: JobSpec) -> tuple[int, Device]:
+    """How many there will be, and what their engines run on."""
     if spec.is_embedded:
-        return num_embedded_workers(spec)
+        return num_embedded_workers(spec), find_device(spec.device)
     with connected(spec) as client:
-        return count_workers(client)
+        return spec.workers or count_workers(client), find_device_of_workers(client, spec.device)
 
 
 def _index(job: OpenedJob) -> IndexTotals:

@@ -33,11 +33,13 @@ from ..dataset.reader import read_shard
 from ..dataset.writer import answers_in_part
 from ..result import KindOfError
 from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, read_chunks
-from .forecast import Forecaster
+from .settings import RunSettings
 from .validation import DuplicateIds, RowErrors, check_budget
 
 # Some 10 MB while they are planned; an adapter at the end of one block has a wave more than it needs.
 _BLOCK_ROWS = 65_536
+# Playing a plan takes half a second per thousand rows: a run does not wait longer than its engines take to start.
+_SIMULATED_ROWS = 5_000
 _FACTS_KEY = b"lorabatch.plan"
 
 
@@ -101,32 +103,28 @@ def plan_job(
     indexed: IndexTotals,
     *,
     num_replicas: int,
-    forecast: Forecaster,
+    settings: RunSettings,
     block_rows: int = _BLOCK_ROWS,
 ) -> JobPlan:
     """Check the whole index, plan and predict it, and write the plan. Raises what `check_rows` raises.
 
     The plan that comes back is another run's when that was faster.
     """
-    predicted_s = None
     with check_rows(store, record, indexed) as checked, ShardDraft() as draft:
+        num_rows = checked.rows.num_rows
+        sample = settings.sample(num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
         for rows, workload in checked.blocks(block_rows):
-            if workload.num_rows == checked.rows.num_rows:
-                found = forecast(workload, num_replicas)
-                draft.add(rows, checked.names, found.plan, found.shard_s)
-                predicted_s = found.predicted_s
-            else:
-                cut = forecast.cut(workload, num_replicas, checked.rows.num_rows)
-                draft.add(rows, checked.names, cut.plan, cut.shard_s)
-        if predicted_s is None:
+            cut = settings.cut(workload, num_replicas, num_rows)
+            draft.add(rows, checked.names, cut.plan)
+            sample.add(workload, cut)
+        if num_rows > block_rows:
             draft.sort()
-            predicted_s = forecast.seconds(checked.serving, draft.shards, draft.shard_s, num_replicas)
         plan = JobPlan(
             shards=draft.shards,
-            num_rows=checked.rows.num_rows,
+            num_rows=num_rows,
             errors=checked.kinds,
             adapter_names=draft.adapter_names,
-            predicted_s=predicted_s,
+            predicted_s=sample.predict(settings.play),
         )
         with draft.references({_FACTS_KEY: json.dumps(plan_facts(plan))}) as references:
             is_ours = store.write_plan(references)
@@ -206,13 +204,10 @@ _PLACE = np.dtype([(name, np.int32) for name in _COLUMNS])
 
 
 class ShardDraft:
-    """`shards`, and per shard `shard_s`, its engine seconds, and `adapter_names`: every name its rows ask for, refused
-    and unknown ones included.
-    """
+    """`shards`, and per shard `adapter_names`: every name its rows ask for, refused and unknown ones included."""
 
     def __init__(self) -> None:
         self.shards: tuple[Shard, ...] = ()
-        self.shard_s: NDArray[np.float64] = np.zeros(0)
         self.adapter_names: tuple[tuple[str, ...], ...] = ()
         self._file = ScratchFile()
         self._starts: tuple[int, ...] = ()
@@ -224,7 +219,7 @@ class ShardDraft:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def add(self, rows: IndexedRows, names: Sequence[str], plan: ShardPlan, shard_s: NDArray[np.float64]) -> None:
+    def add(self, rows: IndexedRows, names: Sequence[str], plan: ShardPlan) -> None:
         """The shards of one more block. `names`: of adapters, by code."""
         plan.check_integrity()
         places = np.empty(len(rows), _PLACE)
@@ -235,14 +230,12 @@ class ShardDraft:
         codes = (np.unique(rows["adapter"][plan.rows_of(shard.shard_id)]) for shard in plan.shards)
         self.adapter_names += tuple(tuple(names[code] for code in found if code >= 0) for found in codes)
         self.shards += tuple(replace(s, wave_id=s.wave_id + self._num_waves) for s in plan.shards)
-        self.shard_s = np.append(self.shard_s, shard_s)
         self._num_waves = max((shard.wave_id + 1 for shard in self.shards), default=0)
 
     def sort(self) -> None:
         """Number the shards of all blocks in the order in which they should run; their ids are their places."""
         order = dispatch_order(self.shards)
         self.shards = tuple(replace(self.shards[old], shard_id=new) for new, old in enumerate(order))
-        self.shard_s = self.shard_s[order]
         self.adapter_names = tuple(self.adapter_names[old] for old in order)
         self._starts = tuple(self._starts[old] for old in order)
 

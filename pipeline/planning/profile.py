@@ -44,8 +44,8 @@ from ...scheduler.cost import (
     prompt_pairs,
 )
 from ..cluster.connect import DEFAULT_WORKERS, embedded
+from ..cluster.devices import device_kind
 from ..supervisor.process import TRIM_VARIABLE
-from .forecast import device_kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,7 @@ from numpy.typing import NDArray
 from ...jobs.cost_profile import read_profile
 from ...jobs.errors import JobRequestError
 from ...scheduler.baselines.policies import POLICIES, simulate_policy
-from ...scheduler.cost import MACHINES, CostModel
-from ...scheduler.simulation.replica import ReplicaSettings
+from ...scheduler.cost import MACHINES
 from ...scheduler.simulation.run import PolicyRun
 from ...scheduler.simulation.synthetic import (
     draw_adapters,
@@ -31,17 +31,22 @@ from ...scheduler.simulation.synthetic import (
 )
 from ...scheduler.workload import BASE_MODEL, Workload
 from .dry_run import dry_run
+from .settings import RunSettings
 
+_OURS = "planner"
 _RANKS = (8, 16, 32, 64, 128)
 _MAX_TOKENS = 2048
-_STEP_TOKENS = 4096
+# Whose engine's limits count without a job: a profile says what steps take, not of which model.
+_MACHINE = "h200-llama-3-8b"
+_MACHINE_OF = {True: "cpu-smollm2-135m", False: _MACHINE}
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
     """What to simulate. `rows`, `adapters`, `skew` count without a job file. `policies`: empty is all.
 
-    `cost_model`: a file that `lorabatch profile` wrote, or a name of `scheduler.machines`.
+    `cost_model`: a file that `lorabatch profile` wrote, or a name in `MACHINES`; None: the job's own, or the first of
+    these. `batch_rows`: None is what the engine would choose.
     """
 
     job_file: Path | None
@@ -51,8 +56,8 @@ class SimulationRequest:
     skew: float
     workers: int
     policies: tuple[str, ...]
-    cost_model: str
-    batch_rows: int
+    cost_model: str | None
+    batch_rows: int | None
     seed: int
     output: Path
 
@@ -63,6 +68,7 @@ class SimulationResult:
 
     request: SimulationRequest
     workload: Workload
+    settings: RunSettings
     runs: tuple[PolicyRun, ...]
     files: tuple[str, ...]
 
@@ -72,39 +78,39 @@ def simulate_job(request: SimulationRequest) -> SimulationResult:
 
     Raises `JobRequestError` for what cannot be simulated, before anything is.
     """
-    policies = request.policies or tuple(POLICIES)
-    unknown = [name for name in policies if name not in POLICIES]
+    known = (_OURS, *POLICIES)
+    policies = request.policies or known
+    unknown = [name for name in policies if name not in known]
     if unknown:
-        raise JobRequestError(*(f"policy={name!r}: expected one of {', '.join(POLICIES)}." for name in unknown))
-    cost = known_cost(request.cost_model)
-    workload = make_job(request)
-    settings = ReplicaSettings(request.batch_rows, _STEP_TOKENS, adapter_source="storage", leap_steps=8)
-    runs = [simulate_policy(name, workload, cost, settings, request.workers) for name in policies]
+        raise JobRequestError(*(f"policy={name!r}: expected one of {', '.join(known)}." for name in unknown))
+    workload, settings = make_job(request)
+    runs = [_run(name, workload, settings, request.workers) for name in policies]
     request.output.mkdir(parents=True, exist_ok=True)
-    results = {"rows": workload.num_rows, "workers": request.workers, "cost_model": request.cost_model}
+    results = {"rows": workload.num_rows, "workers": request.workers, "cost_model": settings.cost_origin}
     metrics = {run.policy: asdict(run.metrics) for run in runs}
     text = json.dumps(results | {"seed": request.seed, "policies": metrics}, indent=1)
     (request.output / "simulation.json").write_text(text + "\n", encoding="utf-8")
     files = ("simulation.json", *plot_runs(runs, request.output))
-    return SimulationResult(request, workload, tuple(runs), files)
+    return SimulationResult(request, workload, settings, tuple(runs), files)
 
 
-def known_cost(name: str) -> CostModel:
-    """A machine's preset, or the cost model in a file. Raises `JobRequestError`."""
-    if name in MACHINES:
-        return MACHINES[name]
-    if not Path(name).exists():
-        raise JobRequestError(
-            f"cost_model={name!r}: neither a file nor a known machine. Machines: {', '.join(MACHINES)}."
-        )
-    return read_profile(Path(name)).cost
+def _run(policy: str, workload: Workload, settings: RunSettings, num_workers: int) -> PolicyRun:
+    if policy == _OURS:
+        return settings.simulate(workload, num_workers)
+    return simulate_policy(policy, settings.with_reuse(workload), settings.cost, settings.replica(), num_workers)
 
 
-def make_job(request: SimulationRequest) -> Workload:
-    """The rows, with the lengths of their answers."""
+def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
+    """The rows with the lengths of their answers, and the settings of a run of them. Raises `JobRequestError`."""
     generator = np.random.default_rng(request.seed)
     if request.job_file is not None:
-        return _with_drawn_answers(dry_run({}, request.job_file).workload, generator)
+        found = dry_run(_changed_options(request), request.job_file)
+        settings = found.settings
+        if request.cost_model is not None and request.cost_model in MACHINES:
+            engine = replace(settings.engine, cost=MACHINES[request.cost_model])
+            settings = replace(settings, engine=engine, cost_origin=request.cost_model)
+        return _with_drawn_answers(found.workload, generator), settings
+    settings = _machine_settings(request)
     if request.trace is not None:
         prompts, outputs = read_trace_lengths(request.trace)
         chosen = generator.integers(0, len(prompts), request.rows)
@@ -117,7 +123,36 @@ def make_job(request: SimulationRequest) -> Workload:
     else:
         adapter = np.full(request.rows, BASE_MODEL, np.int32)
     ranks = [_RANKS[i % len(_RANKS)] for i in range(request.adapters)]
-    return make_workload(make_adapters(ranks), adapter, prompt, output, max_tokens=_MAX_TOKENS)
+    return make_workload(make_adapters(ranks), adapter, prompt, output, max_tokens=_MAX_TOKENS), settings
+
+
+def _changed_options(request: SimulationRequest) -> dict[str, Any]:
+    """Options of the job that the request replaces."""
+    options: dict[str, Any] = {"workers": request.workers}
+    if request.batch_rows is not None:
+        options["batch_rows"] = request.batch_rows
+    if request.cost_model is not None and request.cost_model not in MACHINES:
+        _check_cost_model(request.cost_model)
+        options["cost_model"] = request.cost_model
+    return options
+
+
+def _machine_settings(request: SimulationRequest) -> RunSettings:
+    """Of rows without a job: the engines of a preset machine, with a measured cost model where one is given."""
+    name = request.cost_model or _MACHINE
+    if name in MACHINES:
+        return RunSettings.of_machine(name, batch_rows=request.batch_rows)
+    _check_cost_model(name)
+    profile = read_profile(Path(name))
+    settings = RunSettings.of_machine(_MACHINE_OF[profile.device == "cpu"], batch_rows=request.batch_rows)
+    return replace(settings, engine=replace(settings.engine, cost=profile.cost), cost_origin=name)
+
+
+def _check_cost_model(name: str) -> None:
+    if not Path(name).exists():
+        raise JobRequestError(
+            f"cost_model={name!r}: neither a file nor a known machine. Machines: {', '.join(MACHINES)}."
+        )
 
 
 def _with_drawn_answers(workload: Workload, generator: np.random.Generator) -> Workload:

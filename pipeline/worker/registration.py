@@ -11,33 +11,12 @@ from typing import Any
 from distributed import Client
 from distributed.comm.core import CommClosedError
 
-from ...engine.config import EngineConfig
-from ...jobs.opening import OpenedJob
 from ...jobs.store import JobStore
-from ...scheduler.cost import CostModel
-from ..cluster.connect import threads_per_engine
 from ..messages import EngineSettings, new_run_id
 from .plugin import RunPlugin, plugin_name
 
 logger = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 10.0
-
-
-def engine_settings(job: OpenedJob, num_workers: int, engine_factory: str, cost: CostModel) -> EngineSettings:
-    """How the job's engines are set up on each of `num_workers` workers. `cost`: what the job is planned with."""
-    spec = job.spec
-    config = EngineConfig(
-        max_batch_rows=spec.batch_rows,
-        max_step_tokens=spec.step_tokens,
-        pool_bytes=spec.pool_bytes,
-        num_threads=threads_per_engine(spec, num_workers),
-        dtype=spec.dtype,
-        device=spec.device,
-        mode=spec.mode,
-        load_format=spec.load_format,
-        cost=cost,
-    )
-    return EngineSettings(spec.model, config, engine_factory, spec.storage_options, job.record.model.sha256)
 
 
 def register_plugin(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:

@@ -1,7 +1,6 @@
-"""Whole-job policies by name, simulated: what `lorabatch simulate --policy` compares.
+"""Policies of other systems on whole jobs, by name, simulated: what `lorabatch simulate --policy` compares with ours.
 
-`planner` is this project: planned shards, the real Scheduler, steps chosen by cost. With the others all rows arrive at
-the start, go to replicas in turn, and are batched by the policy's own rule; dLoRA's also migrates.
+All rows arrive at the start, go to replicas in turn, and are batched by the policy's own rule; dLoRA's also migrates.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ import numpy as np
 from ..batching import Batcher
 from ..cost import CostModel
 from ..simulation.replica import ReplicaSettings, SimulatedReplica
-from ..simulation.run import PolicyRun, run_planned
+from ..simulation.run import PolicyRun
 from ..simulation.timeline import Timeline, job_metrics
-from ..waves import plan_shards
 from ..workload import Workload
 from .batchers import FcfsBatcher, MergedBatcher, OneAtATimeBatcher, UnmergedBatcher
 from .dlora_batching import dlora_batcher
 from .serving import RoundRobinDispatcher, ServingSettings, ServingSimulation
 
 POLICIES = {
-    "planner": "this project: planned shards, dispatch by the Scheduler, steps chosen by cost",
     "dlora": "dLoRA's dynamic batching with credits, and migration every two seconds",
     "s-lora": "S-LoRA-like: all rows unmerged, first come first served",
     "fcfs": "vLLM-like: first come first served, at most eight adapters at once",
@@ -41,15 +38,6 @@ def simulate_policy(
     """
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}.")
-    if policy == "planner":
-        plan = plan_shards(workload, batch_rows=settings.max_batch_rows, num_replicas=num_replicas)
-        return run_planned(workload, plan, cost, settings, num_replicas)
-    return _run_online(policy, workload, cost, settings, num_replicas)
-
-
-def _run_online(
-    policy: str, workload: Workload, cost: CostModel, settings: ReplicaSettings, num_replicas: int
-) -> PolicyRun:
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
     makers: dict[str, Callable[[], Batcher]] = {
         "dlora": lambda: dlora_batcher(ranks, cost, settings.max_batch_rows),

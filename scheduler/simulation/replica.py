@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,7 @@ class SimulatedReplica:
         self._has_merged = False
         self._memory = SimulatedMemory(workload.adapters, cost, settings.adapter_source, settings.adapter_slots)
         self._pages = _Pages(workload, settings)
+        self._pinned_pages = 0
 
     @property
     def num_rows(self) -> int:
@@ -184,11 +185,15 @@ class SimulatedReplica:
             admit = self._admissible(plan, seen, view, now_s)
         rows = np.concatenate([self.running[plan.serve], seen[admit]])
         plan = without_vain_merge(plan, self._merged, self._workload.adapter_index[rows])
-        overhead_s = self._switch(plan.merged_adapter) + self._load(rows, now_s)
+        overhead_s = self._switch(plan.merged_adapter)
+        if len(admit) or self._settings.adapter_slots is not None:
+            overhead_s += self._load(rows, now_s)
         is_served = self._join(plan.serve, admit, now_s)
         if plan.mode != "merged":
             self._read_ahead(now_s)
-        may_leap = not len(admit) and not self._memory.absent(view.waiting_adapter, now_s)
+        # In a full batch nothing changes when an adapter comes.
+        is_full = len(self.running) >= self._settings.max_batch_rows
+        may_leap = not len(admit) and (is_full or not self._memory.absent(view.waiting_adapter, now_s))
         return self._advance(now_s, overhead_s, is_served, self._num_passes(is_served, may_leap, now_s, until_s))
 
     def _view(self, seen: NDArray[np.int64], now_s: float) -> BatchView:
@@ -196,7 +201,7 @@ class SimulatedReplica:
         adapters, memory = self._workload.adapter_index, None
         running, waiting = adapters[self.running], adapters[seen]
         if self._pages.num_pages is not None:
-            free = self._pages.free(int(self._held.sum()), running)
+            free = max(0, self._pages.num_pages - int(self._held.sum()) - self._pinned_pages)
             awaited = self._memory.absent(waiting, now_s)
             memory = FreeMemory(
                 (free,), self._pages.of_row[seen], self._pages.of_adapter, self._settings.run_pages, awaited
@@ -286,7 +291,7 @@ class SimulatedReplica:
         self._total = np.concatenate([self._total, total])
         self._unstored = np.concatenate([self._unstored, unstored])
         self._held = np.concatenate([self._held, self._pages.taken(admitted, int(self._held.sum()))])
-        pinned = set(self._workload.adapter_index[self.running].tolist())
+        pinned = self._pin()
         self._memory.shrink(self._pages.left_for_adapters(int(self._held.sum())), self._pages.of_adapter, pinned)
         # A row on loan was admitted where it came from.
         fresh = admitted[np.isnan(self._timeline.admit_s[admitted])]
@@ -301,6 +306,13 @@ class SimulatedReplica:
         self.running, self._remaining, self._total, self._unstored, self._held = (
             array[stays] for array in (self.running, self._remaining, self._total, self._unstored, self._held)
         )
+        self._pin()
+
+    def _pin(self) -> set[int]:
+        """Adapters of running rows, which cannot leave."""
+        pinned = set(self._workload.adapter_index[self.running].tolist())
+        self._pinned_pages = sum(self._pages.of_adapter.get(a, 0) for a in pinned) if self._pages.of_adapter else 0
+        return pinned
 
     def _num_passes(self, is_served: NDArray[np.bool_], may_leap: bool, now_s: float, until_s: float) -> int:
         """Forward passes this step stands for."""
@@ -324,44 +336,56 @@ class SimulatedReplica:
         num_decoding = int((self._unstored[is_served] == 0).sum())
         return max(self._settings.max_step_tokens - num_decoding, 1)
 
-    def _advance(self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_passes: int) -> StepOutcome:
-        """Decoding rows get a token in each pass; prompts are computed in order, the last chunk gives a token too."""
-        served = np.flatnonzero(is_served)
-        budget, unstored, total = self._prompt_budget(is_served), self._unstored[served], self._total[served]
+    def _cut(self, served: NDArray[np.int64], num_passes: int, budget: int) -> tuple[NDArray[np.int64], ...]:
+        """Of served rows: prompt tokens computed, tokens generated, and the pass in which the prompt ends (0: before).
+
+        Decoding rows get a token in each pass; prompts are computed in order, and the last chunk gives a token too.
+        """
+        unstored = self._unstored[served]
+        most = np.minimum(self._remaining[served], num_passes)
+        if not unstored.any():
+            return unstored, most, unstored
         ahead = np.cumsum(unstored) - unstored
         chunk = np.clip(num_passes * budget - ahead, 0, unstored)
         is_prompt = unstored > 0
-        # In which pass a prompt ends; 0 of rows that decode already.
         prompt_end = np.where(is_prompt, -(-(ahead + unstored) // budget), 0)
-        tokens = np.where(is_prompt, num_passes - prompt_end + 1, num_passes)
-        tokens = np.clip(np.where(chunk < unstored, 0, tokens), 0, self._remaining[served])
+        tokens = np.clip(num_passes - prompt_end + is_prompt, 0, most)
+        return chunk, np.where(chunk < unstored, 0, tokens), prompt_end
+
+    def _advance(self, now_s: float, overhead_s: float, is_served: NDArray[np.bool_], num_passes: int) -> StepOutcome:
+        """Compute what these passes hold, and count it."""
+        served = np.flatnonzero(is_served)
+        chunk, tokens, prompt_end = self._cut(served, num_passes, self._prompt_budget(is_served))
         is_in = (chunk > 0) | (tokens > 0)
-        served, chunk, tokens, prompt_end, total = (a[is_in] for a in (served, chunk, tokens, prompt_end, total))
-        unstored, is_prompt = unstored[is_in], is_prompt[is_in]
+        if not is_in.all():
+            served, chunk, tokens, prompt_end = (array[is_in] for array in (served, chunk, tokens, prompt_end))
+        rows, unstored = self.running[served], self._unstored[served]
+        is_prompt = unstored > 0
         ended = prompt_end + tokens - is_prompt
         num_passes = int(max(1, np.where(tokens > 0, ended, num_passes).max(initial=1)))
-        rows = self.running[served]
-        stored = np.where(is_prompt, total - unstored, total - 1)
+        # A row that decodes has stored all but its last token.
+        stored = self._total[served] - np.maximum(unstored, 1)
         done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk)
         seconds = overhead_s + done.seconds(self._cost, self._ranks, self._merged)
         self._remaining[served] -= tokens
         self._total[served] += tokens
         self._unstored[served] -= chunk
         # Linear in between: exact when all rows of the leap last to its end.
-        pass_s = seconds / num_passes
-        is_done = self._remaining[served] <= 0
-        is_first = (tokens > 0) & np.isnan(self._timeline.first_token_s[rows])
-        timeline = self._timeline
-        timeline.first_token_s[rows[is_first]] = now_s + pass_s * np.maximum(prompt_end[is_first], 1)
-        timeline.finish_s[rows[is_done]] = now_s + pass_s * ended[is_done]
+        pass_s, timeline = seconds / num_passes, self._timeline
         timeline.busy_s[self.number] += seconds
         timeline.num_steps[self.number] += num_passes
         timeline.row_steps[self.number] += int(tokens.sum())
-        timeline.prompt_tokens[self.number] += int((prompts - stored).sum())
-        timeline.paused_steps[self.running[~is_served]] += num_passes
+        timeline.prompt_tokens[self.number] += int(chunk.sum())
         timeline.merged_steps[self.number] += num_passes * (self._merged is not None)
+        if not is_served.all():
+            timeline.paused_steps[self.running[~is_served]] += num_passes
+        if is_prompt.any():
+            is_first = is_prompt & (tokens > 0) & np.isnan(timeline.first_token_s[rows])
+            timeline.first_token_s[rows[is_first]] = now_s + pass_s * prompt_end[is_first]
+        is_done = self._remaining[served] <= 0
         finished = rows[is_done]
         if len(finished):
+            timeline.finish_s[finished] = now_s + pass_s * ended[is_done]
             self._lengths.finished(int(self._output[finished].sum()), len(finished))
             self._keep(self._remaining > 0)
         return StepOutcome(now_s + seconds, finished)
@@ -407,12 +431,6 @@ class _Pages:
             held += int(rounded[i])
         return rounded
 
-    def free(self, held: int, running_adapter: NDArray[np.int32]) -> int:
-        """Pages that rows may get: what no running row and its adapter needs."""
-        assert self.num_pages is not None
-        pinned = sum(self.of_adapter.get(a, 0) for a in set(running_adapter.tolist())) if self.of_adapter else 0
-        return max(0, self.num_pages - held - pinned)
-
     def left_for_adapters(self, held: int) -> int | None:
         """Pages beside the rows; None: endless, or adapters take none."""
         return None if self.num_pages is None or not self.of_adapter else self.num_pages - held
@@ -429,6 +447,8 @@ class SimulatedMemory:
         self._adapters, self._cost, self._source, self._slots = adapters, cost, source, slots
         # Least recently used first.
         self._resident: dict[int, None] = {}
+        # The same by number; the last is the base model, which is always there.
+        self._is_there = np.append(np.zeros(len(adapters), bool), True)
         self._resident_array: NDArray[np.int32] | None = None
         # Adapters on their way, or read and not used yet -> when each is there; one after the other.
         self._arriving: dict[int, float] = {}
@@ -463,10 +483,10 @@ class SimulatedMemory:
 
     def absent(self, adapters: NDArray[np.int32], now_s: float) -> frozenset[int]:
         """Those of these adapters for which rows would have to wait."""
-        if self.has_all:
+        missing = adapters[~self._is_there[adapters]]
+        if not len(missing):
             return frozenset()
-        wanted = set(np.unique(adapters).tolist()) - self._resident.keys()
-        return frozenset(a for a in wanted if a >= 0 and self._arriving.get(a, np.inf) > now_s)
+        return frozenset(a for a in set(missing.tolist()) if self._arriving.get(a, np.inf) > now_s)
 
     def fetch(self, adapter: int, now_s: float, source: AdapterSource) -> None:
         """Begin to load an adapter beside the work."""
@@ -477,6 +497,7 @@ class SimulatedMemory:
     def clear(self) -> None:
         """Everything is lost."""
         self._resident, self._arriving, self._link_free_s, self._left = {}, {}, 0.0, set()
+        self._is_there[:-1] = False
         self._resident_array = None
 
     def wait_s(self, needed: Sequence[int], now_s: float) -> float:
@@ -486,7 +507,7 @@ class SimulatedMemory:
             if adapter in self._resident:
                 del self._resident[adapter]
             else:
-                self._resident_array = None
+                self._resident_array, self._is_there[adapter] = None, True
                 if adapter in self._arriving:
                     seconds += max(0.0, self._arriving.pop(adapter) - now_s - seconds)
                 else:
@@ -509,7 +530,7 @@ class SimulatedMemory:
 
     def _evict(self, adapter: int) -> None:
         del self._resident[adapter]
-        self._resident_array = None
+        self._resident_array, self._is_there[adapter] = None, False
         self._left.add(adapter)
 
     def _load_s(self, adapter: int, source: AdapterSource) -> float:
@@ -535,16 +556,19 @@ class Passes:
         after = self.stored + self.chunk
         # The first token of a row comes out of its prompt.
         decoded = self.tokens - (is_prompt & (self.tokens > 0))
-        unmerged = lora_load(
-            self.adapter, (self.chunk + decoded).astype(np.float64), ranks, merged_adapter=merged, kernel=cost.kernel
-        )
-        load = replace(
-            unmerged,
+        load = lora_load(
+            self.adapter,
+            self.chunk + decoded,
+            ranks,
+            merged_adapter=merged,
+            kernel=cost.kernel,
             prefill_tokens=float(self.chunk.sum()),
             prefill_pairs=float(prompt_pairs(self.chunk, self.stored).sum()),
             decode_rows=float(decoded.sum()),
             context_tokens=float(after[is_prompt].sum() + (after * decoded + decoded * (decoded + 1) / 2).sum()),
         )
-        again = StepLoad(num_adapters=unmerged.num_adapters, rank_sum=unmerged.rank_sum)
-        repeated = float(cost.step_seconds(again)) * (self.number - 1) if self.number > 1 else 0.0
-        return float(cost.step_seconds(load)) + repeated
+        seconds = float(cost.step_seconds(load))
+        if self.number > 1:
+            again = StepLoad(num_adapters=load.num_adapters, rank_sum=load.rank_sum)
+            seconds += float(cost.step_seconds(again)) * (self.number - 1)
+        return seconds

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..batching import AdaptiveBatcher, Batcher
+from ..batching import Batcher, ReplicaFacts
 from ..cost import CostModel
 from ..lengths import LengthEstimator
 from ..scheduler import Scheduler, SchedulerSettings
@@ -16,6 +17,8 @@ from ..workload import Workload
 from .replica import ReplicaSettings, SimulatedReplica
 from .simulator import Cluster, JobSimulation
 from .timeline import JobMetrics, Timeline, job_metrics
+
+MakeBatcher = Callable[[ReplicaFacts], Batcher]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,31 +36,41 @@ def run_planned(
     cost: CostModel,
     settings: ReplicaSettings,
     num_replicas: int,
-    make_batcher: Callable[[], Batcher] | None = None,
-    scheduling: SchedulerSettings | None = None,
+    make_batcher: MakeBatcher,
+    scheduling: SchedulerSettings,
+    slowness: Sequence[float] | None = None,
 ) -> PolicyRun:
     """A plan, played by the real Scheduler on replicas that are all there from the start.
 
-    `make_batcher`: of each replica; by default the planner's own. `scheduling`: by default as in real runs.
+    `make_batcher`: of each replica, as an engine makes its own. Reports come once a second, as from real workers.
+    `slowness`: seconds of each replica over those of the cost model (None: as the model says).
     """
-    make = make_batcher or (lambda: planner_batcher(workload, cost, settings, num_replicas))
     timeline = Timeline.empty(workload.num_rows, num_replicas)
-    replicas = [SimulatedReplica(number, workload, cost, make(), settings, timeline) for number in range(num_replicas)]
-    scheduler = Scheduler(plan.shards, settings=scheduling or SchedulerSettings(expected_replicas=num_replicas))
-    cluster = Cluster((0.0,) * num_replicas, progress_s=0.5)
-    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, settings).run()
+    ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
+
+    def replica(number: int) -> SimulatedReplica:
+        lengths, expected = LengthEstimator(), Counter[int]()
+        facts = ReplicaFacts(
+            cost=cost,
+            ranks=lambda: ranks,
+            must_merge=lambda adapter: False,
+            max_batch_rows=settings.max_batch_rows,
+            mean_output_tokens=lengths.mean,
+            rows_to_come=expected.__getitem__,
+        )
+        own = cost if slowness is None else cost.scaled(slowness[number])
+        return SimulatedReplica(number, workload, own, make_batcher(facts), settings, timeline, lengths, expected)
+
+    hop_s = scheduling.tail.hop_s if scheduling.tail is not None else 0.0
+    simulation = JobSimulation(
+        workload,
+        plan,
+        Scheduler(plan.shards, settings=scheduling),
+        [replica(number) for number in range(num_replicas)],
+        Cluster((0.0,) * num_replicas, hop_s=hop_s),
+        timeline,
+        settings,
+    )
+    outcome = simulation.run()
     assert outcome.failure is None, outcome.failure
     return PolicyRun("planner", job_metrics(workload, timeline, outcome.makespan_s), timeline)
-
-
-def planner_batcher(workload: Workload, cost: CostModel, settings: ReplicaSettings, num_replicas: int) -> Batcher:
-    """The batcher of a planned job: it knows how many rows of each adapter the whole job still holds at first."""
-    ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
-    rows_of = workload.rows_per_adapter()
-    mean_output = LengthEstimator.of_rows(workload.max_tokens).mean()
-
-    def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
-        rows = num_rows if adapter is None else max(num_rows, rows_of[adapter] / num_replicas / 2)
-        return mean_output * max(1.0, rows / batch_rows)
-
-    return AdaptiveBatcher(cost, ranks, steps_to_come, patience=max(1.0, mean_output))

@@ -120,6 +120,7 @@ class JobSimulation:
         self._finished: list[Counter[tuple[int, int]]] = [Counter() for _ in replicas]
         self._number = {adapter.name: number for number, adapter in enumerate(workload.adapters)}
         self._is_stepping = [False] * len(replicas)
+        self._step_end_s = [0.0] * len(replicas)
         self._is_alive = [False] * len(replicas)
         self._heap: list[_Happening] = []
         self._order = self._num_migrated = 0
@@ -207,7 +208,9 @@ class JobSimulation:
             case Recall():
                 self._rows_left[int(command.replica_id)].pop(command.shard_id, None)
             case MigrateRows():
-                self._later(now + self._cluster.hop_s, "migrate", move=command)
+                # Rows leave between two steps.
+                leave_s = max(now, self._step_end_s[int(command.from_replica_id)])
+                self._later(leave_s + self._cluster.hop_s, "migrate", move=command)
             case FinishJob():
                 self._end_s = now
             case FailJob():
@@ -232,6 +235,9 @@ class JobSimulation:
         if len(rows) == 0:
             self._later(now + self._cluster.commit_s, "commit", replica=replica, shard=shard_id)
             return
+        adapters = self._plan.shards[shard_id].adapters
+        if len(adapters) == 1:
+            self._replicas[replica].expected[self._number[adapters[0]]] = command.rows_behind
         self._replicas[replica].add(rows)
         if not self._is_stepping[replica]:
             self._start_step(now, replica)
@@ -253,7 +259,7 @@ class JobSimulation:
     def _start_step(self, now: float, replica: int) -> None:
         if self._replicas[replica].num_rows:
             outcome = self._replicas[replica].step(now)
-            self._is_stepping[replica] = True
+            self._is_stepping[replica], self._step_end_s[replica] = True, outcome.end_s
             self._later(outcome.end_s, "stepped", replica=replica, outcome=outcome)
 
     def _book(self, now: float, replica: int, finished: NDArray[np.int64]) -> None:

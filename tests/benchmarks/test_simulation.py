@@ -47,7 +47,7 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
         [LoadsAhead("a job", (12.0, 0.15), (10.0, 0.01))],
         PlacementQuality(0.01, 0.001, 0.015, 0.2),
         (5.0, 9.0),
-        PlanningScale(2.9, 150_000_000, 0.004, 1593),
+        PlanningScale(2.9, 1.0, 150_000_000, 0.004, 1593),
         [scale_row(2_000, 5, 2)],
         FidelityResults(
             "made-up.json",

@@ -67,6 +67,12 @@ class EchoJob:
         defaults = {"output": str(self.output), "workers": 2, "batch_rows": 8, "max_tokens": 4, "rows_per_shard": 16}
         return given | defaults | more
 
+    def write_job_file(self) -> Path:
+        """The same options as a job file."""
+        path = self.folder / "job.yaml"
+        path.write_text(json.dumps(self.options()))
+        return path
+
     def run(self, client: Client | None = None, progress: Any = None, **options: Any) -> JobResult:
         """Run the job with echo engines."""
         return run(JobSpec(**self.options(**options)), client=client, progress=progress, engine_factory=ECHO_FACTORY)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError, JobFailedError, OutputConflictError
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.status import read_status
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.messages import EngineSettings
+from lorabatch.pipeline.planning.dry_run import dry_run
+from lorabatch.pipeline.planning.plan import read_plan
+from lorabatch.pipeline.planning.simulate import SimulationRequest, make_job
+from lorabatch.pipeline.worker.registration import register_plugin
 from lorabatch.scheduler.messages import Command, Event, RunShard
-from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
+from lorabatch.scheduler.scheduler import BEGINNING, Scheduler, SchedulerSettings
 
 POISON = 77
 
@@ -197,6 +204,32 @@ def test_a_refused_adapter_that_is_repaired_is_used_when_the_job_runs_again(
     config.write_text(good)
     assert echo_job.run(shared_client, max_errors="30%").num_errors == 0
     echo_job.assert_answered(rows)
+
+
+def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simulated(
+    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where `plan` or `simulate` builds anything that a run builds by itself."""
+    echo_job.write_input(make_rows(300))
+    engines = []
+
+    def register(client: Client, job_id: str, settings: EngineSettings, store: JobStore) -> str:
+        engines.append(settings.config)
+        return register_plugin(client, job_id, settings, store)
+
+    monkeypatch.setattr("lorabatch.pipeline.run.register_plugin", register)
+    planned = dry_run(echo_job.options())
+    _, simulated = make_job(
+        SimulationRequest(echo_job.write_job_file(), None, 0, 0, 0.0, 2, (), None, None, 0, echo_job.folder)
+    )
+    assert simulated == planned.settings
+    echo_job.run(shared_client)
+    assert engines == [planned.settings.engine]
+    scheduler = next(record for record in echo_job.store.read_events() if record["kind"] == BEGINNING)
+    assert scheduler["settings"] == json.loads(json.dumps(asdict(planned.settings.scheduler(2))))
+    plan = read_plan(echo_job.store)
+    assert plan.shards == planned.forecast.plan.shards
+    assert plan.predicted_s == planned.forecast.predicted_s
 
 
 def test_the_events_of_a_run_replay_to_the_same_commands(echo_job: EchoJob, shared_client: Client) -> None:

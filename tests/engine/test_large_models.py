@@ -11,14 +11,17 @@ import torch
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, ModelShape
 from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.memory.allocation import (
+from lorabatch.engine.memory.allocation import plan_pool
+from lorabatch.engine.memory.limits import (
+    EngineLimits,
     StepLimits,
     cpu_limits,
+    engine_limits,
     gpu_plan,
     gpu_pool_bytes,
     live_weight_bytes,
-    plan_pool,
     step_bytes,
+    weight_bytes,
 )
 from lorabatch.engine.memory.pool import PageLayout
 from lorabatch.engine.model_config import parse_model_config
@@ -119,3 +122,21 @@ def test_a_folder_of_shapes_can_be_read_like_any_other(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", LLAMA_3_2_1B)
     assert read_model_config(folder) == model_of(LLAMA_3_2_1B)
     assert Tokenizer.from_folder(folder).decode([7, 128_255]).split() == ["7", "128255"]
+
+
+@pytest.mark.parametrize("shape", [LLAMA_3_8B, QWEN_2_5_7B, LLAMA_3_2_1B], ids=lambda shape: shape.name)
+def test_plans_count_the_weights_that_an_engine_loads(shape: ModelShape) -> None:
+    model = model_of(shape)
+    stored = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
+    assert weight_bytes(model, BF16) == pytest.approx(stored, rel=0.001)
+
+
+def test_plans_know_the_limits_of_an_engine_without_its_device() -> None:
+    model = model_of(LLAMA_3_8B)
+    on_gpu = engine_limits(EngineConfig(), model, "cuda", 80 << 30)
+    assert (on_gpu.batch_rows, on_gpu.step_tokens) == (320, 16384)
+    assert 40 << 30 < on_gpu.pool_bytes < 50 << 30
+    on_cpu = engine_limits(EngineConfig(), model, "cpu", 64 << 30)
+    assert on_cpu == EngineLimits(64, 512, 2 << 30, 4 * on_gpu.token_bytes // 2, 16, 4)
+    assert engine_limits(EngineConfig(pool_bytes=5), model, "cpu", 8 << 30).pool_bytes == 5
+    assert engine_limits(EngineConfig(), model, "cpu", 8 << 30).pool_bytes == 1 << 30

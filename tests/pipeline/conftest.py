@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from echo_host import Host
 
-from lorabatch.engine.config import DEFAULT_BATCH_ROWS
 from lorabatch.engine.request import Request
 from lorabatch.jobs.opening import make_record
 from lorabatch.jobs.record import AdapterRecord, JobRecord
@@ -26,10 +25,8 @@ from lorabatch.pipeline.dataset.answers import RowAnswer
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.index import ChunkSummary, IndexTotals, index_chunk, list_chunks
 from lorabatch.pipeline.dataset.reader import ShardRows, read_shard
-from lorabatch.pipeline.planning.forecast import ChosenCost, Forecaster
 from lorabatch.pipeline.planning.plan import JobPlan, plan_job
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
-from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.pipeline.planning.settings import RunSettings
 
 ADAPTERS = (
     AdapterRecord(name="alpha", url="/alpha", verdict="exact", sha256="a" * 64, rank=8, weight_bytes=1000),
@@ -51,17 +48,12 @@ class PreparedJob:
         return [index_chunk(chunk, job, self.store) for chunk in list_chunks(self.record)]
 
     def plan(self, num_replicas: int = 1, **options: Any) -> JobPlan:
-        totals, forecaster = IndexTotals.of(self.index()), self.forecaster()
-        return plan_job(self.store, self.record, totals, num_replicas=num_replicas, forecast=forecaster, **options)
+        totals, settings = IndexTotals.of(self.index()), self.settings()
+        return plan_job(self.store, self.record, totals, num_replicas=num_replicas, settings=settings, **options)
 
-    def forecaster(self) -> Forecaster:
-        return Forecaster(
-            self.spec,
-            self.record.adapters,
-            ChosenCost(CPU_SMOLLM2_135M, "a preset"),
-            ReplicaSettings(self.spec.batch_rows or DEFAULT_BATCH_ROWS),
-            shares_prefixes=True,
-        )
+    def settings(self) -> RunSettings:
+        found = RunSettings.of_machine("cpu-smollm2-135m", batch_rows=self.spec.batch_rows)
+        return replace(found, rows_per_shard=self.spec.rows_per_shard, shares_prefixes=True)
 
     def shards(self) -> list[ShardRows]:
         return [read_shard(self.store, self.record, shard.shard_id) for shard in self.plan().shards]

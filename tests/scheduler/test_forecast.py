@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
-from lorabatch.scheduler.forecast import forecast_job
-from lorabatch.scheduler.simulation.replica import ReplicaSettings
-from lorabatch.scheduler.simulation.run import run_planned
-from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
+from lorabatch.pipeline.planning.settings import RunSettings
+from lorabatch.scheduler.forecast import JobSample, forecast_job
+from lorabatch.scheduler.simulation.synthetic import (
+    draw_adapters,
+    draw_lengths,
+    make_adapters,
+    make_workload,
+    power_popularity,
+)
 
-SETTINGS = ReplicaSettings(max_batch_rows=32, max_step_tokens=4096, leap_steps=8)
+SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=32)
 
 
 def make_job(adapter_index, *, max_tokens=200, output=100):
@@ -23,8 +29,17 @@ def make_job(adapter_index, *, max_tokens=200, output=100):
     )
 
 
+def forecast(workload, num_replicas=2, max_rows=10_000, **changes):
+    share = changes.pop("length_share", None)
+    return replace(SETTINGS, **changes).forecast(workload, num_replicas, max_rows=max_rows, length_share=share)
+
+
+def in_mode(mode):
+    return {"engine": replace(SETTINGS.engine, mode=mode)}
+
+
 def test_rows_and_tokens_are_accounted_per_adapter_and_for_the_base_model():
-    found = forecast_job(make_job([0] * 30 + [2] * 10 + [-1] * 5), COST, SETTINGS, 2)
+    found = forecast(make_job([0] * 30 + [2] * 10 + [-1] * 5))
     assert {(a.name, a.num_rows) for a in found.adapters} == {
         ("adapter-00000-r16", 30),
         ("adapter-00002-r64", 10),
@@ -36,39 +51,64 @@ def test_rows_and_tokens_are_accounted_per_adapter_and_for_the_base_model():
 
 def test_a_forecast_with_the_right_lengths_is_the_simulated_makespan():
     workload = make_job([0] * 600 + [1] * 300)
-    found = forecast_job(workload, COST, SETTINGS, 2)
-    actual = run_planned(workload, found.plan, COST, SETTINGS, 2).metrics.makespan_s
-    assert found.is_simulated
-    assert found.predicted_s == pytest.approx(actual, rel=0.01)
+    found = forecast(workload)
+    assert found.simulated_rows == 900
+    assert found.predicted_s == SETTINGS.simulate(workload, 2).metrics.makespan_s
 
 
 def test_shorter_expected_answers_change_the_forecast():
     workload = make_job([0] * 400, max_tokens=1000, output=50)
-    half = forecast_job(workload, COST, SETTINGS, 2).predicted_s
-    assert forecast_job(workload, COST, SETTINGS, 2, length_share=0.05).predicted_s < half / 4
+    assert forecast(workload, length_share=0.05).predicted_s < forecast(workload).predicted_s / 4
 
 
-def test_a_large_job_gets_the_placements_makespan_and_a_bound():
-    found = forecast_job(make_job([0, 1, 2] * 400), COST, SETTINGS, 4, max_simulated_rows=100)
-    assert not found.is_simulated
-    assert found.predicted_s == found.placement.makespan_s >= found.placement.bound_s > 0
+def large_job(num_rows, num_adapters, seed=0):
+    rng = np.random.default_rng(seed)
+    adapter = draw_adapters(rng, num_rows, power_popularity(num_adapters, 1.0))
+    prompt, output = draw_lengths(rng, num_rows, 500, 0.9, 3000), np.full(num_rows, 50, np.int32)
+    return make_workload(make_adapters([8, 64] * num_adapters)[:num_adapters], adapter, prompt, output, max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_adapters", "num_replicas"), [(6_000, 3, 2), (6_000, 200, 4), (6_000, 40, 12), (4_000, 1, 1)]
+)
+def test_of_a_large_job_a_sample_is_played_and_gives_nearly_the_same_seconds(num_rows, num_adapters, num_replicas):
+    workload = large_job(num_rows, num_adapters)
+    cut = SETTINGS.cut(workload, num_replicas)
+    whole, sampled = (
+        forecast_job(workload, cut, SETTINGS.cost, num_replicas, SETTINGS.play, rows) for rows in (num_rows, 1_500)
+    )
+    assert sampled.simulated_rows < whole.simulated_rows / 2
+    assert sampled.predicted_s == pytest.approx(whole.predicted_s, rel=0.1)
+    # the placement lacks the end of the job
+    assert sampled.placement.makespan_s >= sampled.placement.bound_s > 0
+
+
+def test_blocks_of_a_large_job_give_the_seconds_of_the_whole():
+    workload = large_job(6_000, 40)
+    order = np.argsort(workload.adapter_index, kind="stable")
+    sample = JobSample(6_000, 4, 1_500)
+    for rows in np.array_split(order, 3):
+        columns = ("adapter_index", "prompt_tokens", "max_tokens", "prefix_hash", "output_tokens")
+        block = replace(workload, **{name: getattr(workload, name)[rows] for name in columns})
+        sample.add(block, SETTINGS.cut(block, 4, 6_000))
+    assert sample.num_rows < 2_000
+    assert sample.predict(SETTINGS.play) == pytest.approx(forecast(workload, 4).predicted_s, rel=0.1)
 
 
 def test_an_empty_job_takes_no_time():
-    found = forecast_job(make_job([]), COST, SETTINGS, 2)
+    found = forecast(make_job([]))
     assert (found.predicted_s, found.adapters, found.plan.shards) == (0.0, (), ())
 
 
 def test_big_waves_of_one_adapter_are_planned_merged_and_small_ones_not():
-    found = forecast_job(make_job([0] * 3000 + [1] * 20 + [2] * 20), COST, SETTINGS, 2)
-    modes = {shard.adapters: shard.mode for shard in found.plan.shards}
+    plan = SETTINGS.cut(make_job([0] * 3000 + [1] * 20 + [2] * 20), 2).plan
+    modes = {shard.adapters: shard.mode for shard in plan.shards}
     assert modes[("adapter-00000-r16",)] == "merged"
     assert all(mode == "unmerged" for adapters, mode in modes.items() if adapters != ("adapter-00000-r16",))
 
 
 def test_a_mode_that_was_asked_for_is_every_waves():
     workload = make_job([0] * 3000 + [1] * 20 + [-1] * 20)
-    merged = forecast_job(workload, COST, SETTINGS, 2, mode="merged").plan.shards
-    assert {shard.mode for shard in merged} == {"merged", "base"}
-    unmerged = forecast_job(workload, COST, SETTINGS, 2, mode="unmerged").plan.shards
-    assert {shard.mode for shard in unmerged} == {"unmerged", "base"}
+    for mode, expected in (("merged", "merged"), ("unmerged", "unmerged"), ("exact", "unmerged")):
+        plan = replace(SETTINGS, **in_mode(mode)).cut(workload, 2).plan
+        assert {shard.mode for shard in plan.shards} == {expected, "base"}

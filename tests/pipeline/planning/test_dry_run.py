@@ -42,7 +42,7 @@ def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any
     assert [a["verdict"] for a in found["audit"]] == ["exact"] * 4
     # Half of max_tokens is expected while no row has finished.
     assert found["predicted_output_tokens"] == 80 * 8
-    assert found["lower_bound_s"] <= found["placement_s"]
+    assert found["placement_lower_bound_s"] <= found["placement_s"]
     assert found["price"] == pytest.approx(found["predicted_s"] * 2 / 1000)
     json.dumps(found)
 

@@ -128,7 +128,7 @@ def test_damaged_row_groups_stop_the_job_all_named_at_once(prepare_job: Callable
     job = prepare_job(rows(4))
     summaries = [ChunkSummary(0, damage="first is broken"), ChunkSummary(1, 5), ChunkSummary(2, damage="third too")]
     with pytest.raises(JobRequestError) as caught:
-        plan_job(job.store, job.record, IndexTotals.of(summaries), num_replicas=1, forecast=job.forecaster())
+        plan_job(job.store, job.record, IndexTotals.of(summaries), num_replicas=1, settings=job.settings())
     assert caught.value.problems == ("first is broken", "third too")
 
 
@@ -156,7 +156,7 @@ def test_two_runs_that_plan_at_once_cut_the_rows_once(prepare_job: Callable[...,
 def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., Any]) -> None:
     job = prepare_job(rows(4))
     with pytest.raises(MissingFileError, match="chunk-00000"):
-        plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, forecast=job.forecaster())
+        plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, settings=job.settings())
     job.store.write_plan_facts({"shards": []})
     with pytest.raises(DamagedRecordError, match=r"plan\.json"):
         read_plan(job.store)
@@ -164,7 +164,7 @@ def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., An
     path = job.store.location.local_path("_lorabatch/index/chunk-00000.arrow")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DamagedRecordError, match="chunk-00000"):
-        plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, forecast=job.forecaster())
+        plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, settings=job.settings())
 
 
 @pytest.mark.parametrize("block_rows", [1, 7, 64, 699])

@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_seconds(tmp_path: Path) -> None:
 
 def test_lengths_come_from_a_trace_in_pairs(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(TRACE)
-    found = make_job(request(tmp_path, trace=tmp_path / "trace.csv", adapters=0))
+    found, _ = make_job(request(tmp_path, trace=tmp_path / "trace.csv", adapters=0))
     assert found.output_tokens is not None
     assert (found.prompt_tokens - found.output_tokens == 90).all()
     assert (found.adapter_index == -1).all()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.policies import POLICIES, simulate_policy
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.simulation.replica import ReplicaSettings
@@ -36,13 +37,15 @@ def test_every_policy_serves_every_row(policy):
     assert run.metrics.makespan_s > 0
 
 
-def test_the_planner_is_not_slower_than_the_online_policies():
+def test_a_planned_job_is_not_slower_than_the_online_policies():
     workload = make_job(1500)
-    planned = simulate_policy("planner", workload, COST, SETTINGS, 2).metrics.makespan_s
+    settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=32)
+    planned = settings.simulate(workload, 2).metrics.makespan_s
     for policy in ("dlora", "s-lora", "fcfs"):
-        assert planned <= 1.02 * simulate_policy(policy, workload, COST, SETTINGS, 2).metrics.makespan_s
+        online = simulate_policy(policy, workload, settings.cost, settings.replica(), 2).metrics.makespan_s
+        assert planned <= 1.02 * online
 
 
 def test_an_unknown_policy_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="policy='magic': expected one of planner, dlora"):
+    with pytest.raises(ValueError, match="policy='magic': expected one of dlora"):
         simulate_policy("magic", make_job(10), COST, SETTINGS, 1)

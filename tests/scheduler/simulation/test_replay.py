@@ -6,13 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import ReplicaJoined, Tick
 from lorabatch.scheduler.migration import TailSettings
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replay import replay
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.simulation.run import planner_batcher
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline
@@ -48,10 +48,7 @@ def recorded_run(**cluster):
     def coordinator(committed=()):
         return Recorder(Scheduler(plan.shards, committed=committed, settings=chosen), lines)
 
-    replicas = [
-        SimulatedReplica(i, workload, COST, planner_batcher(workload, COST, settings, 3), settings, timeline)
-        for i in range(3)
-    ]
+    replicas = [SimulatedReplica(i, workload, COST, ClusteredBatcher(), settings, timeline) for i in range(3)]
     chosen_cluster = Cluster((0.0, 0.1, 0.2), progress_s=0.2, **cluster)
     simulation = JobSimulation(workload, plan, coordinator(), replicas, chosen_cluster, timeline, settings, coordinator)
     outcome = simulation.run()

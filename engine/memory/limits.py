@@ -1,0 +1,145 @@
+"""Sizes the largest step and the page pool from a device's memory. No torch: plans ask it too.
+
+On a CPU matrix products are near their best with 64 rows, and 512 tokens keep a step under a second. On a GPU the
+numbers come from its memory:
+
+- `step_tokens`: 16384, halved until what a step keeps at once (`step_bytes`) is at most a sixteenth of what the weights
+  leave. A longer step costs nothing in a batch job and spreads the host's work of launching a prompt step kernel by
+  kernel (some 450 launches for 32 layers) over more tokens.
+- `batch_rows`: as many as the pool holds with contexts of 1024 tokens, in steps of 64, from 64 to 512. Weights are read
+  once per step whatever the rows; beyond 512 rows planning a step on the host would take longer than the step.
+- the pool: what weights, merging and the largest step leave.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, dtype_on
+from ..model_config.model import PACKED_SITES, ModelConfig
+
+_GIB = 1 << 30
+_DEFAULT_CPU_POOL_BYTES = 2 * _GIB
+# What torch's allocator cannot use, and room for graphs and compiled kernels.
+_SLACK_SHARE = 0.05
+# Of CUDA, its libraries and the driver.
+_CONTEXT_BYTES = 1 * _GIB
+_FP32_BYTES = 4
+_MOST_ROWS, _ROWS_STEP = 512, 64
+_MOST_TOKENS, _FEWEST_TOKENS = 16384, 512
+_CONTEXT_TOKENS = 1024
+_STEP_SHARE = 1 / 16
+# Where memory allows, runs on a CPU are rounded up to this many pages: sequences of equal runs share attention calls.
+# (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
+RUN_PAGES: dict[DeviceKind, int] = {"cpu": 4, "cuda": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Rows that may decode together, and tokens of one step at most."""
+
+    batch_rows: int
+    step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What bounds an engine's batches: its steps, its pool of `pool_bytes`, and how the pool is cut into pages.
+
+    `token_bytes`: keys and values of one token in all layers.
+    """
+
+    batch_rows: int
+    step_tokens: int
+    pool_bytes: int
+    token_bytes: int
+    page_tokens: int
+    run_pages: int
+
+
+def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, memory_bytes: int) -> EngineLimits:
+    """Limits of an engine on a device with so much memory: all of a GPU's, or of the machine.
+
+    An engine on a GPU measures what its weights leave; here that is estimated.
+    """
+    itemsize = ITEM_BYTES[dtype_on(kind, config.dtype)]
+    if kind == "cpu":
+        steps, pool_bytes = cpu_limits(config), config.pool_bytes or default_cpu_pool_bytes(memory_bytes)
+    else:
+        free_bytes = max(0, memory_bytes - _CONTEXT_BYTES - weight_bytes(model, itemsize))
+        steps, pool_bytes = gpu_plan(free_bytes, config, model, itemsize)
+    token_bytes = 2 * model.num_layers * model.kv_size * itemsize
+    return EngineLimits(
+        steps.batch_rows, steps.step_tokens, pool_bytes, token_bytes, config.page_tokens, RUN_PAGES[kind]
+    )
+
+
+def weight_bytes(model: ModelConfig, itemsize: int) -> int:
+    """The base model on a device: linear layers, embeddings and head."""
+    embeddings = model.vocab_size * model.embedding_size * (1 if model.is_tied else 2)
+    return live_weight_bytes(model, itemsize) + embeddings * itemsize
+
+
+def cpu_limits(config: EngineConfig) -> StepLimits:
+    """Limits of a step on a CPU: what was asked for, or the defaults."""
+    return StepLimits(config.max_batch_rows or DEFAULT_BATCH_ROWS, config.max_step_tokens or DEFAULT_STEP_TOKENS)
+
+
+def default_cpu_pool_bytes(host_bytes: int) -> int:
+    """Bytes of a CPU engine's pool where none are asked for, on a machine with so much memory."""
+    return min(_DEFAULT_CPU_POOL_BYTES, host_bytes // 8)
+
+
+def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> tuple[StepLimits, int]:
+    """Limits of a step and bytes of the pool on a GPU with `free_bytes` left by the weights."""
+
+    def pool_bytes(limits: StepLimits) -> int:
+        return config.pool_bytes or gpu_pool_bytes(free_bytes, limits, model, itemsize)
+
+    def is_small(tokens: int) -> bool:
+        return step_bytes(StepLimits(rows or _ROWS_STEP, tokens), model, itemsize) <= free_bytes * _STEP_SHARE
+
+    rows, tokens = config.max_batch_rows, config.max_step_tokens
+    if tokens is None:
+        tokens = _MOST_TOKENS
+        while tokens > _FEWEST_TOKENS and not is_small(tokens):
+            tokens //= 2
+    if rows is None:
+        token_bytes = 2 * model.num_layers * model.kv_size * itemsize
+        fitting = pool_bytes(StepLimits(_MOST_ROWS, tokens)) // (_CONTEXT_TOKENS * token_bytes)
+        rows = min(max(fitting // _ROWS_STEP, 1) * _ROWS_STEP, _MOST_ROWS)
+    limits = StepLimits(rows, tokens)
+    return limits, pool_bytes(limits)
+
+
+def gpu_pool_bytes(free_bytes: int, limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
+    """Bytes of the pool when `free_bytes` are left after the weights; 0 when nothing is left for it."""
+    left = free_bytes * (1 - _SLACK_SHARE) - live_weight_bytes(model, itemsize) - step_bytes(limits, model, itemsize)
+    return max(int(left), 0)
+
+
+def live_weight_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Copies of the decoder layers' linear weights that adapters are merged into, kept once an adapter was merged."""
+    sizes = (out * size for site in PACKED_SITES for out, size in model.members_of_site(site).values())
+    return model.num_layers * sum(sizes) * itemsize
+
+
+def step_bytes(limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
+    """Numbers of the largest step that live at once: a layer's, and the logits of every running row.
+
+    Per token: residual stream, normed input and the product that joins it (3 hidden), and the wider of attention
+    (qkv, queries' answers) and the MLP (its packed product and the activation). Per row: logits, their copy for
+    log-probabilities, and one in fp32 for the sum of their exponentials.
+    """
+    attention = 2 * model.q_size + 2 * model.kv_size
+    mlp = (3 if model.has_gate else 2) * model.intermediate_size
+    per_token = (3 * model.hidden_size + max(attention, mlp)) * itemsize
+    per_row = model.vocab_size * (2 * itemsize + _FP32_BYTES)
+    return limits.step_tokens * per_token + limits.batch_rows * per_row
+
+
+def total_host_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

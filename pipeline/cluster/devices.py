@@ -1,0 +1,116 @@
+"""Finds the device on which a job's engines will run, and its memory, without starting CUDA.
+
+On this machine the driver is asked (NVML, a library that every NVIDIA driver brings). On another cluster its workers
+are asked. Where nothing answers, a device is assumed, and `Device.assumption` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from ...engine.config import DeviceKind
+from ...engine.memory.limits import total_host_bytes
+from .worker_process import visible_gpus
+
+logger = logging.getLogger(__name__)
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_ANSWER_LIMIT_S = 10.0
+# The GPU that the preset cost model stands for.
+_ASSUMED_GPU, _ASSUMED_GPU_BYTES = "H200", 141 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What an engine runs on. `memory_bytes`: of a GPU, or of the machine. `assumption`: a sentence, when it was not
+    found but assumed.
+    """
+
+    kind: DeviceKind
+    name: str
+    memory_bytes: int
+    assumption: str = ""
+
+
+def device_kind(asked: str) -> DeviceKind:
+    """`cpu` or `cuda`, as engines of this machine would choose."""
+    if asked != "auto":
+        return "cpu" if asked.partition(":")[0] == "cpu" else "cuda"
+    return "cuda" if _NVIDIA_DRIVER.exists() else "cpu"
+
+
+def find_device(asked: str) -> Device:
+    """The device of this machine's engines, as `--device` asks. Runs on workers too."""
+    if device_kind(asked) == "cpu":
+        return Device("cpu", "CPU", total_host_bytes())
+    found = _gpu(asked)
+    if found is not None:
+        return found
+    return _assumed_gpu("no NVIDIA driver answers here")
+
+
+def find_device_of_workers(client: Client, asked: str) -> Device:
+    """The device of a cluster's workers; of several kinds, that with the least memory."""
+    try:
+        replies: dict[str, Any] = client.sync(
+            client._run, find_device, asked, on_error="return", callback_timeout=_ANSWER_LIMIT_S
+        )
+    except TimeoutError:
+        logger.warning("some workers did not reply with their device within %.0f s", _ANSWER_LIMIT_S)
+        replies = {}
+    return least_device((reply for reply in replies.values() if isinstance(reply, Device)), asked)
+
+
+def least_device(found: Iterable[Device], asked: str) -> Device:
+    """Of the devices that workers have named, one with the least memory; an assumption where none was named."""
+    devices = sorted(found, key=lambda device: (bool(device.assumption), device.memory_bytes))
+    if devices:
+        return devices[0]
+    reason = "no worker of the cluster has named its device"
+    if device_kind(asked) == "cuda":
+        return _assumed_gpu(reason)
+    here = find_device(asked)
+    return Device("cpu", here.name, here.memory_bytes, f"{reason}: a CPU with this machine's memory is assumed")
+
+
+def _assumed_gpu(reason: str) -> Device:
+    gigabytes = _ASSUMED_GPU_BYTES // 10**9
+    assumption = f"{reason}: a GPU with the {gigabytes} GB of an {_ASSUMED_GPU} is assumed"
+    return Device("cuda", _ASSUMED_GPU, _ASSUMED_GPU_BYTES, assumption)
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _gpu(asked: str) -> Device | None:
+    """The GPU `cuda:N` of those that this process may use, by NVML; None where it cannot be asked."""
+    visible = visible_gpus(os.environ)
+    _, _, number = asked.partition(":")
+    place = int(number) if number.isdecimal() else 0
+    if place >= len(visible):
+        return None
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
+    if library.nvmlInit_v2() != 0:
+        return None
+    try:
+        if visible[place].isdecimal():
+            problem = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(visible[place])), ctypes.byref(handle))
+        else:
+            problem = library.nvmlDeviceGetHandleByUUID(visible[place].encode(), ctypes.byref(handle))
+        problem = problem or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+        problem = problem or library.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
+    finally:
+        library.nvmlShutdown()
+    return None if problem else Device("cuda", name.value.decode(errors="replace"), int(memory.total))

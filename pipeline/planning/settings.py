@@ -1,0 +1,278 @@
+"""Builds what a run is made of: cost model, options and limits of engines, their batcher, settings of the scheduler.
+
+A run, its forecast, `plan`, `simulate` and the benchmarks build it here and nowhere else, so that what is predicted is
+what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...engine.batching.policy import choose_batcher
+from ...engine.config import DeviceKind, EngineConfig, dtype_on, read_model_config
+from ...engine.memory.limits import EngineLimits, engine_limits
+from ...engine.memory.prefix_cache import shares_prefixes
+from ...engine.model_config import parse_model_config
+from ...engine.model_config.model import ModelConfig
+from ...jobs.cost_profile import profile_path, read_profile
+from ...jobs.opening import OpenedJob
+from ...jobs.spec import JobSpec
+from ...jobs.storage.local_copy import is_remote
+from ...scheduler.batching import Batcher, ReplicaFacts
+from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES, CostModel
+from ...scheduler.forecast import CutRows, Forecast, JobSample, WaveMode, cut_job, forecast_job
+from ...scheduler.lengths import PRIOR_SHARE
+from ...scheduler.migration import TailSettings
+from ...scheduler.scheduler import SchedulerSettings
+from ...scheduler.simulation.replica import ReplicaSettings
+from ...scheduler.simulation.run import PolicyRun, run_planned
+from ...scheduler.waves import ShardPlan, shard_rows
+from ...scheduler.workload import Workload
+from ..cluster.connect import threads_per_engine
+from ..cluster.devices import Device
+
+# From a decision until moved rows run again: the transfer, loading their adapters, fetching the results.
+_HOP_S = 0.3
+# Below this, measured paces are too rough to decide by.
+_LEAST_GAIN_S = 0.5
+# An exact leap of the simulator spans so many steps at most: shards that arrive meanwhile wait for its end.
+_LEAP_STEPS = 8
+# An engine's batcher sees all of its waiting rows.
+_ALL_ROWS = 1 << 30
+# Rows of a sample that is played, and full batches at least, on all of its replicas together.
+_SAMPLE_ROWS = 4_000
+_LEAST_BATCHES = 24
+# Parameters and threads per engine that the presets stand for.
+_CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 1
+_GPU_PRESET_PARAMETERS = 8.0e9
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What every run of a job is built from.
+
+    `engine`: as engines are started, cost model included; limits that it leaves open are in `limits`. `length_share`:
+    of `max_tokens` that answers are expected to take. `migrates`: running rows may move. `shares_adapters`: workers
+    fetch adapters from one another. `shares_prefixes`: engines compute prompt beginnings once. `merged_only`: names of
+    adapters that are exact only when merged. `cost_origin`: where the cost model comes from, for people.
+    """
+
+    engine: EngineConfig
+    limits: EngineLimits
+    device: Device
+    length_share: float = PRIOR_SHARE
+    rows_per_shard: int | None = None
+    migrates: bool = True
+    shares_adapters: bool = False
+    shares_prefixes: bool = False
+    merged_only: frozenset[str] = frozenset()
+    cost_origin: str = ""
+
+    @classmethod
+    def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
+        """For a job on so many workers. Raises `JobRequestError` for a cost model that cannot be read."""
+        spec, model = job.spec, read_model_config(job.model_folder)
+        threads = threads_per_engine(spec, num_workers)
+        chosen = choose_cost(spec, job.record.model.sha256, model, device.kind, threads)
+        engine = EngineConfig(
+            max_batch_rows=spec.batch_rows,
+            max_step_tokens=spec.step_tokens,
+            pool_bytes=spec.pool_bytes,
+            num_threads=threads,
+            dtype=spec.dtype,
+            device=spec.device,
+            mode=spec.mode,
+            load_format=spec.load_format,
+            cost=chosen.cost,
+        )
+        # whether workers have compiled kernels is seen when their engines start
+        is_fixed = device.kind == "cpu" and dtype_on("cpu", spec.dtype) == "float32"
+        served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
+        return cls(
+            engine,
+            engine_limits(engine, model, device.kind, device.memory_bytes),
+            device,
+            length_share=1.0 if spec.sampling.ignore_eos else PRIOR_SHARE,
+            rows_per_shard=spec.rows_per_shard,
+            migrates=spec.migration,
+            # What workers see as files needs no source.
+            shares_adapters=any(is_remote(adapter.url) for adapter in served),
+            shares_prefixes=shares_prefixes(engine, model, is_arithmetic_fixed=is_fixed),
+            merged_only=frozenset(adapter.name for adapter in served if adapter.verdict == "exact-by-merge"),
+            cost_origin=chosen.origin,
+        )
+
+    @classmethod
+    def of_machine(cls, name: str, *, batch_rows: int | None = None) -> RunSettings:
+        """For rows without a job, on the machine and the model of a preset cost model, by its name in `MACHINES`."""
+        kind, memory_bytes, model = _MACHINE_MODELS[name]
+        engine = EngineConfig(max_batch_rows=batch_rows, device=kind, cost=MACHINES[name])
+        limits = engine_limits(engine, parse_model_config(dict(model), {}), kind, memory_bytes)
+        return cls(engine, limits, Device(kind, name, memory_bytes), cost_origin=name)
+
+    @property
+    def cost(self) -> CostModel:
+        """Of steps, merges and loads: what engines, scheduler and plans reckon with."""
+        assert self.engine.cost is not None, "engines of a run have a cost model"
+        return self.engine.cost
+
+    @property
+    def wave_mode(self) -> WaveMode:
+        """How waves are marked."""
+        return "unmerged" if self.engine.mode == "exact" else self.engine.mode
+
+    def scheduler(self, num_workers: int) -> SchedulerSettings:
+        """Of the job's scheduler, on a cluster and in the simulator."""
+        tail = TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S) if self.migrates else None
+        return SchedulerSettings(
+            expected_replicas=num_workers, tail=tail, cost=self.cost, shares_adapters=self.shares_adapters
+        )
+
+    def batcher(self, facts: ReplicaFacts) -> Batcher:
+        """Of one engine, or of one simulated replica."""
+        return choose_batcher(self.engine, facts)
+
+    def replica(self) -> ReplicaSettings:
+        """A simulated replica with the limits of the engines."""
+        limits = self.limits
+        return ReplicaSettings(
+            max_batch_rows=limits.batch_rows,
+            max_step_tokens=limits.step_tokens,
+            kv_tokens=limits.pool_bytes // limits.token_bytes,
+            page_tokens=limits.page_tokens,
+            run_pages=limits.run_pages,
+            token_bytes=0 if self.engine.mode == "merged" else limits.token_bytes,
+            adapter_source="storage",
+            look_ahead=_ALL_ROWS,
+            leap_steps=_LEAP_STEPS,
+        )
+
+    def with_reuse(self, workload: Workload) -> Workload:
+        """What of the prompts an engine of this job copies instead of computing it: whole pages, never the last token,
+        nothing where it shares no beginnings."""
+        if workload.shared_tokens is None or not self.shares_prefixes:
+            return replace(workload, shared_tokens=None)
+        page_tokens = self.limits.page_tokens
+        shared = np.minimum(workload.shared_tokens, np.maximum(workload.prompt_tokens - 1, 0))
+        return replace(workload, shared_tokens=(shared // page_tokens * page_tokens).astype(np.int32))
+
+    def cut(
+        self, rows: Workload, num_workers: int, job_rows: int | None = None, length_share: float | None = None
+    ) -> CutRows:
+        """Shards of a job, or of a block of its rows, as large as those of the whole job of `job_rows`."""
+        batch_rows = self.limits.batch_rows
+        num_rows = rows.num_rows if job_rows is None else job_rows
+        return cut_job(
+            self.with_reuse(rows),
+            self.cost,
+            batch_rows,
+            num_workers,
+            length_share=self.length_share if length_share is None else length_share,
+            rows_per_shard=self.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers),
+            mode=self.wave_mode,
+        )
+
+    def play(
+        self, rows: Workload, plan: ShardPlan, num_workers: int, slowness: Sequence[float] | None = None
+    ) -> PolicyRun:
+        """A plan on simulated workers. The rows need true lengths, which only the simulated engines see.
+
+        `slowness`: seconds of each worker's steps over those of the cost model; nothing else knows it.
+        """
+        merged_only = [adapter.name in self.merged_only for adapter in rows.adapters]
+
+        def make_batcher(facts: ReplicaFacts) -> Batcher:
+            return self.batcher(replace(facts, must_merge=merged_only.__getitem__))
+
+        rows = self.with_reuse(rows)
+        return run_planned(
+            rows, plan, self.cost, self.replica(), num_workers, make_batcher, self.scheduler(num_workers), slowness
+        )
+
+    def forecast(
+        self, rows: Workload, num_workers: int, *, max_rows: int, length_share: float | None = None
+    ) -> Forecast:
+        """Waves, their modes, placement and seconds of a job; of a larger one than `max_rows` a sample is played."""
+        cut = self.cut(rows, num_workers, length_share=length_share)
+        played = self._rows_to_play(rows.num_rows, max_rows)
+        return forecast_job(self.with_reuse(rows), cut, self.cost, num_workers, self.play, played)
+
+    def sample(self, job_rows: int, num_workers: int, *, max_rows: int) -> JobSample:
+        """Where the rows to be played of a job are collected, block by block."""
+        return JobSample(job_rows, num_workers, self._rows_to_play(job_rows, max_rows))
+
+    def _rows_to_play(self, job_rows: int, max_rows: int) -> int:
+        """All of a job of up to `max_rows`; of a larger one enough for its pace to be seen. Steps of large batches take
+        the simulator no longer than others."""
+        least = _LEAST_BATCHES * self.limits.batch_rows
+        return job_rows if job_rows <= max(max_rows, least) else max(_SAMPLE_ROWS, least)
+
+    def simulate(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> PolicyRun:
+        """A whole job on simulated workers, planned as a run plans it: without its true lengths. See `play`."""
+        return self.play(rows, self.cut(rows, num_workers).plan, num_workers, slowness)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenCost:
+    """A cost model and where it comes from, as a phrase for people."""
+
+    cost: CostModel
+    origin: str
+
+
+def choose_cost(
+    spec: JobSpec, model_sha256: str, model: ModelConfig, kind: DeviceKind, threads: int | None
+) -> ChosenCost:
+    """The cost model for a job's engines: of a file, as `lorabatch profile` has measured it on this machine, or a
+    preset. Raises `JobRequestError` for a `cost_model` that cannot be used."""
+    if spec.cost_model is not None:
+        return ChosenCost(read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}")
+    path = profile_path(model_sha256, kind, dtype_on(kind, spec.dtype), threads if kind == "cpu" else None)
+    if path.exists():
+        return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
+    return _preset(model, kind, threads)
+
+
+def _preset(model: ModelConfig, kind: DeviceKind, threads: int | None) -> ChosenCost:
+    parameters = sum(rows * columns for rows, columns in model.linear_shapes().values())
+    advice = "`lorabatch profile --model …` measures this machine"
+    if kind == "cpu":
+        factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
+        return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}")
+    factor = parameters / _GPU_PRESET_PARAMETERS
+    return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}")
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> Mapping[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": hidden < 1024,
+    }
+
+
+_LLAMA_2_7B = _llama(4096, 32, 32, 32, 11008, 32000)
+# What the presets of `MACHINES` were made for: device, its memory, `config.json` of the model.
+_MACHINE_MODELS: Mapping[str, tuple[DeviceKind, int, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "cpu-smollm2-135m": ("cpu", 16 << 30, _llama(576, 30, 9, 3, 1536, 49152)),
+        "h200-llama-3-8b": ("cuda", 141 * 10**9, _llama(4096, 32, 32, 8, 14336, 128256)),
+        "dlora-a800-llama-2-7b": ("cuda", 80 << 30, _LLAMA_2_7B),
+        # Four devices of 40 GB as one: they hold the weights once.
+        "loraserve-a100-llama-7b": ("cuda", 160 * 10**9, _LLAMA_2_7B),
+    }
+)
+assert _MACHINE_MODELS.keys() == MACHINES.keys(), "a preset cost model without a machine"

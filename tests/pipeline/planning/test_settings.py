@@ -1,0 +1,138 @@
+"""What a run is built from is what simulated workers are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.memory.limits import engine_limits, total_host_bytes
+from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
+from lorabatch.pipeline.planning.settings import RunSettings
+from lorabatch.scheduler.batching import Batcher, ReplicaFacts
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, MACHINES
+from lorabatch.scheduler.simulation import run as simulated
+from lorabatch.scheduler.simulation.replica import SimulatedReplica
+from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
+
+
+def settings_for(model: Path, **options: Any) -> RunSettings:
+    config = EngineConfig(num_threads=1, device="cpu", cost=CPU_SMOLLM2_135M, pool_bytes=1 << 24, **options)
+    device = Device("cpu", "CPU", total_host_bytes())
+    return RunSettings(config, engine_limits(config, read_model_config(model), "cpu", device.memory_bytes), device)
+
+
+def described(batcher: Any) -> Any:
+    """Types and parameters of a batcher, without the functions that tell it about its replica."""
+    if not is_dataclass(batcher):
+        return batcher if isinstance(batcher, int | float | str | None) else type(batcher)
+    parts = {f.name: described(getattr(batcher, f.name)) for f in fields(batcher) if f.name not in FACTS}
+    return type(batcher), parts
+
+
+#: Functions that each replica makes for its own batcher.
+FACTS = {f.name for f in fields(ReplicaFacts)} - {"cost", "max_batch_rows"}
+
+
+@pytest.fixture
+def batchers(monkeypatch: pytest.MonkeyPatch) -> list[Batcher]:
+    """Batchers of the simulated replicas that are made from now on."""
+    seen: list[Batcher] = []
+
+    class Seen(SimulatedReplica):
+        def __init__(self, number: int, workload: Any, cost: Any, batcher: Batcher, *more: Any) -> None:
+            seen.append(batcher)
+            super().__init__(number, workload, cost, batcher, *more)
+
+    monkeypatch.setattr(simulated, "SimulatedReplica", Seen)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"auto_policy": "dlora"},
+        {"auto_policy": "waves", "max_batch_rows": 7},
+        {"mode": "merged", "max_step_tokens": 33},
+        {"mode": "unmerged"},
+        {"mode": "exact", "max_batch_rows": 3},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "auto",
+)
+def test_engines_and_simulated_workers_have_one_batcher_and_one_set_of_limits(
+    tiny_llama: Path, batchers: list[Batcher], options: dict[str, Any]
+) -> None:
+    settings = settings_for(tiny_llama, **options)
+    engine, replica = Engine(tiny_llama, settings.engine), settings.replica()
+    rows = make_workload(
+        make_adapters([8]), np.zeros(4, np.int32), np.full(4, 9, np.int32), np.full(4, 5, np.int32), max_tokens=5
+    )
+    settings.simulate(rows, 2)
+    assert [described(batcher) for batcher in batchers] == 2 * [described(engine.batcher)]
+    assert (replica.max_batch_rows, replica.max_step_tokens) == (engine.config.batch_rows, engine.config.step_tokens)
+    pages = engine.telemetry().pages_total
+    assert replica.kv_tokens is not None
+    assert replica.kv_tokens // replica.page_tokens == pages
+    assert replica.run_pages == engine.backend.traits.run_pages
+
+
+def test_simulated_workers_learn_lengths_as_engines_do(tiny_llama: Path) -> None:
+    """Half of `max_tokens` at first, then what has ended."""
+    means: list[float] = []
+    settings = settings_for(tiny_llama, max_batch_rows=2)
+
+    def facts_seen(facts: ReplicaFacts) -> Batcher:
+        class Watching:
+            def next_step(self, view: Any) -> Any:
+                means.append(facts.mean_output_tokens())
+                return inner.next_step(view)
+
+        inner = settings.batcher(facts)
+        return Watching()
+
+    rows = make_workload((), np.full(8, -1, np.int32), np.full(8, 9, np.int32), np.full(8, 5, np.int32), max_tokens=100)
+    plan = settings.cut(rows, 1).plan
+    simulated.run_planned(rows, plan, settings.cost, settings.replica(), 1, facts_seen, settings.scheduler(1))
+    assert means[0] == 50.0
+    assert means[-1] < means[len(means) // 2] < 50.0
+
+
+def test_a_preset_machine_has_the_limits_of_its_engine() -> None:
+    limits = {name: RunSettings.of_machine(name).limits for name in MACHINES}
+    found = {name: (each.batch_rows, each.step_tokens) for name, each in limits.items()}
+    assert found["cpu-smollm2-135m"] == (64, 512)
+    assert found["h200-llama-3-8b"] == (512, 16384)
+    assert all(rows <= 512 and tokens >= 512 for rows, tokens in found.values())
+
+
+def test_migration_is_part_of_every_plan_unless_a_job_forbids_it() -> None:
+    settings = RunSettings.of_machine("cpu-smollm2-135m")
+    tail = settings.scheduler(3).tail
+    assert tail is not None
+    assert (settings.scheduler(3).cost, settings.scheduler(3).expected_replicas) == (settings.cost, 3)
+    assert replace(settings, migrates=False).scheduler(3).tail is None
+
+
+def test_the_processor_is_found_and_a_gpu_that_is_not_there_is_assumed() -> None:
+    assert find_device("cpu") == Device("cpu", "CPU", total_host_bytes())
+    gpu = find_device("cuda:77")
+    assert gpu.kind == "cuda"
+    assert "is assumed" in gpu.assumption
+
+
+@pytest.mark.parametrize("asked", ["auto", "cpu", "cuda"])
+def test_of_several_workers_the_smallest_device_counts(asked: str) -> None:
+    large, small = Device("cuda", "large", 80 << 30), Device("cuda", "small", 24 << 30)
+    guess = Device("cuda", "guess", 8 << 30, "assumed")
+    assert least_device([large, guess, small], asked) is small
+    nothing: Callable[[], list[Device]] = list
+    assumed = least_device(nothing(), asked)
+    assert "no worker of the cluster has named its device" in assumed.assumption
+    assert assumed.kind == ("cuda" if asked == "cuda" else assumed.kind)
