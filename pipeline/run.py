@@ -82,17 +82,18 @@ def run(
     for line in job_notes(job.record):
         watcher.note(line)
     reporter = JobReporter(job.store, watcher.update, job.spec.error_budget)
-    with (
-        reporter.ending_recorded(),
-        job_log(job.store),
-        EarlyCheck(job) as rows,
-        connected(job.spec, client) as dask,
-        scheduler_loss_reported(dask),
-    ):
-        launched = launch(dask, job, rows, engine_factory)
-        if page := page_address(dask):
-            watcher.note(f"dashboard: {page}")
-        return follow(dask, launched, reporter)
+    with reporter.ending_recorded(), job_log(job.store):
+        try:
+            with EarlyCheck(job) as rows, connected(job.spec, client) as dask, scheduler_loss_reported(dask):
+                launched = launch(dask, job, rows, engine_factory)
+                if page := page_address(dask):
+                    watcher.note(f"dashboard: {page}")
+                return follow(dask, launched, reporter)
+        except JobFailedError:
+            # The connection may be lost to a coordinator that has finished the job.
+            if job.is_finished or not job.store.is_finished():
+                raise
+            return finished_before(job)
 
 
 _JOB_PRIORITY = 100

@@ -30,6 +30,8 @@ _CLUSTER_STARTS = 3
 WORKER_START_LIMIT_S = 60.0
 # How Dask names them.
 _WORKER_PROCESS = "Dask Worker process"
+# When workers die or hang while they start. The last: a nanny that is to end a worker which has not started yet.
+_NANNY_ERRORS = (RuntimeError, TimeoutError, AssertionError)
 # Workers send heartbeats every few seconds, in big clusters less often.
 _ALIVE_WITHIN_S = 10.0
 # Index tasks use one thread each; shard tasks secede and do not count.
@@ -154,6 +156,7 @@ def embedded(num_workers: int, worker_start_limit_s: float = WORKER_START_LIMIT_
     with dask.config.set(_SETTINGS), _environment(_WORKER_LOGGING), warnings.catch_warnings():
         # another dashboard on the default port is no reason to worry a user
         warnings.filterwarnings("ignore", message="Port .* is already in use")
+        before = _child_pids()
         cluster = start_local_cluster(
             LocalCluster,
             n_workers=num_workers,
@@ -170,25 +173,21 @@ def embedded(num_workers: int, worker_start_limit_s: float = WORKER_START_LIMIT_
             with open_client(cluster) as client:
                 yield client
         finally:
-            cluster.close()
+            _end(cluster, before)
 
 
 def start_local_cluster(cluster_type: type[LocalCluster], **options: Any) -> LocalCluster:
     """Start the workers' processes; one that dies or hangs while it starts fails the whole cluster, so try again."""
     reason = ""
     for _ in range(_CLUSTER_STARTS):
-        before = {child.pid for child in active_children()}
+        before = _child_pids()
         cluster = cluster_type.__new__(cluster_type)
         try:
             cluster_type.__init__(cluster, **options)
             return cluster
-        # The last: a nanny that is to end a worker which has not started yet.
-        except (RuntimeError, TimeoutError, AssertionError) as error:
+        except _NANNY_ERRORS as error:
             reason = str(error) or type(error).__name__
-            # A stopped one would keep this process from ending.
-            for child in active_children():
-                if child.pid not in before and child.name.startswith(_WORKER_PROCESS):
-                    child.kill()
+            _kill_workers(before)
             # It has ended itself as far as it could, and would complain of not being closed.
             cluster.status = Status.closed
             logger.warning("the embedded cluster could not be started: %s", reason)
@@ -196,6 +195,28 @@ def start_local_cluster(cluster_type: type[LocalCluster], **options: Any) -> Loc
         f"cluster='local': its workers could not be started ({reason}). Check free memory and the number of "
         "--workers, and run the same command again."
     )
+
+
+def _end(cluster: LocalCluster, before: set[int | None]) -> None:
+    """Close the cluster. What happens to its workers meanwhile is no error of the job, which has ended."""
+    try:
+        cluster.close()
+    except _NANNY_ERRORS as error:
+        cluster.status = Status.closed
+        logger.warning("the embedded cluster did not end in order: %s", str(error) or type(error).__name__)
+    finally:
+        _kill_workers(before)
+
+
+def _child_pids() -> set[int | None]:
+    return {child.pid for child in active_children()}
+
+
+def _kill_workers(before: set[int | None]) -> None:
+    """Kill workers that were started since: one that is stopped would keep this process from ending."""
+    for child in active_children():
+        if child.pid not in before and child.name.startswith(_WORKER_PROCESS):
+            child.kill()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError, JobFailedErr
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.status import read_status
 from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline import run as run_module
 from lorabatch.pipeline.messages import EngineSettings
 from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.planning.plan import read_plan
@@ -41,6 +42,24 @@ def test_rows_in_are_rows_out_with_their_columns(echo_job: EchoJob, shared_clien
     assert {row["note"] for row in echo_job.rows()} == {row["note"] for row in rows}
     assert (echo_job.output / "_SUCCESS").exists()
     assert {count.adapter: count.num_rows for count in result.adapters}["rank8"] == 37
+
+
+def test_a_job_that_was_finished_when_its_cluster_was_lost_is_done(
+    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = run_module.follow
+
+    def lose_the_cluster_at_the_end(*arguments: Any) -> Any:
+        follow(*arguments)
+        raise JobFailedError("The Dask scheduler is gone.")
+
+    monkeypatch.setattr(run_module, "follow", lose_the_cluster_at_the_end)
+    rows = make_rows(20)
+    echo_job.write_input(rows)
+    assert echo_job.run(shared_client).num_rows == 20
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert state.phase == "done"
 
 
 @pytest.mark.long

@@ -89,6 +89,20 @@ def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_starte
     gc.collect()
 
 
+@pytest.mark.long
+@pytest.mark.chaos
+def test_a_worker_that_hangs_while_it_starts_again_keeps_no_command_from_ending() -> None:
+    with embedded(1, worker_start_limit_s=5.0) as client:
+        first = client.submit(os.getpid).result(timeout=60)
+        os.kill(first, signal.SIGKILL)
+        pause = threading.Event()
+        while not (again := [child for child in active_children() if child.pid != first]):
+            pause.wait(0.01)
+        os.kill(again[0].pid or 0, signal.SIGSTOP)
+    again[0].join(timeout=10)
+    assert not again[0].is_alive()
+
+
 class LostClient:
     status = "closed"
 
