@@ -128,6 +128,16 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
         raise DamagedChunkError(_refusal(chunk, f"holds {num_rows} rows, its footer says {chunk.num_rows}"))
 
 
+def read_column(chunk: ChunkRef, column: str, storage_options: Mapping[str, Any]) -> pa.Array:
+    """One column of a chunk, numbers or text; null where the file lacks it. Raises what pyarrow and storage raise."""
+    fs, path = fsspec.core.url_to_fs(chunk.file_url, **options_for(chunk.file_url, storage_options))
+    with fs.open(path, "rb") as handle, pq.ParquetFile(handle, pre_buffer=True) as file:
+        if column not in file.schema_arrow.names:
+            return pa.nulls(chunk.num_rows)
+        values = file.read_row_group(chunk.row_group, columns=[column]).column(column).combine_chunks()
+    return values.cast(pa.int64() if pa.types.is_integer(values.type) else pa.string())
+
+
 def _refusal(chunk: ChunkRef, what: str) -> str:
     return (
         f"input file {chunk.file_name!r}, row group {chunk.row_group} (rows {chunk.first_row} to "

@@ -1,34 +1,44 @@
-"""`EarlyCheck`: indexes and checks a small job's rows in this process while its cluster starts.
+"""`EarlyCheck`: checks a job's rows in this process while its cluster starts.
 
-What is wrong with the rows is then known before an engine is started. The index is not made twice: the coordinator of
-the job finds it in the output.
+What is wrong with the rows is then known before an engine is started. A small job is indexed, and its coordinator finds
+the index in the output. Of a larger one only the ids are read.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
+from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from ...jobs.errors import ErrorBudgetError, InputRowsError
 from ...jobs.opening import OpenedJob
-from ..dataset.chunk import IndexJob
+from ..dataset.chunk import ChunkRef, IndexJob, read_column
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from .plan import check_rows
+from .validation import IDS_SHOWN, double_ids, id_example
 
 logger = logging.getLogger(__name__)
-# Indexed in well under a second. For larger jobs the workers' index counts, beside the start of their engines.
-MAX_ROWS = 4096
-_MAX_CHUNKS = 16
+# Indexed in well under a second. Larger jobs are indexed by workers, beside the start of their engines.
+MAX_INDEXED_ROWS = 4096
+_MAX_INDEXED_CHUNKS = 16
+# Their ids are compared in memory.
+_MAX_IDS = 2_000_000
+_MAX_CHUNKS = 1024
 _PATIENCE_S = 2.0
 
 
 class EarlyCheck:
     """The check of one job, in a thread of its own. A context manager; leaving it ends the thread.
 
-    Nothing is checked where there are too many rows, or when a run before has planned them.
+    Nothing is checked when a run before has planned the rows.
     """
 
     def __init__(self, job: OpenedJob, patience_s: float = _PATIENCE_S) -> None:
@@ -39,9 +49,7 @@ class EarlyCheck:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        record = self._job.record
-        is_small = record.input.num_rows <= MAX_ROWS and len(list_chunks(record)) <= _MAX_CHUNKS
-        if is_small and not self._job.store.has_plan():
+        if not self._job.store.has_plan():
             self._thread = threading.Thread(target=self._run, name="early check", daemon=True)
             self._thread.start()
         return self
@@ -78,12 +86,56 @@ class EarlyCheck:
             self._outcome.set_result(None)
 
     def _check(self) -> None:
+        num_rows, chunks = self._job.record.input.num_rows, list_chunks(self._job.record, self._job.spec.inputs)
+        if num_rows <= MAX_INDEXED_ROWS and len(chunks) <= _MAX_INDEXED_CHUNKS:
+            self._check_index(chunks)
+        elif num_rows <= _MAX_IDS and len(chunks) <= _MAX_CHUNKS:
+            self._check_ids(chunks)
+
+    def _check_index(self, chunks: Sequence[ChunkRef]) -> None:
         job = self._job
         index_job = IndexJob.from_record(job.record, job.spec)
         totals = IndexTotals()
-        for chunk in list_chunks(job.record, job.spec.inputs):
+        for chunk in chunks:
             if self._is_left.is_set():
                 return
             totals.add(index_chunk(chunk, index_job, job.store))
         with check_rows(job.store, job.record, totals):
             pass
+
+    def _check_ids(self, chunks: Sequence[ChunkRef]) -> None:
+        column = self._job.record.input.roles.get("id")
+        if column is None:
+            return
+        ids = []
+        for chunk in chunks:
+            if self._is_left.is_set():
+                return
+            ids.append(read_column(chunk, column, self._job.spec.storage_options))
+        found = pa.chunked_array(ids)
+        counts = found.drop_null().value_counts()
+        repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values")
+        if len(repeated):
+            places = _Places(chunks)
+            examples = [
+                id_example(value.as_py(), places.of(pc.indices_nonzero(pc.equal(found, value))))
+                for value in repeated[:IDS_SHOWN]
+            ]
+            raise double_ids(column, len(repeated), examples)
+
+
+class _Places:
+    """Where rows stand in the files, by their numbers in the whole input."""
+
+    def __init__(self, chunks: Sequence[ChunkRef]) -> None:
+        self._chunks = chunks
+        self._starts = list(accumulate((chunk.num_rows for chunk in chunks), initial=0))
+
+    def of(self, rows: pa.Array) -> list[str]:
+        """`file:row` of each."""
+        return [self._place(row) for row in rows.to_pylist()]
+
+    def _place(self, row: int) -> str:
+        number = bisect_right(self._starts, row) - 1
+        chunk = self._chunks[number]
+        return f"{chunk.file_name}:{chunk.first_row + row - self._starts[number]}"

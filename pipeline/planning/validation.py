@@ -20,7 +20,7 @@ from ..dataset.row_checks import ErrorKind
 from ..result import KindOfError
 from .external_sort import IndexedRows, ScratchFile, read_row
 
-_IDS_SHOWN = 5
+IDS_SHOWN = 5
 _PLACES_SHOWN = 3
 _MAX_FILES = 256
 _HASHED_ID = np.dtype([("id_hash", np.uint64), ("chunk", np.int32), ("batch", np.int32), ("row", np.int32)])
@@ -60,16 +60,12 @@ class DuplicateIds:
         num_repeated = 0
         for group in self._groups():
             num_repeated += 1
-            if len(examples) < _IDS_SHOWN:
+            if len(examples) < IDS_SHOWN:
                 found = _repeated(store, group, id_column)
                 num_repeated -= not found
                 examples += found
         if examples:
-            raise InputRowsError(
-                f"column {id_column!r} (id): {_ids(num_repeated)} in more than one row: "
-                f"{'; '.join(examples[:_IDS_SHOWN])}. Every row needs an id of its own: make them unique, or name "
-                "another column with --column id=NAME."
-            )
+            raise double_ids(id_column, num_repeated, examples[:IDS_SHOWN])
 
     def _groups(self) -> Iterator[NDArray[np.void]]:
         """Groups of rows whose ids hash alike."""
@@ -83,8 +79,18 @@ class DuplicateIds:
                 yield rows[start:end]
 
 
-def _ids(num_ids: int) -> str:
-    return "1 id appears" if num_ids == 1 else f"{num_ids} ids appear"
+def double_ids(id_column: str, num_repeated: int, examples: Sequence[str]) -> InputRowsError:
+    """The error that refuses rows with one id. `examples`: each an id and its places."""
+    ids = "1 id appears" if num_repeated == 1 else f"{num_repeated} ids appear"
+    return InputRowsError(
+        f"column {id_column!r} (id): {ids} in more than one row: {'; '.join(examples)}. Every row needs an id of its "
+        "own: make them unique, or name another column with --column id=NAME."
+    )
+
+
+def id_example(row_id: Any, places: Sequence[str]) -> str:
+    """An id and some of the places where it stands."""
+    return f"{row_id!r} at {', '.join(places[:_PLACES_SHOWN])}"
 
 
 def _repeated(store: JobStore, group: NDArray[np.void], id_column: str) -> list[str]:
@@ -92,7 +98,7 @@ def _repeated(store: JobStore, group: NDArray[np.void], id_column: str) -> list[
     for hashed in group:
         row = read_row(store, hashed, (id_column, prepared.LOCATION))
         places[row[id_column]].append(row[prepared.LOCATION])
-    return [f"{row_id!r} at {', '.join(found[:_PLACES_SHOWN])}" for row_id, found in places.items() if len(found) > 1]
+    return [id_example(row_id, found) for row_id, found in places.items() if len(found) > 1]
 
 
 ADAPTER_ERROR = "adapter"

@@ -12,7 +12,7 @@ import pytest
 from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError
 from lorabatch.jobs.opening import OpenedJob
 from lorabatch.pipeline.dataset.index import list_chunks
-from lorabatch.pipeline.planning.early_check import MAX_ROWS, EarlyCheck
+from lorabatch.pipeline.planning.early_check import MAX_INDEXED_ROWS, EarlyCheck
 
 PATIENCE_S = 60.0
 
@@ -44,14 +44,25 @@ def test_the_index_of_a_right_job_is_there_for_its_coordinator(opened: Callable[
     assert all(job.store.has_index(chunk.chunk_id) for chunk in list_chunks(job.record))
 
 
-def test_large_jobs_and_jobs_with_a_plan_are_left_to_the_coordinator(
-    opened: Callable[..., OpenedJob],
-) -> None:
-    large = opened(pa.table({"id": [1] * (MAX_ROWS + 1), "prompt": ["a"] * (MAX_ROWS + 1)}))
-    scattered = opened(pa.table({"id": [1] * 20, "prompt": ["a"] * 20}), row_group_rows=1)
+def test_of_large_jobs_only_the_ids_are_read(opened: Callable[..., OpenedJob]) -> None:
+    num_rows = MAX_INDEXED_ROWS + 1
+    right = opened(pa.table({"id": range(num_rows), "prompt": [""] * num_rows}), row_group_rows=1000, max_errors="0")
+    raise_problems(right)
+    assert not right.store.has_index(0)
+    ids = [*range(num_rows - 2), 7, 2000]
+    for column in (pa.array(ids), pa.array(map(str, ids)).dictionary_encode()):
+        with pytest.raises(InputRowsError, match="2 ids appear in more than one row") as caught:
+            raise_problems(opened(pa.table({"id": column, "prompt": [""] * num_rows}), row_group_rows=1000))
+        assert "at rows.parquet:7, rows.parquet:4095;" in str(caught.value)
+        assert "at rows.parquet:2000, rows.parquet:4096." in str(caught.value)
+
+
+def test_rows_without_ids_and_jobs_with_a_plan_are_left_to_the_coordinator(opened: Callable[..., OpenedJob]) -> None:
+    without = opened(pa.table({"id": pa.nulls(20, pa.int64()), "prompt": ["a"] * 20}), row_group_rows=1)
+    unnamed = opened(pa.table({"prompt": ["a"] * 20}), row_group_rows=1)
     planned = opened(pa.table({"id": [1, 1], "prompt": ["a", "b"]}))
     planned.store.write_plan(b"")
-    for job in (large, scattered, planned):
+    for job in (without, unnamed, planned):
         raise_problems(job)
         assert not job.store.has_index(0)
 
