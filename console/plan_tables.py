@@ -100,6 +100,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "predicted_output_tokens": sum(adapter.predicted_output_tokens for adapter in forecast.adapters),
         "workers": found.num_workers,
         "predicted_s": forecast.predicted_s,
+        "bound_s": found.bound_s,
         "predicted_range_s": found.range_s,
         "simulated_rows": forecast.simulated_rows,
         "placement_s": forecast.placement.makespan_s,
@@ -155,6 +156,7 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
         f"Predicted: {forecast.predicted_s:.1f} s (simulated on predicted lengths{_part_played(found)})",
+        *_bound(found),
         *_range(found),
         *_engines(found),
         f"Placement: {placement.makespan_s:.1f} s, no placement ends before {placement.bound_s:.1f} s "
@@ -174,6 +176,15 @@ def _part_played(found: DryRun) -> str:
     played = found.forecast.simulated_rows
     num_rows = sum(shard.num_rows for shard in found.forecast.plan.shards if shard.has_engine_work)
     return "" if played == num_rows else f" of {played} of the rows"
+
+
+def _bound(found: DryRun) -> list[str]:
+    """How far the prediction is from what no run can do better."""
+    if not found.bound_s:
+        return []
+    over = found.forecast.predicted_s / found.bound_s
+    least = f"No run of these rows on as many workers takes less than {found.bound_s:.1f} s"
+    return [f"{least}; predicted are {over:.2f} times that"]
 
 
 def _engines(found: DryRun) -> list[str]:

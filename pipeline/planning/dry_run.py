@@ -36,9 +36,9 @@ _SIMULATED_ROWS = 20_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DryRun:
-    """A job as planned. `weight_bytes`: of the base model on each worker, as it is stored. `range_s`: predicted for
-    answers of a quarter of `max_tokens` and of all of it; None when their lengths are known. `notes`: on adapters,
-    files and rows.
+    """A job as planned. `weight_bytes`: of the base model on each worker, as stored. `bound_s`: no run takes less, if
+    answers are as long as expected. `range_s`: predicted for answers of a quarter of `max_tokens` and of all of it;
+    None when their lengths are known. `notes`: on adapters, files and rows.
     """
 
     spec: JobSpec
@@ -49,6 +49,7 @@ class DryRun:
     weight_bytes: int
     settings: RunSettings
     forecast: Forecast
+    bound_s: float
     range_s: tuple[float, float] | None
     notes: tuple[str, ...]
 
@@ -83,6 +84,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
             weight_bytes,
             settings,
             forecast,
+            settings.bound(workload, num_workers).seconds,
             range_s,
             (*job_notes(job.record), *row_notes(job.record, indexed.rows_per_adapter)),
         )

@@ -25,9 +25,10 @@ from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec
 from ...jobs.storage.local_copy import is_remote
 from ...scheduler.batching import Batcher, ReplicaFacts
+from ...scheduler.bound import JobBound, job_bound
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES, CostModel
 from ...scheduler.forecast import CutRows, Forecast, JobSample, WaveMode, cut_job, forecast_job
-from ...scheduler.lengths import PRIOR_SHARE
+from ...scheduler.lengths import PRIOR_SHARE, expected_tokens
 from ...scheduler.migration import TailSettings
 from ...scheduler.scheduler import SchedulerSettings
 from ...scheduler.simulation.replica import ReplicaSettings
@@ -202,6 +203,19 @@ class RunSettings:
         cut = self.cut(rows, num_workers, length_share=length_share)
         played = self._rows_to_play(rows.num_rows, max_rows)
         return forecast_job(self.with_reuse(rows), cut, self.cost, num_workers, self.play, played)
+
+    def bound(self, rows: Workload, num_workers: int) -> JobBound:
+        """Seconds below which no run of these rows ends, on workers as fast as the cost model says, if answers have the
+        expected lengths."""
+        return job_bound(
+            self.with_reuse(rows),
+            expected_tokens(rows.max_tokens, self.length_share),
+            self.cost,
+            batch_rows=self.limits.batch_rows,
+            step_tokens=self.limits.step_tokens,
+            slowness=[1.0] * num_workers,
+            adapter_source="storage",
+        )
 
     def sample(self, job_rows: int, num_workers: int, *, max_rows: int) -> JobSample:
         """Where the rows to be played of a job are collected, block by block."""

@@ -43,6 +43,7 @@ def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any
     # Half of max_tokens is expected while no row has finished.
     assert found["predicted_output_tokens"] == 80 * 8
     assert found["placement_lower_bound_s"] <= found["placement_s"]
+    assert 0 < found["bound_s"] <= found["predicted_s"]
     assert found["price"] == pytest.approx(found["predicted_s"] * 2 / 1000)
     json.dumps(found)
 
@@ -66,6 +67,8 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
     print_plan(found, 2.0, console)
     text = " ".join(console.export_text().split())
     assert "half of max_tokens long" in text
+    over = found.forecast.predicted_s / found.bound_s
+    assert f"takes less than {found.bound_s:.1f} s; predicted are {over:.2f} times that" in text
     assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
 
 
