@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .cost import CostModel, StepLoad
+from .cost import CostModel
 from .dispatch import ReplicaState
 from .lengths import PRIOR_SHARE, LengthEstimator
 from .messages import MigrateRows, Progress
@@ -346,4 +346,5 @@ def _prefill_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
 
 
 def _step_s(num_rows: int, context_tokens: float, cost: CostModel) -> float:
-    return float(cost.step_seconds(StepLoad(decode_rows=num_rows, context_tokens=num_rows * context_tokens)))
+    # As `CostModel.step_seconds`, which takes arrays too: a decision asks some thousand times.
+    return cost.step_s + cost.decode_row_s * num_rows + cost.context_token_s * num_rows * context_tokens

@@ -59,6 +59,8 @@ class PaceEstimator:
         self._cost = cost
         self._row = row
         self._steps: dict[str, _Steps] = {}
+        # Of all replicas; None when a report has changed it. Every event asks for each replica's pace.
+        self._known_mean: float | None = None
 
     def reported(self, report: Progress) -> None:
         """Take in a report. Totals that have become smaller are those of an engine that was started again."""
@@ -78,12 +80,14 @@ class PaceEstimator:
             kept = 0.5 ** (taken_s / _HALF_LIFE_S)
             steps.taken_s = kept * steps.taken_s + taken_s
             steps.predicted_s = kept * steps.predicted_s + predicted_s
+        self._known_mean = None
         steps.engine_s, steps.num_steps = report.engine_s, report.num_steps
         steps.prompt_tokens, steps.generated_tokens = report.prompt_tokens, report.generated_tokens
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""
         self._steps.pop(replica_id, None)
+        self._known_mean = None
 
     def is_known(self, replica_id: str) -> bool:
         """Whether the replica has worked enough for its pace to be its own; always so without a cost model."""
@@ -103,9 +107,11 @@ class PaceEstimator:
         return {name: slow / fastest if slow > _ALIKE * fastest else 1.0 for name, slow in slowness.items()}
 
     def _mean(self) -> float:
-        taken_s = sum(steps.taken_s for steps in self._steps.values())
-        predicted_s = sum(steps.predicted_s for steps in self._steps.values())
-        return taken_s / predicted_s if predicted_s > 0 else 1.0
+        if self._known_mean is None:
+            taken_s = sum(steps.taken_s for steps in self._steps.values())
+            predicted_s = sum(steps.predicted_s for steps in self._steps.values())
+            self._known_mean = taken_s / predicted_s if predicted_s > 0 else 1.0
+        return self._known_mean
 
     @property
     def _context_tokens(self) -> float:

@@ -22,6 +22,7 @@ from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.status import read_status
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline import run as run_module
+from lorabatch.pipeline.cluster.devices import find_device, find_device_of_workers
 from lorabatch.pipeline.messages import EngineSettings
 from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.planning.plan import read_plan
@@ -237,6 +238,7 @@ def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simu
         return register_plugin(client, job_id, settings, store)
 
     monkeypatch.setattr("lorabatch.pipeline.run.register_plugin", register)
+    assert find_device_of_workers(shared_client, "auto") == find_device("auto")
     planned = dry_run(echo_job.options())
     _, simulated = make_job(
         SimulationRequest(echo_job.write_job_file(), None, 0, 0, 0.0, 2, (), None, None, 0, echo_job.folder)

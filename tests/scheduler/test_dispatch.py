@@ -57,7 +57,7 @@ def test_a_shard_of_a_merged_wave_says_how_many_rows_follow_it():
 
 
 @pytest.mark.long
-def test_adapters_sent_ahead_take_the_load_stalls_away():
+def test_a_job_ends_sooner_when_adapters_come_from_other_workers():
     rng = np.random.default_rng(0)
     adapters = make_adapters([16, 64] * 20)
     adapter = draw_adapters(rng, 800, power_popularity(40, 0.5))
@@ -68,9 +68,8 @@ def test_adapters_sent_ahead_take_the_load_stalls_away():
     on_demand, sent = (
         replace(settings, shares_adapters=is_ahead).simulate(workload, 2).metrics for is_ahead in (False, True)
     )
-    # Engines read ahead by themselves; from another worker an adapter comes sooner than from storage.
-    print(on_demand, sent)
-    assert sent.load_share < on_demand.load_share
+    # Engines read ahead by themselves, so that steps hardly wait; from another worker an adapter is there sooner.
+    assert max(on_demand.load_share, sent.load_share) < 0.01
     assert sent.makespan_s < on_demand.makespan_s
 
 
