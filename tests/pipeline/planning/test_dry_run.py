@@ -103,6 +103,21 @@ def test_a_job_file_is_planned_and_what_is_printed_names_adapters_waves_workers_
     )
 
 
+def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(options: dict[str, Any]) -> None:
+    def printed(**more: Any) -> str:
+        console = Console(width=200, record=True)
+        print_plan(dry_run(options | more), None, console)
+        return console.export_text()
+
+    found = printed(device="cpu")
+    assert "Engines: 8 rows and 512 tokens a step" in found
+    assert "The device is not known" not in found
+    # a GPU that no machine has
+    assumed = printed(device="cuda:77", batch_rows=None)
+    assert "Engines: 512 rows and 16384 tokens a step" in assumed
+    assert "a GPU with the 141 GB of an H200 is assumed. Seconds and price depend on it" in assumed
+
+
 def test_what_run_would_refuse_plan_refuses(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(JobRequestError, match="max_tokens=0"):
         dry_run(options | {"max_tokens": 0})
