@@ -25,6 +25,7 @@ from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.bound import job_bound
+from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.lengths import LengthEstimator, expected_tokens
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
@@ -42,8 +43,7 @@ from lorabatch.scheduler.workload import Workload
 
 BATCH_ROWS = 64
 MAX_TOKENS = 1000
-SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=BATCH_ROWS)
-COST, LIMITS = SETTINGS.cost, SETTINGS.replica()
+_MACHINE = "h200-llama-3-8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,22 @@ class Instance:
     shape: Shape
     workload: Workload
     slowness: tuple[float, ...]
+    settings: RunSettings
+
+    @property
+    def cost(self) -> CostModel:
+        """Of a worker as fast as the fastest may be."""
+        return self.settings.cost
 
 
-def draw(shape: Shape, traces: dict[str, Lengths], seed: int, batches: float = 4.0) -> Instance:
+def settings(storage_gb_per_s: float) -> RunSettings:
+    """Of the grid's workers: those of a real job, with adapters that are read at this speed."""
+    machine = RunSettings.of_machine(_MACHINE, batch_rows=BATCH_ROWS)
+    cost = replace(machine.cost, storage_bytes_per_s=storage_gb_per_s * 1e9)
+    return replace(machine, engine=replace(machine.engine, cost=cost))
+
+
+def draw(shape: Shape, traces: dict[str, Lengths], seed: int, workers: RunSettings, batches: float = 4.0) -> Instance:
     """The instance of a shape that belongs to a seed."""
     generator = np.random.default_rng((seed, *map(ord, repr(shape))))
     num_rows = round(batches * BATCH_ROWS * shape.num_workers)
@@ -94,7 +107,7 @@ def draw(shape: Shape, traces: dict[str, Lengths], seed: int, batches: float = 4
     speeds = np.ones(shape.num_workers)
     if not shape.is_equal:
         speeds = np.clip(generator.lognormal(-0.7, 0.7, shape.num_workers), 0.15, 1.0)
-    return Instance(shape, workload, tuple((1 / speeds).tolist()))
+    return Instance(shape, workload, tuple((1 / speeds).tolist()), workers)
 
 
 Maker = Callable[[], Batcher]
@@ -102,7 +115,7 @@ Maker = Callable[[], Batcher]
 
 def ours(instance: Instance) -> float:
     """Makespan of the plan and the scheduler that a real job has."""
-    found = SETTINGS.simulate(instance.workload, len(instance.slowness), instance.slowness)
+    found = instance.settings.simulate(instance.workload, len(instance.slowness), instance.slowness)
     return found.metrics.makespan_s
 
 
@@ -111,15 +124,17 @@ def queue(instance: Instance) -> float:
     workload = instance.workload
     plan = _in_input_order(workload)
     scheduler = Scheduler(plan.shards, settings=SchedulerSettings(expected_replicas=len(instance.slowness)))
-    return _play(instance, plan, scheduler, _our_batcher(workload))
+    return _play(instance, plan, scheduler, _our_batcher(instance))
 
 
 def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
     """Rows are dealt once: shards of one adapter by work and speed (LPT), or rows in turn as they come."""
-    workload, slowness = instance.workload, instance.slowness
+    workload, slowness, limits = instance.workload, instance.slowness, instance.settings.replica()
     rows_of: list[list[NDArray[np.int64]]] = [[] for _ in slowness]
     if by_work:
-        row_s = COST.row_seconds(workload.prompt_tokens, expected_tokens(workload.max_tokens), batch_rows=BATCH_ROWS)
+        row_s = instance.cost.row_seconds(
+            workload.prompt_tokens, expected_tokens(workload.max_tokens), batch_rows=BATCH_ROWS
+        )
         order = np.argsort(workload.adapter_index, kind="stable")
         pieces = [
             piece
@@ -138,7 +153,7 @@ def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
     ends = [0.0]
     for number, (pieces, slow) in enumerate(zip(rows_of, slowness, strict=True)):
         if pieces:
-            replica = SimulatedReplica(number, workload, COST.scaled(slow), make(), LIMITS, timeline)
+            replica = SimulatedReplica(number, workload, instance.cost.scaled(slow), make(), limits, timeline)
             replica.add(np.concatenate(pieces))
             now = 0.0
             while replica.num_rows:
@@ -147,17 +162,18 @@ def dealt(instance: Instance, make: Maker, *, by_work: bool) -> float:
     return max(ends)
 
 
-def _our_batcher(workload: Workload) -> Maker:
+def _our_batcher(instance: Instance) -> Maker:
+    workload = instance.workload
     ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
     lengths = LengthEstimator.of_rows(workload.max_tokens)
     facts = ReplicaFacts(
-        cost=COST,
+        cost=instance.cost,
         ranks=lambda: ranks,
         must_merge=lambda adapter: False,
         max_batch_rows=BATCH_ROWS,
         mean_output_tokens=lengths.mean,
     )
-    return lambda: SETTINGS.batcher(facts)
+    return lambda: instance.settings.batcher(facts)
 
 
 def _in_input_order(workload: Workload) -> ShardPlan:
@@ -173,14 +189,14 @@ def _in_input_order(workload: Workload) -> ShardPlan:
 
 
 def _play(instance: Instance, plan: ShardPlan, scheduler: Scheduler, make: Maker) -> float:
-    workload, slowness = instance.workload, instance.slowness
+    workload, slowness, limits = instance.workload, instance.slowness, instance.settings.replica()
     timeline = Timeline.empty(workload.num_rows, len(slowness))
     replicas = [
-        SimulatedReplica(number, workload, COST.scaled(slow), make(), LIMITS, timeline)
+        SimulatedReplica(number, workload, instance.cost.scaled(slow), make(), limits, timeline)
         for number, slow in enumerate(slowness)
     ]
     cluster = Cluster((0.0,) * len(slowness))
-    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, LIMITS).run()
+    outcome = JobSimulation(workload, plan, scheduler, replicas, cluster, timeline, limits).run()
     assert outcome.failure is None, outcome.failure
     return outcome.makespan_s
 
@@ -191,29 +207,30 @@ def bound_s(instance: Instance) -> float:
     return job_bound(
         instance.workload,
         instance.workload.output_tokens.astype(np.float64),
-        COST,
+        instance.cost,
         batch_rows=BATCH_ROWS,
-        step_tokens=LIMITS.max_step_tokens,
+        step_tokens=instance.settings.limits.step_tokens,
         slowness=instance.slowness,
+        adapter_source="storage",
     ).seconds
 
 
 POLICIES: dict[str, Callable[[Instance], float]] = {
     "ours": ours,
     "by adapter, dealt by work, unmerged": lambda i: dealt(i, UnmergedBatcher, by_work=True),
-    "by adapter, dealt by work, our batcher": lambda i: dealt(i, _our_batcher(i.workload), by_work=True),
+    "by adapter, dealt by work, our batcher": lambda i: dealt(i, _our_batcher(i), by_work=True),
     "in turn, unmerged": lambda i: dealt(i, UnmergedBatcher, by_work=False),
     "input order, queue, our batcher": queue,
 }
 
 
-def adding(traces: dict[str, Lengths], num_seeds: int) -> None:
+def adding(traces: dict[str, Lengths], workers: RunSettings, num_seeds: int) -> None:
     """Print what adding one slower worker to one or two fast ones does, over seeds and kinds of lengths."""
     for num_fast, slowness in itertools.product((1, 2), (2.0, 4.0, 10.0, 20.0)):
         over_alone = []
         for seed in range(num_seeds):
             shape = Shape(1.2, ("conv", "code", "bimodal")[seed % 3], 50, num_fast, is_equal=True)
-            alone = draw(shape, traces, seed, batches=9 / num_fast)
+            alone = draw(shape, traces, seed, workers, batches=9 / num_fast)
             both = replace(alone, slowness=(*alone.slowness, slowness))
             over_alone.append(ours(both) / ours(alone))
         ideal = num_fast / (num_fast + 1 / slowness)
@@ -232,16 +249,17 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=len(SHAPES), help=f"how many of the {len(SHAPES)} shapes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batches", type=float, default=4.0)
+    parser.add_argument("--storage", type=float, default=40.0, help="GB/s of adapter loads; host memory by default")
     parser.add_argument("--adding", type=int, metavar="SEEDS", help="only add slower workers, with so many seeds")
     parser.add_argument("--output", type=Path, help="a JSON file of all instances")
     chosen = parser.parse_args()
-    traces = _traces(chosen.traces)
+    traces, workers = _traces(chosen.traces), settings(chosen.storage)
     if chosen.adding:
-        adding(traces, chosen.adding)
+        adding(traces, workers, chosen.adding)
         return
     found = []
     for number in np.linspace(0, len(SHAPES) - 1, chosen.instances).round().astype(int).tolist():
-        instance = draw(SHAPES[number], traces, chosen.seed, chosen.batches)
+        instance = draw(SHAPES[number], traces, chosen.seed, workers, chosen.batches)
         bound = bound_s(instance)
         over = {name: policy(instance) / bound for name, policy in POLICIES.items()}
         found.append(Found(instance.shape, bound, over))
