@@ -16,7 +16,7 @@ _SCHEME = r"[a-zA-Z][a-zA-Z0-9+._-]*"
 _URL = re.compile(rf"\b{_SCHEME}://(?:[^\s/@]*@)?[^\s'\"<>()]+")
 # Between the links of an fsspec chain (`zip://a.csv::https://host/a.zip`). A "::" before anything else is part of a
 # link: of a password, or of an IPv6 address.
-_CHAIN = re.compile(rf"::(?=(?:{_SCHEME}::)*{_SCHEME}(?:://|$))")
+_CHAIN = re.compile(rf"::(?=(?:{_SCHEME}::)*{_SCHEME}://)")
 _AUTHORITY_END = re.compile(r"[/?#]")
 _QUERY = re.compile(r"[?#]")
 _PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")

@@ -37,6 +37,7 @@ from lorabatch.jobs.storage.redaction import is_redacted, redacted_url, scrubbed
         ("zip://a::simplecache::https://host/x.zip?sig=1", "zip://a::simplecache::https://host/x.zip?***"),
         ("zip://a?b=1::s3://bucket/x.zip", "zip://a?***::s3://bucket/x.zip"),
         ("zip://a.csv::/local/x.zip", "zip://a.csv::/local/x.zip"),
+        ("https://host/f?sig=abc::def", "https://host/f?***"),
         ("a::b", "a::b"),
     ],
 )
