@@ -17,7 +17,6 @@ a shared prefix first does not pay for it again. `Passes` are the forward passes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,8 @@ from numpy.typing import NDArray
 from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
 from ..lengths import LengthEstimator
-from ..workload import AdapterInfo, Workload
+from ..workload import Workload
+from .memory import SimulatedMemory, SimulatedPages
 from .timeline import Timeline
 
 # Adapters that are read before their rows can enter (`engine.memory.loader.MAX_AHEAD`).
@@ -103,7 +103,9 @@ class SimulatedReplica:
         self._merged: int | None = None
         self._has_merged = False
         self._memory = SimulatedMemory(workload.adapters, cost, settings.adapter_source, settings.adapter_slots)
-        self._pages = _Pages(workload, settings)
+        self._pages = SimulatedPages(
+            workload, settings.kv_tokens, settings.page_tokens, settings.run_pages, settings.token_bytes
+        )
         self._pinned_pages = 0
 
     @property
@@ -399,143 +401,6 @@ class SimulatedReplica:
         assert len(both) == 0, f"rows {both[:5]} wait and run"
         held, limit = int(self._held.sum()), self._pages.num_pages
         assert limit is None or held <= limit or len(self.running) == 1, f"{held} pages held of {limit}"
-
-
-class _Pages:
-    """What rows and adapters take of the pool. `num_pages`: None is endless. `of_row` int64 `[num_rows]`: prompt and
-    all but the last token; `of_adapter`: by number.
-    """
-
-    def __init__(self, workload: Workload, settings: ReplicaSettings) -> None:
-        page_tokens, kv_tokens = settings.page_tokens, settings.kv_tokens
-        self.num_pages = None if kv_tokens is None else kv_tokens // page_tokens
-        capacity = np.maximum(1, workload.prompt_tokens.astype(np.int64) + workload.max_tokens - 1)
-        self.of_row: NDArray[np.int64] = -(-capacity // page_tokens)
-        page_bytes = page_tokens * settings.token_bytes
-        sizes = {i: adapter.weight_bytes for i, adapter in enumerate(workload.adapters)} if page_bytes else {}
-        self.of_adapter = {i: max(1, -(-size // page_bytes)) for i, size in sizes.items()}
-        self._run_pages = settings.run_pages
-
-    def rounded(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of rows where memory is ample."""
-        return -(-self.of_row[rows] // self._run_pages) * self._run_pages
-
-    def taken(self, rows: NDArray[np.int64], held: int) -> NDArray[np.int64]:
-        """What these rows take, in this order, beside rows that hold so much."""
-        rounded = self.rounded(rows)
-        if self.num_pages is None or held + int(rounded.sum()) <= self.num_pages:
-            return rounded
-        exact = self.of_row[rows]
-        for i, pages in enumerate(rounded.tolist()):
-            rounded[i] = pages if held + pages <= self.num_pages else exact[i]
-            held += int(rounded[i])
-        return rounded
-
-    def left_for_adapters(self, held: int) -> int | None:
-        """Pages beside the rows; None: endless, or adapters take none."""
-        return None if self.num_pages is None or not self.of_adapter else self.num_pages - held
-
-
-class SimulatedMemory:
-    """The adapters of a simulated replica. `source`: of those that were not fetched ahead. `slots`: adapters at once,
-    least recently used goes first; None: endless. Adapters that had to leave are loaded from host memory again.
-    """
-
-    def __init__(
-        self, adapters: Sequence[AdapterInfo], cost: CostModel, source: AdapterSource, slots: int | None
-    ) -> None:
-        self._adapters, self._cost, self._source, self._slots = adapters, cost, source, slots
-        # Least recently used first.
-        self._resident: dict[int, None] = {}
-        # The same by number; the last is the base model, which is always there.
-        self._is_there = np.append(np.zeros(len(adapters), bool), True)
-        self._resident_array: NDArray[np.int32] | None = None
-        # Adapters on their way, or read and not used yet -> when each is there; one after the other.
-        self._arriving: dict[int, float] = {}
-        self._link_free_s = 0.0
-        self._left: set[int] = set()
-
-    @property
-    def resident(self) -> list[int]:
-        """Adapters that are there, least recently used first."""
-        return list(self._resident)
-
-    @property
-    def resident_array(self) -> NDArray[np.int32]:
-        """The same as int32 `[num_resident]`, in no order."""
-        if self._resident_array is None:
-            self._resident_array = np.fromiter(self._resident, np.int32, len(self._resident))
-        return self._resident_array
-
-    @property
-    def num_coming(self) -> int:
-        """Adapters on their way, or read and not used yet."""
-        return len(self._arriving)
-
-    @property
-    def has_all(self) -> bool:
-        """Whether every adapter is there."""
-        return len(self._resident) == len(self._adapters)
-
-    def has(self, adapter: int) -> bool:
-        """Whether rows have used the adapter, so that it lies in the pool; the base model is always there."""
-        return adapter < 0 or adapter in self._resident
-
-    def absent(self, adapters: NDArray[np.int32], now_s: float) -> frozenset[int]:
-        """Those of these adapters for which rows would have to wait."""
-        missing = adapters[~self._is_there[adapters]]
-        if not len(missing):
-            return frozenset()
-        return frozenset(a for a in set(missing.tolist()) if self._arriving.get(a, np.inf) > now_s)
-
-    def fetch(self, adapter: int, now_s: float, source: AdapterSource) -> None:
-        """Begin to load an adapter beside the work."""
-        if adapter not in self._resident and adapter not in self._arriving:
-            self._link_free_s = max(now_s, self._link_free_s) + self._load_s(adapter, source)
-            self._arriving[adapter] = self._link_free_s
-
-    def clear(self) -> None:
-        """Everything is lost."""
-        self._resident, self._arriving, self._link_free_s, self._left = {}, {}, 0.0, set()
-        self._is_there[:-1] = False
-        self._resident_array = None
-
-    def wait_s(self, needed: Sequence[int], now_s: float) -> float:
-        """Seconds until these are all there; afterwards they are, and others may have gone for them."""
-        seconds = 0.0
-        for adapter in needed:
-            if adapter in self._resident:
-                del self._resident[adapter]
-            else:
-                self._resident_array, self._is_there[adapter] = None, True
-                if adapter in self._arriving:
-                    seconds += max(0.0, self._arriving.pop(adapter) - now_s - seconds)
-                else:
-                    seconds += self._load_s(adapter, self._source)
-            self._resident[adapter] = None
-        while self._slots is not None and len(self._resident) > max(self._slots, len(needed)):
-            self._evict(next(iter(self._resident)))
-        return seconds
-
-    def shrink(self, num_pages: int | None, pages_of: Mapping[int, int], pinned: Collection[int]) -> None:
-        """Evict adapters that no row uses, least recently used first, until the rest takes `num_pages` at most."""
-        if num_pages is None:
-            return
-        surplus = sum(map(pages_of.__getitem__, self._resident)) - num_pages
-        for adapter in [a for a in self._resident if a not in pinned]:
-            if surplus <= 0:
-                return
-            surplus -= pages_of[adapter]
-            self._evict(adapter)
-
-    def _evict(self, adapter: int) -> None:
-        del self._resident[adapter]
-        self._resident_array, self._is_there[adapter] = None, False
-        self._left.add(adapter)
-
-    def _load_s(self, adapter: int, source: AdapterSource) -> float:
-        source = "host" if adapter in self._left else source
-        return self._cost.load_seconds(self._adapters[adapter].weight_bytes, source)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -63,8 +63,8 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
     first, second, *_ = [record for record in events if record["kind"] == "ReplicasFound"]
     assert all(open_shards == [] for _, _, open_shards, _ in first["replicas"])
     adopted = {worker: {shard for shard, _ in open_shards} for worker, _, open_shards, _ in second["replicas"]}
-    # What the other worker had open went on there, and was not begun again. The killed worker's last report is found too,
-    # one that has started in its place may be there without a shard, and the other may be between two shards.
+    # What the other worker had open went on there, and was not begun again. The killed worker's last report is found
+    # too, one that has started in its place may be there without a shard, and the other may be between two shards.
     survivors = [worker for worker, shards in adopted.items() if shards and worker not in killed]
     assert len(survivors) <= 1
     opened_again = [r for r in events[events.index(second) :] if r["kind"] == "RunShard"]
