@@ -31,7 +31,7 @@ _MAX_TOKENS: dict[EngineKind, int] = {"echo": 4, "uneven": 40, "real": 100}
 _BATCH_ROWS: dict[EngineKind, int] = {"echo": 8, "uneven": 8, "real": 4}
 _ECHO: dict[EngineKind, dict[str, Any]] = {
     "echo": {"step_s": 0.04},
-    "uneven": {"step_s": 0.02, "slow_factor": 8},
+    "uneven": {"step_s": 0.02, "slow_factor": 30},
     "real": {},
 }
 _UNDISTURBED_LIMIT_S = 500
