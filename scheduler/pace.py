@@ -15,8 +15,9 @@ from .waves import Shard
 
 # Seconds of steps after which earlier ones count half.
 _HALF_LIFE_S = 20.0
-# A replica's own steps count for as much as all others' once they should have taken so long.
-_PRIOR_S = 0.1
+# A replica's own steps count for as much as all others' once they have taken so long. Not: once they should have, for a
+# cost model that was guessed may be wrong by orders of magnitude.
+_PRIOR_S = 0.5
 # Replicas that differ by less are taken to be alike: what a row costs varies as much.
 _ALIKE = 1.15
 
@@ -92,13 +93,15 @@ class PaceEstimator:
     def is_known(self, replica_id: str) -> bool:
         """Whether the replica has worked enough for its pace to be its own; always so without a cost model."""
         steps = self._steps.get(replica_id)
-        return self._cost is None or (steps is not None and steps.predicted_s >= _PRIOR_S)
+        return self._cost is None or (steps is not None and steps.taken_s >= _PRIOR_S)
 
     def slowness(self, replica_id: str) -> float:
         """Seconds per predicted second of its steps; as of all others while it has hardly worked."""
-        steps = self._steps.get(replica_id, _Steps())
-        mean = self._mean()
-        return (steps.taken_s + mean * _PRIOR_S) / (steps.predicted_s + _PRIOR_S)
+        steps, mean = self._steps.get(replica_id), self._mean()
+        if steps is None or steps.predicted_s <= 0:
+            return mean
+        own = steps.taken_s / (steps.taken_s + _PRIOR_S)
+        return own * steps.taken_s / steps.predicted_s + (1 - own) * mean
 
     def over_fastest(self, replica_ids: Collection[str]) -> dict[str, float]:
         """Slowness of these replicas over that of the fastest of them; 1 for those about as fast."""

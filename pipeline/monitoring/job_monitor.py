@@ -11,6 +11,8 @@ from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
 # Rates and the time left are judged over this many seconds.
 _WINDOW_S = 30.0
+# Seconds of one worker with shards queued from which it is said how full its batches were.
+_LEAST_S = 5.0
 
 
 class JobMonitor:
@@ -141,9 +143,11 @@ class BatchFill:
         # Worker -> (used, offered) place-seconds when it had its first rows, and the latest.
         self._first: dict[str, tuple[float, float]] = {}
         self._last: dict[str, tuple[float, float]] = {}
+        self._batch_rows = 1
 
     def reported(self, report: WorkerReport) -> None:
         """Take in a report of a time when shards were queued."""
+        self._batch_rows = max(self._batch_rows, report.batch_rows)
         if report.open_rows or report.worker in self._first:
             counted = (report.used_place_s, report.offered_place_s)
             self._first.setdefault(report.worker, counted)
@@ -151,9 +155,11 @@ class BatchFill:
 
     @property
     def share(self) -> float | None:
-        """Of all places in batches, times seconds, those that rows had; None before there was a second of it."""
+        """Of all places in batches, times seconds, those that rows had. None before there were some seconds of it: in
+        the first ones prompts are computed.
+        """
         used, offered = (sum(column) for column in zip((0.0, 0.0), *self._spans(), strict=True))
-        return min(1.0, used / offered) if offered > 0.0 else None
+        return min(1.0, used / offered) if offered >= _LEAST_S * self._batch_rows else None
 
     def _spans(self) -> Iterator[tuple[float, float]]:
         for worker, (used, offered) in self._last.items():

@@ -94,3 +94,12 @@ def test_the_mean_row_leaves_out_shards_without_engine_work() -> None:
     busy = Shard(0, 0, "unmerged", ("x",), 4, 400, 80)
     assert mean_row([busy, replace(busy, shard_id=1, mode="none", num_rows=9)]) == MeanRow(4, 100.0, 20.0)
     assert mean_row([]) == MeanRow(0, 0.0, 0.0)
+
+
+def test_a_cost_model_that_is_wrong_by_orders_of_magnitude_serves_too() -> None:
+    paces = PaceEstimator(CPU.scaled(1e-4), ROW)
+    for num_steps in range(10, 200, 10):
+        paces.reported(report("slow", num_steps=num_steps, engine_s=3 * STEP_S * num_steps))
+        paces.reported(report("fast", num_steps=num_steps, engine_s=STEP_S * num_steps))
+    assert paces.is_known("slow")
+    assert paces.over_fastest(["slow", "fast"]) == {"slow": pytest.approx(3.0, rel=0.1), "fast": 1.0}

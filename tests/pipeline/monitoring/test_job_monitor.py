@@ -54,8 +54,8 @@ def test_time_left_is_judged_by_the_last_rows(monitor: JobMonitor) -> None:
 
 def test_batches_count_as_full_or_empty_only_while_shards_are_queued(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 5),)))
-    monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=8.0))
-    monitor.reported(make_report("w1", ((0, 5),), used_place_s=6.0, offered_place_s=80.0), is_tail=True)
+    monitor.reported(make_report("w1", ((0, 5),), used_place_s=60.0, offered_place_s=80.0))
+    monitor.reported(make_report("w1", ((0, 5),), used_place_s=60.0, offered_place_s=800.0), is_tail=True)
     assert monitor.batch_fill == monitor.state(1.0).batch_fill == 0.75
 
 
@@ -96,15 +96,24 @@ def test_time_before_a_workers_first_rows_does_not_count_and_later_waiting_does(
     fill = BatchFill()
     fill.reported(make_fill_report("a", 0.0, 800.0, open_rows=0))
     fill.reported(make_fill_report("a", 0.0, 808.0))
-    fill.reported(make_fill_report("a", 8.0, 816.0))
+    fill.reported(make_fill_report("a", 80.0, 888.0))
     assert fill.share == 1.0
-    fill.reported(make_fill_report("a", 8.0, 824.0, open_rows=0))
+    fill.reported(make_fill_report("a", 80.0, 968.0, open_rows=0))
     assert fill.share == 0.5
+
+
+def test_nothing_is_said_of_the_first_seconds() -> None:
+    fill = BatchFill()
+    fill.reported(make_fill_report("a", 0.0, 0.0))
+    fill.reported(make_fill_report("a", 0.0, 39.0))
+    assert fill.share is None
+    fill.reported(make_fill_report("a", 10.0, 40.0))
+    assert fill.share == 0.25
 
 
 def test_workers_count_by_their_places() -> None:
     fill = BatchFill()
-    for worker, used in (("a", 16.0), ("b", 8.0)):
+    for worker, used in (("a", 160.0), ("b", 80.0)):
         fill.reported(make_fill_report(worker, 0.0, 0.0))
-        fill.reported(make_fill_report(worker, used, 16.0))
+        fill.reported(make_fill_report(worker, used, 160.0))
     assert fill.share == 0.75
