@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.lengths import LengthEstimator
+from ..scheduler.messages import StepTotals
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
@@ -28,7 +29,7 @@ from .memory.loader import AdapterLoader, HostTier
 from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
-from .memory.residency import AdapterResidency
+from .memory.residency import AdapterResidency, ResidentAdapter
 from .model_config.model import ModelConfig
 from .models.merge import LiveWeights
 from .models.rope import restarts_at
@@ -86,7 +87,7 @@ class Engine:
         self._rejected: list[Result] = []
         #: Called with the entries of every step before it is launched: for measurements.
         self.observe_step: Callable[[Items[StepEntry]], None] | None = None
-        self._counts = StepCounts()
+        self._counts = StepCounts(self._registry.elements_per_rank)
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Register an adapter by its content hash; its tensors are read, and the hash checked, on first use.
@@ -180,13 +181,16 @@ class Engine:
             pages_total=pool.num_pages,
             prompt_tokens=self._counts.prompt_tokens,
             generated_tokens=self._counts.generated_tokens,
-            num_steps=self._counts.steps,
+            num_steps=self._counts.num_steps,
             num_step_rows=self._counts.step_rows,
             running_tokens=self._batch.running_tokens,
             adapter_loads=self._batch.residency.num_loads,
             adapter_reads=self._batch.residency.loader.num_reads,
             adapter_stall_s=self._batch.residency.stall_s,
             reused_prompt_tokens=0 if self._batch.prefixes is None else self._batch.prefixes.num_reused_tokens,
+            num_switches=self._live.num_switches,
+            switching_s=self._live.switching_s,
+            steps=self._counts.totals(),
         )
 
     @property
@@ -337,19 +341,57 @@ def problem_with(
     return None
 
 
-@dataclass(slots=True)
 class StepCounts:
-    """Counts what `EngineTelemetry` reports in total."""
+    """Counts what `EngineTelemetry` reports in total. `elements_per_rank`: of an adapter on all linear layers; ranks
+    count as batchers count them.
+    """
 
-    steps: int = 0
-    step_rows: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
+    def __init__(self, elements_per_rank: int) -> None:
+        self.generated_tokens = self.prompt_tokens = self.step_rows = self.num_steps = 0
+        self._elements_per_rank = elements_per_rank
+        self._prefill_tokens = self._decode_rows = self._context_tokens = 0
+        self._num_lora_steps = self._num_adapters = self._lora_tokens = 0
+        self._rank_sum = self._rank_tokens = self._prefill_pairs = 0.0
 
     def launching(self, entries: Items[StepEntry]) -> None:
         """Count a step of these entries, before it is launched."""
-        self.steps += 1
+        self.num_steps += 1
         self.step_rows += len(entries)
+        tokens_of: dict[ResidentAdapter, int] = {}
         for entry in entries:
-            prompt_left = max(entry.sequence.prompt_tokens - entry.sequence.num_stored, 0)
-            self.prompt_tokens += min(entry.num_tokens, prompt_left)
+            num_tokens, num_stored = entry.num_tokens, entry.sequence.num_stored
+            prompt_left = max(entry.sequence.prompt_tokens - num_stored, 0)
+            self.prompt_tokens += min(num_tokens, prompt_left)
+            self._context_tokens += num_stored + num_tokens
+            if entry.is_decode:
+                self._decode_rows += 1
+            else:
+                self._prefill_tokens += num_tokens
+                self._prefill_pairs += num_tokens * (num_stored + (num_tokens + 1) / 2)
+            if entry.adapter is not None:
+                tokens_of[entry.adapter] = tokens_of.get(entry.adapter, 0) + num_tokens
+            if entry.minus is not None:
+                subtracted = entry.minus.resident
+                tokens_of[subtracted] = tokens_of.get(subtracted, 0) + num_tokens
+        self._num_lora_steps += bool(tokens_of)
+        self._num_adapters += len(tokens_of)
+        for adapter, num_tokens in tokens_of.items():
+            rank = adapter.num_elements / self._elements_per_rank
+            self._rank_sum += rank
+            self._rank_tokens += rank * num_tokens
+            self._lora_tokens += num_tokens
+
+    def totals(self) -> StepTotals:
+        """Of all steps so far."""
+        return StepTotals(
+            self.num_steps,
+            self._prefill_tokens,
+            self._decode_rows,
+            self._context_tokens,
+            self._num_lora_steps,
+            self._num_adapters,
+            self._rank_sum,
+            self._rank_tokens,
+            self._prefill_pairs,
+            self._lora_tokens,
+        )

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
+from ..scheduler.messages import StepTotals
+
 FinishReason = Literal["stop", "length", "error"]
 ServedMode = Literal["base", "unmerged", "merged", "mixture"]
 
@@ -193,8 +195,9 @@ class EngineTelemetry:
     are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
     are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
     rows of all steps: per step, they are the occupancy of the batch. `busy_s`: spent in steps, as the process counts.
-    `adapter_loads` count copies
-    into the pool, `adapter_reads` those from storage; `adapter_stall_s` is how long steps waited for both.
+    `adapter_loads` count copies into the pool, `adapter_reads` those from storage; `adapter_stall_s` is how long steps
+    waited for both. `num_switches` merges and restorations took `switching_s` of the steps. `steps`: what all of them
+    have done.
     """
 
     num_running: int = 0
@@ -212,6 +215,9 @@ class EngineTelemetry:
     adapter_loads: int = 0
     adapter_reads: int = 0
     adapter_stall_s: float = 0.0
+    num_switches: int = 0
+    switching_s: float = 0.0
+    steps: StepTotals = field(default_factory=StepTotals)
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -19,6 +19,7 @@ from ..engine.config import EngineConfig
 from ..engine.request import EngineTelemetry
 from ..jobs.errors import JobFailedError
 from ..jobs.record import JobState
+from ..scheduler.bound import JobWork
 from .dataset.answers import RowAnswer
 
 
@@ -207,7 +208,9 @@ class CoordinatorStarted:
 
 @dataclass(frozen=True, slots=True)
 class ShardOutcome:
-    """What a committed shard holds. `num_reused`: rows taken from earlier attempts instead of computed."""
+    """What a committed shard holds. `num_reused`: rows taken from earlier attempts instead of computed. `work`: what
+    engines did for the others, adapters by content hash (None: not known).
+    """
 
     shard_id: int
     worker: str
@@ -217,3 +220,4 @@ class ShardOutcome:
     prompt_tokens: int
     completion_tokens: int
     reuse: PromptReuse = field(default_factory=PromptReuse)
+    work: JobWork | None = None

@@ -36,6 +36,8 @@ class JobResult:
 
     `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
     from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
+    `bound_s`: below which no scheduler could have answered this run's rows with engines as fast as these were, by what
+    their steps took (None: not known).
     `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1 (None: there were none).
     `prefix_hit_rate`: share of this run's prompt tokens that were reused (None: not counted).
     """
@@ -53,6 +55,7 @@ class JobResult:
     num_reused: int
     predicted_s: float | None = None
     working_s: float | None = None
+    bound_s: float | None = None
     batch_fill: float | None = None
     prefix_hit_rate: float | None = None
 
@@ -80,9 +83,9 @@ class JobResult:
         lines.append(
             f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated, {self.seconds:,.1f} s{rate}"
         )
-        if self.predicted_s is not None and self.working_s and not self.num_reused:
-            took = f"{self.predicted_s:,.1f} s were predicted, it took {self.working_s:,.1f} s"
-            lines.append(f"from the first shard opened to the last part written {took}")
+        if self.working_s:
+            rows = "this run's rows, " if self.num_reused else ""
+            lines.append(f"{rows}from the first shard opened to the last part written: {self._comparison()}")
         if self.batch_fill is not None:
             lines.append(f"batches were {self.batch_fill:.1%} full while shards were queued")
         if self.prefix_hit_rate is not None:
@@ -94,6 +97,19 @@ class JobResult:
                 f"  {kind.num_rows:,} x {kind.kind}, first at {kind.location}: {_short(kind)}" for kind in self.errors
             ]
         return "\n".join(lines)
+
+    def _comparison(self) -> str:
+        """What was measured beside what was predicted and what no run could have beaten."""
+        assert self.working_s
+        parts = [f"measured {self.working_s:,.1f} s"]
+        # The plan is of all rows.
+        if self.predicted_s and not self.num_reused:
+            parts.append(f"predicted {self.predicted_s:,.1f} s ({self.working_s / self.predicted_s:.2f} times that)")
+        if self.bound_s:
+            parts.append(f"lower bound {self.bound_s:,.1f} s ({self.working_s / self.bound_s:.2f} times that)")
+        else:
+            parts.append("lower bound not known")
+        return ", ".join(parts)
 
 
 def _short(kind: KindOfError) -> str:

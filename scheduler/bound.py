@@ -4,15 +4,18 @@ The bound is the largest of three times, each of them necessary: all work over t
 row alone on the fastest replica; and the adapters' loads, shared by all links. Work is counted as the cost model counts
 it, with every step as full as the limits of a step allow, and each adapter's rows either unmerged throughout or merged
 for the price of one merge, whichever is less. Pauses, drains and waiting count nothing, so the bound is rarely reached.
+
+Work needs few numbers of the rows, and these can be added up (`JobWork`): a job that has run is not read again for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .cost import AdapterSource, CostModel, prompt_pairs
 from .workload import Workload
@@ -30,6 +33,104 @@ class JobBound:
     def seconds(self) -> float:
         """Below which no run of the job can end."""
         return max(self.work_s, self.longest_row_s, self.loads_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """What engines do for one row: of its prompt some tokens are computed, others copied, and `decoded_tokens` follow
+    the first one, which comes out of the prompt.
+    """
+
+    prompt_tokens: float
+    computed_tokens: float
+    decoded_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWork:
+    """Rows of one adapter ("": base model), and their tokens as in `RowWork`."""
+
+    adapter: str
+    num_rows: int
+    computed_tokens: float
+    decoded_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobWork:
+    """What engines do for some rows. `row_pairs`: `prompt_pairs` of all. `context_tokens`: slots that decode steps
+    read. `longest`: rows among which the longest is, or one about as long.
+    """
+
+    adapters: tuple[AdapterWork, ...] = ()
+    row_pairs: float = 0.0
+    context_tokens: float = 0.0
+    longest: tuple[RowWork, ...] = ()
+
+    @classmethod
+    def of_rows(
+        cls,
+        adapters: Sequence[str],
+        slot: NDArray[np.int64],
+        prompt: NDArray[np.float64],
+        computed: NDArray[np.float64],
+        decoded: NDArray[np.float64],
+    ) -> Self:
+        """Of rows; all arrays `[num_rows]`. `slot`: places of their adapters in `adapters`."""
+        if not len(slot):
+            return cls()
+        num_rows, all_computed, all_decoded = (
+            np.bincount(slot, weights=column, minlength=len(adapters)) for column in (None, computed, decoded)
+        )
+        chosen = {int(np.argmax(decoded)), int(np.argmax(computed))}
+        return cls(
+            tuple(
+                AdapterWork(name, int(num_rows[i]), float(all_computed[i]), float(all_decoded[i]))
+                for i, name in enumerate(adapters)
+                if num_rows[i]
+            ),
+            float(prompt_pairs(computed, prompt - computed).sum()),
+            float(_contexts(prompt, decoded).sum()),
+            tuple(RowWork(float(prompt[i]), float(computed[i]), float(decoded[i])) for i in sorted(chosen)),
+        )
+
+    @classmethod
+    def total(cls, parts: Iterable[JobWork]) -> Self:
+        """The sum."""
+        parts = [part for part in parts if part.adapters]
+        if not parts:
+            return cls()
+        sums: dict[str, NDArray[np.float64]] = {}
+        for work in (work for part in parts for work in part.adapters):
+            counted = np.array([work.num_rows, work.computed_tokens, work.decoded_tokens])
+            sums[work.adapter] = sums.get(work.adapter, 0.0) + counted
+        longest = [row for part in parts for row in part.longest]
+        chosen = {max(longest, key=lambda row: row.decoded_tokens), max(longest, key=lambda row: row.computed_tokens)}
+        return cls(
+            tuple(AdapterWork(name, int(n), float(c), float(d)) for name, (n, c, d) in sorted(sums.items())),
+            sum(part.row_pairs for part in parts),
+            sum(part.context_tokens for part in parts),
+            tuple(chosen),
+        )
+
+
+def work_bound(
+    work: JobWork,
+    ranks: Mapping[str, float],
+    cost: CostModel,
+    *,
+    batch_rows: int,
+    step_tokens: int,
+    slowness: Sequence[float],
+) -> JobBound:
+    """Of work that was added up, without loads. `ranks`: by adapter. For the rest see `job_bound`."""
+    alone_s = (
+        float(_alone_seconds(row.prompt_tokens, row.computed_tokens, row.decoded_tokens, cost, step_tokens))
+        for row in work.longest
+    )
+    longest_s = max(alone_s, default=0.0)
+    all_s = _work_seconds(work, ranks, cost, batch_rows, step_tokens)
+    return JobBound(all_s / _capacity(slowness), longest_s * min(slowness), 0.0)
 
 
 def job_bound(
@@ -54,43 +155,66 @@ def job_bound(
     computed = workload.computed_prompt_tokens[has_work].astype(np.float64)
     # The first token comes out of the prefill.
     decoded = np.maximum(output_tokens[has_work] - 1.0, 0.0)
-    steps_alone = decoded + np.maximum(1.0, np.ceil(computed / step_tokens))
-    row_s = (
-        cost.prefill_token_s * computed
+    names = [adapter.name for adapter in workload.adapters]
+    slot = workload.adapter_index[has_work].astype(np.int64) % (len(names) + 1)
+    work = JobWork.of_rows([*names, ""], slot, prompt, computed, decoded)
+    ranks = {adapter.name: float(adapter.rank) for adapter in workload.adapters}
+    all_s = _work_seconds(work, ranks, cost, batch_rows, step_tokens)
+    longest_s = float(_alone_seconds(prompt, computed, decoded, cost, step_tokens).max())
+    loads_s = _load_seconds(workload, has_work, cost, len(slowness), adapter_source)
+    return JobBound(all_s / _capacity(slowness), longest_s * min(slowness), loads_s)
+
+
+def _capacity(slowness: Sequence[float]) -> float:
+    """Replicas as fast as the cost model that all of them together are worth."""
+    return sum(1.0 / slow for slow in slowness)
+
+
+def _contexts(prompt: NDArray[np.float64], decoded: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Slots that decode steps read: each the prompt and what was generated before it."""
+    return prompt * decoded + decoded * (decoded + 1) / 2
+
+
+def _alone_seconds(
+    prompt: ArrayLike, computed: ArrayLike, decoded: ArrayLike, cost: CostModel, step_tokens: int
+) -> NDArray[np.float64]:
+    """Of rows, each with a replica for itself and without an adapter. See `RowWork`."""
+    prompt, computed, decoded = (np.asarray(column, dtype=np.float64) for column in (prompt, computed, decoded))
+    num_steps = decoded + np.maximum(1.0, np.ceil(computed / step_tokens))
+    return np.asarray(
+        cost.step_s * num_steps
+        + cost.prefill_token_s * computed
         + cost.prefill_pair_s * prompt_pairs(computed, prompt - computed)
         + cost.decode_row_s * decoded
-        # A decode step reads the prompt and what was generated before it.
-        + cost.context_token_s * (prompt * decoded + decoded * (decoded + 1) / 2)
+        + cost.context_token_s * _contexts(prompt, decoded)
     )
-    num_steps = max(float((decoded + 1).sum()) / batch_rows, float((decoded + computed).sum()) / step_tokens)
-    adapters = _adapter_seconds(workload, has_work, computed, decoded, cost, batch_rows)
-    all_s = cost.step_s * num_steps + float(row_s.sum()) + adapters
-    fastest = min(slowness)
-    capacity = sum(1.0 / slow for slow in slowness)
-    longest_s = float((row_s + cost.step_s * steps_alone).max()) * fastest
-    return JobBound(all_s / capacity, longest_s, _load_seconds(workload, has_work, cost, len(slowness), adapter_source))
 
 
-def _adapter_seconds(
-    workload: Workload,
-    has_work: NDArray[np.bool_],
-    computed: NDArray[np.float64],
-    decoded: NDArray[np.float64],
-    cost: CostModel,
-    batch_rows: int,
+def _work_seconds(
+    work: JobWork, ranks: Mapping[str, float], cost: CostModel, batch_rows: int, step_tokens: int
 ) -> float:
-    """The least that each adapter adds: its rows unmerged in full batches of its own, or one merge."""
-    slot = workload.adapter_index[has_work]
-    num_adapters = len(workload.adapters)
-    if not num_adapters:
-        return 0.0
-    of_adapter = slot >= 0
-    tokens = np.bincount(slot[of_adapter], weights=(computed + decoded)[of_adapter], minlength=num_adapters)
-    outputs = np.bincount(slot[of_adapter], weights=(decoded + 1)[of_adapter], minlength=num_adapters)
-    ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
-    per_step = cost.lora_step_s + cost.adapter_s + cost.rank_s * ranks
-    unmerged = tokens * (cost.lora_token_s + cost.rank_token_s * ranks) + outputs / batch_rows * per_step
-    return float(np.minimum(unmerged, cost.merge_s).sum())
+    """Of all rows on one replica, every step as full as it may be."""
+    num_rows = sum(part.num_rows for part in work.adapters)
+    computed = sum(part.computed_tokens for part in work.adapters)
+    decoded = sum(part.decoded_tokens for part in work.adapters)
+    num_steps = max((num_rows + decoded) / batch_rows, (computed + decoded) / step_tokens)
+    return (
+        cost.step_s * num_steps
+        + cost.prefill_token_s * computed
+        + cost.prefill_pair_s * work.row_pairs
+        + cost.decode_row_s * decoded
+        + cost.context_token_s * work.context_tokens
+        + sum(_adapter_seconds(part, ranks[part.adapter], cost, batch_rows) for part in work.adapters if part.adapter)
+    )
+
+
+def _adapter_seconds(work: AdapterWork, rank: float, cost: CostModel, batch_rows: int) -> float:
+    """The least that an adapter adds: its rows unmerged in full batches of its own, or one merge."""
+    tokens = work.computed_tokens + work.decoded_tokens
+    num_steps = (work.num_rows + work.decoded_tokens) / batch_rows
+    unmerged = tokens * (cost.lora_token_s + cost.rank_token_s * rank)
+    unmerged += num_steps * (cost.lora_step_s + cost.adapter_s + cost.rank_s * rank)
+    return min(unmerged, cost.merge_s)
 
 
 def _load_seconds(

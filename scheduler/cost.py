@@ -313,7 +313,7 @@ MACHINES: Mapping[str, CostModel] = MappingProxyType(
         "loraserve-a100-llama-7b": LORASERVE_A100_LLAMA_7B,
     }
 )
-_STEP_COEFFICIENTS = (
+STEP_COEFFICIENTS = (
     "step_s",
     "prefill_token_s",
     "decode_row_s",
@@ -331,7 +331,7 @@ _NOISE = 0.05
 
 
 def _features(load: StepLoad) -> list[float]:
-    """One number per name of `_STEP_COEFFICIENTS`."""
+    """One number per name of `STEP_COEFFICIENTS`."""
     adapters = float(np.asarray(load.num_adapters))
     others = (load.prefill_tokens, load.decode_rows, load.context_tokens)
     unmerged = (load.rank_sum, load.rank_tokens, load.prefill_pairs, load.lora_tokens)
@@ -366,7 +366,7 @@ def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
     seconds = np.array([sample.seconds for sample in samples])
     features = np.array([_features(sample.load) for sample in samples])
     is_seen = np.asarray(features.any(axis=0))
-    kept = np.array([getattr(prior, name) for name in _STEP_COEFFICIENTS])
+    kept = np.array([getattr(prior, name) for name in STEP_COEFFICIENTS])
     certain = 1.0 / np.sqrt(np.maximum(seconds, 1e-9))
     weights = certain
     for _ in range(_ROUNDS):
@@ -374,7 +374,7 @@ def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
         missed = np.abs(features @ found - seconds) / np.maximum(seconds, 1e-9)
         weights = certain * np.sqrt(_NOISE / np.maximum(missed, _NOISE))
     coefficients = np.where(is_seen, found, kept)
-    named = dict(zip(_STEP_COEFFICIENTS, coefficients.tolist(), strict=True))
+    named = dict(zip(STEP_COEFFICIENTS, coefficients.tolist(), strict=True))
     return CostModel.from_json(
         {**prior.to_json(), **named, "fit_r_squared": _r_squared(seconds, features @ coefficients)}
     )

@@ -3,7 +3,8 @@
 All are frozen records. Each is one line of `events.jsonl`: a flat JSON object with the class under `kind`. Tuples
 become lists there and tuples again when they are read: `Event.from_json(event.to_json()) == event`.
 
-A replica is the engine of one worker; both have the same id, the worker's address.
+A replica is the engine of one worker; both have the same id, the worker's address. `StepTotals` is part of what engines
+report.
 """
 
 from __future__ import annotations
@@ -44,6 +45,26 @@ class Record:
 
 def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What the steps of an engine have done since it started, added up in the terms of the cost model.
+
+    The fields stand in the order of the model's coefficients, for their meaning see `StepLoad`. `num_lora_steps`: steps
+    with unmerged rows.
+    """
+
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    context_tokens: int = 0
+    num_lora_steps: int = 0
+    num_adapters: int = 0
+    rank_sum: float = 0.0
+    rank_tokens: float = 0.0
+    prefill_pairs: float = 0.0
+    lora_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ class AdapterRegistry:
         self.num_elements: dict[str, int] = {}
         self._ranks: NDArray[np.float64] = np.zeros(0)
         members = [shape for site in PACKED_SITES for shape in model.members_of_site(site).values()]
-        self._elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
+        #: Numbers of an adapter of rank 1 on all linear layers.
+        self.elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
         self._dummy_ids: set[str] = set()
 
     def __contains__(self, adapter_id: str) -> bool:
@@ -94,7 +95,7 @@ class AdapterRegistry:
         an adapter of few layers counts for what it computes."""
         if len(self._ranks) < len(self._id_of_code):
             new = [self.num_elements[adapter_id] for adapter_id in self._id_of_code[len(self._ranks) :]]
-            self._ranks = np.concatenate([self._ranks, np.array(new, np.float64) / self._elements_per_rank])
+            self._ranks = np.concatenate([self._ranks, np.array(new, np.float64) / self.elements_per_rank])
         return self._ranks
 
     def load(self, adapter_id: str) -> AdapterWeights:

@@ -97,7 +97,14 @@ def _times(
     else:
         yield _Card(f"{sum(timeline.end_s for timeline in timelines):,.1f} s", "with workers, first event to last")
     predicted_s = plan.get("predicted_s")
-    yield _Card("not predicted" if predicted_s is None else f"{predicted_s:,.1f} s", "predicted for that")
+    yield _Card("not predicted" if predicted_s is None else f"{predicted_s:,.1f} s", "predicted for all rows")
+    if working_s and len(timelines) == 1:
+        bound_s = summary.get("bound_s")
+        if predicted_s and not summary.get("num_reused"):
+            yield _Card(f"{working_s / predicted_s:.2f}", "measured over predicted")
+        yield _Card("not known" if not bound_s else f"{bound_s:,.1f} s", "lower bound, whatever the schedule")
+        if bound_s:
+            yield _Card(f"{working_s / bound_s:.2f}", "measured over lower bound")
     yield _Card(f"{drawings[-1].mean_busy:.0%}", "mean share of the batch in use")
     yield _Card(str(sum(len(timeline.moves) for timeline in timelines)), "migrations")
     yield _Card(f"{sum(timeline.worker_s for timeline in timelines):,.0f} s", "worker seconds")

@@ -43,6 +43,7 @@ from ...scheduler.messages import (
     WorkersSeen,
 )
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.step_costs import StepCosts
 from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
 from ..migration.peers import LendRows
 from ..monitoring.job_monitor import JobMonitor
@@ -87,6 +88,12 @@ class Coordinator:
         self._start_s = time.monotonic()
         self._ticked_s = self._shown_s = 0.0
         self._opened_s, self._committed_s = inf, 0.0
+        #: What the steps of this run's engines cost.
+        self.costs = StepCosts(run.settings.cost)
+        #: Most rows that one of them takes into a step.
+        self.batch_rows = run.settings.limits.batch_rows
+        #: Whether shards were open already when this coordinator began: what it sees is a part of the run.
+        self.has_adopted = False
         self._outcome: FinishJob | FailJob | None = None
 
     @property
@@ -130,6 +137,7 @@ class Coordinator:
     def _find_replicas(self, reports: list[tuple[WorkerReport, float]]) -> None:
         """Take over replicas that are ready, with the shards they have open."""
         found = tuple((r.worker, r.batch_rows, r.open_shards, age_s) for r, age_s in reports if r.state == "ready")
+        self.has_adopted = any(open_shards for _, _, open_shards, _ in found)
         self._handle(ReplicasFound(self._now_s(), found))
         for report, _ in reports:
             if report.state == "failed" or self._scheduler.has_replica(report.worker):
@@ -150,6 +158,9 @@ class Coordinator:
 
     def _report(self, report: WorkerReport) -> None:
         self._monitor.reported(report, is_tail=not self._scheduler.num_queued)
+        self.batch_rows = max(self.batch_rows, report.batch_rows)
+        done = report.telemetry
+        self.costs.reported(report.worker, done.steps, done.busy_s - done.switching_s - done.adapter_stall_s)
         worker, takes_part = report.worker, self._scheduler.has_replica(report.worker)
         match report.state:
             case "ready" if not takes_part:

@@ -18,6 +18,7 @@ from ...jobs.errors import OutputConflictError
 from ...jobs.notes import row_notes
 from ...jobs.opening import OpenedJob, changed_adapters
 from ...jobs.storage.redaction import redacted_url
+from ...scheduler.bound import JobWork, work_bound
 from ...scheduler.scheduler import Scheduler
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
@@ -159,12 +160,13 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Coordinated:
-    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `batch_fill`,
+    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `bound_s`, `batch_fill`,
     `prefix_hit_rate`: see `JobResult`.
     """
 
     num_reused: int
     working_s: float
+    bound_s: float | None
     batch_fill: float | None
     prefix_hit_rate: float | None
 
@@ -183,7 +185,30 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     coordinator = Coordinator(run, scheduler, monitor)
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
-    return Coordinated(num_reused, coordinator.working_s, monitor.batch_fill, monitor.prefix_hit_rate)
+    bound_s = None if coordinator.has_adopted else _bound_s(run, coordinator, monitor.work)
+    return Coordinated(num_reused, coordinator.working_s, bound_s, monitor.batch_fill, monitor.prefix_hit_rate)
+
+
+def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> float | None:
+    """Below which these rows could not have been answered by these engines, by what their steps took; None when too few
+    steps were seen for that.
+    """
+    costs = coordinator.costs
+    if work is None or not work.adapters or not costs.is_known:
+        return None
+    measured = costs.measured()
+    bound_s = work_bound(
+        work,
+        {adapter.sha256: float(max(adapter.rank, 1)) for adapter in run.job.record.adapters if adapter.sha256},
+        measured,
+        batch_rows=coordinator.batch_rows,
+        step_tokens=run.settings.limits.step_tokens,
+        slowness=costs.slowness(measured),
+    ).seconds
+    if bound_s > coordinator.working_s:
+        logger.info("no lower bound: it would be %.2f s of %.2f s measured", bound_s, coordinator.working_s)
+        return None
+    return bound_s
 
 
 def count_rows(run: JobRun, plan: JobPlan) -> Account:
@@ -221,6 +246,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         num_reused=done.num_reused,
         predicted_s=plan.predicted_s,
         working_s=done.working_s,
+        bound_s=done.bound_s,
         batch_fill=done.batch_fill,
         prefix_hit_rate=done.prefix_hit_rate,
     )

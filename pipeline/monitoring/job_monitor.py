@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
+from ...scheduler.bound import JobWork
 from ...scheduler.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
@@ -59,6 +60,12 @@ class JobMonitor:
     def prefix_hit_rate(self) -> float | None:
         """Share of the prompt tokens of this run's shards that were reused; None before the first one."""
         return PromptReuse.total(outcome.reuse for outcome in self._outcomes.values()).share
+
+    @property
+    def work(self) -> JobWork | None:
+        """What engines did for the rows of this run's shards; None where one of them is not known."""
+        parts = [outcome.work for outcome in self._outcomes.values() if outcome.work is not None]
+        return JobWork.total(parts) if len(parts) == len(self._outcomes) else None
 
     def reported(self, report: WorkerReport, is_tail: bool = False) -> None:
         """Take in a report. `is_tail`: no shard was queued any more."""

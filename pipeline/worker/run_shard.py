@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from uuid import uuid4
 
+import numpy as np
 from distributed import get_worker, secede
 
 from ...engine.request import ExportedRow, Request
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
+from ...scheduler.bound import JobWork
 from ...scheduler.messages import RunShard
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from ..dataset.reader import RowError, ShardRows, read_shard
@@ -49,10 +51,10 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard) -> ShardOutcome:
     rows = read_shard(plugin.store, record, command.shard_id)
     done = read_done(plugin.store, record, rows)
     if done is not None:
-        return _outcome(plugin, rows, done, len(done))
+        return _outcome(plugin, rows, done, len(done), JobWork())
     kept = read_kept(plugin.store, record, rows)
     answers = kept.answers
-    num_reused = len(answers)
+    reused = frozenset(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if asked:
         _answer(plugin, rows, asked, kept, command)
@@ -61,7 +63,8 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard) -> ShardOutcome:
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
         # A worker of a former run, whose adapters were others, was faster.
         plugin.store.remove_part(command.shard_id)
-    return _outcome(plugin, rows, answers, num_reused)
+    fresh = {request_id: answer for request_id, answer in answers.items() if request_id not in reused}
+    return _outcome(plugin, rows, answers, len(reused), work_of(fresh, kept.begun))
 
 
 def _answer(plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, command: RunShard) -> None:
@@ -107,7 +110,24 @@ def _row_answer(
     return request_id, RowAnswer.from_result(fingerprints[request_id], request, served.result, attempts)
 
 
-def _outcome(plugin: RunPlugin, rows: ShardRows, answers: Mapping[str, RowAnswer], num_reused: int) -> ShardOutcome:
+def work_of(answers: Mapping[str, RowAnswer], begun: Mapping[str, ExportedRow]) -> JobWork:
+    """What engines did for these rows. `begun`: rows that had tokens before. Both by request id."""
+    done = [(answer, begun.get(request_id)) for request_id, answer in answers.items() if answer.error is None]
+    adapters = sorted({answer.adapter_sha256 or "" for answer, _ in done})
+    slot = [adapters.index(answer.adapter_sha256 or "") for answer, _ in done]
+    prompt = np.array([answer.prompt_tokens for answer, _ in done], dtype=np.float64)
+    copied = np.array([answer.reused_prompt_tokens or 0 for answer, _ in done], dtype=np.float64)
+    # The first token comes out of the prompt and the tokens that a row had before.
+    first = np.array([1 if before is None else len(before.token_ids) + 1 for _, before in done], dtype=np.float64)
+    decoded = np.array([answer.completion_tokens for answer, _ in done], dtype=np.float64) - first
+    return JobWork.of_rows(
+        adapters, np.array(slot, dtype=np.int64), prompt, np.maximum(prompt - copied, 0.0), np.maximum(decoded, 0.0)
+    )
+
+
+def _outcome(
+    plugin: RunPlugin, rows: ShardRows, answers: Mapping[str, RowAnswer], num_reused: int, work: JobWork
+) -> ShardOutcome:
     num_errors = sum(isinstance(r, RowError) for r in rows.requests)
     num_errors += sum(answer.finish_reason == "error" for answer in answers.values())
     return ShardOutcome(
@@ -119,6 +139,7 @@ def _outcome(plugin: RunPlugin, rows: ShardRows, answers: Mapping[str, RowAnswer
         prompt_tokens=sum(answer.prompt_tokens for answer in answers.values()),
         completion_tokens=sum(answer.completion_tokens for answer in answers.values()),
         reuse=PromptReuse.of_answers(answers.values()),
+        work=work,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from peft_oracle import Oracle, make_engine, prompts, register_all, serve, weigh
 from safetensors.torch import load_file, save_file
 
 from lorabatch.engine.config import Mode, read_model_config
+from lorabatch.engine.memory.registry import AdapterRegistry
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
+from lorabatch.pipeline.planning.profile import load_of
+from lorabatch.scheduler.cost import StepLoad
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +224,28 @@ def test_aborted_rows_give_their_pages_back(tiny_llama: Path) -> None:
     engine.check_integrity()
     assert engine.num_unfinished == 0
     assert engine.telemetry().pages_used == 0
+
+
+def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
+    engine = make_engine(tiny_llama)
+    ids = register_all(engine, tiny_adapters)
+    registry = AdapterRegistry(engine.model, engine.backend.dtype, engine.backend.device)
+    for name, folder in tiny_adapters.items():
+        registry.register(ids[name], folder, name)
+    ranks = {registry.id_of(code): float(rank) for code, rank in enumerate(registry.ranks())}
+    loads: list[StepLoad] = []
+    engine.observe_step = lambda entries: loads.append(load_of(entries, ranks))
+    requests = [
+        Request(f"{i}", p, ids.get(["", *tiny_adapters][i % 5]), SamplingParams(max_tokens=3 + i, ignore_eos=True))
+        for i, p in enumerate(prompts(12, engine.model.vocab_size, seed=3))
+    ]
+    serve(engine, requests)
+    totals, telemetry = engine.telemetry().steps, engine.telemetry()
+    assert totals.num_steps == len(loads) == telemetry.num_steps
+    assert totals.num_lora_steps == sum(bool(load.num_adapters) for load in loads) > 0
+    for name in [field.name for field in fields(StepLoad)]:
+        assert getattr(totals, name) == pytest.approx(sum(getattr(load, name) for load in loads)), name
+    assert totals.decode_rows + len(requests) == telemetry.generated_tokens
 
 
 def test_logits_equal_transformers_within_a_thousandth(tiny_llama: Path, oracle: Oracle) -> None:

@@ -35,10 +35,16 @@ def test_its_text_names_each_kind_of_error_and_where_the_first_is() -> None:
     assert len(lines[3]) < 300
 
 
-def test_what_was_predicted_stands_beside_what_it_took() -> None:
-    text = replace(RESULT, predicted_s=9.0, working_s=8.5).to_text()
-    assert "9.0 s were predicted, it took 8.5 s" in text
-    assert "predicted" not in replace(RESULT, predicted_s=9.0, working_s=8.5, num_reused=1).to_text()
+def test_what_was_predicted_and_the_bound_stand_beside_what_it_took() -> None:
+    found = replace(RESULT, predicted_s=10.0, working_s=8.5, bound_s=5.0)
+    assert found.to_text().splitlines()[2] == (
+        "from the first shard opened to the last part written: measured 8.5 s, predicted 10.0 s (0.85 times that), "
+        "lower bound 5.0 s (1.70 times that)"
+    )
+    assert replace(found, bound_s=None).to_text().splitlines()[2].endswith(", lower bound not known")
+    resumed = replace(found, num_reused=1).to_text()
+    assert "predicted" not in resumed
+    assert "this run's rows, from the first shard opened" in resumed
 
 
 def test_how_full_batches_were_is_said_where_it_is_known() -> None:

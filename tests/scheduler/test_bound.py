@@ -10,7 +10,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from lorabatch.scheduler.bound import job_bound
+from lorabatch.scheduler.bound import JobWork, job_bound, work_bound
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel, StepLoad, lora_load, prompt_pairs
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 from lorabatch.scheduler.workload import Workload
@@ -134,3 +134,32 @@ def test_rows_without_engine_work_count_nothing() -> None:
     )
     found = job_bound(nothing, np.zeros(3), H200_LLAMA_3_8B, batch_rows=8, step_tokens=64, slowness=(1.0,))
     assert found.seconds == 0.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_work_that_was_added_up_has_the_bound_of_its_rows(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    num_rows = 60
+    workload = make_workload(
+        make_adapters([8, 64]),
+        generator.integers(-1, 2, num_rows).astype(np.int32),
+        generator.integers(1, 200, num_rows).astype(np.int32),
+        generator.integers(1, 40, num_rows).astype(np.int32),
+    )
+    assert workload.output_tokens is not None
+    lengths = workload.output_tokens.astype(np.float64)
+    limits = {"batch_rows": 8, "step_tokens": STEP_TOKENS}
+    free_loads = replace(CPU_SMOLLM2_135M, host_bytes_per_s=1e18)
+    whole = job_bound(workload, lengths, free_loads, slowness=(1.0, 2.0), **limits)
+    names = [adapter.name for adapter in workload.adapters]
+    slot = workload.adapter_index.astype(np.int64) % 3
+    prompt = workload.prompt_tokens.astype(np.float64)
+    parts = [
+        JobWork.of_rows([*names, ""], slot[part], prompt[part], prompt[part], lengths[part] - 1)
+        for part in np.array_split(generator.permutation(num_rows), 7)
+    ]
+    ranks = dict(zip(names, RANKS, strict=True))
+    added = work_bound(JobWork.total([*parts, JobWork()]), ranks, free_loads, slowness=(1.0, 2.0), **limits)
+    assert added.work_s == pytest.approx(whole.work_s)
+    # Of the longest row two candidates are kept.
+    assert 0.75 * whole.longest_row_s <= added.longest_row_s <= whole.longest_row_s * (1 + 1e-9)

@@ -131,7 +131,14 @@ def test_what_was_predicted_stands_beside_what_it_took(store: JobStore) -> None:
     store.write_summary({**(store.read_summary() or {}), "working_s": 36.5})
     store.write_plan_facts({"predicted_s": 30.0, "shards": []})
     text = _Page(write_report(store)).text
-    assert "36.5 sfirst shard opened to last part\n30.0 spredicted for that\n" in text
+    assert "36.5 sfirst shard opened to last part\n30.0 spredicted for all rows\n1.22measured over predicted\n" in text
+    assert "not knownlower bound" in text
+    store.write_summary({**(store.read_summary() or {}), "bound_s": 18.25})
+    text = _Page(write_report(store)).text
+    assert "18.2 slower bound, whatever the schedule\n2.00measured over lower bound\n" in text
+    # The plan is of all rows, and a run that goes on has answered some of them.
+    store.write_summary({**(store.read_summary() or {}), "num_reused": 3})
+    assert "measured over predicted" not in _Page(write_report(store)).text
 
 
 def test_reused_prompts_are_a_number_of_the_job_where_they_were_counted(store: JobStore) -> None:

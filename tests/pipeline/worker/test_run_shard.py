@@ -9,11 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from lorabatch.engine.request import Request
-from lorabatch.pipeline.dataset.answers import BegunRow, encode_answers, encode_begun
+from lorabatch.engine.request import ExportedRow, Request, SamplingParams
+from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, encode_answers, encode_begun
 from lorabatch.pipeline.dataset.reader import ShardRows, read_shard
 from lorabatch.pipeline.dataset.writer import part_bytes
-from lorabatch.pipeline.worker.run_shard import read_done, read_kept
+from lorabatch.pipeline.worker.run_shard import read_done, read_kept, work_of
+from lorabatch.scheduler.bound import AdapterWork
 
 
 @pytest.fixture
@@ -96,3 +97,18 @@ def test_a_part_of_a_former_run_is_replaced_and_what_holds_of_it_is_kept(
     assert set(kept.answers) == {r.request_id for r in rows.requests if r.adapter_id == "b" * 64}
     assert not job.store.is_committed(0)
     assert read_kept(job.store, record, today) == kept
+
+
+def test_the_work_of_answers_is_what_engines_computed_of_them_in_this_attempt() -> None:
+    def answer(adapter_id: str | None, completion_tokens: int, **facts: Any) -> RowAnswer:
+        return RowAnswer(b"", adapter_id, "", "stop", 10, completion_tokens, "base", 1, **facts)
+
+    answers = {
+        "whole": answer("a", 5, reused_prompt_tokens=0),
+        "shared": answer("a", 4, reused_prompt_tokens=8),
+        "begun": answer(None, 7),
+        "wrong": answer(None, 9, error="it is"),
+    }
+    work = work_of(answers, {"begun": ExportedRow(Request("begun", (1,), None, SamplingParams()), (5, 5))})
+    assert work.adapters == (AdapterWork("", 1, 10, 4), AdapterWork("a", 2, 12, 7))
+    assert work_of({}, {}).adapters == ()

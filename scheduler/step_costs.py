@@ -1,0 +1,110 @@
+"""Measures what the steps of a running job cost, from the totals that its engines report.
+
+The cost model is linear, so that the steps between two reports are one equation: what they did, added up, costs the
+seconds that they took. All of them together, and the model that the job was planned with, give the model as measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost import STEP_COEFFICIENTS, CostModel, nonnegative_least_squares
+from .messages import StepTotals
+
+# Equations that are kept; later ones are added to the last.
+_MAX_SPANS = 512
+# Shorter spans wait for the next report.
+_LEAST_SPAN_S = 0.2
+# A coefficient that is wrong by half, beside the factor by which all are wrong, is as likely as a second of steps that
+# is missed by a tenth: 0.5 ** 2 * 0.04 == 0.1 ** 2.
+_TRUST_S = 0.04
+# Seconds of steps from which the measured model is better than what was assumed.
+_LEAST_S = 1.0
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Of one replica: totals and seconds of its engine in its last report, and sums over all of its engines."""
+
+    totals: NDArray[np.float64]
+    seconds: float
+    all_totals: NDArray[np.float64]
+    all_s: float = 0.0
+
+
+class StepCosts:
+    """What steps did and took, by replica. `assumed`: the model of the plan."""
+
+    def __init__(self, assumed: CostModel) -> None:
+        self._assumed = assumed
+        self._replicas: dict[str, _Replica] = {}
+        self._spans: list[NDArray[np.float64]] = []
+        self._span_s: list[float] = []
+
+    def reported(self, replica_id: str, totals: StepTotals, seconds: float) -> None:
+        """Take in a report. `seconds`: that the steps took, without merges and waits for adapters. Totals that have
+        become smaller are those of an engine that was started again.
+        """
+        now = np.array(astuple(totals), dtype=np.float64)
+        nothing = np.zeros_like(now)
+        known = self._replicas.setdefault(replica_id, _Replica(nothing, 0.0, nothing))
+        if now[0] < known.totals[0]:
+            known.totals, known.seconds = nothing, 0.0
+        did, took_s = now - known.totals, seconds - known.seconds
+        if did[0] <= 0 or took_s < _LEAST_SPAN_S:
+            return
+        known.totals, known.seconds = now, seconds
+        known.all_totals = known.all_totals + did
+        known.all_s += took_s
+        if len(self._spans) < _MAX_SPANS:
+            self._spans.append(did)
+            self._span_s.append(took_s)
+        else:
+            self._spans[-1] = self._spans[-1] + did
+            self._span_s[-1] += took_s
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps that were reported."""
+        return sum(replica.all_s for replica in self._replicas.values())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were reported for `measured` to say more than the assumed model."""
+        return self.seconds >= _LEAST_S
+
+    def measured(self) -> CostModel:
+        """The assumed model, corrected by what the steps took: by one factor for all coefficients and, as far as the
+        equations tell them apart, by one for each. Bayesian linear regression with non-negative coefficients.
+        """
+        if not self.is_known:
+            return self._assumed
+        did, took_s = np.array(self._spans), np.array(self._span_s)
+        assumed = coefficients(self._assumed)
+        # One unknown per coefficient: its factor. What the model takes for free stays free.
+        is_paid = assumed > 0
+        costs = (did * assumed)[:, is_paid]
+        factor = float(took_s.sum() / costs.sum())
+        weights = 1.0 / np.sqrt(took_s)
+        trust = np.sqrt(_TRUST_S) * np.eye(costs.shape[1])
+        matrix = np.vstack([factor * costs * weights[:, None], trust])
+        target = np.concatenate([took_s * weights, trust.sum(axis=1)])
+        factors = np.zeros(len(assumed))
+        factors[is_paid] = factor * nonnegative_least_squares(matrix, target)
+        named = dict(zip(STEP_COEFFICIENTS, (factors * assumed).tolist(), strict=True))
+        return replace(self._assumed, **named, fit_r_squared=None)
+
+    def slowness(self, cost: CostModel) -> list[float]:
+        """Of each replica that has worked: seconds that its steps took over what a model says for them."""
+        priced = [
+            (replica.all_s, float(coefficients(cost) @ replica.all_totals)) for replica in self._replicas.values()
+        ]
+        return [taken_s / cost_s for taken_s, cost_s in priced if taken_s > 0 and cost_s > 0]
+
+
+def coefficients(cost: CostModel) -> NDArray[np.float64]:
+    """Seconds per unit of each field of `StepTotals`, float64 `[10]`."""
+    return np.array([getattr(cost, name) for name in STEP_COEFFICIENTS], dtype=np.float64)

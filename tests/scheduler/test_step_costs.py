@@ -1,0 +1,80 @@
+"""Costs of steps measured from totals: found where reports tell them apart, scaled together where they do not."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import numpy as np
+import pytest
+
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
+from lorabatch.scheduler.messages import StepTotals
+from lorabatch.scheduler.step_costs import StepCosts, coefficients
+
+
+def reports(cost: CostModel, num_reports: int, seed: int = 0, noise: float = 0.0) -> list[tuple[StepTotals, float]]:
+    """Totals of an engine that takes what `cost` says, with rows and prompts that change from second to second."""
+    generator = np.random.default_rng(seed)
+    total, seconds, found = np.zeros(10), 0.0, []
+    for _ in range(num_reports):
+        steps = int(generator.integers(4, 20))
+        rows = int(generator.integers(1, 32)) * steps
+        prompt = int(generator.integers(0, 400))
+        did = np.array(
+            [steps, prompt, rows, 100 * rows, steps, 2 * steps, 32.0 * steps, 16.0 * rows, 50.0 * prompt, rows]
+        )
+        total = total + did
+        seconds += float(coefficients(cost) @ did) * float(1 + noise * generator.standard_normal())
+        counts = [int(value) if kind is int else float(value) for value, kind in zip(total, _KINDS, strict=True)]
+        found.append((StepTotals(*counts), seconds))
+    return found
+
+
+_KINDS = [type(value) for value in astuple(StepTotals())]
+
+
+def fed(assumed: CostModel, told: list[tuple[StepTotals, float]], replica: str = "a") -> StepCosts:
+    costs = StepCosts(assumed)
+    for totals, seconds in told:
+        costs.reported(replica, totals, seconds)
+    return costs
+
+
+def test_the_fields_of_totals_stand_in_the_order_of_the_coefficients() -> None:
+    assert len(astuple(StepTotals())) == len(coefficients(CPU_SMOLLM2_135M))
+    totals = StepTotals(num_steps=3, decode_rows=5, lora_tokens=7)
+    expected = 3 * CPU_SMOLLM2_135M.step_s + 5 * CPU_SMOLLM2_135M.decode_row_s + 7 * CPU_SMOLLM2_135M.lora_token_s
+    assert np.array(astuple(totals)) @ coefficients(CPU_SMOLLM2_135M) == pytest.approx(expected)
+
+
+def test_a_machine_that_is_slower_by_a_factor_is_found_at_once() -> None:
+    costs = fed(CPU_SMOLLM2_135M, reports(CPU_SMOLLM2_135M.scaled(3.0), 2))
+    assert costs.is_known
+    assert coefficients(costs.measured()) == pytest.approx(3 * coefficients(CPU_SMOLLM2_135M))
+    assert costs.slowness(CPU_SMOLLM2_135M) == pytest.approx([3.0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_coefficients_that_are_wrong_by_different_factors_are_told_apart(seed: int) -> None:
+    true = replace(CPU_SMOLLM2_135M.scaled(2.0), step_s=0.2, prefill_token_s=0.001)
+    costs = fed(CPU_SMOLLM2_135M, reports(true, 60, seed, noise=0.05))
+    found = costs.measured()
+    # What was not seen: steps of prompts only.
+    prompts = np.array([10.0, 5000, 0, 5000, 0, 0, 0, 0, 1e5, 0])
+    assert coefficients(found) @ prompts == pytest.approx(coefficients(true) @ prompts, rel=0.25)
+    assert found.step_s == pytest.approx(0.2, rel=0.25)
+    # No replica is slower than its own measured model.
+    assert costs.slowness(found) == pytest.approx([1.0], rel=0.05)
+
+
+def test_nothing_is_said_before_a_second_of_steps() -> None:
+    costs = fed(CPU_SMOLLM2_135M, [(StepTotals(num_steps=4, decode_rows=8), 0.9)])
+    assert not costs.is_known
+    assert costs.measured() == CPU_SMOLLM2_135M
+
+
+def test_an_engine_that_was_started_again_goes_on_counting() -> None:
+    told = reports(CPU_SMOLLM2_135M, 5)
+    costs = fed(CPU_SMOLLM2_135M, [*told, (StepTotals(), 0.0), *told])
+    assert costs.seconds == pytest.approx(2 * told[-1][1])
+    assert costs.slowness(CPU_SMOLLM2_135M) == pytest.approx([1.0])
