@@ -39,6 +39,10 @@ TlsCaOption = Annotated[str | None, shared_option("tls_ca")]
 TlsCertOption = Annotated[str | None, shared_option("tls_cert")]
 TlsKeyOption = Annotated[str | None, shared_option("tls_key")]
 PriceOption = Annotated[float | None, typer.Option(min=0, help="Price of one worker for an hour: adds the job's cost.")]
+SpeedsOption = Annotated[
+    str | None,
+    typer.Option(metavar="1,0.5,…", help="Speed of each worker over the cost model's; by default all are 1."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
@@ -85,6 +89,7 @@ def demo(
 def plan(
     job_file: Path | None,
     options: dict[str, Any],
+    speeds: SpeedsOption = None,
     gpu_hour_price: PriceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,7 +98,7 @@ def plan(
         from .console.plan_tables import print_plan
         from .pipeline.planning.dry_run import dry_run
 
-        print_plan(dry_run(options, job_file), gpu_hour_price, as_json=as_json)
+        print_plan(dry_run(options, job_file, speeds), gpu_hour_price, as_json=as_json)
 
 
 @app.command()
@@ -104,6 +109,7 @@ def simulate(
     adapters: Annotated[int, typer.Option(min=0, help="Adapters to draw, without a job file.")] = 32,
     skew: Annotated[float, typer.Option(min=0, help="Exponent of their popularity; 0 is even.")] = 1.0,
     workers: Annotated[int, typer.Option(min=1)] = 4,
+    speeds: SpeedsOption = None,
     policy: Annotated[list[str] | None, typer.Option(help="By default all. Repeatable.")] = None,
     cost_model: Annotated[
         str | None, typer.Option(help="A file of `profile`, or a known machine; by default the job's, or an H200.")
@@ -119,7 +125,7 @@ def simulate(
 
         wanted = tuple(policy or ())
         request = SimulationRequest(
-            job_file, trace, rows, adapters, skew, workers, wanted, cost_model, batch_rows, seed, output
+            job_file, trace, rows, adapters, skew, workers, wanted, cost_model, batch_rows, seed, output, speeds
         )
         print_simulation(simulate_job(request))
 

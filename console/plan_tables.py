@@ -99,6 +99,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "shared_prompt_tokens": forecast.shared_prompt_tokens,
         "predicted_output_tokens": sum(adapter.predicted_output_tokens for adapter in forecast.adapters),
         "workers": found.num_workers,
+        "speeds": None if found.slowness is None else [1 / slow for slow in found.slowness],
         "predicted_s": forecast.predicted_s,
         "bound_s": found.bound_s,
         "predicted_range_s": found.range_s,
@@ -156,6 +157,7 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         f"{found.workload.num_rows} rows, {int(found.workload.prompt_tokens.sum())} prompt tokens, about {output} "
         f"output tokens, {len(forecast.plan.shards)} shards on {found.num_workers} workers",
         f"Predicted: {forecast.predicted_s:.1f} s (simulated on predicted lengths{_part_played(found)})",
+        *_speeds(found),
         *_bound(found),
         *_range(found),
         *_engines(found),
@@ -176,6 +178,17 @@ def _part_played(found: DryRun) -> str:
     played = found.forecast.simulated_rows
     num_rows = sum(shard.num_rows for shard in found.forecast.plan.shards if shard.has_engine_work)
     return "" if played == num_rows else f" of {played} of the rows"
+
+
+def _speeds(found: DryRun) -> list[str]:
+    """The speeds that were given, and where they count."""
+    if found.slowness is None:
+        return []
+    speeds = ", ".join(f"{1 / slow:g}" for slow in found.slowness)
+    return [
+        f"Workers are taken to be {speeds} times as fast as the cost model says; a run has to find that out. "
+        "The table of workers and the placement take all to be alike"
+    ]
 
 
 def _bound(found: DryRun) -> list[str]:

@@ -84,6 +84,8 @@ def print_simulation(result: SimulationResult, console: Console | None = None) -
         f"{workload.num_rows} rows, {len(workload.adapters)} adapters, {result.request.workers} workers, "
         f"{limits.batch_rows} rows and {limits.step_tokens} tokens a step"
     )
+    if result.request.speeds is not None:
+        title += f", {result.request.speeds} times as fast as the cost model says"
     table = Table(title=title)
     names = ("policy", "seconds", "x best", "tokens/s", "busy", "rows/step", "merged", "switch", "load")
     for name in names:

@@ -28,7 +28,7 @@ from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..result import KindOfError
 from .plan import check_rows
-from .settings import RunSettings
+from .settings import RunSettings, check_speeds, parse_speeds
 
 # Some ten seconds.
 _SIMULATED_ROWS = 20_000
@@ -38,7 +38,8 @@ _SIMULATED_ROWS = 20_000
 class DryRun:
     """A job as planned. `weight_bytes`: of the base model on each worker, as stored. `bound_s`: no run takes less, if
     answers are as long as expected. `range_s`: predicted for answers of a quarter of `max_tokens` and of all of it;
-    None when their lengths are known. `notes`: on adapters, files and rows.
+    None when their lengths are known. `slowness`: of each worker over the cost model, where it was given. `notes`: on
+    adapters, files and rows.
     """
 
     spec: JobSpec
@@ -51,25 +52,28 @@ class DryRun:
     forecast: Forecast
     bound_s: float
     range_s: tuple[float, float] | None
+    slowness: tuple[float, ...] | None
     notes: tuple[str, ...]
 
 
-def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
-    """Plan a job from its options; an output is not needed.
+def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str | None = None) -> DryRun:
+    """Plan a job from its options; an output is not needed. `speeds`: of the workers, see `parse_speeds`.
 
     Raises what `open_job` and `check_rows` raise: a job that is refused here would be refused by `run`.
     """
+    slowness = None if speeds is None else parse_speeds(speeds)
     with tempfile.TemporaryDirectory(prefix="lorabatch-plan-") as folder:
         # `output` in a job file is overridden too: a plan must not meet what is there.
         given = dict(values) | {"output": folder, "overwrite": True}
         spec = requested_job(given, job_file)
         job = open_job(spec)
         num_workers, device = _workers(spec)
+        check_speeds(slowness, num_workers)
         settings = RunSettings.of(job, num_workers, device)
         indexed = _index(job)
         with check_rows(job.store, job.record, indexed) as checked:
             workload = checked.whole()
-        predict = partial(settings.forecast, workload, num_workers, max_rows=_SIMULATED_ROWS)
+        predict = partial(settings.forecast, workload, num_workers, max_rows=_SIMULATED_ROWS, slowness=slowness)
         forecast = predict()
         range_s = None
         if not spec.sampling.ignore_eos:
@@ -84,8 +88,9 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None) -> DryRun:
             weight_bytes,
             settings,
             forecast,
-            settings.bound(workload, num_workers).seconds,
+            settings.bound(workload, num_workers, slowness).seconds,
             range_s,
+            slowness,
             (*job_notes(job.record), *row_notes(job.record, indexed.rows_per_adapter)),
         )
 

@@ -6,6 +6,7 @@ what runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
 from ...jobs.cost_profile import profile_path, read_profile
+from ...jobs.errors import JobRequestError
 from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec
 from ...jobs.storage.local_copy import is_remote
@@ -197,23 +199,36 @@ class RunSettings:
         )
 
     def forecast(
-        self, rows: Workload, num_workers: int, *, max_rows: int, length_share: float | None = None
+        self,
+        rows: Workload,
+        num_workers: int,
+        *,
+        max_rows: int,
+        length_share: float | None = None,
+        slowness: Sequence[float] | None = None,
     ) -> Forecast:
-        """Waves, their modes, placement and seconds of a job; of a larger one than `max_rows` a sample is played."""
+        """Waves, their modes, placement and seconds of a job; of a larger one than `max_rows` a sample is played.
+
+        `slowness`: see `play`. A sample on fewer workers has some of them, as fast together as all are on average.
+        """
         cut = self.cut(rows, num_workers, length_share=length_share)
         played = self._rows_to_play(rows.num_rows, max_rows)
-        return forecast_job(self.with_reuse(rows), cut, self.cost, num_workers, self.play, played)
 
-    def bound(self, rows: Workload, num_workers: int) -> JobBound:
-        """Seconds below which no run of these rows ends, on workers as fast as the cost model says, if answers have the
-        expected lengths."""
+        def play(rows: Workload, plan: ShardPlan, num_played: int) -> PolicyRun:
+            return self.play(rows, plan, num_played, None if slowness is None else some_of(slowness, num_played))
+
+        return forecast_job(self.with_reuse(rows), cut, self.cost, num_workers, play, played)
+
+    def bound(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> JobBound:
+        """Seconds below which no run of these rows ends, if answers have the expected lengths. `slowness`: as in
+        `play`."""
         return job_bound(
             self.with_reuse(rows),
             expected_tokens(rows.max_tokens, self.length_share),
             self.cost,
             batch_rows=self.limits.batch_rows,
             step_tokens=self.limits.step_tokens,
-            slowness=[1.0] * num_workers,
+            slowness=[1.0] * num_workers if slowness is None else slowness,
             adapter_source="storage",
         )
 
@@ -230,6 +245,38 @@ class RunSettings:
     def simulate(self, rows: Workload, num_workers: int, slowness: Sequence[float] | None = None) -> PolicyRun:
         """A whole job on simulated workers, planned as a run plans it: without its true lengths. See `play`."""
         return self.play(rows, self.cut(rows, num_workers).plan, num_workers, slowness)
+
+
+def parse_speeds(text: str) -> tuple[float, ...]:
+    """Slowness of each worker from its speed, as in `1,0.5`. Raises `JobRequestError`."""
+    expected = "expected a number above 0 for each worker, 1 for one as fast as the cost model says. Write for example"
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise JobRequestError(f"speeds={text!r}: {expected} --speeds 1,0.5.") from None
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise JobRequestError(f"speeds={text!r}: {expected} --speeds 1,0.5.")
+    return tuple(1.0 / speed for speed in speeds)
+
+
+def check_speeds(slowness: Sequence[float] | None, num_workers: int) -> None:
+    """Raise `JobRequestError` unless every worker has a speed, or none."""
+    if slowness is not None and len(slowness) != num_workers:
+        raise JobRequestError(
+            f"speeds: {len(slowness)} given for {num_workers} workers, expected one for each. Give {num_workers} of "
+            f"them, or --workers {len(slowness)}."
+        )
+
+
+def some_of(slowness: Sequence[float], count: int) -> list[float]:
+    """So many workers, evenly spread from the fastest to the slowest, with the mean speed of all."""
+    ordered = sorted(slowness)
+    chosen = [ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count)]
+    if len(chosen) == len(slowness):
+        return list(slowness)
+    mean_speed = sum(1 / slow for slow in slowness) / len(slowness)
+    chosen_speed = sum(1 / slow for slow in chosen) / count
+    return [slow * chosen_speed / mean_speed for slow in chosen]
 
 
 @dataclass(frozen=True, slots=True)

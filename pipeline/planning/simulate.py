@@ -31,7 +31,7 @@ from ...scheduler.simulation.synthetic import (
 )
 from ...scheduler.workload import BASE_MODEL, Workload
 from .dry_run import dry_run
-from .settings import RunSettings
+from .settings import RunSettings, check_speeds, parse_speeds
 
 _OURS = "planner"
 _RANKS = (8, 16, 32, 64, 128)
@@ -46,7 +46,7 @@ class SimulationRequest:
     """What to simulate. `rows`, `adapters`, `skew` count without a job file. `policies`: empty is all.
 
     `cost_model`: a file that `lorabatch profile` wrote, or a name in `MACHINES`; None: the job's own, or the first of
-    these. `batch_rows`: None is what the engine would choose.
+    these. `batch_rows`: None is what the engine would choose. `speeds`: see `parse_speeds`.
     """
 
     job_file: Path | None
@@ -60,6 +60,7 @@ class SimulationRequest:
     batch_rows: int | None
     seed: int
     output: Path
+    speeds: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,13 @@ def simulate_job(request: SimulationRequest) -> SimulationResult:
     unknown = [name for name in policies if name not in known]
     if unknown:
         raise JobRequestError(*(f"policy={name!r}: expected one of {', '.join(known)}." for name in unknown))
+    slowness = None if request.speeds is None else parse_speeds(request.speeds)
+    check_speeds(slowness, request.workers)
     workload, settings = make_job(request)
-    runs = [_run(name, workload, settings, request.workers) for name in policies]
+    runs = [_run(name, workload, settings, request.workers, slowness) for name in policies]
     request.output.mkdir(parents=True, exist_ok=True)
-    results = {"rows": workload.num_rows, "workers": request.workers, "cost_model": settings.cost_origin}
+    results = {"rows": workload.num_rows, "workers": request.workers, "speeds": request.speeds}
+    results |= {"cost_model": settings.cost_origin}
     metrics = {run.policy: asdict(run.metrics) for run in runs}
     text = json.dumps(results | {"seed": request.seed, "policies": metrics}, indent=1)
     (request.output / "simulation.json").write_text(text + "\n", encoding="utf-8")
@@ -94,10 +98,13 @@ def simulate_job(request: SimulationRequest) -> SimulationResult:
     return SimulationResult(request, workload, settings, tuple(runs), files)
 
 
-def _run(policy: str, workload: Workload, settings: RunSettings, num_workers: int) -> PolicyRun:
+def _run(
+    policy: str, workload: Workload, settings: RunSettings, num_workers: int, slowness: Sequence[float] | None
+) -> PolicyRun:
     if policy == _OURS:
-        return settings.simulate(workload, num_workers)
-    return simulate_policy(policy, settings.with_reuse(workload), settings.cost, settings.replica(), num_workers)
+        return settings.simulate(workload, num_workers, slowness)
+    shared = settings.with_reuse(workload)
+    return simulate_policy(policy, shared, settings.cost, settings.replica(), num_workers, slowness)
 
 
 def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:

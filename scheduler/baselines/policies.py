@@ -5,7 +5,7 @@ All rows arrive at the start, go to replicas in turn, and are batched by the pol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,9 +30,14 @@ POLICIES = {
 
 
 def simulate_policy(
-    policy: str, workload: Workload, cost: CostModel, settings: ReplicaSettings, num_replicas: int
+    policy: str,
+    workload: Workload,
+    cost: CostModel,
+    settings: ReplicaSettings,
+    num_replicas: int,
+    slowness: Sequence[float] | None = None,
 ) -> PolicyRun:
-    """One offline job under one policy. `workload.output_tokens` must be known.
+    """One offline job under one policy. `workload.output_tokens` must be known. `slowness`: as in `run_planned`.
 
     Raises ValueError naming the policies there are.
     """
@@ -48,8 +53,9 @@ def simulate_policy(
     }
     arrived = replace(workload, release_s=np.zeros(workload.num_rows))
     timeline = Timeline.empty(workload.num_rows, num_replicas)
+    costs = [cost] * num_replicas if slowness is None else [cost.scaled(slow) for slow in slowness]
     replicas = [
-        SimulatedReplica(number, arrived, cost, makers[policy](), settings, timeline) for number in range(num_replicas)
+        SimulatedReplica(number, arrived, own, makers[policy](), settings, timeline) for number, own in enumerate(costs)
     ]
     in_turn = RoundRobinDispatcher(np.ones((len(workload.adapters), num_replicas), dtype=bool))
     serving = ServingSettings(settings.max_batch_rows, migrate_every_s=2.0 if policy == "dlora" else None)

@@ -72,6 +72,36 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
     assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
 
 
+def test_speeds_of_workers_count_in_seconds_and_bound_and_are_said(options: dict[str, Any]) -> None:
+    alike = dry_run(options)
+    same = dry_run(options, speeds="1,1")
+    assert same.forecast.predicted_s == alike.forecast.predicted_s
+    found = dry_run(options, speeds="1, 0.25")
+    assert alike.forecast.predicted_s < found.forecast.predicted_s < 4 * alike.forecast.predicted_s
+    # Both of one speed: 2; now: 1.25.
+    assert found.bound_s == pytest.approx(alike.bound_s * 2 / 1.25)
+    console = Console(width=150, record=True)
+    print_plan(found, None, console)
+    assert "taken to be 1, 0.25 times as fast as the cost model says" in " ".join(console.export_text().split())
+    assert plan_json(found, None)["speeds"] == [1.0, 0.25]
+    assert plan_json(alike, None)["speeds"] is None
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ("1,fast", "speeds='1,fast': expected a number above 0 for each worker"),
+        ("1,0", "speeds='1,0': expected a number above 0"),
+        ("1,nan", "expected a number above 0"),
+        ("", "expected a number above 0"),
+        ("1,1,1", "speeds: 3 given for 2 workers, expected one for each. Give 2 of them, or --workers 3."),
+    ],
+)
+def test_speeds_that_are_none_are_refused(options: dict[str, Any], speeds: str, expected: str) -> None:
+    with pytest.raises(JobRequestError, match=expected):
+        dry_run(options, speeds=speeds)
+
+
 def test_beginnings_that_rows_of_an_adapter_share_are_predicted_once(options: dict[str, Any]) -> None:
     rows = [{"id": i, "adapter": "rank8", "prompt_token_ids": [*range(5, 45), 60 + i]} for i in range(20)]
     pq.write_table(pa.Table.from_pylist(rows), options["input"])

@@ -14,7 +14,7 @@ from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.limits import engine_limits, total_host_bytes
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
-from lorabatch.pipeline.planning.settings import RunSettings
+from lorabatch.pipeline.planning.settings import RunSettings, some_of
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, MACHINES
 from lorabatch.scheduler.simulation import run as simulated
@@ -136,3 +136,12 @@ def test_of_several_workers_the_smallest_device_counts(asked: str) -> None:
     assumed = least_device(nothing(), asked)
     assert "no worker of the cluster has named its device" in assumed.assumption
     assert assumed.kind == ("cuda" if asked == "cuda" else assumed.kind)
+
+
+def test_some_workers_stand_for_all_of_them() -> None:
+    slowness = [1.0] * 6 + [2.0] * 2 + [8.0] * 2
+    chosen = some_of(slowness, 4)
+    assert len(chosen) == 4
+    assert sum(1 / slow for slow in chosen) / 4 == pytest.approx(sum(1 / slow for slow in slowness) / 10)
+    assert chosen == sorted(chosen)
+    assert some_of(slowness, 10) == slowness

@@ -48,6 +48,15 @@ def test_the_same_seed_gives_the_same_seconds(tmp_path: Path) -> None:
     assert [run.metrics for run in first] == [run.metrics for run in second]
 
 
+def test_slower_workers_take_every_policy_longer_and_are_named_in_the_table(tmp_path: Path) -> None:
+    alike, slowed = (simulate_job(request(tmp_path, rows=200, speeds=speeds)) for speeds in (None, "1,0.5"))
+    for before, after in zip(alike.runs, slowed.runs, strict=True):
+        assert after.metrics.makespan_s > 1.1 * before.metrics.makespan_s
+    console = Console(width=140, record=True)
+    print_simulation(slowed, console)
+    assert "1,0.5 times as fast as the cost model says" in " ".join(console.export_text().split())
+
+
 def test_lengths_come_from_a_trace_in_pairs(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(TRACE)
     found, _ = make_job(request(tmp_path, trace=tmp_path / "trace.csv", adapters=0))
@@ -59,6 +68,8 @@ def test_lengths_come_from_a_trace_in_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        ({"speeds": "1,2,3"}, "speeds: 3 given for 2 workers"),
+        ({"speeds": "quick"}, "speeds='quick': expected a number above 0"),
         ({"policies": ("magic",)}, "policy='magic': expected one of planner"),
         ({"cost_model": "abacus"}, "neither a file nor a known machine. Machines: cpu-smollm2-135m"),
         ({"trace": Path("/nowhere.csv")}, "trace='/nowhere.csv': cannot be read"),
