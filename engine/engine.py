@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.lengths import LengthEstimator
 from ..scheduler.messages import StepTotals
+from ..scheduler.pace import StepBudget
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
@@ -88,6 +90,7 @@ class Engine:
         #: Called with the entries of every step before it is launched: for measurements.
         self.observe_step: Callable[[Items[StepEntry]], None] | None = None
         self._counts = StepCounts(self._registry.elements_per_rank)
+        self._budget = StepBudget(self.config.step_tokens)
 
     def register_adapter(self, adapter_id: str, folder: Path, name: str = "") -> None:
         """Register an adapter by its content hash; its tensors are read, and the hash checked, on first use.
@@ -156,6 +159,7 @@ class Engine:
 
         Returns the results of rows that finished, rejected ones too.
         """
+        began_s = time.perf_counter()
         finished, self._rejected = self._rejected, []
         entries: list[StepEntry] = []
         if self._batch.num_waiting + self._batch.num_running:
@@ -167,8 +171,9 @@ class Engine:
             self._launch(entries)
         # with nothing to launch, what is on its way is all that can be waited for
         read = self._in_flight.read(keep=self._runner.steps_ahead if entries else 0)
-        results = (self._append_token(*token) for token in read)
-        return finished + [result for result in results if result is not None]
+        finished += [result for token in read if (result := self._append_token(*token)) is not None]
+        self._budget.took(sum(entry.num_tokens for entry in entries), time.perf_counter() - began_s)
+        return finished
 
     def telemetry(self) -> EngineTelemetry:
         """A snapshot between two steps."""
@@ -252,7 +257,7 @@ class Engine:
         if not served:
             return []
         self.switch_weights(None if plan.merged_adapter is None else self._registry.id_of(plan.merged_adapter))
-        return self._batch.entries(served, plan, self.config.step_tokens)
+        return self._batch.entries(served, plan, self._budget.tokens)
 
     def _give_up_adapter(self, error: AdapterUnusableError) -> list[Result]:
         """Error results for the rows of an adapter that cannot be loaded; all others go on."""

@@ -7,7 +7,7 @@ keeps the shard; a row on a helper counts as lent there and as incoming here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -76,17 +76,39 @@ class TailMigration:
         for owner in owners:
             moves = self._moves(owner, helpers, replicas, open_shards)
             if moves:
-                for move in moves:
-                    given = self._given.setdefault(move.to_replica_id, _Given(time_s, 0))
-                    given.num_rows += move.num_rows
-                del self._reports[owner]
-                return moves
+                return self._given_away(owner, moves, time_s)
         return ()
+
+    def relieve(
+        self, owner: str, num_rows: int, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
+    ) -> tuple[MigrateRows, ...]:
+        """Moves of so many rows of a slow replica to faster ones, in proportion to their paces, as if they came from the
+        queue: whether they find a place at once does not matter.
+        """
+        report, mine = self._reports.get(owner), self._pace(replicas[owner])
+        if report is None:
+            return ()
+        paces = {name: self._pace(replica) for name, replica in replicas.items() if name not in self._given}
+        faster = [name for name, pace in paces.items() if _FASTER * pace.slowness < mine.slowness]
+        ranked = sorted(faster, key=lambda n: (round(paces[n].slowness, 1), self.rows_at_work(replicas[n]), n))
+        helpers = {name: paces[name] for name in ranked[: min(num_rows, _MAX_HELPERS)]}
+        if not helpers:
+            return ()
+        shares = _shares(num_rows, list(helpers.values()))
+        return self._given_away(owner, _moves_of(report, open_shards(replicas[owner]), helpers, shares), time_s)
+
+    def _given_away(self, owner: str, moves: tuple[MigrateRows, ...], time_s: float) -> tuple[MigrateRows, ...]:
+        for move in moves:
+            given = self._given.setdefault(move.to_replica_id, _Given(time_s, 0))
+            given.num_rows += move.num_rows
+        if moves:
+            del self._reports[owner]
+        return moves
 
     def _helpers(self, replicas: Mapping[str, ReplicaState]) -> dict[str, Pace]:
         """Replicas that have room, the fastest first."""
         paces = {
-            name: replace(self._pace(replica), own_rows=self._rows_at_work(replica))
+            name: replace(self._pace(replica), own_rows=self.rows_at_work(replica))
             for name, replica in replicas.items()
             if name not in self._given
         }
@@ -95,7 +117,7 @@ class TailMigration:
         ranked = sorted(has_room, key=lambda n: (round(paces[n].slowness, 1), paces[n].own_rows, n))
         return {name: paces[name] for name in ranked[: _MAX_HELPERS + 1]}
 
-    def _rows_at_work(self, replica: ReplicaState) -> int:
+    def rows_at_work(self, replica: ReplicaState) -> int:
         """Unfinished rows that it works on itself, its own and others'."""
         report = self._reports.get(replica.replica_id)
         if report is None:
@@ -245,6 +267,13 @@ def lend(
     if not helpers or not rows.num_rows:
         return ()
     shares = rows_to_lend(rows, owner, list(helpers.values()), cost, settings)
+    return _moves_of(progress, open_shards, helpers, shares)
+
+
+def _moves_of(
+    progress: Progress, open_shards: Sequence[Shard], helpers: Iterable[str], shares: Sequence[int]
+) -> tuple[MigrateRows, ...]:
+    """Each helper's share, of the shards that were opened last."""
     here = rows_here(progress)
     commands = []
     for helper, share in zip(helpers, shares, strict=True):

@@ -18,6 +18,10 @@ _HALF_LIFE_S = 20.0
 # A replica's own steps count for as much as all others' once they have taken so long. Not: once they should have, for a
 # cost model that was guessed may be wrong by orders of magnitude.
 _PRIOR_S = 0.5
+# A step with prompts should not take longer: rows join and leave between steps only.
+_STEP_S = 1.0
+# Tokens of a step that are never too many: with fewer, too much of it is reading weights. The first has no more.
+_LEAST_STEP_TOKENS = 256
 # Replicas that differ by less are taken to be alike: what a row costs varies as much.
 _ALIKE = 1.15
 
@@ -130,3 +134,18 @@ class PaceEstimator:
         each_s = float(self._cost.row_seconds(self._row.prompt_tokens, output_tokens, batch_rows=batch_rows))
         step = StepLoad(decode_rows=batch_rows, context_tokens=batch_rows * self._context_tokens)
         return each_s, output_tokens * float(self._cost.step_seconds(step))
+
+
+class StepBudget:
+    """Tokens that the next step of one engine may hold: as many as take it about a second, as its last full steps tell.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.tokens = min(max_tokens, _LEAST_STEP_TOKENS)
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """Take in a step; one that held less than it might have says nothing."""
+        if num_tokens >= self.tokens:
+            wanted = self.tokens * min(2.0, _STEP_S / max(seconds, 1e-9))
+            self.tokens = min(self._max_tokens, max(int(wanted), _LEAST_STEP_TOKENS))

@@ -6,7 +6,7 @@ numbers: the same events give the same commands, so that `events.jsonl` replays 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from .waves import Shard
 # Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
 #: Of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 3
+EVENTS_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,11 @@ class Scheduler:
             return []
         commands = self._absorb(event)
         if not self._is_over:
-            commands += self._dispatch(self._maybe_hungry(event, commands))
+            candidates = self._maybe_hungry(event, commands)
+            wanted = self._wanted_rows(candidates) if self._queue else {}
+            if isinstance(event, Progress) and self._queue:
+                commands += self._relieve(event.replica_id, event.time_s, wanted)
+            commands += self._dispatch(candidates, wanted)
             if isinstance(event, ReplicaJoined | Progress | ShardCommitted):
                 commands += self._migrate(event.replica_id, event.time_s)
         if not self._is_over and self._num_uncommitted == 0:
@@ -348,21 +352,24 @@ class Scheduler:
             if self._shards[shard_id].shard.has_engine_work:
                 self._set_rows_left(replica, shard_id, rows_left)
 
-    def _dispatch(self, candidates: list[ReplicaState]) -> list[Command]:
+    def _dispatch(self, candidates: list[ReplicaState], wanted: Mapping[str, int]) -> list[Command]:
         """Open shards until every candidate holds what it should."""
         commands: list[Command] = []
-        wanted = self._wanted_rows(candidates) if self._queue else {}
-        hungry = {r.replica_id: r for r in candidates if r.open_rows < wanted.get(r.replica_id, 0)}
+        hungry = {r.replica_id: r for r in candidates if self._rows_at_work(r) < wanted.get(r.replica_id, 0)}
         while hungry and self._queue:
-            replica = min(hungry.values(), key=lambda r: (r.open_rows / r.batch_rows, r.replica_id))
+            replica = min(hungry.values(), key=lambda r: (self._rows_at_work(r) / r.batch_rows, r.replica_id))
             command = self._open_next(replica, self._queue)
             commands += command
-            if not command or replica.open_rows >= wanted[replica.replica_id]:
+            if not command or self._rows_at_work(replica) >= wanted[replica.replica_id]:
                 del hungry[replica.replica_id]
         for replica in candidates:
             if self._idle_queue and not any(rows == 0 for rows in replica.rows_left.values()):
                 commands += self._open_next(replica, self._idle_queue)
         return commands
+
+    def _rows_at_work(self, replica: ReplicaState) -> int:
+        """Unfinished rows that the replica has to work on itself: of its shards, and of others that moved there."""
+        return replica.open_rows if self._migration is None else self._migration.rows_at_work(replica)
 
     def _wanted_rows(self, candidates: list[ReplicaState]) -> dict[str, int]:
         """Unfinished rows that each candidate should have open: two batches, or its share by pace of what is left.
@@ -393,6 +400,16 @@ class Scheduler:
 
         shard_id = queue.take(replica.replica_id, is_allowed)
         return [] if shard_id is None else [self._open(self._shards[shard_id], replica)]
+
+    def _relieve(self, replica_id: str, time_s: float, wanted: Mapping[str, int]) -> Sequence[Command]:
+        """Move rows away from a replica that turns out to be so slow that it holds more than twice its share."""
+        replica = self._replicas.get(replica_id)
+        if self._migration is None or replica is None or not self._paces.is_known(replica_id):
+            return ()
+        share, num_rows = wanted.get(replica_id, 0), self._rows_at_work(replica)
+        if num_rows <= 2 * share:
+            return ()
+        return self._migration.relieve(replica_id, num_rows - share, time_s, self._replicas, self._open_shards)
 
     def _migrate(self, replica_id: str, time_s: float) -> Sequence[Command]:
         """Move rows to replicas that have nothing to do, once no shard is queued."""

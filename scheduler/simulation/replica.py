@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
 from ..lengths import LengthEstimator
+from ..pace import StepBudget
 from ..workload import Workload
 from .memory import SimulatedMemory, SimulatedPages
 from .timeline import Timeline
@@ -107,6 +108,7 @@ class SimulatedReplica:
             workload, settings.kv_tokens, settings.page_tokens, settings.run_pages, settings.token_bytes
         )
         self._pinned_pages = 0
+        self._budget = StepBudget(settings.max_step_tokens)
 
     @property
     def num_rows(self) -> int:
@@ -336,7 +338,8 @@ class SimulatedReplica:
     def _prompt_budget(self, is_served: NDArray[np.bool_]) -> int:
         """Prompt tokens of one pass: what decoding rows leave, and one at least."""
         num_decoding = int((self._unstored[is_served] == 0).sum())
-        return max(self._settings.max_step_tokens - num_decoding, 1)
+        limit = self._settings.max_step_tokens if self._settings.is_coarse else self._budget.tokens
+        return max(limit - num_decoding, 1)
 
     def _cut(self, served: NDArray[np.int64], num_passes: int, budget: int) -> tuple[NDArray[np.int64], ...]:
         """Of served rows: prompt tokens computed, tokens generated, and the pass in which the prompt ends (0: before).
@@ -369,6 +372,7 @@ class SimulatedReplica:
         stored = self._total[served] - np.maximum(unstored, 1)
         done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk)
         seconds = overhead_s + done.seconds(self._cost, self._ranks, self._merged)
+        self._budget.took(int(chunk.sum()) + int((~is_prompt).sum()), seconds / num_passes)
         self._remaining[served] -= tokens
         self._total[served] += tokens
         self._unstored[served] -= chunk

@@ -56,6 +56,11 @@ class Timeline:
             peak_adapters=np.zeros(num_replicas, np.int64),
         )
 
+    def totals(self, replica: int) -> tuple[float, int, int, int]:
+        """Of one replica: seconds in steps, steps, prompt tokens computed, tokens generated."""
+        num_steps, prompt_tokens = int(self.num_steps[replica]), int(self.prompt_tokens[replica])
+        return float(self.busy_s[replica]), num_steps, prompt_tokens, int(self.row_steps[replica])
+
     def forget(self, rows: NDArray[np.int64]) -> None:
         """What these rows had done is lost; they start again."""
         for array in (self.admit_s, self.first_token_s, self.finish_s):

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.messages import MigrateRows, Progress
+from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
 from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, rows_to_lend, tail_rows
+from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.waves import Shard
 
 SETTINGS = TailSettings(hop_s=0.1)
@@ -124,3 +125,32 @@ def test_without_helpers_or_work_nothing_is_lent():
     assert lent_by(make_progress(((0, 0),)), [idle], PACE, {"a": PACE}) == ()
     busy = Shard(0, 0, "unmerged", ("x",), 20, 4000, 12_000)
     assert lent_by(make_progress(((0, 9),)), [busy], PACE, {}) == ()
+
+
+STEP_S = CPU.step_s + 16 * (CPU.decode_row_s + 300 * CPU.context_token_s)
+
+
+def after_reports(slowness):
+    """A scheduler of twenty shards after the first reports of two replicas that have opened one each, and the commands
+    that the second gave: it takes `slowness` times as long as the cost model says."""
+    shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(20)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, tail=SETTINGS, cost=CPU))
+    (first,), (second,) = (scheduler.handle(ReplicaJoined(0.0, name, 16)) for name in ("fast", "slow"))
+    commands = []
+    for shard_id, name, factor in ((first.shard_id, "fast", 1.0), (second.shard_id, "slow", slowness)):
+        report = Progress(5.0, name, 16, 16, 0.0, (), ((shard_id, 16),), running_tokens=160)
+        totals = {"engine_s": 1000 * factor * STEP_S, "num_steps": 1000, "generated_tokens": 16000}
+        commands = scheduler.handle(replace(report, **totals))
+    return scheduler, commands
+
+
+def test_a_replica_so_slow_that_the_job_ends_before_its_rows_gives_them_back_while_shards_are_queued():
+    scheduler, commands = after_reports(slowness=60.0)
+    assert [(c.from_replica_id, c.to_replica_id, c.num_rows) for c in commands] == [("slow", "fast", 16)]
+    assert scheduler.num_queued
+    scheduler.check_integrity()
+
+
+def test_a_replica_that_is_not_much_slower_keeps_its_rows():
+    _, commands = after_reports(slowness=3.0)
+    assert not [c for c in commands if isinstance(c, MigrateRows)]

@@ -8,7 +8,7 @@ import pytest
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.messages import Progress
-from lorabatch.scheduler.pace import MeanRow, PaceEstimator, mean_row
+from lorabatch.scheduler.pace import MeanRow, PaceEstimator, StepBudget, mean_row
 from lorabatch.scheduler.waves import Shard
 
 ROW = MeanRow(100, 40.0, 20.0)
@@ -103,3 +103,25 @@ def test_a_cost_model_that_is_wrong_by_orders_of_magnitude_serves_too() -> None:
         paces.reported(report("fast", num_steps=num_steps, engine_s=STEP_S * num_steps))
     assert paces.is_known("slow")
     assert paces.over_fastest(["slow", "fast"]) == {"slow": pytest.approx(3.0, rel=0.1), "fast": 1.0}
+
+
+def test_steps_grow_until_they_are_full_or_take_a_second() -> None:
+    fast, slow = StepBudget(16384), StepBudget(16384)
+    for _ in range(12):
+        fast.took(fast.tokens, 3e-5 * fast.tokens)
+        slow.took(slow.tokens, 6e-4 * slow.tokens)
+    assert fast.tokens == 16384
+    assert slow.tokens == pytest.approx(1 / 6e-4, rel=0.01)
+
+
+def test_the_first_step_is_small_and_none_is_too_small_to_be_worth_it() -> None:
+    budget = StepBudget(512)
+    assert budget.tokens == 256
+    budget.took(256, 100.0)
+    assert (budget.tokens, StepBudget(32).tokens) == (256, 32)
+
+
+def test_a_step_that_is_not_full_says_nothing() -> None:
+    budget = StepBudget(16384)
+    budget.took(100, 0.001)
+    assert budget.tokens == 256
