@@ -111,6 +111,7 @@ def simulate(
     workers: Annotated[int, typer.Option(min=1)] = 4,
     speeds: SpeedsOption = None,
     policy: Annotated[list[str] | None, typer.Option(help="By default all. Repeatable.")] = None,
+    placement: Annotated[str, shared_option("placement")] = "planner",
     cost_model: Annotated[
         str | None, typer.Option(help="A file of `profile`, or a known machine; by default the job's, or an H200.")
     ] = None,
@@ -125,7 +126,19 @@ def simulate(
 
         wanted = tuple(policy or ())
         request = SimulationRequest(
-            job_file, trace, rows, adapters, skew, workers, wanted, cost_model, batch_rows, seed, output, speeds
+            job_file,
+            trace,
+            rows,
+            adapters,
+            skew,
+            workers,
+            wanted,
+            cost_model,
+            batch_rows,
+            seed,
+            output,
+            speeds,
+            placement,
         )
         print_simulation(simulate_job(request))
 

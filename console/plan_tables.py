@@ -100,6 +100,8 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "predicted_output_tokens": sum(adapter.predicted_output_tokens for adapter in forecast.adapters),
         "workers": found.num_workers,
         "speeds": None if found.slowness is None else [1 / slow for slow in found.slowness],
+        "policy": found.settings.policy,
+        "placement_policy": found.settings.placement,
         "predicted_s": forecast.predicted_s,
         "bound_s": found.bound_s,
         "predicted_range_s": found.range_s,
@@ -161,6 +163,7 @@ def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
         *_bound(found),
         *_range(found),
         *_engines(found),
+        *_policy(found),
         f"Placement: {placement.makespan_s:.1f} s, no placement ends before {placement.bound_s:.1f} s "
         f"(gap of the placement {placement.gap:.2%}, {placement.method})",
         f"Cost model: {found.settings.cost_origin}",
@@ -210,6 +213,13 @@ def _engines(found: DryRun) -> list[str]:
     if device.assumption:
         lines.append(f"The device is not known: {device.assumption}. Seconds and price depend on it")
     return lines
+
+
+def _policy(found: DryRun) -> list[str]:
+    """Policy and placement, where they are not this project's."""
+    policy, placement = found.settings.policy, found.settings.placement
+    dealt = f", rows dealt out by {placement}" if placement != "planner" else ""
+    return [f"Policy: {policy}{dealt}"] if found.settings.is_dealt else []
 
 
 def _range(found: DryRun) -> list[str]:

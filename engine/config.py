@@ -39,8 +39,9 @@ class EngineConfig:
     memory).
     `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
     `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
-    per row. `auto_policy`: what mode `auto` decides by, a name in `scheduler.batching.POLICIES`. `uses_prefix_cache`:
-    rows whose prompts begin alike compute the beginning once (in `exact` where compiled CPU kernels serve).
+    per row. `batcher`: what chooses the steps, a name in `scheduler.batching.BATCHERS` (None: what the mode says).
+    `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (in `exact` where compiled CPU
+    kernels serve).
     `kernels`: GPUs run the Triton kernels; `triton` runs them on a CPU too, in Triton's interpreter, to test them.
     `launches_ahead`: a GPU's next step may be launched before the last one is read. `cost`: what steps and merges take,
     as mode `auto` decides by (None: the preset of a machine of that kind).
@@ -55,7 +56,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     mode: Mode = "auto"
-    auto_policy: str = "cost"
+    batcher: str | None = None
     uses_prefix_cache: bool = True
     load_format: Literal["auto", "dummy"] = "auto"
     kernels: Literal["auto", "triton"] = "auto"

@@ -26,10 +26,11 @@ RECORD_FORMAT = 1
 _NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
 IDENTITY_FIELDS = (
-    "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt"
+    "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
+    "policy", "placement",
 )  # fmt: skip
 # Of these, options that the first version did not have: part of an index's key where they are given.
-_LATER = ("system_prompt",)
+_LATER = ("system_prompt", "policy", "placement")
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
 
@@ -220,7 +221,9 @@ def index_key(record: JobRecord) -> str:
     basis = {
         "format": RECORD_FORMAT,
         "spec": {
-            name: record.spec.get(name) for name in IDENTITY_FIELDS if name not in _LATER or record.spec.get(name)
+            name: record.spec.get(name)
+            for name in IDENTITY_FIELDS
+            if name not in _LATER or record.spec.get(name) not in (None, JobSpec.model_fields[name].default)
         },
         "model": record.model.sha256,
         "input": _content(record.input),

@@ -29,6 +29,16 @@ COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_COLUMNS)
 _REPEATABLE = tuple(name for name, option in SAMPLING_OPTIONS.items() if option.kind == tuple[str, ...])
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
+PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
+PlacementName = Literal["planner", "loraserve"]
+# Policies that decide by themselves whether adapters are merged -> the modes that leave them to it.
+_MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
+    "dlora": ("auto",),
+    "s-lora": ("auto", "unmerged", "exact"),
+    "vllm-like": ("auto", "unmerged", "exact"),
+    "merged-only": ("auto", "merged"),
+    "peft-like": ("auto", "merged"),
+}
 # Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
 # Values for the required fields while the other fields are checked.
@@ -110,6 +120,8 @@ class JobSpec(_SamplingFields):
     )
     overwrite: bool = _option(False, "Remove the job that is in the output and start over.")
     migration: bool = _option(True, "Move running rows from slow workers to idle ones.")
+    policy: PolicyName = _option("planner", "How rows are batched, dispatched and moved: planner is this project's.")
+    placement: PlacementName = _option("planner", "Which worker gets which rows: as the policy says, or by LoRAServe.")
     rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1)
     cost_model: str | None = _option(
         None,
@@ -193,6 +205,9 @@ class JobSpec(_SamplingFields):
                 f"mode={self.mode!r}, dtype={self.dtype!r}: on a CPU rows have fixed arithmetic in float32 only. Use "
                 "dtype float32, or another mode."
             )
+        problem = policy_problem(self.policy, self.mode)
+        if problem is not None:
+            problems.append(problem)
         return problems
 
     @property
@@ -279,6 +294,15 @@ class JobSpec(_SamplingFields):
     @classmethod
     def _storage_options(cls, value: Any) -> Any:
         return parse_storage_options(value) if value is None or isinstance(value, str) else value
+
+
+def policy_problem(policy: str, mode: Mode) -> str | None:
+    """Why a policy and a mode exclude each other, as a plain sentence; None when they do not."""
+    modes = _MODES_OF_POLICY.get(policy)
+    if modes is None or mode in modes:
+        return None
+    merging = "merges adapters by itself" if "merged" in modes or modes == ("auto",) else "never merges an adapter"
+    return f"policy={policy!r}, mode={mode!r}: {policy} {merging}. Use mode {' or '.join(modes)}, or policy planner."
 
 
 def parse_storage_options(text: str | None) -> dict[str, Any]:

@@ -452,19 +452,23 @@ def in_merged_waves(facts: ReplicaFacts) -> Batcher:
     return MergeWaveBatcher(ClusteredBatcher(), facts.must_merge, _WAVE_BATCHES * facts.max_batch_rows)
 
 
-#: Policies of an engine in mode `auto`: name -> `module:function` below `scheduler`, which makes the batcher. Policies
-#: of papers are imported only when they are asked for.
-POLICIES: Mapping[str, str] = {
+#: Batchers of an engine: name -> `module:function` below `scheduler`, which makes it. Those of papers are imported only
+#: when they are asked for.
+BATCHERS: Mapping[str, str] = {
     "cost": "batching:choosing_by_cost",
     "waves": "batching:in_merged_waves",
     "dlora": "baselines.dlora_batching:with_credits",
+    "s-lora": "baselines.batchers:s_lora",
+    "vllm-like": "baselines.batchers:vllm_like",
+    "merged-only": "baselines.batchers:merged_only",
+    "peft-like": "baselines.batchers:peft_like",
 }
 
 
-def batcher_of(policy: str, facts: ReplicaFacts) -> Batcher:
-    """The batcher of a policy by its name. Raises ValueError naming the policies there are."""
-    if policy not in POLICIES:
-        raise ValueError(f"auto_policy={policy!r}: expected one of {', '.join(POLICIES)}.")
-    module, _, name = POLICIES[policy].partition(":")
-    make: Callable[[ReplicaFacts], Batcher] = getattr(import_module(f".{module}", __package__), name)
+def batcher_of(name: str, facts: ReplicaFacts) -> Batcher:
+    """A batcher by its name. Raises ValueError naming those there are."""
+    if name not in BATCHERS:
+        raise ValueError(f"batcher={name!r}: expected one of {', '.join(BATCHERS)}.")
+    module, _, function = BATCHERS[name].partition(":")
+    make: Callable[[ReplicaFacts], Batcher] = getattr(import_module(f".{module}", __package__), function)
     return make(facts)

@@ -10,10 +10,12 @@ later. Within a wave the plan's order holds.
 from __future__ import annotations
 
 import bisect
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -76,11 +78,55 @@ class ReplicaState:
         self.open_rows -= self.rows_left.pop(shard_id)
 
 
+class DispatchRule(Protocol):
+    """Pending shards, and which of them a replica opens next. Shards given at construction are all pending.
+
+    `is_shared`: any replica may open any shard, so that rows are given out by pace. Otherwise a replica opens what is
+    its own as soon as its limit of open rows allows.
+    """
+
+    is_shared: ClassVar[bool]
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, shard_id: int) -> bool: ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with engine work in pending shards."""
+
+    def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
+        """Remove and return the shard this replica should open next; None when there is none for it."""
+
+    def put_back(self, shard_id: int) -> None:
+        """Queue a shard that was taken again."""
+
+    def discard(self, shard_id: int) -> None:
+        """Remove a shard."""
+
+    def opened(self, shard_id: int, replica_id: str) -> None:
+        """Note that a shard is open on a replica."""
+
+    def closed(self, shard_id: int, replica_id: str) -> None:
+        """Note that a shard is open on a replica no more."""
+
+    def removed(self, replica_id: str) -> None:
+        """Drop a replica that has no open shards any more."""
+
+    def correct_length(self, adapter: str, tokens_per_row: float) -> None:
+        """Take in the mean length of an adapter's finished rows."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the state contradicts itself."""
+
+
 class ShardQueue:
     """Pending shards by wave. Shards given at construction are all pending.
 
     Taking a shard costs one pass over an array of waves, however many shards there are.
     """
+
+    is_shared: ClassVar[bool] = True
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = {shard.shard_id: shard for shard in shards}
@@ -169,6 +215,10 @@ class ShardQueue:
             del waves[wave]
             self._num_servers[wave] -= 1
 
+    def removed(self, replica_id: str) -> None:
+        """See `DispatchRule.removed`."""
+        self._open.pop(replica_id, None)
+
     def _insert(self, shard: Shard) -> None:
         wave = self._number[shard.wave_id]
         bisect.insort(self._pending[wave], shard.shard_id, key=lambda s: -self._position[s])
@@ -203,6 +253,104 @@ class ShardQueue:
             assert work == self._pending_work[wave], f"wave {wave}: {work} of work, counted otherwise"
             servers = sum(wave in waves for waves in self._open.values())
             assert servers == self._num_servers[wave], f"wave {wave}: {servers} replicas, counted otherwise"
+
+
+class DealtShards:
+    """Pending shards that were dealt out before the job: a replica opens its own, in the plan's order.
+
+    Replicas get their numbers as they come. A shard that failed or was lost is for whichever replica asks first; what
+    is dealt to one that has not come, or is gone, is opened by those with nothing else to do, one shard at a time.
+    """
+
+    is_shared: ClassVar[bool] = False
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = {shard.shard_id: shard for shard in shards}
+        self._own: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._returned: deque[int] = deque()
+        self._number: dict[str, int] = {}
+        self._num_open: Counter[str] = Counter()
+        self._pending: set[int] = set()
+        self.num_rows = 0
+        for shard in shards:
+            self._own[_owner(shard)].append(shard.shard_id)
+            self._add(shard)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __contains__(self, shard_id: int) -> bool:
+        return shard_id in self._pending
+
+    def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
+        """See `DispatchRule.take`."""
+        queues = [self._own[self._number_of(replica_id)], self._returned]
+        if not self._num_open[replica_id]:
+            taken = set(self._number.values())
+            orphaned = [self._own[number] for number in sorted(self._own) if number not in taken]
+            # With more replicas than shards were dealt to, some have none of their own.
+            queues += [*orphaned, *self._own.values()] if not queues[0] else orphaned
+        for shards in queues:
+            for shard_id in shards:
+                if is_allowed(shard_id):
+                    self.discard(shard_id)
+                    return shard_id
+        return None
+
+    def put_back(self, shard_id: int) -> None:
+        """See `DispatchRule.put_back`."""
+        self._returned.append(shard_id)
+        self._add(self._shards[shard_id])
+
+    def discard(self, shard_id: int) -> None:
+        """See `DispatchRule.discard`."""
+        shard = self._shards[shard_id]
+        own = self._own[_owner(shard)]
+        (own if shard_id in own else self._returned).remove(shard_id)
+        self._pending.remove(shard_id)
+        self.num_rows -= _engine_rows(shard)
+
+    def opened(self, shard_id: int, replica_id: str) -> None:
+        """See `DispatchRule.opened`. A replica of an earlier scheduler keeps the number that its shards have."""
+        number = _owner(self._shards[shard_id])
+        if replica_id not in self._number and number not in self._number.values():
+            self._number[replica_id] = number
+        self._num_open[replica_id] += 1
+
+    def closed(self, shard_id: int, replica_id: str) -> None:
+        """See `DispatchRule.closed`."""
+        self._num_open[replica_id] -= 1
+
+    def removed(self, replica_id: str) -> None:
+        """See `DispatchRule.removed`."""
+        self._number.pop(replica_id, None)
+        del self._num_open[replica_id]
+
+    def correct_length(self, adapter: str, tokens_per_row: float) -> None:
+        """The order was decided before the job."""
+
+    def _number_of(self, replica_id: str) -> int:
+        if replica_id not in self._number:
+            taken = set(self._number.values())
+            self._number[replica_id] = next(number for number in count() if number not in taken)
+        return self._number[replica_id]
+
+    def _add(self, shard: Shard) -> None:
+        self._pending.add(shard.shard_id)
+        self.num_rows += _engine_rows(shard)
+
+    def check_integrity(self) -> None:
+        """See `DispatchRule.check_integrity`."""
+        queued = [shard_id for shards in (*self._own.values(), self._returned) for shard_id in shards]
+        assert sorted(queued) == sorted(self._pending), f"{len(queued)} shards queued, {len(self._pending)} pending"
+        num_rows = sum(_engine_rows(self._shards[shard_id]) for shard_id in queued)
+        assert num_rows == self.num_rows, f"{num_rows} pending rows, counted {self.num_rows}"
+        assert min(self._num_open.values(), default=0) >= 0, f"open shards {self._num_open}"
+
+
+def _owner(shard: Shard) -> int:
+    # Error rows that have work after all, since their adapter was mended, were dealt to no one.
+    return shard.replica or 0
 
 
 def _waves_of_one_adapter(shards: Sequence[Shard], number: dict[int, int]) -> dict[str, list[tuple[int, float]]]:

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from .cost import CostModel
 from .lengths import expected_tokens
-from .placement import Placement, PlacementProblem, place_shards
+from .placement import Placement, PlacementProblem, as_placed, place_shards
+from .policies import RowsToDeal
 from .simulation.run import PolicyRun
-from .waves import Shard, ShardPlan, dispatch_order, plan_shards, with_merged_waves
+from .waves import Shard, ShardMode, ShardPlan, dealt_shards, dispatch_order, plan_shards, with_merged_waves
 from .workload import AdapterInfo, Workload
 
 WaveMode = Literal["auto", "unmerged", "merged"]
@@ -71,6 +72,11 @@ class CutRows:
     shard_s: NDArray[np.float64]
     predicted: NDArray[np.float64]
     row_s: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, plan: ShardPlan, predicted: NDArray[np.float64], row_s: NDArray[np.float64]) -> CutRows:
+        """Of a plan whose rows are expected to take so long."""
+        return cls(plan, np.array([row_s[plan.rows_of(s.shard_id)].sum() for s in plan.shards]), predicted, row_s)
 
 
 def forecast_job(
@@ -146,9 +152,14 @@ class JobSample:
         rows = _joined(self._blocks)
         starts = np.concatenate([[0], np.cumsum(self._sizes)])
         order = dispatch_order(self._shards) if self._num_blocks > 1 else range(len(self._shards))
+        chosen = [self._shards[i] for i in order]
+        if not self._is_whole:
+            # Shards that were dealt out are dealt anew, in turn, to the replicas of the sample.
+            turn = [None if shard.replica is None else n % self._replicas for n, shard in enumerate(chosen)]
+            chosen = [replace(shard, replica=number) for shard, number in zip(chosen, turn, strict=True)]
         row_order = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
         offsets = np.concatenate([[0], np.cumsum([self._sizes[i] for i in order])])
-        shards = tuple(replace(self._shards[i], shard_id=number) for number, i in enumerate(order))
+        shards = tuple(replace(shard, shard_id=number) for number, shard in enumerate(chosen))
         return rows, ShardPlan(row_order, offsets, shards)
 
 
@@ -218,13 +229,65 @@ def cut_job(
         predicted_output_tokens=predicted,
         rows_per_shard=rows_per_shard,
     )
-    if mode == "auto":
-        plan = with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
+    plan = _with_modes(plan, workload, cost, batch_rows, num_replicas, mode)
+    return CutRows.of(plan, predicted, row_seconds(workload, predicted, cost, batch_rows))
+
+
+def cut_dealt(
+    rows: RowsToDeal, replica_of: NDArray[np.int64], *, shard_mode: ShardMode | None, mode: WaveMode
+) -> CutRows:
+    """The same for rows that were dealt out to replicas. `replica_of` int64 `[num_rows]`. `shard_mode`: of shards in
+    input order; None: each replica's rows are planned in waves.
+    """
+    if shard_mode is None:
+        plan = _planned_apart(rows, replica_of, mode)
     else:
-        plan = replace(plan, shards=tuple(replace(s, mode=mode) if s.mode == "unmerged" else s for s in plan.shards))
-    row_s = _row_seconds(workload, predicted, cost, batch_rows)
-    shard_s = np.array([row_s[plan.rows_of(shard.shard_id)].sum() for shard in plan.shards])
-    return CutRows(plan, shard_s, predicted, row_s)
+        plan = dealt_shards(
+            rows.workload,
+            replica_of,
+            rows.num_replicas,
+            rows_per_shard=rows.rows_per_shard,
+            predicted_output_tokens=rows.output_tokens,
+            mode=shard_mode,
+        )
+    return CutRows.of(plan, rows.output_tokens, rows.row_s)
+
+
+def _planned_apart(rows: RowsToDeal, replica_of: NDArray[np.int64], mode: WaveMode) -> ShardPlan:
+    """Waves and shards of each replica for itself; rows without engine work are for any."""
+    owner = np.where(rows.workload.max_tokens > 0, replica_of, rows.num_replicas)
+    shards: list[Shard] = []
+    rows_of: list[NDArray[np.int64]] = []
+    for replica in np.unique(owner).tolist():
+        mine = np.flatnonzero(owner == replica)
+        share = _rows_of(rows.workload, mine, rows.output_tokens)
+        plan = plan_shards(
+            share,
+            batch_rows=rows.batch_rows,
+            num_replicas=1,
+            predicted_output_tokens=rows.output_tokens[mine],
+            rows_per_shard=rows.rows_per_shard,
+        )
+        plan = _with_modes(plan, share, rows.cost, rows.batch_rows, 1, mode)
+        first_wave = max((shard.wave_id + 1 for shard in shards), default=0)
+        number = replica if replica < rows.num_replicas else None
+        shards += [replace(shard, wave_id=shard.wave_id + first_wave, replica=number) for shard in plan.shards]
+        rows_of += [mine[plan.rows_of(shard.shard_id)] for shard in plan.shards]
+    order = dispatch_order(shards)
+    return ShardPlan(
+        np.concatenate([np.zeros(0, np.int64), *(rows_of[i] for i in order)]),
+        np.cumsum([0, *(len(rows_of[i]) for i in order)]).astype(np.int64),
+        tuple(replace(shards[i], shard_id=number) for number, i in enumerate(order)),
+    )
+
+
+def _with_modes(
+    plan: ShardPlan, workload: Workload, cost: CostModel, batch_rows: int, num_replicas: int, mode: WaveMode
+) -> ShardPlan:
+    """Waves with adapters marked with their mode."""
+    if mode == "auto":
+        return with_merged_waves(plan, workload, cost, batch_rows=batch_rows, num_replicas=num_replicas)
+    return replace(plan, shards=tuple(replace(s, mode=mode) if s.mode == "unmerged" else s for s in plan.shards))
 
 
 def place_job(
@@ -234,7 +297,8 @@ def place_job(
     cost: CostModel,
     num_replicas: int,
 ) -> Placement:
-    """Where the shards should run: their seconds, and one load from storage per adapter and replica."""
+    """Where the shards should run: their seconds, and one load from storage per adapter and replica. Shards that were
+    dealt out run where they were dealt to."""
     number = {adapter.name: i for i, adapter in enumerate(adapters)}
     problem = PlacementProblem(
         shard_s,
@@ -242,12 +306,15 @@ def place_job(
         np.array([cost.load_seconds(adapter.weight_bytes, "storage") for adapter in adapters]),
         num_replicas,
     )
+    if any(shard.replica is not None for shard in shards):
+        return as_placed(problem, np.array([shard.replica or 0 for shard in shards], np.int64))
     return place_shards(problem)
 
 
-def _row_seconds(
+def row_seconds(
     workload: Workload, predicted: NDArray[np.float64], cost: CostModel, batch_rows: int
 ) -> NDArray[np.float64]:
+    """A replica's seconds for each row, float64 `[num_rows]`; 0 without engine work."""
     ranks = np.array([adapter.rank for adapter in workload.adapters] + [0], dtype=np.float64)
     seconds = cost.row_seconds(
         workload.prompt_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .cost import CostModel
 from .dispatch import ReplicaState
@@ -28,6 +28,41 @@ _MAX_HELPERS, _LEAST_FREE = 8, 0.25
 # Replicas whose paces differ by this factor are not alike.
 _FASTER = 1.25
 OpenShards = Callable[[ReplicaState], Sequence[Shard]]
+
+
+class MigrationRule(Protocol):
+    """Decides which rows move, from reports."""
+
+    def reported(self, replica: ReplicaState, report: Progress) -> None:
+        """Take in a report."""
+
+    def removed(self, replica_id: str) -> None:
+        """Drop a replica."""
+
+    def share(
+        self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
+    ) -> Sequence[MigrateRows]:
+        """What should move now that this replica has reported, has joined or has committed a shard, once no shard is
+        queued."""
+
+    def relieve(
+        self, owner: str, num_rows: int, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
+    ) -> Sequence[MigrateRows]:
+        """Moves of so many rows of a replica that has too many for its pace, while shards are queued."""
+
+    def rows_at_work(self, replica: ReplicaState) -> int:
+        """Unfinished rows that it works on itself, its own and others'."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMemory:
+    """What rows and adapters take of a replica's pool of `pool_bytes`: `token_bytes` for each token of a row,
+    `adapter_bytes` by name.
+    """
+
+    pool_bytes: int
+    token_bytes: int
+    adapter_bytes: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -82,8 +117,8 @@ class TailMigration:
     def relieve(
         self, owner: str, num_rows: int, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
-        """Moves of so many rows of a slow replica to faster ones, in proportion to their paces, as if they came from the
-        queue: whether they find a place at once does not matter.
+        """Moves of so many rows of a slow replica to faster ones, in proportion to their paces, as if they came from
+        the queue: whether they find a place at once does not matter.
         """
         report, mine = self._reports.get(owner), self._pace(replicas[owner])
         if report is None:

@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .cost import CostModel
-from .dispatch import AdapterSources, ReplicaState, ShardQueue, ShardState, ShardStatus, rows_behind
+from .dispatch import (
+    AdapterSources,
+    DispatchRule,
+    ReplicaState,
+    ShardQueue,
+    ShardState,
+    ShardStatus,
+    rows_behind,
+)
 from .lengths import PRIOR_SHARE, LengthEstimator
 from .liveness import LivenessDetector
 from .messages import (
@@ -32,7 +40,7 @@ from .messages import (
     Tick,
     WorkersSeen,
 )
-from .migration import TailMigration, TailSettings
+from .migration import MigrationRule, ReplicaMemory, TailMigration, TailSettings
 from .pace import PaceEstimator, mean_row
 from .waves import Shard
 
@@ -51,7 +59,8 @@ class SchedulerSettings:
     fails. `expected_replicas`: replicas still to join count as present when a short job is shared out. `tail`: when
     running rows move to idle replicas (None: never). `cost`: what steps should take, against which the paces of
     replicas are measured (None: all count as alike, and no row moves). `shares_adapters`: adapters are fetched from a
-    replica that has them before storage.
+    replica that has them before storage. `policy`: whose rules dispatch and migrate, a name in `policies.POLICIES`.
+    `memory`: of each replica, for a policy that asks.
 
     `silence_limit_s`: a replica that has not reported for longer is lost. Replicas report once a second; Dask finds a
     silent worker only after minutes. `max_tick_gap_s`: between two ticks; after a longer gap the process of the
@@ -65,6 +74,8 @@ class SchedulerSettings:
     tail: TailSettings | None = None
     cost: CostModel | None = None
     shares_adapters: bool = False
+    policy: str = "planner"
+    memory: ReplicaMemory | None = None
     silence_limit_s: float = 20.0
     max_tick_gap_s: float = 6.0
     ready_limit_s: float = 600.0
@@ -74,6 +85,7 @@ class Scheduler:
     """Decides which replica opens which shard, which replicas count as lost, and when the job is over.
 
     `shards`: all of the plan's, in dispatch order. `committed`: ids of those whose part exists already (resume).
+    `dispatch`, of the shards with engine work, and `migration` are the rules of another policy than this project's.
     """
 
     def __init__(
@@ -82,12 +94,16 @@ class Scheduler:
         *,
         committed: Collection[int] = (),
         settings: SchedulerSettings | None = None,
+        dispatch: DispatchRule | None = None,
+        migration: MigrationRule | None = None,
     ) -> None:
         self._settings = settings = settings or SchedulerSettings()
         self._shards = {shard.shard_id: ShardState(shard) for shard in shards}
-        self._queue = ShardQueue([shard for shard in shards if shard.has_engine_work])
+        self._queue: DispatchRule = (
+            ShardQueue([shard for shard in shards if shard.has_engine_work]) if dispatch is None else dispatch
+        )
         # Shards of error rows only: any replica may write them beside its engine's work.
-        self._idle_queue = ShardQueue([shard for shard in shards if not shard.has_engine_work])
+        self._idle_queue: DispatchRule = ShardQueue([shard for shard in shards if not shard.has_engine_work])
         self._rows_behind = rows_behind(shards, settings.expected_replicas)
         self._num_uncommitted = len(self._shards)
         self._open_rows = 0
@@ -103,8 +119,8 @@ class Scheduler:
         rows = mean_row(shards)
         self._lengths.asked(round(rows.num_rows * rows.output_tokens / PRIOR_SHARE), rows.num_rows)
         self._paces = PaceEstimator(settings.cost, rows)
-        self._migration = None
-        if settings.tail and settings.cost:
+        self._migration = migration
+        if migration is None and settings.tail and settings.cost:
             self._migration = TailMigration(settings.cost, settings.tail, self._lengths, self._paces)
         self._is_over = False
         self._committed_before = sorted(committed)
@@ -253,6 +269,8 @@ class Scheduler:
         del self._replicas[replica_id]
         self._liveness.forget(replica_id)
         self._paces.removed(replica_id)
+        self._queue.removed(replica_id)
+        self._idle_queue.removed(replica_id)
         if self._migration is not None:
             self._migration.removed(replica_id)
         if self._sources is not None:
@@ -322,7 +340,7 @@ class Scheduler:
         replica.close(state.shard.shard_id)
         self._queue_of(state).closed(state.shard.shard_id, state.owner)
 
-    def _queue_of(self, state: ShardState) -> ShardQueue:
+    def _queue_of(self, state: ShardState) -> DispatchRule:
         return self._queue if state.shard.has_engine_work else self._idle_queue
 
     def _set_rows_left(self, replica: ReplicaState, shard_id: int, rows: int) -> None:
@@ -375,8 +393,10 @@ class Scheduler:
         """Unfinished rows that each candidate should have open: two batches, or its share by pace of what is left.
 
         A replica that would not finish a row begun now before faster ones have finished the job gets none. Until its
-        pace is known it gets one batch.
+        pace is known it gets one batch. Shards that are a replica's own are not shared by pace.
         """
+        if not self._queue.is_shared:
+            return {r.replica_id: max(1, round(self._settings.open_batches * r.batch_rows)) for r in candidates}
         slower = self._paces.over_fastest(self._replicas)
         num_missing = max(0, self._settings.expected_replicas - len(self._replicas))
         speed = num_missing + sum(1 / factor for factor in slower.values())
@@ -393,7 +413,7 @@ class Scheduler:
             wanted[replica.replica_id] = max(1, min(round(batches * replica.batch_rows), int(share)))
         return wanted
 
-    def _open_next(self, replica: ReplicaState, queue: ShardQueue) -> list[Command]:
+    def _open_next(self, replica: ReplicaState, queue: DispatchRule) -> list[Command]:
         def is_allowed(shard_id: int) -> bool:
             failed_on = self._shards[shard_id].failed_on
             return replica.replica_id not in failed_on or failed_on >= set(self._replicas)

@@ -27,7 +27,8 @@ ShardMode = Literal["none", "base", "unmerged", "merged", "mixture"]
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One part file to be. `mode == "none"`: no row needs an engine. `adapters`: names, without the base
-    model.
+    model. `replica`: number of the one that opens it, where rows were dealt out before the job (None: any).
+    `adapter_rows`: where they were, rows of each of `adapters`, then those of the base model (empty: not counted).
     """
 
     shard_id: int
@@ -37,6 +38,8 @@ class Shard:
     num_rows: int
     prompt_tokens: int
     predicted_output_tokens: int
+    replica: int | None = None
+    adapter_rows: tuple[int, ...] = ()
 
     @property
     def has_engine_work(self) -> bool:
@@ -50,7 +53,8 @@ class Shard:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shard:
         """The shard that `to_json` wrote."""
-        return cls(**{**value, "adapters": tuple(value["adapters"])})
+        lists = {"adapters": tuple(value["adapters"]), "adapter_rows": tuple(value.get("adapter_rows", ()))}
+        return cls(**{**value, **lists})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,6 +295,43 @@ def _describe(
         prompt_tokens=int(workload.prompt_tokens[rows].sum()),
         predicted_output_tokens=round(float(output[rows][has_work].sum())),
     )
+
+
+def dealt_shards(
+    workload: Workload,
+    replica_of: NDArray[np.int64],
+    num_replicas: int,
+    *,
+    rows_per_shard: int,
+    predicted_output_tokens: NDArray[np.float64],
+    mode: ShardMode,
+) -> ShardPlan:
+    """Cut rows that were dealt out to replicas: each one's in input order, so many to a shard. Rows without engine work
+    are for any replica. `replica_of` int64 `[num_rows]`. `mode`: of shards with adapters.
+    """
+    in_order = workload.input_order
+    owner = np.where(workload.max_tokens > 0, replica_of, num_replicas)[in_order]
+    by_owner = np.argsort(owner, kind="stable")
+    order, owner = in_order[by_owner], owner[by_owner]
+    firsts = np.searchsorted(owner, np.arange(num_replicas + 1))
+    place = np.arange(len(order)) - firsts[owner]
+    starts = np.flatnonzero(place % rows_per_shard == 0)
+    # The first shard of each replica, then the second of each, …; those without engine work last.
+    turn = np.lexsort((owner[starts], place[starts], owner[starts] == num_replicas))
+    sizes = np.diff(np.append(starts, len(order)))[turn]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    row_order = order[np.repeat(starts[turn] - offsets[:-1], sizes) + np.arange(len(order))]
+    shards = []
+    for number, start in enumerate(starts[turn].tolist()):
+        rows, replica = row_order[offsets[number] : offsets[number + 1]], int(owner[start])
+        shard = _describe(workload, rows, number, replica, predicted_output_tokens)
+        if shard.has_engine_work:
+            counts = np.bincount(workload.adapter_index[rows] + 1)
+            of_each = (*counts[1:][counts[1:] > 0].tolist(), int(counts[0]))
+            chosen = mode if shard.mode == "unmerged" else shard.mode
+            shard = replace(shard, mode=chosen, replica=replica, adapter_rows=of_each)
+        shards.append(shard)
+    return ShardPlan(row_order, offsets, tuple(shards))
 
 
 def with_merged_waves(

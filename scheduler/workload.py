@@ -1,6 +1,6 @@
 """All rows of a job as numbers: the planner's and the simulator's only view of the data.
 
-Shapes: every per-row array is `[num_rows]`; row `i` is the job's row `i` in input order.
+Shapes: every per-row array is `[num_rows]`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Workload:
     copies (absent: none).
     `release_s`: float64, when the row arrives (absent offline: everything is there at 0).
     `output_tokens`: int32, the true output lengths; only a simulation knows them.
+    `input_place`: int64, rises in the order in which the input has the rows (absent: they stand in it).
     """
 
     adapters: tuple[AdapterInfo, ...]
@@ -47,6 +48,12 @@ class Workload:
     release_s: NDArray[np.float64] | None = None
     output_tokens: NDArray[np.int32] | None = None
     shared_tokens: NDArray[np.int32] | None = None
+    input_place: NDArray[np.int64] | None = None
+
+    @property
+    def input_order(self) -> NDArray[np.int64]:
+        """Row numbers in the order of the input, int64 `[num_rows]`."""
+        return np.arange(self.num_rows) if self.input_place is None else np.argsort(self.input_place, kind="stable")
 
     @property
     def num_rows(self) -> int:
@@ -95,6 +102,7 @@ class Workload:
             ("release_s", self.release_s, np.float64),
             ("output_tokens", self.output_tokens, np.int32),
             ("shared_tokens", self.shared_tokens, np.int32),
+            ("input_place", self.input_place, np.int64),
         ]
         return [(name, array, dtype) for name, array, dtype in arrays if array is not None]
 

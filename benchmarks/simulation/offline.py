@@ -1,7 +1,6 @@
 """Offline jobs: the planner against what others would do with the same rows on the same replicas.
 
-The planner: a run as jobs have it (`pipeline/planning/settings.py`). The others get their rows at once in input
-order, dealt to replicas in turn, and batch by their own policy (`scheduler/baselines/policies.py`).
+All are runs as jobs have them (`pipeline/planning/settings.py`), under the policies of `scheduler/policies.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import numpy as np
 
 from lorabatch.benchmarks.simulation.lengths import Lengths
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.baselines.policies import simulate_policy
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     make_adapters,
@@ -26,7 +24,7 @@ from lorabatch.scheduler.workload import Workload
 NUM_REPLICAS = 4
 # Batches of 64 rows, for jobs of a few thousand rows; all else as an engine chooses it.
 SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=64)
-COMPARED = {"dlora": "dLoRA", "s-lora": "S-LoRA", "fcfs": "vLLM-like"}
+COMPARED = {"dlora": "dLoRA", "s-lora": "S-LoRA", "vllm-like": "vLLM-like"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +85,7 @@ def compare(lengths: Lengths, num_rows: int, seeds: tuple[int, ...] = (21, 22, 2
 
 
 def _compare_job(job: Job) -> Comparison:
-    runs = {
-        name: simulate_policy(policy, job.workload, SETTINGS.cost, SETTINGS.replica(), NUM_REPLICAS)
-        for policy, name in COMPARED.items()
-    }
+    runs = {name: SETTINGS.under(policy).simulate(job.workload, NUM_REPLICAS) for policy, name in COMPARED.items()}
     runs["planner"] = SETTINGS.simulate(job.workload, NUM_REPLICAS)
     makespan = {name: run.metrics.makespan_s for name, run in runs.items()}
     return Comparison(job.name, makespan, runs["planner"].metrics.merged_share)

@@ -7,11 +7,11 @@ from ..config import EngineConfig
 
 
 def choose_batcher(config: EngineConfig, facts: ReplicaFacts) -> Batcher:
-    """The batcher of the configured mode.
+    """The configured batcher, or that of the mode.
 
     `unmerged` and `exact` merge only what is exact no other way; `merged` merges every adapter, one after the other;
-    `auto` decides as `config.auto_policy` says. What must be merged has waves of its own in every mode.
+    `auto` decides by cost. What must be merged has waves of its own in every mode.
     """
-    if config.mode == "auto":
-        return batcher_of(config.auto_policy, facts)
+    if config.batcher is not None or config.mode == "auto":
+        return batcher_of(config.batcher or "cost", facts)
     return MergeWaveBatcher(ClusteredBatcher(), facts.must_merge, 1 if config.mode == "merged" else None)

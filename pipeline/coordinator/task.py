@@ -19,14 +19,14 @@ from ...jobs.notes import row_notes
 from ...jobs.opening import OpenedJob, changed_adapters
 from ...jobs.storage.redaction import redacted_url
 from ...scheduler.bound import JobWork, work_bound
-from ...scheduler.scheduler import Scheduler
+from ...scheduler.policies import make_scheduler
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor
 from ..monitoring.reporter import JobReporter, state_publisher
-from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards
+from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
 from ..result import JobResult
 from ..worker.registration import unregister_plugin
@@ -179,8 +179,8 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     run.reporter.check_budget(num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors)
-    settings = run.settings.scheduler(count_workers(run.client))
-    scheduler = Scheduler(plan.shards, committed=rows_of_part, settings=settings)
+    settings = run.settings.scheduler(count_workers(run.client), serving_adapters(job.record))
+    scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
     coordinator = Coordinator(run, scheduler, monitor)
     coordinator.run()

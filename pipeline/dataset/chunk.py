@@ -226,6 +226,7 @@ class ChunkRows:
             "shared_tokens": pa.array(self._shared_tokens()[order]),
             "batch": pa.array(batch, pa.int32()),
             "row": pa.array(row, pa.int32()),
+            "place": pa.array(order, pa.int32()),
         }
         return pa.table(columns, schema=prepared.INDEX_SCHEMA)
 

@@ -36,7 +36,7 @@ PREPARED_FIELDS = (
     pa.field(LOCATION, pa.string()),
 )
 # One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id. `shared_tokens`: at the
-# beginning of the prompt, see `fingerprints.shared_tokens`.
+# beginning of the prompt, see `fingerprints.shared_tokens`. `place`: in the chunk as it was read.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
@@ -48,6 +48,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("error_kind", pa.int8()),
         pa.field("batch", pa.int32()),
         pa.field("row", pa.int32()),
+        pa.field("place", pa.int32()),
     ]
 )
 # Record batch `i` of `plan.arrow`: the places of the rows of shard `i`, in the plan's order.

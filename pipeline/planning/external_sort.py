@@ -24,7 +24,7 @@ from ..dataset import schema as prepared
 _CHUNK_READS = 8
 _NUMBERS = [(field.name, field.type.to_pandas_dtype()) for field in prepared.INDEX_SCHEMA if field.name != "adapter"]
 # The columns of the index, and `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index.
-# `chunk`, `batch`, `row`: where the prepared row is stored.
+# `chunk`, `batch`, `row`: where the prepared row is stored; `place`: in the input of its chunk.
 INDEXED_ROW = np.dtype([("adapter", np.int32), ("chunk", np.int32), *_NUMBERS])
 IndexedRows = NDArray[np.void]
 
@@ -42,7 +42,9 @@ def _read_chunk(store: JobStore, chunk_id: int, codes: Mapping[str, int]) -> Ind
         table: pa.Table = reader.read_all().unify_dictionaries().combine_chunks()
         rows = np.empty(table.num_rows, INDEXED_ROW)
         for name, _ in _NUMBERS:
-            rows[name] = table.column(name).to_numpy()
+            # an index of an earlier version has no places: its rows count as having come in its own order
+            is_there = name in table.column_names
+            rows[name] = table.column(name).to_numpy() if is_there else np.arange(table.num_rows)
         rows["chunk"] = chunk_id
         rows["adapter"] = -1
         for part in table.column("adapter").chunks:  # one, or none of an empty table

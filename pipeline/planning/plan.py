@@ -93,6 +93,7 @@ class CheckedRows:
                     max_tokens=output,
                     prefix_hash=prefix,
                     shared_tokens=shared,
+                    input_place=(rows["chunk"].astype(np.int64) << 32) + rows["place"],
                 ),
             )
 
@@ -113,6 +114,8 @@ def plan_job(
     with check_rows(store, record, indexed) as checked, ShardDraft() as draft:
         num_rows = checked.rows.num_rows
         sample = settings.sample(num_rows, num_replicas, max_rows=_SIMULATED_ROWS)
+        if settings.is_dealt:
+            block_rows = max(num_rows, 1)
         for rows, workload in checked.blocks(block_rows):
             cut = settings.cut(workload, num_replicas, num_rows)
             draft.add(rows, checked.names, cut.plan)
@@ -160,16 +163,22 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
             ids.refuse(store, record.input.roles.get("id", DEFAULT_ID_COLUMN))
         kinds = errors.kinds(store)
         check_budget(ErrorBudget.parse(record.spec["max_errors"]), kinds, num_rows)
-        serving = [adapter for adapter in record.adapters if not adapter.is_refused]
+        serving = serving_adapters(record)
         place = {adapter.name: i for i, adapter in enumerate(serving)}
         yield CheckedRows(
             rows,
             errors,
             kinds,
             names,
-            tuple(AdapterInfo(a.name, max(a.rank, 1), a.weight_bytes) for a in serving),
+            serving,
             np.array([BASE_MODEL, *(place.get(name, BASE_MODEL) for name in names)], np.int32),
         )
+
+
+def serving_adapters(record: JobRecord) -> tuple[AdapterInfo, ...]:
+    """The adapters that answer rows, as planners see them."""
+    served = (adapter for adapter in record.adapters if not adapter.is_refused)
+    return tuple(AdapterInfo(adapter.name, max(adapter.rank, 1), adapter.weight_bytes) for adapter in served)
 
 
 def read_plan(store: JobStore) -> JobPlan:

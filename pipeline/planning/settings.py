@@ -24,19 +24,29 @@ from ...engine.model_config.model import ModelConfig
 from ...jobs.cost_profile import profile_path, read_profile
 from ...jobs.errors import JobRequestError
 from ...jobs.opening import OpenedJob
-from ...jobs.spec import JobSpec
+from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
 from ...scheduler.batching import Batcher, ReplicaFacts
 from ...scheduler.bound import JobBound, job_bound
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES, CostModel
-from ...scheduler.forecast import CutRows, Forecast, JobSample, WaveMode, cut_job, forecast_job
+from ...scheduler.forecast import (
+    CutRows,
+    Forecast,
+    JobSample,
+    WaveMode,
+    cut_dealt,
+    cut_job,
+    forecast_job,
+    row_seconds,
+)
 from ...scheduler.lengths import PRIOR_SHARE, expected_tokens
-from ...scheduler.migration import TailSettings
+from ...scheduler.migration import ReplicaMemory, TailSettings
+from ...scheduler.policies import POLICIES, RowsToDeal, dealing
 from ...scheduler.scheduler import SchedulerSettings
 from ...scheduler.simulation.replica import ReplicaSettings
 from ...scheduler.simulation.run import PolicyRun, run_planned
 from ...scheduler.waves import ShardPlan, shard_rows
-from ...scheduler.workload import Workload
+from ...scheduler.workload import AdapterInfo, Workload
 from ..cluster.connect import threads_per_engine
 from ..cluster.devices import Device
 
@@ -48,6 +58,8 @@ _LEAST_GAIN_S = 0.5
 _LEAP_STEPS = 8
 # An engine's batcher sees all of its waiting rows.
 _ALL_ROWS = 1 << 30
+# Batches of rows that a worker has open where rows were dealt out: those systems' batchers choose among all their rows.
+_DEALT_BATCHES = 64.0
 # Rows of a sample that is played, and full batches at least, on all of its replicas together.
 _SAMPLE_ROWS = 4_000
 _LEAST_BATCHES = 24
@@ -63,7 +75,8 @@ class RunSettings:
     `engine`: as engines are started, cost model included; limits that it leaves open are in `limits`. `length_share`:
     of `max_tokens` that answers are expected to take. `migrates`: running rows may move. `shares_adapters`: workers
     fetch adapters from one another. `shares_prefixes`: engines compute prompt beginnings once. `merged_only`: names of
-    adapters that are exact only when merged. `cost_origin`: where the cost model comes from, for people.
+    adapters that are exact only when merged. `cost_origin`: where the cost model comes from, for people. `policy`,
+    `placement`: names in `scheduler.policies`; see `under`.
     """
 
     engine: EngineConfig
@@ -76,6 +89,8 @@ class RunSettings:
     shares_prefixes: bool = False
     merged_only: frozenset[str] = frozenset()
     cost_origin: str = ""
+    policy: str = "planner"
+    placement: str = "planner"
 
     @classmethod
     def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
@@ -97,7 +112,7 @@ class RunSettings:
         # whether workers have compiled kernels is seen when their engines start
         is_fixed = device.kind == "cpu" and dtype_on("cpu", spec.dtype) == "float32"
         served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
-        return cls(
+        settings = cls(
             engine,
             engine_limits(engine, model, device.kind, device.memory_bytes),
             device,
@@ -110,6 +125,7 @@ class RunSettings:
             merged_only=frozenset(adapter.name for adapter in served if adapter.verdict == "exact-by-merge"),
             cost_origin=chosen.origin,
         )
+        return settings.under(spec.policy, spec.placement)
 
     @classmethod
     def of_machine(cls, name: str, *, batch_rows: int | None = None) -> RunSettings:
@@ -118,6 +134,26 @@ class RunSettings:
         engine = EngineConfig(max_batch_rows=batch_rows, device=kind, cost=MACHINES[name])
         limits = engine_limits(engine, parse_model_config(dict(model), {}), kind, memory_bytes)
         return cls(engine, limits, Device(kind, name, memory_bytes), cost_origin=name)
+
+    def under(self, policy: str, placement: str = "planner") -> RunSettings:
+        """The same engines under a policy. Raises `JobRequestError` for one that the mode does not allow."""
+        assert self.policy == "planner", f"settings of {self.policy} are no basis for {policy}"
+        problem = policy_problem(policy, self.engine.mode)
+        if problem is not None:
+            raise JobRequestError(problem)
+        chosen = POLICIES[policy]
+        mode = self.engine.mode
+        if policy != "planner" and mode in ("auto", "merged"):
+            # A policy that never merges is best served by engines that never do; one that merges may pause rows, which
+            # keep their adapters in the pool in mode auto only.
+            mode = "auto" if chosen.may_merge else "unmerged"
+        engine = replace(self.engine, mode=mode, batcher=chosen.batcher)
+        return replace(self, engine=engine, policy=policy, placement=placement)
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether rows are dealt out to workers before the job, all at once."""
+        return dealing(self.policy, self.placement) is not None
 
     @property
     def cost(self) -> CostModel:
@@ -130,12 +166,23 @@ class RunSettings:
         """How waves are marked."""
         return "unmerged" if self.engine.mode == "exact" else self.engine.mode
 
-    def scheduler(self, num_workers: int) -> SchedulerSettings:
-        """Of the job's scheduler, on a cluster and in the simulator."""
-        tail = TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S) if self.migrates else None
-        return SchedulerSettings(
-            expected_replicas=num_workers, tail=tail, cost=self.cost, shares_adapters=self.shares_adapters
+    def scheduler(self, num_workers: int, adapters: Sequence[AdapterInfo] = ()) -> SchedulerSettings:
+        """Of the job's scheduler, on a cluster and in the simulator. `adapters`: those that answer rows."""
+        policy = POLICIES[self.policy]
+        settings = SchedulerSettings(
+            expected_replicas=num_workers,
+            tail=TailSettings(_HOP_S, least_gain_s=_LEAST_GAIN_S) if self.migrates and policy.moves_rows else None,
+            cost=self.cost,
+            shares_adapters=self.shares_adapters,
+            policy=self.policy,
         )
+        if policy.deal is not None:
+            settings = replace(settings, open_batches=_DEALT_BATCHES)
+        if policy.migration is not None:
+            sizes = {adapter.name: adapter.weight_bytes for adapter in adapters}
+            memory = ReplicaMemory(self.limits.pool_bytes, self.limits.token_bytes, sizes)
+            settings = replace(settings, memory=memory)
+        return settings
 
     def batcher(self, facts: ReplicaFacts) -> Batcher:
         """Of one engine, or of one simulated replica."""
@@ -171,13 +218,28 @@ class RunSettings:
         """Shards of a job, or of a block of its rows, as large as those of the whole job of `job_rows`."""
         batch_rows = self.limits.batch_rows
         num_rows = rows.num_rows if job_rows is None else job_rows
-        return cut_job(
-            self.with_reuse(rows),
-            self.cost,
-            batch_rows,
-            num_workers,
-            length_share=self.length_share if length_share is None else length_share,
-            rows_per_shard=self.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers),
+        length_share = self.length_share if length_share is None else length_share
+        rows_per_shard = self.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers)
+        rows = self.with_reuse(rows)
+        deal = dealing(self.policy, self.placement)
+        if deal is None:
+            return cut_job(
+                rows,
+                self.cost,
+                batch_rows,
+                num_workers,
+                length_share=length_share,
+                rows_per_shard=rows_per_shard,
+                mode=self.wave_mode,
+            )
+        predicted = expected_tokens(rows.max_tokens, length_share)
+        row_s = row_seconds(rows, predicted, self.cost, batch_rows)
+        to_deal = RowsToDeal(rows, predicted, row_s, self.cost, num_workers, batch_rows, rows_per_shard)
+        policy = POLICIES[self.policy]
+        return cut_dealt(
+            to_deal,
+            deal(to_deal),
+            shard_mode=None if policy.deal is None else policy.shard_mode,
             mode=self.wave_mode,
         )
 
@@ -195,7 +257,14 @@ class RunSettings:
 
         rows = self.with_reuse(rows)
         return run_planned(
-            rows, plan, self.cost, self.replica(), num_workers, make_batcher, self.scheduler(num_workers), slowness
+            rows,
+            plan,
+            self.cost,
+            self.replica(),
+            num_workers,
+            make_batcher,
+            self.scheduler(num_workers, rows.adapters),
+            slowness,
         )
 
     def forecast(

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from ...jobs.cost_profile import read_profile
 from ...jobs.errors import JobRequestError
-from ...scheduler.baselines.policies import POLICIES, simulate_policy
+from ...jobs.spec import policy_problem
 from ...scheduler.cost import MACHINES
+from ...scheduler.policies import PLACEMENTS, POLICIES
 from ...scheduler.simulation.run import PolicyRun
 from ...scheduler.simulation.synthetic import (
     draw_adapters,
@@ -33,7 +34,6 @@ from ...scheduler.workload import BASE_MODEL, Workload
 from .dry_run import dry_run
 from .settings import RunSettings, check_speeds, parse_speeds
 
-_OURS = "planner"
 _RANKS = (8, 16, 32, 64, 128)
 _MAX_TOKENS = 2048
 # Whose engine's limits count without a job: a profile says what steps take, not of which model.
@@ -43,7 +43,8 @@ _MACHINE_OF = {True: "cpu-smollm2-135m", False: _MACHINE}
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What to simulate. `rows`, `adapters`, `skew` count without a job file. `policies`: empty is all.
+    """What to simulate. `rows`, `adapters`, `skew` count without a job file. `policies`: empty is all that the job's
+    mode allows. `placement`: of all of them.
 
     `cost_model`: a file that `lorabatch profile` wrote, or a name in `MACHINES`; None: the job's own, or the first of
     these. `batch_rows`: None is what the engine would choose. `speeds`: see `parse_speeds`.
@@ -61,6 +62,7 @@ class SimulationRequest:
     seed: int
     output: Path
     speeds: str | None = None
+    placement: str = "planner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +81,31 @@ def simulate_job(request: SimulationRequest) -> SimulationResult:
 
     Raises `JobRequestError` for what cannot be simulated, before anything is.
     """
-    known = (_OURS, *POLICIES)
-    policies = request.policies or known
-    unknown = [name for name in policies if name not in known]
-    if unknown:
-        raise JobRequestError(*(f"policy={name!r}: expected one of {', '.join(known)}." for name in unknown))
+    problems = [
+        f"{option}={name!r}: expected one of {', '.join(known)}."
+        for option, names, known in (
+            ("policy", request.policies, POLICIES),
+            ("placement", (request.placement,), PLACEMENTS),
+        )
+        for name in names
+        if name not in known
+    ]
+    if problems:
+        raise JobRequestError(*problems)
     slowness = None if request.speeds is None else parse_speeds(request.speeds)
     check_speeds(slowness, request.workers)
     workload, settings = make_job(request)
-    runs = [_run(name, workload, settings, request.workers, slowness) for name in policies]
+    policies = request.policies or [name for name in POLICIES if not policy_problem(name, settings.engine.mode)]
+    chosen = [settings.under(name, request.placement) for name in policies]
+    runs = [each.simulate(workload, request.workers, slowness) for each in chosen]
     request.output.mkdir(parents=True, exist_ok=True)
     results = {"rows": workload.num_rows, "workers": request.workers, "speeds": request.speeds}
-    results |= {"cost_model": settings.cost_origin}
+    results |= {"cost_model": settings.cost_origin, "placement": request.placement}
     metrics = {run.policy: asdict(run.metrics) for run in runs}
     text = json.dumps(results | {"seed": request.seed, "policies": metrics}, indent=1)
     (request.output / "simulation.json").write_text(text + "\n", encoding="utf-8")
     files = ("simulation.json", *plot_runs(runs, request.output))
     return SimulationResult(request, workload, settings, tuple(runs), files)
-
-
-def _run(
-    policy: str, workload: Workload, settings: RunSettings, num_workers: int, slowness: Sequence[float] | None
-) -> PolicyRun:
-    if policy == _OURS:
-        return settings.simulate(workload, num_workers, slowness)
-    shared = settings.with_reuse(workload)
-    return simulate_policy(policy, shared, settings.cost, settings.replica(), num_workers, slowness)
 
 
 def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
@@ -135,7 +136,8 @@ def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
 
 def _changed_options(request: SimulationRequest) -> dict[str, Any]:
     """Options of the job that the request replaces."""
-    options: dict[str, Any] = {"workers": request.workers}
+    # Policies are put under test below, whichever the job asks for.
+    options: dict[str, Any] = {"workers": request.workers, "policy": "planner", "placement": "planner"}
     if request.batch_rows is not None:
         options["batch_rows"] = request.batch_rows
     if request.cost_model is not None and request.cost_model not in MACHINES:

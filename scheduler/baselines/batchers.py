@@ -4,6 +4,8 @@
 `UnmergedBatcher`: S-LoRA-like, the same without that limit. `MergedBatcher`: one adapter at a time, merged,
 switching when its rows run out or a batch's worth of others has waited. `OneAtATimeBatcher`: PEFT-like, one adapter's
 rows as a closed batch, which no row joins before all of it is done.
+
+The functions make them for an engine, where adapters that are exact only when merged have waves of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batching import BatchView, StepPlan, as_step_plan
+from ..batching import Batcher, BatchView, MergeWaveBatcher, ReplicaFacts, StepPlan, as_step_plan
 from ..workload import BASE_MODEL
 
 
@@ -93,6 +95,30 @@ class OneAtATimeBatcher:
             return as_step_plan(view, np.zeros(0, np.int64), view.merged_adapter)
         batch = np.concatenate([np.arange(len(view.running_adapter)), len(view.running_adapter) + admit])
         return as_step_plan(view, batch, None if adapter == BASE_MODEL else adapter)
+
+
+# vLLM's `max_loras`, as often set.
+_MAX_LORAS = 8
+
+
+def s_lora(facts: ReplicaFacts) -> Batcher:
+    """`UnmergedBatcher` of an engine."""
+    return MergeWaveBatcher(UnmergedBatcher(), facts.must_merge, None)
+
+
+def vllm_like(facts: ReplicaFacts) -> Batcher:
+    """`FcfsBatcher` of an engine, with eight adapters at once."""
+    return MergeWaveBatcher(FcfsBatcher(_MAX_LORAS), facts.must_merge, None)
+
+
+def merged_only(facts: ReplicaFacts) -> Batcher:
+    """`MergedBatcher` of an engine."""
+    return MergeWaveBatcher(MergedBatcher(), facts.must_merge, None)
+
+
+def peft_like(facts: ReplicaFacts) -> Batcher:
+    """`OneAtATimeBatcher` of an engine."""
+    return MergeWaveBatcher(OneAtATimeBatcher(), facts.must_merge, None)
 
 
 def _in_turn(view: BatchView, allowed: NDArray[np.int64]) -> StepPlan:

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..cost import CostModel
 from ..messages import Command, Event
-from ..migration import TailSettings
-from ..scheduler import BEGINNING, EVENTS_VERSION, Scheduler, SchedulerSettings
+from ..migration import ReplicaMemory, TailSettings
+from ..policies import make_scheduler
+from ..scheduler import BEGINNING, EVENTS_VERSION, SchedulerSettings
 from ..waves import Shard
 
 
@@ -43,7 +44,7 @@ def replay(shards: Sequence[Shard], event_log: Iterable[Mapping[str, Any]]) -> R
         if origin.get("version") != EVENTS_VERSION:
             num_passed_over += 1
             continue
-        scheduler = Scheduler(shards, committed=origin["committed"], settings=_settings(origin["settings"]))
+        scheduler = make_scheduler(shards, committed=origin["committed"], settings=_settings(origin["settings"]))
         for step in steps:
             given = [command.to_json() for command in scheduler.handle(Event.from_json(step.event))]
             # Through the same form as the record: tuples have become lists there.
@@ -74,4 +75,5 @@ def _runs(event_log: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
 def _settings(raw: Mapping[str, Any]) -> SchedulerSettings:
     tail = None if raw["tail"] is None else TailSettings(**raw["tail"])
     cost = None if raw["cost"] is None else CostModel.from_json(raw["cost"])
-    return SchedulerSettings(**{**raw, "tail": tail, "cost": cost})
+    memory = None if raw.get("memory") is None else ReplicaMemory(**raw["memory"])
+    return SchedulerSettings(**{**raw, "tail": tail, "cost": cost, "memory": memory})

@@ -11,7 +11,8 @@ import numpy as np
 from ..batching import Batcher, ReplicaFacts
 from ..cost import CostModel
 from ..lengths import LengthEstimator
-from ..scheduler import Scheduler, SchedulerSettings
+from ..policies import make_scheduler
+from ..scheduler import SchedulerSettings
 from ..waves import ShardPlan
 from ..workload import Workload
 from .replica import ReplicaSettings, SimulatedReplica
@@ -65,7 +66,7 @@ def run_planned(
     simulation = JobSimulation(
         workload,
         plan,
-        Scheduler(plan.shards, settings=scheduling),
+        make_scheduler(plan.shards, settings=scheduling),
         [replica(number) for number in range(num_replicas)],
         Cluster((0.0,) * num_replicas, hop_s=hop_s),
         timeline,
@@ -73,4 +74,4 @@ def run_planned(
     )
     outcome = simulation.run()
     assert outcome.failure is None, outcome.failure
-    return PolicyRun("planner", job_metrics(workload, timeline, outcome.makespan_s), timeline)
+    return PolicyRun(scheduling.policy, job_metrics(workload, timeline, outcome.makespan_s), timeline)

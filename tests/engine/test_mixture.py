@@ -17,7 +17,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.scheduler.batching import (
-    POLICIES,
+    BATCHERS,
     Batcher,
     BatchView,
     ClusteredBatcher,
@@ -135,13 +135,13 @@ def test_rows_that_a_batcher_pauses_for_ever_go_on_when_memory_is_full(tiny_llam
     assert {result.completion_tokens for result in results.values()} == {5}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batcher", BATCHERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_is_exact_only_when_merged_is_never_mixed(
-    make_adapter: Callable[..., Path], tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, policy: str
+    make_adapter: Callable[..., Path], tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, batcher: str
 ) -> None:
     dora = make_adapter(tmp_path / "dora", tiny_llama, seed=9, use_dora=True)
-    config = EngineConfig(mode="auto", auto_policy=policy, max_batch_rows=4, pool_bytes=4 << 20)
+    config = EngineConfig(mode="auto", batcher=batcher, max_batch_rows=4, pool_bytes=4 << 20)
     engine = Engine(tiny_llama, config)
     ids = [None, *register_all(engine, tiny_adapters | {"dora": dora}).values()]
     assert audit_adapter(dora, engine.model, "dora").verdict == "exact-by-merge"

@@ -45,6 +45,8 @@ OTHER_VALUES: dict[str, Any] = {
     "load_format": "dummy",
     "rows_per_shard": 10,
     "system_prompt": "Be brief.",
+    "policy": "s-lora",
+    "placement": "loraserve",
 }
 FREE_VALUES: dict[str, Any] = {
     "adapters": "/adapters",
@@ -111,7 +113,9 @@ def test_a_partition_is_content_and_files_that_are_left_unread_are_not(record: R
 
 def test_a_job_of_the_version_before_these_options_is_the_same_job_with_the_same_index(record: Record) -> None:
     raw = json.loads(record().to_json())
-    del raw["spec"]["system_prompt"], raw["input"]["unread"], raw["input"]["files"][0]["partition"]
+    for name in ("system_prompt", "policy", "placement"):
+        del raw["spec"][name]
+    del raw["input"]["unread"], raw["input"]["files"][0]["partition"]
     before = JobRecord.from_json(json.dumps(raw).encode())
     assert differences(before, record()) == []
     # As that version computed it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from lorabatch.jobs.spec import (
     TLS_FIELDS,
     ErrorBudget,
     JobSpec,
+    PolicyName,
     TlsFiles,
     read_job_file,
 )
@@ -263,3 +264,21 @@ def test_anything_else_is_refused_with_examples(text: str) -> None:
 @given(percent=st.integers(0, 100), hundreds=st.integers(0, 10**6))
 def test_whole_percentages_of_round_numbers_are_exact(percent: int, hundreds: int) -> None:
     assert ErrorBudget.parse(f"{percent}%").limit(hundreds * 100) == percent * hundreds
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode", "expected"),
+    [
+        ("dlora", "exact", "dlora merges adapters by itself. Use mode auto, or policy planner."),
+        ("s-lora", "merged", "s-lora never merges an adapter. Use mode auto or unmerged or exact, or policy planner."),
+        ("merged-only", "exact", "merged-only merges adapters by itself. Use mode auto or merged, or policy planner."),
+        ("peft-like", "unmerged", "policy='peft-like', mode='unmerged'"),
+    ],
+)
+def test_a_policy_that_decides_about_merging_refuses_modes_that_do(policy: str, mode: str, expected: str) -> None:
+    assert expected in problems(**BASICS, policy=policy, mode=mode)
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_every_policy_goes_with_mode_auto(policy: str) -> None:
+    assert JobSpec(**BASICS, policy=policy, placement="loraserve").policy == policy

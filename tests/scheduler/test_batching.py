@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.batching import (
-    POLICIES,
+    BATCHERS,
     BatchView,
     ClusteredBatcher,
     FreeMemory,
@@ -149,8 +149,8 @@ def test_rows_may_be_chosen_and_put_in_another_order(rows):
     assert (chosen.gaps, chosen.awaited) == ((9,), {4})
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_serves_the_rows_at_hand_and_gives_forced_adapters_a_wave(policy):
+@pytest.mark.parametrize("batcher", BATCHERS)
+def test_every_batcher_serves_the_rows_at_hand_and_gives_forced_adapters_a_wave(batcher):
     facts = ReplicaFacts(
         cost=CPU_SMOLLM2_135M,
         ranks=lambda: np.full(3, 8.0),
@@ -158,13 +158,17 @@ def test_every_policy_serves_the_rows_at_hand_and_gives_forced_adapters_a_wave(p
         max_batch_rows=8,
         mean_output_tokens=lambda: 60.0,
     )
-    for waiting, mode in (([0, 1, 0, 1], "unmerged"), ([2, 2], "merged")):
+    merges_first = batcher in ("merged-only", "peft-like")
+    for waiting, expected in (
+        ([0, 1, 0, 1], ("merged", 2) if merges_first else ("unmerged", 4)),
+        ([2, 2], ("merged", 2)),
+    ):
         view = make_view([], waiting)
-        plan = batcher_of(policy, facts).next_step(view)
+        plan = batcher_of(batcher, facts).next_step(view)
         plan.check_integrity(view)
-        assert (plan.mode, len(plan.admit)) == (mode, len(waiting))
+        assert (plan.mode, len(plan.admit)) == expected
 
 
-def test_an_unknown_policy_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match="auto_policy='lifo': expected one of cost, waves, dlora"):
+def test_an_unknown_batcher_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match="batcher='lifo': expected one of cost, waves, dlora"):
         batcher_of("lifo", None)

@@ -58,8 +58,8 @@ def batchers(monkeypatch: pytest.MonkeyPatch) -> list[Batcher]:
     "options",
     [
         {},
-        {"auto_policy": "dlora"},
-        {"auto_policy": "waves", "max_batch_rows": 7},
+        {"batcher": "dlora"},
+        {"batcher": "waves", "max_batch_rows": 7},
         {"mode": "merged", "max_step_tokens": 33},
         {"mode": "unmerged"},
         {"mode": "exact", "max_batch_rows": 3},

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
+from lorabatch.jobs.spec import PlacementName, PolicyName
 from lorabatch.pipeline.planning.settings import RunSettings
-from lorabatch.scheduler.baselines.policies import POLICIES, simulate_policy
-from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
-from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.scheduler.policies import PLACEMENTS, POLICIES
 from lorabatch.scheduler.simulation.synthetic import (
     draw_adapters,
     draw_lengths,
@@ -15,7 +16,7 @@ from lorabatch.scheduler.simulation.synthetic import (
     power_popularity,
 )
 
-SETTINGS = ReplicaSettings(max_batch_rows=32, max_step_tokens=4096, leap_steps=8)
+SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=32)
 
 
 def make_job(num_rows=500, num_adapters=12, seed=0):
@@ -29,23 +30,24 @@ def make_job(num_rows=500, num_adapters=12, seed=0):
     return make_workload(make_adapters(ranks), adapter, prompt, output, max_tokens=limit)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_serves_every_row(policy):
+def test_every_policy_serves_every_row(policy, placement):
     workload = make_job(120)
-    run = simulate_policy(policy, workload, COST, SETTINGS, 2)
+    run = SETTINGS.under(policy, placement).simulate(workload, 2)
+    assert run.policy == policy
     assert np.isfinite(run.timeline.finish_s).all()
     assert run.metrics.makespan_s > 0
 
 
 def test_a_planned_job_is_not_slower_than_the_online_policies():
     workload = make_job(1500)
-    settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=32)
-    planned = settings.simulate(workload, 2).metrics.makespan_s
-    for policy in ("dlora", "s-lora", "fcfs"):
-        online = simulate_policy(policy, workload, settings.cost, settings.replica(), 2).metrics.makespan_s
+    planned = SETTINGS.simulate(workload, 2).metrics.makespan_s
+    for policy in ("dlora", "s-lora", "vllm-like"):
+        online = SETTINGS.under(policy).simulate(workload, 2).metrics.makespan_s
         assert planned <= 1.02 * online
 
 
-def test_an_unknown_policy_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="policy='magic': expected one of dlora"):
-        simulate_policy("magic", make_job(10), COST, SETTINGS, 1)
+def test_a_job_may_ask_for_each_policy_and_placement_there_is():
+    assert get_args(PolicyName) == tuple(POLICIES)
+    assert get_args(PlacementName) == tuple(PLACEMENTS)

@@ -1,0 +1,103 @@
+"""Policies of a job by name: how its rows are dealt out, how engines batch them, and when they move.
+
+`planner` is this project's. The others are those of papers and of other systems (`baselines/`), imported only when a
+job asks for them. A run, its plan and its simulation make their rules here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost import CostModel
+from .dispatch import DealtShards
+from .scheduler import Scheduler, SchedulerSettings
+from .waves import Shard, ShardMode
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsToDeal:
+    """All rows of a job, to be dealt out to `num_replicas` before it starts.
+
+    `output_tokens`, `row_s` float64 `[num_rows]`: expected tokens of each answer, and a replica's seconds for the row.
+    """
+
+    workload: Workload
+    output_tokens: NDArray[np.float64]
+    row_s: NDArray[np.float64]
+    cost: CostModel
+    num_replicas: int
+    batch_rows: int
+    rows_per_shard: int
+
+
+#: The replica of each row, int64 `[num_rows]`.
+Deal = Callable[[RowsToDeal], NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One policy. Functions are named as `module:function` below `scheduler`.
+
+    `batcher`: a name in `batching.BATCHERS` (None: what the engine's mode says). `may_merge`: whether it merges
+    adapters that need not be. `deal`: a `Deal` (None: rows are planned in waves, and shards go to whoever has room).
+    `shard_mode`: of dealt shards with adapters. `migration`: makes its `MigrationRule` from shards and settings (None:
+    that of `planner` where rows may move).
+    """
+
+    batcher: str | None = None
+    may_merge: bool = True
+    deal: str | None = None
+    shard_mode: ShardMode = "unmerged"
+    migration: str | None = None
+    moves_rows: bool = False
+
+
+_IN_TURN = "baselines.dealing:in_turn"
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "planner": Policy(moves_rows=True),
+        "dlora": Policy("dlora", deal="baselines.dealing:by_pending_time"),
+        "s-lora": Policy("s-lora", may_merge=False, deal=_IN_TURN),
+        "vllm-like": Policy("vllm-like", may_merge=False, deal=_IN_TURN),
+        "merged-only": Policy("merged-only", deal=_IN_TURN, shard_mode="merged"),
+        "peft-like": Policy("peft-like", deal=_IN_TURN, shard_mode="merged"),
+    }
+)
+#: How rows are dealt out instead of as the policy does; `planner`: as the policy does.
+PLACEMENTS: Mapping[str, str | None] = MappingProxyType({"planner": None, "loraserve": "baselines.dealing:by_routing"})
+
+
+def dealing(policy: str, placement: str) -> Deal | None:
+    """How rows are dealt out before the job; None: they are not."""
+    name = PLACEMENTS[placement] or POLICIES[policy].deal
+    return None if name is None else _function(name)
+
+
+def make_scheduler(
+    shards: Sequence[Shard], *, committed: Collection[int] = (), settings: SchedulerSettings
+) -> Scheduler:
+    """The scheduler of a job, with the rules of its policy. Shards that were dealt out go to their replicas."""
+    with_work = [shard for shard in shards if shard.has_engine_work]
+    is_dealt = any(shard.replica is not None for shard in with_work)
+    name = POLICIES[settings.policy].migration
+    return Scheduler(
+        shards,
+        committed=committed,
+        settings=settings,
+        dispatch=DealtShards(with_work) if is_dealt else None,
+        migration=None if name is None or settings.tail is None else _function(name)(with_work, settings),
+    )
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f".{module}", __package__), function)
+    return found
