@@ -137,7 +137,7 @@ class PaceEstimator:
 
 
 class StepBudget:
-    """Tokens that the next step of one engine may hold: as many as take it about a second, as its last full steps tell."""
+    """Tokens that the next step of one engine may hold: as many as take it about a second by its last full steps."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
