@@ -30,11 +30,10 @@ from lorabatch.demo.base_model import base_model_folder
 from lorabatch.demo.job import demo_spec
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.peft.random import write_random_adapter
-from lorabatch.jobs.cost_profile import read_profile
+from lorabatch.jobs.cost_profile import machine, read_profile
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.planning.dry_run import dry_run
-from lorabatch.pipeline.planning.profile import machine
 from lorabatch.pipeline.run import run
 
 NUM_WORKERS = 2

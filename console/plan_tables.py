@@ -114,7 +114,7 @@ def plan_json(found: DryRun, gpu_hour_price: float | None) -> dict[str, Any]:
         "price": price(found, gpu_hour_price),
         "device": asdict(found.settings.device),
         "engine_limits": asdict(found.settings.limits),
-        "cost_model": {"origin": found.settings.cost_origin} | found.settings.cost.to_json(),
+        "cost_model": {"origin": found.settings.cost_origin} | found.settings.step_prices.to_json(),
         "notes": list(found.notes),
         "audit": [adapter.model_dump(mode="json") for adapter in found.adapters],
         "adapters": [asdict(adapter) for adapter in forecast.adapters],
@@ -227,8 +227,10 @@ def _range(found: DryRun) -> list[str]:
     if found.range_s is None:
         return []
     shortest_s, longest_s = found.range_s
+    known = len(found.settings.lengths)
+    others = f"Answers of {known} adapters are taken to be as long as in earlier jobs, others" if known else "Answers"
     return [
-        "Answers are assumed to be half of max_tokens long. "
+        f"{others} are assumed to be half of max_tokens long. "
         f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all"
     ]
 

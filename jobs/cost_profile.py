@@ -6,6 +6,8 @@ It belongs to a base model (by content), a device, a dtype and a number of CPU t
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,5 +63,20 @@ def read_profile(path: Path) -> CostProfile:
 
 def profile_path(model_sha256: str, device: str, dtype: str, threads: int | None) -> Path:
     """Where a profile of this combination is kept on this machine."""
-    name = f"{model_sha256[:16]}-{device}-{dtype}" + (f"-{threads}-threads" if threads else "")
-    return default_cache_root() / "profiles" / f"{name}.json"
+    return default_cache_root() / "profiles" / f"{profile_name(model_sha256, device, dtype, threads)}.json"
+
+
+def profile_name(model_sha256: str, device: str, dtype: str, threads: int | None) -> str:
+    """A name for files about this combination."""
+    return f"{model_sha256[:16]}-{device}-{dtype}" + (f"-{threads}-threads" if threads else "")
+
+
+def machine() -> str:
+    """The processor and its cores, as the system tells them."""
+    names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel
-from .lengths import expected_tokens
 from .placement import Placement, PlacementProblem, as_placed, place_shards
 from .policies import RowsToDeal
 from .simulation.run import PolicyRun
@@ -208,20 +207,20 @@ def _pace(finish_s: NDArray[np.float64], work_s: NDArray[np.float64], all_s: flo
 
 def cut_job(
     workload: Workload,
+    predicted: NDArray[np.float64],
     cost: CostModel,
     batch_rows: int,
     num_replicas: int,
     *,
-    length_share: float,
     rows_per_shard: int,
     mode: WaveMode,
+    prices: CostModel | None = None,
 ) -> CutRows:
     """Cut a job, or a block of one, into shards, with what they will take.
 
-    `length_share`: of `max_tokens` that rows are expected to generate. `mode`: of waves with adapters, from the cost
-    model or one for all.
+    `predicted`: tokens that rows are expected to generate, `[num_rows]`. `mode`: of waves with adapters, from the cost
+    model or one for all. `prices`: what steps take, where that is known better than what modes are decided by.
     """
-    predicted = expected_tokens(workload.max_tokens, length_share)
     plan = plan_shards(
         workload,
         batch_rows=batch_rows,
@@ -230,7 +229,7 @@ def cut_job(
         rows_per_shard=rows_per_shard,
     )
     plan = _with_modes(plan, workload, cost, batch_rows, num_replicas, mode)
-    return CutRows.of(plan, predicted, row_seconds(workload, predicted, cost, batch_rows))
+    return CutRows.of(plan, predicted, row_seconds(workload, predicted, prices or cost, batch_rows))
 
 
 def cut_dealt(

@@ -33,6 +33,20 @@ def expected_tokens(max_tokens: NDArray[np.int32], share: float = PRIOR_SHARE) -
     return np.where(max_tokens > 0, np.maximum(1.0, share * max_tokens.astype(np.float64)), 0.0)
 
 
+def known_tokens(
+    expected: NDArray[np.float64],
+    max_tokens: NDArray[np.int32],
+    num_rows: NDArray[np.float64],
+    output_tokens: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Expected output tokens, corrected by finished rows of the same adapters; all arrays `[num_rows]`.
+
+    `num_rows`, `output_tokens`: of the rows of each row's adapter that have finished, in this job or an earlier one.
+    """
+    mean = (_PRIOR_ROWS * expected + output_tokens) / (_PRIOR_ROWS + num_rows)
+    return np.where(max_tokens > 0, np.clip(mean, 1.0, np.maximum(max_tokens, 1)), 0.0)
+
+
 class LengthEstimator:
     """Mean output tokens of rows, by adapter and over all; the base model has the name ""."""
 

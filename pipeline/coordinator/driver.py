@@ -89,7 +89,7 @@ class Coordinator:
         self._ticked_s = self._shown_s = 0.0
         self._opened_s, self._committed_s = inf, 0.0
         #: What the steps of this run's engines cost.
-        self.costs = StepCosts(run.settings.cost)
+        self.costs = StepCosts(run.settings.step_prices)
         #: Most rows that one of them takes into a step.
         self.batch_rows = run.settings.limits.batch_rows
         #: Whether shards were open already when this coordinator began: what it sees is a part of the run.

@@ -15,10 +15,12 @@ from typing import Any
 from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import OutputConflictError
+from ...jobs.history import AnswerLengths, add_to_history
 from ...jobs.notes import row_notes
 from ...jobs.opening import OpenedJob, changed_adapters
 from ...jobs.storage.redaction import redacted_url
 from ...scheduler.bound import JobWork, work_bound
+from ...scheduler.cost import CostModel
 from ...scheduler.policies import make_scheduler
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
@@ -118,6 +120,8 @@ def _forgive(dask_scheduler: Any, key: Any) -> None:
 
 
 _PARTS_PER_COUNT = 64
+# Seconds of steps from which what they cost is kept for later jobs: the first ones are slower.
+_HISTORY_S = 5.0
 
 
 def index_rows(run: JobRun) -> IndexTotals:
@@ -160,13 +164,14 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Coordinated:
-    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `bound_s`, `batch_fill`,
-    `prefix_hit_rate`: see `JobResult`.
+    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `measured`: what steps cost,
+    where enough of them were seen. `bound_s`, `batch_fill`, `prefix_hit_rate`: see `JobResult`.
     """
 
     num_reused: int
     working_s: float
     bound_s: float | None
+    measured: CostModel | None
     batch_fill: float | None
     prefix_hit_rate: float | None
 
@@ -186,7 +191,10 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
     bound_s = None if coordinator.has_adopted else _bound_s(run, coordinator, monitor.work)
-    return Coordinated(num_reused, coordinator.working_s, bound_s, monitor.batch_fill, monitor.prefix_hit_rate)
+    measured = coordinator.costs.measured() if coordinator.costs.seconds >= _HISTORY_S else None
+    return Coordinated(
+        num_reused, coordinator.working_s, bound_s, measured, monitor.batch_fill, monitor.prefix_hit_rate
+    )
 
 
 def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> float | None:
@@ -256,4 +264,17 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
     job.store.mark_success()
     # Last, since a client that waits for "done" may read the output.
     run.reporter.done(result)
+    _keep_history(run, account, done)
     return result
+
+
+def _keep_history(run: JobRun, account: Account, done: Coordinated) -> None:
+    """Keep what steps cost and how long answers were, for the predictions of later jobs."""
+    lengths = {}
+    if not run.job.spec.sampling.ignore_eos:
+        hashes = {adapter.name: adapter.sha256 for adapter in run.job.record.adapters} | {"": ""}
+        for name, num_rows in account.rows.items():
+            num_answers = num_rows - account.errors[name]
+            if name in hashes and num_answers:
+                lengths[hashes[name]] = AnswerLengths(num_answers, account.tokens[name])
+    add_to_history(run.settings.history, done.measured, lengths)

@@ -12,7 +12,6 @@ import json
 import logging
 import multiprocessing
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
 from ...engine.request import Request, SamplingParams
 from ...engine.runner.backend import choose_device
-from ...jobs.cost_profile import CostProfile, profile_path
+from ...jobs.cost_profile import CostProfile, machine, profile_path
 from ...jobs.errors import JobFailedError
 from ...jobs.storage.local_copy import local_folder, model_sha256
 from ...scheduler.cost import (
@@ -116,17 +115,6 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
         quality={kind: fit_quality([s for k, s in steps if k == kind], cost) for kind in kinds},
         cost=cost,
     )
-
-
-def machine() -> str:
-    """The processor and its cores, as the system tells them."""
-    names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 StepKind = Literal["prefill", "decode", "unmerged"]

@@ -7,13 +7,15 @@ what runs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...engine.batching.policy import choose_batcher
 from ...engine.config import DeviceKind, EngineConfig, dtype_on, read_model_config
@@ -23,6 +25,7 @@ from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
 from ...jobs.cost_profile import profile_path, read_profile
 from ...jobs.errors import JobRequestError
+from ...jobs.history import AnswerLengths, history_path, read_history
 from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
@@ -39,7 +42,7 @@ from ...scheduler.forecast import (
     forecast_job,
     row_seconds,
 )
-from ...scheduler.lengths import PRIOR_SHARE, expected_tokens
+from ...scheduler.lengths import PRIOR_SHARE, expected_tokens, known_tokens
 from ...scheduler.migration import ReplicaMemory, TailSettings
 from ...scheduler.policies import POLICIES, RowsToDeal, dealing
 from ...scheduler.scheduler import SchedulerSettings
@@ -77,6 +80,10 @@ class RunSettings:
     fetch adapters from one another. `shares_prefixes`: engines compute prompt beginnings once. `merged_only`: names of
     adapters that are exact only when merged. `cost_origin`: where the cost model comes from, for people. `policy`,
     `placement`: names in `scheduler.policies`; see `under`.
+
+    `prices`: what steps take as earlier jobs have measured it (None: as the cost model says). Predictions are made with
+    it and no decision, so that engines can be shared and do the same whatever ran before. `lengths`: of the answers of
+    adapters in earlier jobs, by name ("": base model). `history`: where both are kept.
     """
 
     engine: EngineConfig
@@ -91,6 +98,9 @@ class RunSettings:
     cost_origin: str = ""
     policy: str = "planner"
     placement: str = "planner"
+    prices: CostModel | None = None
+    lengths: Mapping[str, AnswerLengths] = field(default_factory=dict)
+    history: Path | None = None
 
     @classmethod
     def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
@@ -98,6 +108,8 @@ class RunSettings:
         spec, model = job.spec, read_model_config(job.model_folder)
         threads = threads_per_engine(spec, num_workers)
         chosen = choose_cost(spec, job.record.model.sha256, model, device.kind, threads)
+        history = _history_path(job, device, threads)
+        before = read_history(history)
         engine = EngineConfig(
             max_batch_rows=spec.batch_rows,
             max_step_tokens=spec.step_tokens,
@@ -112,6 +124,8 @@ class RunSettings:
         # whether workers have compiled kernels is seen when their engines start
         is_fixed = device.kind == "cpu" and dtype_on("cpu", spec.dtype) == "float32"
         served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
+        has_history = chosen.is_guess and before.cost is not None
+        names = {adapter.sha256: adapter.name for adapter in served} | {"": ""}
         settings = cls(
             engine,
             engine_limits(engine, model, device.kind, device.memory_bytes),
@@ -123,7 +137,12 @@ class RunSettings:
             shares_adapters=any(is_remote(adapter.url) for adapter in served),
             shares_prefixes=shares_prefixes(engine, model, is_arithmetic_fixed=is_fixed),
             merged_only=frozenset(adapter.name for adapter in served if adapter.verdict == "exact-by-merge"),
-            cost_origin=chosen.origin,
+            cost_origin=f"measured by earlier jobs, {history}" if has_history else chosen.origin,
+            prices=before.cost if has_history else None,
+            lengths={}
+            if spec.sampling.ignore_eos
+            else {names[sha256]: found for sha256, found in before.lengths.items() if sha256 in names},
+            history=history,
         )
         return settings.under(spec.policy, spec.placement)
 
@@ -160,6 +179,11 @@ class RunSettings:
         """Of steps, merges and loads: what engines, scheduler and plans reckon with."""
         assert self.engine.cost is not None, "engines of a run have a cost model"
         return self.engine.cost
+
+    @property
+    def step_prices(self) -> CostModel:
+        """What predictions reckon with."""
+        return self.prices or self.cost
 
     @property
     def wave_mode(self) -> WaveMode:
@@ -218,21 +242,21 @@ class RunSettings:
         """Shards of a job, or of a block of its rows, as large as those of the whole job of `job_rows`."""
         batch_rows = self.limits.batch_rows
         num_rows = rows.num_rows if job_rows is None else job_rows
-        length_share = self.length_share if length_share is None else length_share
         rows_per_shard = self.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers)
+        predicted = self.expected_tokens(rows, length_share)
         rows = self.with_reuse(rows)
         deal = dealing(self.policy, self.placement)
         if deal is None:
             return cut_job(
                 rows,
+                predicted,
                 self.cost,
                 batch_rows,
                 num_workers,
-                length_share=length_share,
                 rows_per_shard=rows_per_shard,
                 mode=self.wave_mode,
+                prices=self.prices,
             )
-        predicted = expected_tokens(rows.max_tokens, length_share)
         row_s = row_seconds(rows, predicted, self.cost, batch_rows)
         to_deal = RowsToDeal(rows, predicted, row_s, self.cost, num_workers, batch_rows, rows_per_shard)
         policy = POLICIES[self.policy]
@@ -242,6 +266,17 @@ class RunSettings:
             shard_mode=None if policy.deal is None else policy.shard_mode,
             mode=self.wave_mode,
         )
+
+    def expected_tokens(self, rows: Workload, length_share: float | None = None) -> NDArray[np.float64]:
+        """That rows will generate, float64 `[num_rows]`: a share of `max_tokens` and, where earlier jobs have had their
+        adapter, the mean of its answers."""
+        expected = expected_tokens(rows.max_tokens, self.length_share if length_share is None else length_share)
+        if not self.lengths:
+            return expected
+        found = [self.lengths.get(adapter.name) for adapter in rows.adapters] + [self.lengths.get("")]
+        counted = np.array([(0.0, 0.0) if each is None else (each.num_rows, each.output_tokens) for each in found])
+        num_rows, output_tokens = counted[rows.adapter_index].T
+        return known_tokens(expected, rows.max_tokens, num_rows, output_tokens)
 
     def play(
         self, rows: Workload, plan: ShardPlan, num_workers: int, slowness: Sequence[float] | None = None
@@ -253,13 +288,13 @@ class RunSettings:
         merged_only = [adapter.name in self.merged_only for adapter in rows.adapters]
 
         def make_batcher(facts: ReplicaFacts) -> Batcher:
-            return self.batcher(replace(facts, must_merge=merged_only.__getitem__))
+            return self.batcher(replace(facts, must_merge=merged_only.__getitem__, cost=self.cost))
 
         rows = self.with_reuse(rows)
         return run_planned(
             rows,
             plan,
-            self.cost,
+            self.step_prices,
             self.replica(),
             num_workers,
             make_batcher,
@@ -293,8 +328,8 @@ class RunSettings:
         `play`."""
         return job_bound(
             self.with_reuse(rows),
-            expected_tokens(rows.max_tokens, self.length_share),
-            self.cost,
+            self.expected_tokens(rows),
+            self.step_prices,
             batch_rows=self.limits.batch_rows,
             step_tokens=self.limits.step_tokens,
             slowness=[1.0] * num_workers if slowness is None else slowness,
@@ -350,10 +385,11 @@ def some_of(slowness: Sequence[float], count: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenCost:
-    """A cost model and where it comes from, as a phrase for people."""
+    """A cost model and where it comes from, as a phrase for people. `is_guess`: it was not measured on this machine."""
 
     cost: CostModel
     origin: str
+    is_guess: bool = False
 
 
 def choose_cost(
@@ -374,9 +410,16 @@ def _preset(model: ModelConfig, kind: DeviceKind, threads: int | None) -> Chosen
     advice = "`lorabatch profile --model …` measures this machine"
     if kind == "cpu":
         factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
-        return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}")
+        return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}", True)
     factor = parameters / _GPU_PRESET_PARAMETERS
-    return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}")
+    return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}", True)
+
+
+def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path | None:
+    """Of the model, the device and what else decides what steps take."""
+    name = "cpu" if device.kind == "cpu" else re.sub(r"\W+", "-", device.name)
+    threads = threads if device.kind == "cpu" else None
+    return history_path(job.record.model.sha256, name, dtype_on(device.kind, job.spec.dtype), threads)
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> Mapping[str, Any]:

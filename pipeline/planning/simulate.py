@@ -116,7 +116,7 @@ def make_job(request: SimulationRequest) -> tuple[Workload, RunSettings]:
         settings = found.settings
         if request.cost_model is not None and request.cost_model in MACHINES:
             engine = replace(settings.engine, cost=MACHINES[request.cost_model])
-            settings = replace(settings, engine=engine, cost_origin=request.cost_model)
+            settings = replace(settings, engine=engine, cost_origin=request.cost_model, prices=None)
         return _with_drawn_answers(found.workload, generator), settings
     settings = _machine_settings(request)
     if request.trace is not None:

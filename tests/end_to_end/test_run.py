@@ -253,6 +253,30 @@ def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simu
     assert plan.predicted_s == planned.forecast.predicted_s
 
 
+def test_later_jobs_expect_answers_as_long_as_those_of_earlier_ones(
+    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LORABATCH_HISTORY", str(tmp_path / "history"))
+    echo_job.write_input(make_rows(200))
+    before = dry_run(echo_job.options())
+    first = echo_job.run(shared_client)
+    (kept,) = (tmp_path / "history").glob("*.json")
+    lengths = json.loads(kept.read_text())["lengths"]
+    assert sum(found["num_rows"] for found in lengths.values()) == 200
+    assert sum(found["output_tokens"] for found in lengths.values()) == first.completion_tokens
+    after = dry_run(echo_job.options())
+    expected, answered = sum(s.predicted_output_tokens for s in after.forecast.plan.shards), first.completion_tokens
+    guessed = sum(s.predicted_output_tokens for s in before.forecast.plan.shards)
+    assert abs(expected - answered) < abs(guessed - answered) / 2
+    # Engines are what they were: runs can share them, and mode exact has its hash.
+    assert (after.settings.engine, after.settings.scheduler(2)) == (
+        before.settings.engine,
+        before.settings.scheduler(2),
+    )
+    kept.write_text("{")
+    assert dry_run(echo_job.options()).forecast.plan.shards == before.forecast.plan.shards
+
+
 def test_the_events_of_a_run_replay_to_the_same_commands(echo_job: EchoJob, shared_client: Client) -> None:
     echo_job.write_input(make_rows(100))
     echo_job.run(shared_client)

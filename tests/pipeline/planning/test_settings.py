@@ -13,6 +13,7 @@ import pytest
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.limits import engine_limits, total_host_bytes
+from lorabatch.jobs.history import AnswerLengths
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
 from lorabatch.pipeline.planning.settings import RunSettings, some_of
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
@@ -145,3 +146,29 @@ def test_some_workers_stand_for_all_of_them() -> None:
     assert sum(1 / slow for slow in chosen) / 4 == pytest.approx(sum(1 / slow for slow in slowness) / 10)
     assert chosen == sorted(chosen)
     assert some_of(slowness, 10) == slowness
+
+
+def test_what_earlier_jobs_measured_changes_predictions_and_no_decision(tiny_llama: Path) -> None:
+    rows = make_workload(
+        make_adapters([8]), np.arange(200, dtype=np.int32) % 2 - 1, np.full(200, 9, np.int32), np.full(200, 5, np.int32)
+    )
+    settings = settings_for(tiny_llama)
+    learned = replace(settings, prices=CPU_SMOLLM2_135M.scaled(3.0))
+    assert (learned.engine, learned.scheduler(2)) == (settings.engine, settings.scheduler(2))
+    first, second = (each.forecast(rows, 2, max_rows=1000) for each in (settings, learned))
+    assert second.plan.shards == first.plan.shards
+    assert second.predicted_s > 2 * first.predicted_s
+    assert learned.bound(rows, 2).work_s == pytest.approx(3 * settings.bound(rows, 2).work_s)
+
+
+def test_adapters_that_earlier_jobs_have_had_are_expected_to_answer_as_then(tiny_llama: Path) -> None:
+    rows = make_workload(
+        make_adapters([8]), np.array([-1, 0, 0], np.int32), np.full(3, 9, np.int32), np.full(3, 100, np.int32)
+    )
+    rows = replace(rows, max_tokens=np.array([100, 100, 12], np.int32))
+    settings = settings_for(tiny_llama)
+    assert settings.expected_tokens(rows).tolist() == [50, 50, 6]
+    name = rows.adapters[0].name
+    learned = replace(settings, lengths={name: AnswerLengths(1000, 20_000)})
+    assert learned.expected_tokens(rows) == pytest.approx([50, 20, 12], rel=0.03)
+    assert learned.expected_tokens(rows).max() <= 100

@@ -1,0 +1,100 @@
+"""What earlier jobs have measured: joined, replaced whole, and ignored where it is damaged or another machine's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lorabatch.jobs.history import AnswerLengths, ModelHistory, add_to_history, history_path, read_history
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+
+COST = replace(CPU_SMOLLM2_135M, step_s=0.5)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LORABATCH_HISTORY", str(tmp_path / "history"))
+    found = history_path("0123" * 16, "cpu", "float32", 2)
+    assert found == tmp_path / "history" / "0123012301230123-cpu-float32-2-threads.json"
+    return found
+
+
+def test_jobs_are_joined_and_the_latest_cost_counts(path: Path) -> None:
+    assert read_history(path) == ModelHistory()
+    add_to_history(path, CPU_SMOLLM2_135M, {"a": AnswerLengths(10, 100), "": AnswerLengths(4, 8)})
+    add_to_history(path, COST, {"a": AnswerLengths(30, 60)})
+    # Too short for its steps to be measured.
+    add_to_history(path, None, {"b": AnswerLengths(1, 7)})
+    found = read_history(path)
+    assert found.cost == COST
+    assert found.lengths == {"": AnswerLengths(4, 8), "a": AnswerLengths(40, 160), "b": AnswerLengths(1, 7)}
+    assert list(found.lengths) == ["", "a", "b"]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_answers_of_long_ago_give_way() -> None:
+    lengths = AnswerLengths(1_000_000, 100_000_000)
+    for _ in range(5):
+        lengths = lengths.joined(AnswerLengths(1_000, 10_000))
+    assert lengths.num_rows == 1_000
+    assert lengths.output_tokens / lengths.num_rows < 20
+
+
+def test_adapters_of_long_ago_are_forgotten(path: Path) -> None:
+    history = ModelHistory().joined(None, {f"a{i}": AnswerLengths(1, 1) for i in range(2_500)})
+    again = history.joined(None, {"a600": AnswerLengths(1, 1), "new": AnswerLengths(1, 1)})
+    assert len(again.lengths) == 2_000
+    assert {"a600", "new", "a2499"} <= again.lengths.keys()
+    assert "a499" not in again.lengths
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"machine": "an abacus"},
+        {"format": 9},
+        {"cost": {"step_s": 1.0}},
+        {"lengths": {"a": {"num_rows": 0, "output_tokens": 3}}},
+        {"lengths": ["a"]},
+        {"lengths": {"a": {"num_rows": "many", "output_tokens": 3}}},
+    ],
+    ids=lambda change: str(next(iter(change.items()))),
+)
+def test_files_that_are_damaged_or_another_machines_cost_one_line(
+    path: Path, change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    add_to_history(path, COST, {})
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with caplog.at_level(logging.WARNING):
+        assert read_history(path) == ModelHistory()
+    assert len(caplog.records) == 1
+    assert "is not used" in caplog.text
+    # The next job begins a new one.
+    add_to_history(path, COST, {})
+    assert read_history(path).cost == COST
+
+
+def test_a_torn_file_is_ignored(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text('{"format": 1, "mach')
+    assert read_history(path) == ModelHistory()
+
+
+def test_a_folder_that_cannot_be_written_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LORABATCH_HISTORY", str(tmp_path / "file"))
+    add_to_history(history_path("0" * 64, "cpu", "float32", 1), COST, {})
+    assert "is not kept" in caplog.text
+
+
+def test_none_is_kept_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORABATCH_HISTORY", "off")
+    assert history_path("0" * 64, "cpu", "float32", 1) is None
+    add_to_history(None, COST, {})
+    assert read_history(None) == ModelHistory()
