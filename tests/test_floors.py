@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # What a room must not load, and its modules that are imported one after another in one interpreter.
-LIGHT = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "typer", "pandas"}
+LIGHT = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "typer", "pandas", "bokeh"}
 ROOMS = {
     "plain": (
         LIGHT,

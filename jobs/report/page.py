@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+from bokeh.embed import components
+from bokeh.models import Column
+from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from ..errors import JobRequestError
+from ..record import JobRecord
 from ..status import JobStatus, read_status
-from ..store import JobStore
-from .drawing import NUM_COLUMNS, Drawing, Lane, draw
-from .timeline import RunTimeline, read_timelines
+from ..store import JobStore, part_name
+from .figures import run_figures, worker_names
+from .tables import TableField, as_csv, search_table
+from .timeline import IDLE, RunTimeline, read_timelines
 
 _SECONDS_PER_HOUR = 3600.0
-# Of a lane's 44 units of height: shards above, modes below, the busy area between.
-_AREA_TOP, _AREA_BOTTOM = 11.0, 37.0
-_RATE_HEIGHT = 48.0
+_ERROR_ROWS_SHOWN, _PARTS_SEARCHED = 200, 1000
+# Label, value.
+Fact = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
-    value: str
-    label: str
+class ErrorRow:
+    """One error row. `place`: its part and its number in it, from 1."""
+
+    id: str
+    adapter: str
+    place: str
+    reason: str
 
 
 def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
@@ -35,26 +48,39 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     `StorageError` when it cannot be read.
     """
     status = read_status(store)
-    timelines = read_timelines(store.read_events())
+    is_ended = status.state is not None and status.state.is_final
+    runs = read_timelines(store.read_events(), status.state.updated_at_s if status.state and is_ended else None)
     plan = store.read_plan_facts() if store.has_plan_facts() else {}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
-    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
-    drawings = [draw(timeline) for timeline in timelines]
     summary = status.summary or {}
-    worker_hours = sum(timeline.worker_s for timeline in timelines) / _SECONDS_PER_HOUR
+    worker_hours = sum(run.worker_s for run in runs) / _SECONDS_PER_HOUR
     cost = None if gpu_hour_price is None else worker_hours * gpu_hour_price
+    adapters = _adapters(summary, cost)
+    adapters_of_shards = {shard["shard_id"]: shard["adapters"] for shard in plan.get("shards", ())}
+    drawn: dict[str, Column] = {}
+    for i, run in enumerate(runs):
+        drawn[f"run {i}"] = run_figures(run, adapters_of_shards)
+        drawn[f"workers {i}"] = search_table(*_workers(run), "workers")
+    if adapters[1]:
+        drawn["adapters"] = search_table(*adapters, "adapters")
+    script, places = components(drawn) if drawn else ("", {})
+    error_rows = _error_rows(store, status.record, plan) if _num_errors(status, summary) else []
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     return template.render(
         job_id=status.record.job_id,
         headline=status.headline,
         output=status.output,
         message=status.state.message if status.state else "",
-        cards=[*_counts(status, summary), *_times(timelines, drawings, plan, summary), *_costs(cost, summary)],
-        runs=[_painted(drawing) for drawing in drawings],
-        columns=NUM_COLUMNS,
-        adapters=_adapters(summary, cost),
+        facts=[*_counts(status, summary), *_times(runs, plan, summary), *_costs(cost, summary)],
+        runs=[_phases(run) for run in runs],
+        library=Markup(_library() if drawn else ""),
+        script=Markup(script),
+        places={name: Markup(place) for name, place in places.items()},
         adapter_caption="Shares are of the generated tokens" + ("." if cost is None else ", and so is the cost."),
-        has_price=cost is not None,
-        errors=summary.get("errors", []),
+        csv=base64.b64encode(as_csv(*adapters).encode()).decode(),
+        num_errors=_num_errors(status, summary),
+        errors=_kinds(summary, error_rows),
+        error_rows=error_rows,
         settings=sorted((name, value) for name, value in status.record.spec.items() if value not in (None, [], {})),
     )
 
@@ -70,73 +96,128 @@ def save_report(page: str, path: Path) -> None:
         ) from None
 
 
-def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[_Card]:
+def _library() -> str:
+    """Bokeh's scripts, whole."""
+    return str(Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render())
+
+
+def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[Fact]:
     if summary:
-        yield _Card(f"{summary['num_rows']:,}", "rows answered")
-        yield _Card(f"{summary['num_errors']:,}", "error rows")
-        yield _Card(f"{summary['num_parts']:,}", "parts")
-        yield _Card(f"{summary['prompt_tokens']:,}", "prompt tokens")
-        yield _Card(f"{summary['completion_tokens']:,}", "generated tokens")
+        yield "rows answered", f"{summary['num_rows'] - summary['num_errors']:,}"
+        yield "error rows", f"{summary['num_errors']:,}"
+        yield "parts", f"{summary['num_parts']:,}"
+        yield "prompt tokens", f"{summary['prompt_tokens']:,}"
+        yield "generated tokens", f"{summary['completion_tokens']:,}"
         if (fill := summary.get("batch_fill")) is not None:
-            yield _Card(f"{fill:.1%}", "of batches full while shards were queued")
+            yield "of batches full while shards were queued", f"{fill:.1%}"
     elif status.state:
-        yield _Card(f"{status.state.rows_done:,} of {status.state.rows:,}", "rows answered so far")
-        yield _Card(f"{status.state.rows_error:,}", "error rows so far")
+        yield "rows answered so far", f"{status.state.rows_done:,} of {status.state.rows:,}"
+        yield "error rows so far", f"{status.state.rows_error:,}"
     if status.state and status.state.prefix_hit_rate is not None:
-        yield _Card(f"{status.state.prefix_hit_rate:.1%}", "of prompt tokens reused")
+        yield "of prompt tokens reused", f"{status.state.prefix_hit_rate:.1%}"
 
 
-def _times(
-    timelines: Sequence[RunTimeline], drawings: Sequence[Drawing], plan: Mapping[str, Any], summary: Mapping[str, Any]
-) -> Iterator[_Card]:
-    if not timelines:
+def _times(runs: Sequence[RunTimeline], plan: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[Fact]:
+    if not runs:
         return
     working_s = summary.get("working_s")
-    if working_s is not None and len(timelines) == 1:
-        yield _Card(f"{working_s:,.1f} s", "first shard opened to last part")
+    if working_s is not None and len(runs) == 1:
+        yield "first shard opened to last part", f"{working_s:,.1f} s"
     else:
-        yield _Card(f"{sum(timeline.end_s for timeline in timelines):,.1f} s", "with workers, first event to last")
+        yield "with workers, first event to last", f"{sum(run.end_s for run in runs):,.1f} s"
     predicted_s = plan.get("predicted_s")
-    yield _Card("not predicted" if predicted_s is None else f"{predicted_s:,.1f} s", "predicted for all rows")
-    if working_s and len(timelines) == 1:
+    yield "predicted for all rows", "not predicted" if predicted_s is None else f"{predicted_s:,.1f} s"
+    if working_s and len(runs) == 1:
         bound_s = summary.get("bound_s")
         if predicted_s and not summary.get("num_reused"):
-            yield _Card(f"{working_s / predicted_s:.2f}", "measured over predicted")
-        yield _Card("not known" if not bound_s else f"{bound_s:,.1f} s", "lower bound, whatever the schedule")
+            yield "measured over predicted", f"{working_s / predicted_s:.2f}"
+        yield "lower bound, whatever the schedule", f"{bound_s:,.1f} s" if bound_s else "not known"
         if bound_s:
-            yield _Card(f"{working_s / bound_s:.2f}", "measured over lower bound")
-    yield _Card(f"{drawings[-1].mean_busy:.0%}", "mean share of the batch in use")
-    yield _Card(str(sum(len(timeline.moves) for timeline in timelines)), "migrations")
-    yield _Card(f"{sum(timeline.worker_s for timeline in timelines):,.0f} s", "worker seconds")
+            yield "measured over lower bound", f"{working_s / bound_s:.2f}"
+    yield "mean share of the batch in use", f"{runs[-1].mean_busy:.0%}"
+    yield "migrations", str(sum(len(run.moves) for run in runs))
+    yield "workers lost", str(sum(len(track.losses) for run in runs for track in run.tracks))
+    yield "worker seconds", f"{sum(run.worker_s for run in runs):,.0f} s"
 
 
-def _costs(cost: float | None, summary: Mapping[str, Any]) -> Iterator[_Card]:
+def _costs(cost: float | None, summary: Mapping[str, Any]) -> Iterator[Fact]:
     if cost is None:
         return
-    yield _Card(f"{cost:,.4f}", "cost at the given price")
+    yield "cost at the given price", f"{cost:,.4f}"
     if tokens := summary.get("completion_tokens"):
-        yield _Card(f"{cost / tokens * 1e6:,.2f}", "per million generated tokens")
+        yield "per million generated tokens", f"{cost / tokens * 1e6:,.2f}"
 
 
-def _adapters(summary: Mapping[str, Any], cost: float | None) -> list[dict[str, Any]]:
-    tokens = summary.get("completion_tokens") or 0
-    shares = [(count, count["completion_tokens"] / tokens if tokens else 0.0) for count in summary.get("adapters", ())]
-    return [
-        {**count, "name": count["adapter"], "share": share, "cost": (cost or 0.0) * share}
-        for count, share in sorted(shares, key=lambda item: -item[1])
+def _phases(run: RunTimeline) -> str:
+    shown = (f"{name} {end_s - start_s:,.1f} s" for name, start_s, end_s in run.phase_spans())
+    return ", ".join(shown)
+
+
+_Table = tuple[list[TableField], list[list[Any]]]
+
+
+def _workers(run: RunTimeline) -> _Table:
+    """Every worker of a run: where its seconds went."""
+    seconds = [track.seconds_by_kind() for track in run.tracks]
+    idle = [kind for kind in IDLE if any(kind in of_track for of_track in seconds)]
+    fields = [TableField("worker", width=170), TableField("lost at", width=80), TableField("parts", "0,0", 60)]
+    fields += [TableField(title, "0,0.0", 80) for title in ("computing", *(IDLE[kind] for kind in idle))]
+    names = worker_names(run)
+    rows = [
+        [
+            names[track.worker],
+            ", ".join(f"{at_s:,.1f} s" for at_s, _ in track.losses),
+            sum(span.ended == "committed" for span in track.spans),
+            sum(s for kind, s in of_track.items() if kind not in IDLE),
+            *(of_track.get(kind, 0.0) for kind in idle),
+        ]
+        for track, of_track in zip(run.tracks, seconds, strict=True)
     ]
+    return fields, rows
 
 
-def _painted(drawing: Drawing) -> dict[str, Any]:
-    peak = max(drawing.tokens_per_s, default=0.0)
-    rate = " ".join(
-        f"{i},{_RATE_HEIGHT * (1 - value / peak if peak else 1):.1f}" for i, value in enumerate(drawing.tokens_per_s)
-    )
-    return {"drawing": drawing, "peak": peak, "rate": rate, "lanes": [_painted_lane(lane) for lane in drawing.lanes]}
+def _adapters(summary: Mapping[str, Any], cost: float | None) -> _Table:
+    """What each adapter had and costs, the most tokens first."""
+    fields = [TableField("adapter", width=220), TableField("rows", "0,0"), TableField("errors", "0,0")]
+    fields += [TableField("generated tokens", "0,0", 120), TableField("share", "0.0%")]
+    fields += [] if cost is None else [TableField("cost", "0,0.0000")]
+    total = summary.get("completion_tokens") or 0
+    rows = []
+    for count in sorted(summary.get("adapters", ()), key=lambda count: -count["completion_tokens"]):
+        tokens = count["completion_tokens"]
+        share = tokens / total if total else 0.0
+        row = [count["adapter"] or "(base model)", count["num_rows"], count["num_errors"], tokens, share]
+        rows.append(row if cost is None else [*row, cost * share])
+    return fields, rows
 
 
-def _painted_lane(lane: Lane) -> dict[str, Any]:
-    height = _AREA_BOTTOM - _AREA_TOP
-    edge = " ".join(f"{i},{_AREA_BOTTOM - height * min(value or 0.0, 1.0):.1f}" for i, value in enumerate(lane.busy))
-    area = f"0,{_AREA_BOTTOM} {edge} {NUM_COLUMNS},{_AREA_BOTTOM}"
-    return {"worker": lane.worker, "note": lane.note, "shards": lane.shards, "modes": lane.modes, "area": area}
+def _num_errors(status: JobStatus, summary: Mapping[str, Any]) -> int:
+    return summary.get("num_errors", status.state.rows_error if status.state else 0)  # type: ignore[no-any-return]
+
+
+def _kinds(summary: Mapping[str, Any], error_rows: Sequence[ErrorRow]) -> list[dict[str, Any]]:
+    """Kinds of errors; `anchor`: the number of the first row that says the same, None when it is not shown."""
+    first: dict[str, int] = {}
+    for i, row in enumerate(error_rows):
+        first.setdefault(row.reason, i)
+    return [{**kind, "anchor": first.get(kind["sentence"])} for kind in summary.get("errors", ())]
+
+
+def _error_rows(store: JobStore, record: JobRecord, plan: Mapping[str, Any]) -> list[ErrorRow]:
+    """The first error rows in the parts that are there."""
+    # Shards without engine work hold error rows only.
+    without_work = {shard["shard_id"] for shard in plan.get("shards", ()) if shard["mode"] == "none"}
+    parts = sorted(store.committed_parts(), key=lambda shard_id: (shard_id not in without_work, shard_id))
+    found = (row for shard_id in parts[:_PARTS_SEARCHED] for row in _errors_of_part(store, record, shard_id))
+    return list(islice(found, _ERROR_ROWS_SHOWN))
+
+
+def _errors_of_part(store: JobStore, record: JobRecord, shard_id: int) -> Iterator[ErrorRow]:
+    names = ["error", record.input.roles.get("id", "id")]
+    names += [record.input.roles["adapter"]] if "adapter" in record.input.roles else []
+    with store.open_part(shard_id) as part:
+        columns = [column.to_pylist() for column in pq.read_table(part, columns=names).columns]
+    for number, (error, row_id, *adapter) in enumerate(zip(*columns, strict=True), 1):
+        if error is not None:
+            place = f"{part_name(shard_id)}, row {number:,}"
+            yield ErrorRow(str(row_id), str(*(name or "" for name in adapter)), place, error)

@@ -80,7 +80,9 @@ class Coordinator:
         self._client = run.client
         self._scheduler = scheduler
         self._monitor = monitor
-        self._events = EventLog(run.job.store, scheduler.beginning() | {"coordinator": run.peers.address})
+        whose = {"run_id": run.run_id, "coordinator": run.peers.address}
+        when = {"at_s": time.time(), "phases": run.reporter.phases}
+        self._events = EventLog(run.job.store, scheduler.beginning() | whose | when)
         self._inbox: queue.SimpleQueue[WorkerReport | _Attempt] = queue.SimpleQueue()
         # By shard id; a shard has one attempt at a time.
         self._attempts: dict[int, _Attempt] = {}

@@ -60,6 +60,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
         client.run_on_scheduler(_forgive, key=key)
         publish = state_publisher(client, run_id, redacted_url(job.spec.output))
         reporter = JobReporter(job.store, publish, job.spec.error_budget)
+        reporter.phases.append(("starting", began_s))
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
             with scheduler_loss_reported(client):

@@ -35,7 +35,7 @@ INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again t
 
 class JobReporter:
     """Reports the states of one run; called with each of them. `show`: shows one to those who follow the job.
-    `notes`: part of every state from now on.
+    `notes`: part of every state from now on. `phases`: (name, seconds since the epoch at which it began).
     """
 
     def __init__(self, store: JobStore, show: Callable[[JobState], None], budget: ErrorBudget) -> None:
@@ -43,6 +43,7 @@ class JobReporter:
         self._show = show
         self._budget = budget
         self.notes: tuple[str, ...] = ()
+        self.phases: list[tuple[str, float]] = []
         self._latest = JobState("checking", time.time())
 
     def __call__(self, state: JobState) -> None:
@@ -57,6 +58,8 @@ class JobReporter:
         small steps some are left out.
         """
         is_news = phase != self._latest.phase or rows_done >= rows
+        if phase != self._latest.phase:
+            self.phases.append((phase, time.time()))
         if not is_news and time.time() - self._latest.updated_at_s < _LEAST_INTERVAL_S:
             return
         self(JobState(phase, time.time(), rows=rows, rows_done=rows_done))

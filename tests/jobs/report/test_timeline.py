@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pytest
 
-from lorabatch.jobs.report.timeline import read_timelines
+from lorabatch.jobs.report.timeline import Activity, read_timelines
 from lorabatch.scheduler.messages import (
     MigrateRows,
     Progress,
     Recall,
     RemoveReplica,
+    ReplicaFailed,
     ReplicaJoined,
     ReplicasFound,
     RunShard,
@@ -19,13 +20,11 @@ from lorabatch.scheduler.messages import (
     WorkersSeen,
 )
 
-
-def lines(*records: Any) -> list[dict[str, Any]]:
-    return [record.to_json() for record in records]
+from .journals import beginning, lines
 
 
 def progress(time_s: float, worker: str, running_rows: int = 4) -> Progress:
-    return Progress(time_s, worker, 9, running_rows, 10.0, ("a", "b"), mode="merged")
+    return Progress(time_s, worker, 9, running_rows, 10.0, ("a", "b"), ((1, 9),), mode="merged")
 
 
 def test_a_shard_is_a_span_from_its_command_to_its_commit() -> None:
@@ -40,8 +39,12 @@ def test_a_shard_is_a_span_from_its_command_to_its_commit() -> None:
     (track,) = run.tracks
     (span,) = track.spans
     assert (span.shard_id, span.attempt, span.start_s, span.end_s, span.ended) == (3, 0, 0.5, 4.0, "committed")
-    assert track.samples[0].mode == "merged"
+    assert track.activities == [
+        Activity("opening a shard", 0.5, 2.0),
+        Activity("merged", 2.0, 4.0, 4.0),
+    ]
     assert run.worker_s == 3.5
+    assert run.mean_busy == 4 * 2 / (8 * 3.5)
 
 
 def test_losing_a_worker_ends_its_spans_and_only_its() -> None:
@@ -59,7 +62,7 @@ def test_losing_a_worker_ends_its_spans_and_only_its() -> None:
     )
     first, second = run.tracks
     assert [(s.shard_id, s.ended, s.end_s) for s in first.spans] == [(1, "lost", 3.0)]
-    assert first.lost_s == 3.0
+    assert first.losses == [(3.0, "its worker is gone")]
     assert [(s.shard_id, s.attempt, s.ended) for s in second.spans] == [(2, 0, "open"), (1, 1, "open")]
 
 
@@ -72,7 +75,7 @@ def test_the_record_of_an_earlier_version_is_read_too() -> None:
 def test_replicas_that_a_coordinator_found_have_tracks_of_their_own() -> None:
     found = ReplicasFound(0.1, (("v", 8, ((1, 5),), 0.5),))
     (run,) = read_timelines(lines(found, RunShard(1, "v", 0), ShardCommitted(2.0, 1, "v")))
-    assert [(t.worker, t.joined_s, len(t.spans)) for t in run.tracks] == [("v", 0.1, 1)]
+    assert [(t.worker, t.activities[0].start_s, len(t.spans)) for t in run.tracks] == [("v", 0.1, 1)]
 
 
 def test_failed_and_recalled_attempts_are_distinguished() -> None:
@@ -96,19 +99,112 @@ def test_moved_rows_carry_the_time_of_the_event_before_them() -> None:
     assert (move.time_s, move.shard_id, move.to_worker, move.num_rows) == (7.0, 5, "v", 12)
 
 
-def test_a_clock_that_begins_anew_is_another_run() -> None:
+def test_a_run_begins_where_its_scheduler_does_unless_it_is_the_same_run() -> None:
     first, second = read_timelines(
         lines(
+            beginning(100.0, "a", starting=90.0),
             ReplicaJoined(0.0, "w", 8),
             RunShard(1, "w", 0),
             Tick(30.0),
+            beginning(500.0, "b", starting=480.0),
             ReplicaJoined(0.2, "w", 8),
             RunShard(1, "w", 0),
             ShardCommitted(9.0, 1, "w"),
+            {"kind": "FinishJob"},
+        ),
+        ended_at_s=511.0,
+    )
+    assert (first.end_s, first.tracks[0].spans[0].ended) == (40.0, "open")
+    assert (second.end_s, second.tracks[0].spans[0].ended) == (31.0, "committed")
+    assert second.phase_spans() == [("starting", 0.0, 29.0), ("finishing", 29.0, 31.0)]
+
+
+def test_a_second_coordinator_goes_on_with_the_workers_of_the_first_and_misses_the_lost_one() -> None:
+    (run,) = read_timelines(
+        lines(
+            beginning(100.0, coordinator="v", starting=98.0, running=99.0),
+            WorkersSeen(0.0, ("v", "w")),
+            ReplicaJoined(1.0, "v", 8),
+            ReplicaJoined(1.0, "w", 8),
+            RunShard(1, "v", 0),
+            RunShard(2, "w", 0),
+            RunShard(3, "w", 0),
+            Tick(10.0),
+            beginning(120.0, coordinator="w", starting=98.0, running=119.0) | {"committed": [3]},
+            WorkersSeen(0.0, ("w",)),
+            ReplicasFound(0.5, (("w", 8, ((2, 5),), 0.5),)),
+            RunShard(1, "w", 0),
+            RunShard(2, "w", 0),
+            ShardCommitted(8.0, 2, "w"),
         )
     )
-    assert (first.end_s, first.tracks[0].spans[0].ended) == (30.0, "open")
-    assert (second.end_s, second.tracks[0].spans[0].ended) == (9.0, "committed")
+    v, w = run.tracks
+    assert run.coordinators == [(2.0, "v"), (22.0, "w")]
+    assert v.losses == [(22.0, "its worker is gone")]
+    assert [(s.shard_id, s.start_s, s.end_s, s.ended) for s in v.spans] == [(1, 3.0, 22.0, "lost")]
+    assert [(s.shard_id, s.start_s, s.end_s, s.ended) for s in w.spans] == [
+        (3, 3.0, 22.0, "committed"),
+        (2, 3.0, 30.0, "committed"),
+        (1, 22.5, 30.0, "open"),
+    ]
+    assert [name for name, _ in run.phases] == ["starting", "running", "restarting", "running"]
+
+
+def test_idle_time_has_a_name() -> None:
+    report = progress(5.0, "w", 0)
+    nothing = Progress(9.0, "w", 0, 0, 0.0, ())
+    lent = Progress(12.0, "w", 9, 0, 0.0, (), ((1, 9),), lent_shards=((1, 9),))
+    (run,) = read_timelines(
+        lines(
+            WorkersSeen(2.0, ("w", "x")),
+            ReplicaJoined(3.0, "w", 8),
+            RunShard(1, "w", 0),
+            report,
+            nothing,
+            Tick(10.0),
+            RunShard(2, "w", 0),
+            lent,
+            Progress(14.0, "w", 0, 0, 0.0, ()),
+            Tick(15.0),
+            Progress(16.0, "w", 0, 0, 0.0, ()),
+            Tick(30.0),
+            ReplicaFailed(30.0, "x", "out of memory"),
+        )
+    )
+    w, x = run.tracks
+    assert [(a.kind, a.start_s, a.end_s) for a in w.activities] == [
+        ("engine starting", 0.0, 3.0),
+        ("opening a shard", 3.0, 9.0),
+        ("waiting for a shard", 9.0, 10.0),
+        ("opening a shard", 10.0, 12.0),
+        ("its rows lent", 12.0, 14.0),
+        ("no shard left", 14.0, 16.0),
+        ("no report", 16.0, 30.0),
+    ]
+    assert [(a.kind, a.end_s) for a in x.activities] == [("engine starting", 30.0)]
+    assert x.losses == [(30.0, "out of memory")]
+
+
+def test_reports_that_say_about_the_same_are_one_activity_with_their_mean() -> None:
+    (run,) = read_timelines(
+        lines(ReplicaJoined(0.0, "w", 80), *(progress(float(i), "w", 79 + i % 2) for i in range(1, 6)), Tick(6.0))
+    )
+    (activity,) = run.tracks[0].activities[1:]
+    assert (activity.kind, activity.seconds) == ("merged", 5.0)
+    assert activity.running_rows == pytest.approx(79.6)
+
+
+def test_throughput_is_the_sum_over_workers_that_are_there() -> None:
+    (run,) = read_timelines(
+        lines(
+            *(ReplicaJoined(0.0, worker, 8) for worker in "vw"),
+            progress(1.0, "v"),
+            progress(2.0, "w"),
+            Tick(3.0),
+            RemoveReplica("v", "lost"),
+        )
+    )
+    assert run.rates == [(1.0, 10.0), (2.0, 20.0), (3.0, 10.0)]
 
 
 def test_no_events_no_runs_and_unknown_kinds_are_passed_over() -> None:
