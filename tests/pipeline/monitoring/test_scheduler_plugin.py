@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, shown_text
+from browser import Browser, needs_browser
 from distributed import Client, LocalCluster
 
 from lorabatch.jobs.record import JobState
@@ -71,13 +71,15 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
         assert 'href="lora"' in fetch(client, "/workers")[1]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@needs_browser
 @pytest.mark.parametrize("client", [True], indirect=True)
 def test_a_browser_shows_jobs_and_workers_as_they_change(client: Client, tmp_path: Path) -> None:
     show_jobs(client)
     state_publisher(client, "night-1", "/out")(JobState("running", 1.0, rows=60, rows_done=30))
     REPORTS.publish(client, "night-1", WorkerReport("tcp://w0", "ready", 8, tokens_per_s=12.5))
-    text = shown_text(address(client, "/lora"), tmp_path, until="30 of 60 rows")
+    with Browser(tmp_path) as browser:
+        browser.open(address(client, "/lora"))
+        text = browser.text(until="30 of 60 rows")
     assert "night-1" in text
     assert "tcp://w0" in text
 
