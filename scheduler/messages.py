@@ -211,7 +211,7 @@ class RemoveReplica(Command):
 @dataclass(frozen=True, slots=True)
 class MigrateRows(Command):
     """Lend `num_rows` unfinished rows of `shard_id` from its owner to a helper. `adapter`: of these rows, when the
-    shard has one only (else "", as for the base model).
+    shard has one only (else "", as for the base model). `is_selective`: only rows of this adapter move.
 
     The owner keeps the shard and its commit and picks the rows it expects to run longest.
     """
@@ -221,6 +221,7 @@ class MigrateRows(Command):
     to_replica_id: str
     adapter: str
     num_rows: int
+    is_selective: bool = False
 
 
 @dataclass(frozen=True, slots=True)

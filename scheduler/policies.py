@@ -64,7 +64,12 @@ _IN_TURN = "baselines.dealing:in_turn"
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "planner": Policy(moves_rows=True),
-        "dlora": Policy("dlora", deal="baselines.dealing:by_pending_time"),
+        "dlora": Policy(
+            "dlora",
+            deal="baselines.dealing:by_pending_time",
+            migration="baselines.dlora_reactive:CoMigration",
+            moves_rows=True,
+        ),
         "s-lora": Policy("s-lora", may_merge=False, deal=_IN_TURN),
         "vllm-like": Policy("vllm-like", may_merge=False, deal=_IN_TURN),
         "merged-only": Policy("merged-only", deal=_IN_TURN, shard_mode="merged"),

@@ -86,6 +86,8 @@ class Coordinator:
         self._inbox: queue.SimpleQueue[WorkerReport | _Attempt] = queue.SimpleQueue()
         # By shard id; a shard has one attempt at a time.
         self._attempts: dict[int, _Attempt] = {}
+        # By name; the base model is "" both ways.
+        self._adapter_ids = {"": ""} | {adapter.name: adapter.sha256 for adapter in run.job.record.adapters}
         self._workers: tuple[str, ...] = ()
         self._start_s = time.monotonic()
         self._ticked_s = self._shown_s = 0.0
@@ -239,7 +241,8 @@ class Coordinator:
                 self._cancel(lambda attempt: attempt.command.replica_id == command.replica_id)
                 self._monitor.lost(command.replica_id)
             case MigrateRows():
-                lend = LendRows(command.shard_id, command.num_rows, command.to_replica_id)
+                adapter_id = self._adapter_ids[command.adapter] if command.is_selective else None
+                lend = LendRows(command.shard_id, command.num_rows, command.to_replica_id, adapter_id)
                 self._run.peers.send(command.from_replica_id, lend)
             case FinishJob() | FailJob():
                 self._outcome = command

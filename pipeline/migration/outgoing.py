@@ -8,7 +8,7 @@ import uuid
 
 from ..supervisor.queue import EngineQueue, LentRows
 from ..supervisor.supervisor import EngineHandle
-from .peers import DropRows, FetchResults, LoanResults, PeerLostError, Peers, RecallRows, ReceiveRows
+from .peers import DropRows, FetchResults, LendRows, LoanResults, PeerLostError, Peers, RecallRows, ReceiveRows
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -32,11 +32,11 @@ class OutgoingRows:
         self._running: set[asyncio.Task[None]] = set()
         self._is_leaving = False
 
-    def begin(self, shard_id: int, num_rows: int, helper: str) -> None:
+    def begin(self, request: LendRows) -> None:
         """Lend rows of an open shard to another worker, in the background; not when this one leaves."""
         if self._is_leaving:
             return
-        task = asyncio.create_task(self.lend(shard_id, num_rows, helper))
+        task = asyncio.create_task(self.lend(request.shard_id, request.num_rows, request.helper, request.adapter_id))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -48,9 +48,9 @@ class OutgoingRows:
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 
-    async def lend(self, shard_id: int, num_rows: int, helper: str) -> None:
+    async def lend(self, shard_id: int, num_rows: int, helper: str, adapter_id: str | None = None) -> None:
         """Lend rows of an open shard and wait until each has its result or is back in the engine here."""
-        exported = asyncio.wrap_future(self._engine.lend(shard_id, num_rows))
+        exported = asyncio.wrap_future(self._engine.lend(shard_id, num_rows, adapter_id))
         try:
             # Shielded: rows that leave the engine late must be taken back.
             lent = await asyncio.wait_for(asyncio.shield(exported), _EXPORT_TIMEOUT_S)

@@ -59,11 +59,14 @@ class PeerRequest(Generic[ReplyT]):
 
 @dataclass(frozen=True, slots=True)
 class LendRows(PeerRequest[Accepted]):
-    """To an owner: lend rows of an open shard to the worker `helper`."""
+    """To an owner: lend rows of an open shard to the worker `helper`. `adapter_id`: only rows of this adapter ("": of
+    the base model; None: any).
+    """
 
     shard_id: int
     num_rows: int
     helper: str
+    adapter_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

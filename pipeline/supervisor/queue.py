@@ -140,9 +140,17 @@ class EngineQueue:
 
     # Rows that leave before they are finished
 
-    def lend(self, run_id: str, shard_id: int, num_rows: int, lent: Future[LentRows | None]) -> None:
+    def lend(
+        self,
+        run_id: str,
+        shard_id: int,
+        num_rows: int,
+        lent: Future[LentRows | None],
+        adapter_id: str | None = None,
+    ) -> None:
         """Ask the process for the last `num_rows` rows of an open shard that may leave: they have most of their way to
-        go. `lent` gets them, perhaps fewer, or None. `answered`, `returned` or `reclaim` must follow for each.
+        go. `adapter_id`: only for rows of this adapter ("": of the base model; None: any). `lent` gets them, perhaps
+        fewer, or None. `answered`, `returned` or `reclaim` must follow for each.
         """
         run = self.table.runs.get(run_id)
         shard = next((shard for shard in run.shards if shard.shard_id == shard_id), None) if run is not None else None
@@ -150,6 +158,8 @@ class EngineQueue:
             lent.set_result(None)
             return
         rows = self._sent(self._rows_of(shard).values())
+        if adapter_id is not None:
+            rows = [row for row in rows if (row.request.adapter_id or "") == adapter_id]
 
         def receive(given_up: list[QueuedRow]) -> None:
             self.table.lend(given_up)

@@ -271,10 +271,10 @@ class EngineHandle:
         self.submit(EngineQueue.open, shard, tuple(adapters), rows_behind)
         return shard
 
-    def lend(self, shard_id: int, num_rows: int) -> Future[LentRows | None]:
+    def lend(self, shard_id: int, num_rows: int, adapter_id: str | None = None) -> Future[LentRows | None]:
         """Take rows of an open shard out of the engine; see `EngineQueue.lend`."""
         lent: Future[LentRows | None] = Future()
-        self.submit(EngineQueue.lend, self.run_id, shard_id, num_rows, lent)
+        self.submit(EngineQueue.lend, self.run_id, shard_id, num_rows, lent, adapter_id)
         return lent
 
     def submit(self, change: Callable[Concatenate[EngineQueue, _P], None], *args: _P.args, **kwargs: _P.kwargs) -> None:

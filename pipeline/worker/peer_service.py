@@ -35,7 +35,7 @@ class PeerService:
     async def _reply_to(self, request: object) -> Accepted | LoanResults | AdapterFiles:
         match request:
             case LendRows():
-                self.outgoing.begin(request.shard_id, request.num_rows, request.helper)
+                self.outgoing.begin(request)
             case ReceiveRows():
                 await self._receive(request)
             case FetchResults():

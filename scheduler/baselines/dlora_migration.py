@@ -7,14 +7,16 @@ decides. All functions are pure and deterministic.
 
 In the integer program `share` is x (relaxed to reals), `is_resident` is y; the objective is the longest running time
 over replicas plus eta for every adapter copy. Requests of one adapter on one replica have the same L_i, so they are one
-variable with a count (`RowGroup`), which changes nothing but the size.
+variable with a count (`RowGroup`), which changes nothing but the size. Seconds of a replica include those of swapping
+what exceeds its memory. `dlora_reactive.py` has the program decide in a job.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -30,7 +32,7 @@ class CoMigrationModel:
         self,
         over: Sequence[ReplicaLoad],
         under: Sequence[ReplicaLoad],
-        adapter_bytes: dict[str, float],
+        adapter_bytes: Mapping[str, float],
         settings: MigrationSettings,
     ) -> None:
         self._over, self._under, self._settings = list(over), list(under), settings
@@ -153,6 +155,11 @@ class ReplicaLoad:
         """Time until it is done with everything it has."""
         return self.fixed_s + sum(group.num_rows * group.row_s for group in self.groups)
 
+    def held_bytes(self, adapter_bytes: Mapping[str, float]) -> float:
+        """What its rows and adapters take."""
+        rows = sum(group.num_rows * group.row_bytes for group in self.groups)
+        return rows + sum(adapter_bytes.get(name, 0.0) for name in self.resident)
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -169,13 +176,15 @@ class MigrationSettings:
     """`gamma`: a moved row costs this much more (its hop and second prefill). `eta_s`: price of an adapter copy.
 
     `top_k`: replicas considered on each side. `trigger`: only when the fullest replica has this many times the mean
-    pending time. `least_gain`: share of the longest pending time that must be won.
+    pending time, or when one has more than `memory_trigger` of its memory in use. `least_gain`: share of the longest
+    pending time that must be won.
     """
 
     gamma: float = 1.1
     eta_s: float = 0.01
     top_k: int = 8
     trigger: float = 1.2
+    memory_trigger: float = 0.9
     least_gain: float = 0.03
     swap_bytes_per_s: float = 1.2e10
     max_nodes: int = 20
@@ -197,42 +206,43 @@ class MigrationPlan:
 
 
 def plan_migration(
-    replicas: Sequence[ReplicaLoad], adapter_bytes: dict[str, float], settings: MigrationSettings | None = None
+    replicas: Sequence[ReplicaLoad], adapter_bytes: Mapping[str, float], settings: MigrationSettings | None = None
 ) -> MigrationPlan:
     """Whether to move, and what. Adapters without an entry in `adapter_bytes` weigh nothing."""
     settings = settings or MigrationSettings()
-    before = max((replica.pending_s for replica in replicas), default=0.0)
-    over, under = select(replicas, settings)
+    over, under = select(replicas, settings, adapter_bytes)
     if not over or not under:
         return MigrationPlan((), "not needed")
-    if longest_possible_gain(over, under, settings) < settings.least_gain:
+    before = longest_after(replicas, (), settings, adapter_bytes)
+    if 1 - level_s(over, under, settings.gamma) / before < settings.least_gain:
         return MigrationPlan((), "nothing pays")
+
+    def pays(moves: Sequence[Move]) -> bool:
+        after = longest_after(replicas, moves, settings, adapter_bytes)
+        return bool(moves) and after <= before * (1 - settings.least_gain)
+
     method: Method = "transport"
-    moves = near_the_bound(over, under, settings)
+    moves = near_the_bound(over, under, settings, adapter_bytes)
     if moves is None:
         method, moves = _by_model(over, under, adapter_bytes, settings)
-    if not _pays(replicas, moves, settings, before):
+    if not pays(moves):
         method = "greedy" if method in ("transport", "ilp") else method
         moves = move_greedily(over, under, settings)
-        if not _pays(replicas, moves, settings, before):
+        if not pays(moves):
             return MigrationPlan((), "nothing pays")
     return MigrationPlan(moves, method)
 
 
-def longest_possible_gain(
-    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
-) -> float:
-    """Share of the longest pending time that even rows without size could win at most."""
-    before = max(replica.pending_s for replica in over)
-    return 1 - level_s(over, under, settings.gamma) / before
-
-
 def near_the_bound(
-    over: Sequence[ReplicaLoad], under: Sequence[ReplicaLoad], settings: MigrationSettings
+    over: Sequence[ReplicaLoad],
+    under: Sequence[ReplicaLoad],
+    settings: MigrationSettings,
+    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Move, ...] | None:
     """The transport's moves if they are proved good: within the gap of the bound, half a row's time allowed because
-    rows are whole. None where memory is limited or copies cost too much."""
-    if any(replica.memory_bytes < float("inf") for replica in (*over, *under)):
+    rows are whole. None where memory may end or copies cost too much."""
+    everything = sum(replica.held_bytes(adapter_bytes) for replica in (*over, *under))
+    if any(replica.memory_bytes < everything for replica in (*over, *under)):
         return None
     moves, num_copies = transport(over, under, settings)
     objective = longest_after([*over, *under], moves, settings) + settings.eta_s * num_copies
@@ -244,7 +254,7 @@ def near_the_bound(
 def _by_model(
     over: Sequence[ReplicaLoad],
     under: Sequence[ReplicaLoad],
-    adapter_bytes: dict[str, float],
+    adapter_bytes: Mapping[str, float],
     settings: MigrationSettings,
 ) -> tuple[Method, tuple[Move, ...]]:
     model = CoMigrationModel(over, under, adapter_bytes, settings)
@@ -254,30 +264,58 @@ def _by_model(
     return "ilp", model.decode()
 
 
-def select(replicas: Sequence[ReplicaLoad], settings: MigrationSettings) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
-    """The top K overloaded and underloaded replicas; both empty below the trigger."""
-    by_load = sorted(replicas, key=lambda replica: (-replica.pending_s, replica.replica_id))
-    mean = sum(replica.pending_s for replica in replicas) / max(1, len(replicas))
-    if not by_load or by_load[0].pending_s <= settings.trigger * mean:
+def select(
+    replicas: Sequence[ReplicaLoad],
+    settings: MigrationSettings,
+    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[list[ReplicaLoad], list[ReplicaLoad]]:
+    """The top K overloaded and underloaded replicas; both empty below the triggers."""
+    seconds = seconds_after(replicas, (), settings, adapter_bytes)
+    by_load = sorted(replicas, key=lambda replica: (-seconds[replica.replica_id], replica.replica_id))
+    mean = sum(seconds.values()) / max(1, len(replicas))
+    is_full = any(r.held_bytes(adapter_bytes) > settings.memory_trigger * r.memory_bytes for r in replicas)
+    if not by_load or (seconds[by_load[0].replica_id] <= settings.trigger * mean and not is_full):
         return [], []
-    over = [replica for replica in by_load if replica.pending_s > mean][: settings.top_k]
-    under = [replica for replica in reversed(by_load) if replica.pending_s <= mean][: settings.top_k]
+    over = [replica for replica in by_load if seconds[replica.replica_id] > mean][: settings.top_k]
+    under = [replica for replica in reversed(by_load) if seconds[replica.replica_id] <= mean][: settings.top_k]
     return over, under
 
 
-def longest_after(replicas: Sequence[ReplicaLoad], moves: Sequence[Move], settings: MigrationSettings) -> float:
-    """Longest pending time once the moves are made, moved rows costing gamma times theirs."""
-    row_s = {(r.replica_id, g.adapter): g.row_s for r in replicas for g in r.groups}
-    pending = {replica.replica_id: replica.pending_s for replica in replicas}
+def seconds_after(
+    replicas: Sequence[ReplicaLoad],
+    moves: Sequence[Move],
+    settings: MigrationSettings,
+    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, float]:
+    """By replica, its running time once the moves are made: moved rows cost gamma times theirs, and what exceeds its
+    memory is swapped."""
+    groups = {(r.replica_id, g.adapter): g for r in replicas for g in r.groups}
+    seconds = {replica.replica_id: replica.pending_s for replica in replicas}
+    held = {replica.replica_id: replica.held_bytes(adapter_bytes) for replica in replicas}
+    copies = {(replica.replica_id, name) for replica in replicas for name in replica.resident}
     for move in moves:
-        seconds = move.num_rows * row_s[move.from_replica_id, move.adapter]
-        pending[move.from_replica_id] -= seconds
-        pending[move.to_replica_id] += settings.gamma * seconds
-    return max(pending.values())
+        group = groups[move.from_replica_id, move.adapter]
+        seconds[move.from_replica_id] -= move.num_rows * group.row_s
+        seconds[move.to_replica_id] += settings.gamma * move.num_rows * group.row_s
+        held[move.from_replica_id] -= move.num_rows * group.row_bytes
+        held[move.to_replica_id] += move.num_rows * group.row_bytes
+        if (move.to_replica_id, move.adapter) not in copies:
+            copies.add((move.to_replica_id, move.adapter))
+            held[move.to_replica_id] += adapter_bytes.get(move.adapter, 0.0)
+    for replica in replicas:
+        swapped = max(0.0, held[replica.replica_id] - replica.memory_bytes)
+        seconds[replica.replica_id] += swapped / settings.swap_bytes_per_s
+    return seconds
 
 
-def _pays(replicas: Sequence[ReplicaLoad], moves: Sequence[Move], settings: MigrationSettings, before: float) -> bool:
-    return bool(moves) and longest_after(replicas, moves, settings) <= before * (1 - settings.least_gain)
+def longest_after(
+    replicas: Sequence[ReplicaLoad],
+    moves: Sequence[Move],
+    settings: MigrationSettings,
+    adapter_bytes: Mapping[str, float] = MappingProxyType({}),
+) -> float:
+    """The longest of `seconds_after`."""
+    return max(seconds_after(replicas, moves, settings, adapter_bytes).values())
 
 
 def move_greedily(

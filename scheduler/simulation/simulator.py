@@ -34,7 +34,7 @@ from ..messages import (
     WorkersSeen,
 )
 from ..waves import ShardPlan
-from ..workload import Workload
+from ..workload import BASE_MODEL, Workload
 from .replica import ReplicaSettings, SimulatedReplica, StepOutcome
 from .timeline import Timeline
 
@@ -250,7 +250,11 @@ class JobSimulation:
         owner, helper = int(move.from_replica_id), int(move.to_replica_id)
         if not (self._is_alive[owner] and self._is_alive[helper] and move.shard_id in self._rows_left[owner]):
             return
-        handed = self._replicas[owner].hand_over(self._plan.rows_of(move.shard_id), move.num_rows)
+        rows = self._plan.rows_of(move.shard_id)
+        if move.is_selective:
+            adapter = self._number[move.adapter] if move.adapter else BASE_MODEL
+            rows = rows[self._workload.adapter_index[rows] == adapter]
+        handed = self._replicas[owner].hand_over(rows, move.num_rows)
         self._loans |= dict.fromkeys(handed, (owner, helper))
         if handed:
             self._replicas[helper].take_over(handed)

@@ -13,6 +13,7 @@ from cluster_under_test import own_cluster
 from distributed import Client
 from echo_job import EchoJob, Watcher, make_rows
 
+from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.store import JobStore
 
@@ -45,6 +46,20 @@ def test_rows_of_a_slow_worker_are_finished_by_an_idle_one(echo_job: EchoJob, sh
     opened = {record["shard_id"]: record["replica_id"] for record in events if record["kind"] == "RunShard"}
     committed = {r["shard_id"]: r["replica_id"] for r in events if r["kind"] == "ShardCommitted"}
     assert opened == committed
+
+
+@pytest.mark.long
+def test_dlora_moves_rows_of_one_adapter_at_a_time(echo_job: EchoJob, shared_client: Client) -> None:
+    rows = make_rows(64)
+    echo_job.write_input(rows)
+    echo_job.set_engine(**SLOW)
+    result = echo_job.run(shared_client, policy="dlora", **JOB)
+    echo_job.assert_answered(rows, max_tokens=40)
+    assert (result.num_rows, result.num_errors) == (64, 0)
+    found = moves(echo_job.store)
+    assert found
+    assert all(move["is_selective"] for move in found)
+    assert replay_job(echo_job.store).first_difference is None
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from lorabatch.pipeline.migration.peers import (
     Accepted,
     DropRows,
     FetchResults,
+    LendRows,
     PeerLostError,
     PeerRequest,
     RecallRows,
@@ -142,7 +143,7 @@ def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
         await until(lambda: any(report.running_rows for report in owner.reports))
         line = Line(IncomingRows(helper.engine))
         outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
-        outgoing.begin(7, 4, "tcp://helper")
+        outgoing.begin(LendRows(7, 4, "tcp://helper"))
         await until((tmp_path / "by-helper").exists)
         await outgoing.call_back(60)
         assert line.asked.count(RecallRows) == 1
@@ -152,7 +153,7 @@ def test_an_owner_that_leaves_gets_rows_back_with_what_the_helper_has_generated(
         generated = sum(map(int, (tmp_path / "by-helper").read_text().split()))
         assert 0 < sum(len(row.token_ids) for row in shard.begun) == generated < 4 * TOKENS
         # Nothing is lent any more.
-        outgoing.begin(7, 4, "tcp://helper")
+        outgoing.begin(LendRows(7, 4, "tcp://helper"))
         assert line.asked.count(ReceiveRows) == 1
         await until(lambda: helper.reports[-1].incoming_rows == 0)
 
@@ -166,7 +167,7 @@ def test_a_helper_that_does_not_give_rows_back_is_not_waited_for(hosts: Callable
         await until(lambda: any(report.running_rows for report in owner.reports))
         line = Line(IncomingRows(helper.engine, patience_s=1.0))
         outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
-        outgoing.begin(7, 3, "tcp://helper")
+        outgoing.begin(LendRows(7, 3, "tcp://helper"))
         await until(lambda: FetchResults in line.asked)
         line.is_cut = True
         await outgoing.call_back(0.0)

@@ -314,6 +314,22 @@ def test_a_failure_reaches_every_run_and_every_later_one() -> None:
         queue.leave(run_id)
 
 
+def test_rows_of_one_adapter_are_lent_when_it_is_named() -> None:
+    queue, process = EngineQueue(), Process()
+    opened(queue, *[make_row(f"row-{i}", adapter_id=(None, "sha-a")[i % 2]) for i in range(6)])
+    queue.process_ready()
+    process.take(queue)
+    for adapter_id, expected in (("sha-a", ["row-3", "row-5"]), ("", ["row-2", "row-4"])):
+        lent: Future[LentRows | None] = Future()
+        queue.lend("run", 0, 2, lent, adapter_id)
+        process.take(queue)
+        queue.exported(process.export())
+        loan = lent.result(0)
+        assert loan is not None
+        assert [row.request.request_id for row in loan.rows] == expected
+    queue.check_integrity()
+
+
 def test_lent_rows_are_the_last_and_come_back_first_with_the_tokens_they_have() -> None:
     queue, process = EngineQueue(), Process()
     shard = opened(queue, *[make_row(f"row-{i}") for i in range(6)])

@@ -80,6 +80,24 @@ def test_memory_that_would_be_swapped_keeps_rows_away():
     assert (plan.method, move.num_rows < 7) == ("ilp", True)
 
 
+def test_memory_in_use_triggers_where_pending_times_do_not():
+    groups = (RowGroup("x", 20, 1.0, row_bytes=10.0),)
+    full = ReplicaLoad("full", groups, frozenset("x"), memory_bytes=100.0)
+    roomy = ReplicaLoad("roomy", groups, frozenset("x"), memory_bytes=1000.0)
+    slow_swap = MigrationSettings(gamma=1.0, swap_bytes_per_s=10.0)
+    (move,) = plan_migration([full, roomy], {}, slow_swap).moves
+    assert (move.from_replica_id, move.to_replica_id) == ("full", "roomy")
+    assert plan_migration([roomy, ReplicaLoad("b", groups, memory_bytes=1000.0)], {}, slow_swap).method == "not needed"
+
+
+def test_an_adapter_that_would_not_fit_keeps_its_rows_away():
+    groups = (RowGroup("x", 20, 1.0),)
+    replicas = [ReplicaLoad("full", groups, frozenset("x")), ReplicaLoad("idle", (), memory_bytes=10.0)]
+    swapping = MigrationSettings(gamma=1.0, swap_bytes_per_s=1.0)
+    assert plan_migration(replicas, {"x": 5.0}, swapping).moves == (Move("x", "full", "idle", 10),)
+    assert plan_migration(replicas, {"x": 1e6}, swapping).moves == ()
+
+
 def test_a_gain_too_small_is_not_worth_moving():
     replicas = [make_replica("full", ("x", 2, 1.0), fixed_s=100.0), make_replica("idle")]
     plan = plan_migration(replicas, {}, MigrationSettings(least_gain=0.5))
@@ -100,9 +118,9 @@ def test_an_infeasible_model_falls_back_by_name(monkeypatch):
         self.problem += self.longest <= -1.0
 
     monkeypatch.setattr(CoMigrationModel, "__init__", contradictory)
-    # Limited memory is what the model is asked for.
+    # Memory that may end is what the model is asked for.
     replicas = [make_replica("full", ("x", 20, 1.0), resident="x"), make_replica("idle", memory_bytes=1e9)]
-    plan = plan_migration(replicas, {})
+    plan = plan_migration(replicas, {"x": 2e9})
     assert plan.method == "greedy (ilp infeasible)"
     assert longest_after(replicas, plan.moves, MigrationSettings()) < 20.0
 
