@@ -31,6 +31,10 @@ ROOMS = {
         {"dask", "distributed", "pyarrow", "transformers", "typer"},
         ("lorabatch.kernels.segment_lora", "lorabatch.engine.engine"),
     ),
+    "pipeline": (
+        {"torch", "triton", "pandas", "bokeh", "transformers", "typer"},
+        ("lorabatch.pipeline.run", "lorabatch.pipeline.worker.run_shard", "lorabatch.pipeline.submit"),
+    ),
     "cli": (LIGHT - {"typer"}, ("lorabatch.cli",)),
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from ..errors import JobRequestError
 from ..record import InputFile, PartitionValues
@@ -56,6 +55,9 @@ def _segments(folder: str) -> list[tuple[str, str]]:
 
 def _values(folder: str) -> dict[str, str | None]:
     """Column -> its value in this folder, as text."""
+    # It imports pandas, which takes 0.3 s: only jobs with such folders pay for it.
+    import pyarrow.dataset as ds
+
     segments = _segments(folder)
     fields = pa.schema([pa.field(name, pa.string()) for name, _ in segments])
     path = "/".join(f"{name}={value}" for name, value in segments)

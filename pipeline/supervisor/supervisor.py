@@ -57,6 +57,7 @@ class EngineSupervisor:
         self._meter = EngineMeter(worker, settings.config.batch_rows, time.monotonic())
         # Why the present process ends, if it said so or the supervisor ends it.
         self._fatal: Fatal | None = None
+        self._has_finished_rows = False
         self._is_closed = False
         self._restart_at_s: float | None = None
         self._report_at_s = 0.0
@@ -157,6 +158,9 @@ class EngineSupervisor:
                 self._ready(message)
             case Results(results):
                 self._policy.row_finished()
+                if not self._has_finished_rows:
+                    logger.info("the engine process has finished its first row")
+                self._has_finished_rows = True
                 self._queue.finished(results)
             case Exported(rows):
                 self._queue.exported(rows)
@@ -173,6 +177,7 @@ class EngineSupervisor:
         logger.info("engine process %d ready after %.1f s", message.pid, message.load_s)
         # Limits that were not set are the engine's choice for its device.
         self._settings = self._settings.with_limits(message.batch_rows, message.step_tokens)
+        self._has_finished_rows = False
         self._meter.set(batch_rows=message.batch_rows)
         self._policy.started()
         self._queue.process_ready()

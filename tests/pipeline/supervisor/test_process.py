@@ -71,4 +71,10 @@ def test_an_engine_has_its_own_threads_and_keeps_its_memory() -> None:
 
 
 def test_without_a_number_of_threads_the_workers_are_left_as_they_are() -> None:
-    assert engine_environment({"OMP_NUM_THREADS": "1"}, None) == {"OMP_NUM_THREADS": "1"}
+    assert engine_environment({"OMP_NUM_THREADS": "1"}, None)["OMP_NUM_THREADS"] == "1"
+
+
+def test_threads_that_wait_sleep_soon_unless_the_user_has_said_how_they_wait() -> None:
+    assert int(engine_environment({}, 2)["GOMP_SPINCOUNT"]) < 100_000
+    assert engine_environment({"GOMP_SPINCOUNT": "7"}, 2)["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in engine_environment({"OMP_WAIT_POLICY": "active"}, 2)
