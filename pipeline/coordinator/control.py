@@ -82,18 +82,26 @@ class JobControl:
                 self._is_replaced |= coordinator_id != self.coordinator_id
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether another coordinator goes on with the job."""
+        return self._is_replaced or self._lease.is_lost
+
+    @property
     def is_displaced(self) -> bool:
         """Whether another coordinator goes on with the job, or will."""
-        is_leaving = self._worker.status not in (Status.running, Status.paused)
-        return self._is_replaced or is_leaving or self._lease.is_lost
+        return self.is_replaced or self._worker.status not in (Status.running, Status.paused)
+
+    def check_displaced(self) -> None:
+        """Raise `DisplacedError` when the coordinator must leave everything as it is."""
+        if self.is_displaced:
+            raise DisplacedError
 
     def check(self) -> None:
         """Raise `DisplacedError`, `JobFailedError` when Dask's scheduler is gone, `JobInterruptedError` when the
         client asked to stop or has died, `JobCancelledError` when CANCEL is in the output, `OutputConflictError`
         when the output has become another job's.
         """
-        if self.is_displaced:
-            raise DisplacedError
+        self.check_displaced()
         if self._client.status == "closed":
             raise JobFailedError(SCHEDULER_LOST)
         if not self._is_stop_asked and self._is_disowned():

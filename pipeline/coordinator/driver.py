@@ -123,7 +123,9 @@ class Coordinator:
         finally:
             REPORTS.unsubscribe(self._client, run_id)
             self._cancel(lambda attempt: True)
-            self._events.flush()
+            # One that was stopped and replaced meanwhile would write into the other's events.
+            if not self._run.control.is_replaced:
+                self._events.flush()
         if isinstance(self._outcome, FailJob):
             raise JobFailedError(f"{self._outcome.reason} Finished rows are kept; run the same command to go on.")
 
@@ -152,7 +154,6 @@ class Coordinator:
             message = self._inbox.get(timeout=_WAIT_S)
         except queue.Empty:
             message = None
-        # Before anything is enacted: this process may have been stopped, and another coordinator have taken over.
         self._run.control.check()
         match message:
             case WorkerReport():
@@ -218,6 +219,7 @@ class Coordinator:
             self._see_workers()
             self._handle(Tick(self._now_s()))
         if self._now_s() - self._shown_s >= _SHOW_INTERVAL_S:
+            self._run.control.check_displaced()
             self._shown_s = self._now_s()
             self._run.reporter(self._monitor.state(time.time()))
             self._events.flush()
@@ -225,6 +227,8 @@ class Coordinator:
     # What the scheduler decides, done on the cluster.
 
     def _handle(self, event: Event) -> None:
+        # Before anything is enacted: this process may have been stopped, and another coordinator have taken over.
+        self._run.control.check_displaced()
         commands = self._scheduler.handle(event)
         self._events.add(event, *commands)
         for command in commands:
