@@ -110,8 +110,8 @@ def to_text(runs: Mapping[int, Sequence[Mapping[str, float]]]) -> str:
     """A table: phases down, worker counts across, medians and ranges."""
     lines = ["| phase ends, seconds from the command | " + " | ".join(f"{n} workers" for n in runs) + " |"]
     lines.append("|---|" + "---:|" * len(runs))
-    first = next(iter(runs.values()))[-1]
-    for phase in sorted(first, key=first.__getitem__):
+    example = next(iter(runs.values()))[-1]
+    for phase in sorted(example, key=example.__getitem__):
         cells = [[run[phase] for run in many if phase in run] for many in runs.values()]
         texts = [f"{statistics.median(c):.2f} ({min(c):.2f} to {max(c):.2f})" if c else "" for c in cells]
         lines.append(f"| {phase} | " + " | ".join(texts) + " |")
