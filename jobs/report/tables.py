@@ -46,18 +46,9 @@ def search_table(fields: Sequence[TableField], rows: Sequence[Sequence[Any]], na
     shown = IndexFilter(indices=list(range(len(rows))))
     search = TextInput(placeholder=f"search {len(rows):,} {name}", name=f"search {name}", width=260)
     search.js_on_change("value_input", CustomJS(args={"source": source, "shown": shown, "field": search}, code=_SEARCH))
-    columns = [
-        TableColumn(
-            field=field.title,
-            title=field.title,
-            width=field.width,
-            formatter=NumberFormatter(format=field.number, text_align="right") if field.number else StringFormatter(),
-        )
-        for field in fields
-    ]
     table = DataTable(
         source=source,
-        columns=columns,
+        columns=table_columns(fields),
         view=CDSView(filter=shown),
         index_position=None,
         autosize_mode="force_fit",  # the others fail: SlickGrid names a variable that is not there
@@ -67,6 +58,19 @@ def search_table(fields: Sequence[TableField], rows: Sequence[Sequence[Any]], na
         name=name,
     )
     return column(search, table, sizing_mode="stretch_width")
+
+
+def table_columns(fields: Sequence[TableField]) -> list[TableColumn]:
+    """The columns of a table."""
+    return [
+        TableColumn(
+            field=field.title,
+            title=field.title,
+            width=field.width,
+            formatter=NumberFormatter(format=field.number, text_align="right") if field.number else StringFormatter(),
+        )
+        for field in fields
+    ]
 
 
 def as_csv(fields: Sequence[TableField], rows: Sequence[Sequence[Any]]) -> str:

@@ -134,7 +134,8 @@ class JobMonitor:
             open_rows=report.open_rows,
             running_rows=telemetry.num_running,
             mode=telemetry.mode if report.state == "ready" else report.state,
-            resident_adapters=tuple(map(self.adapter_name, telemetry.resident_adapter_ids)),
+            # An engine that runs share holds adapters of other jobs too.
+            resident_adapters=tuple(self._names[i] for i in telemetry.resident_adapter_ids if i in self._names),
             lent_rows=report.lent_rows,
             incoming_rows=report.incoming_rows,
             prefix_hit_rate=telemetry.prefix_hit_rate,

@@ -23,7 +23,8 @@ from tornado.ioloop import IOLoop
 
 from ...engine.server.codec import Codec
 from ...version import __version__
-from .topics import REPORTS, STATES
+from ..messages import CoordinatorStarted
+from .topics import CONTROL, REPORTS, STATES
 from .views import JobsView
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,6 @@ PAGE = "lora"
 BACKLOG_OP = "lorabatch_backlog"
 # Full batches of unfinished rows that justify a worker: fewer are done before it is up.
 BATCHES_PER_WORKER = 4.0
-_PAGE_INTERVAL_MS = 1000
-_SAMPLES_SHOWN = 600
 
 
 class JobsPlugin(SchedulerPlugin):
@@ -59,6 +58,8 @@ class JobsPlugin(SchedulerPlugin):
             self.view.state_published(run_id, STATES.codec.decode(msg))
         elif (run_id := REPORTS.run_of(topic)) is not None:
             self.view.reported(run_id, REPORTS.codec.decode(msg))
+        elif (run_id := CONTROL.run_of(topic)) and isinstance(CONTROL.codec.decode(msg), CoordinatorStarted):
+            self.view.coordinator_started(run_id)
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
         """Workers whose engines have no rows: those may be retired."""
@@ -67,7 +68,7 @@ class JobsPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """A worker has left."""
-        self.view.lost(worker)
+        self.view.lost(worker, time.time())
 
 
 def show_jobs(client: Client) -> None:
@@ -149,33 +150,12 @@ def _prefix(scheduler: Scheduler) -> str:
 
 def _document(view: JobsView, scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
     """Fill one browser's page and keep it fresh."""
-    from bokeh.models import ColumnDataSource, DataRange1d
-    from bokeh.models.widgets.markups import Div
-    from bokeh.plotting import figure
     from distributed.dashboard.components.scheduler import env
 
-    source = ColumnDataSource({"time": [], "tokens_per_s": []})
-    plot = figure(
-        title="generated tokens per second",
-        x_axis_type="datetime",
-        y_range=DataRange1d(start=0),
-        height=220,
-        sizing_mode="stretch_width",
-    )
-    plot.line("time", "tokens_per_s", source=source, line_width=2, color="#2f6fde")
-    plot.toolbar_location = None
-    tables = Div(text=view.to_html(), sizing_mode="stretch_width")
+    from .dashboard_page import JobsPage
 
-    def update() -> None:
-        tables.text = view.to_html()
-        speed = sum(run.tokens_per_s for run in view.runs)
-        source.stream({"time": [1000 * time.time()], "tokens_per_s": [speed]}, _SAMPLES_SHOWN)
-
-    update()
-    doc.add_periodic_callback(update, _PAGE_INTERVAL_MS)
+    JobsPage(view, doc)
     doc.title = "lorabatch"
-    doc.add_root(plot)
-    doc.add_root(tables)
     doc.template = env.get_template("simple.html")
     doc.template_variables.update(extra)
 

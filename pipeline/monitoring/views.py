@@ -1,13 +1,13 @@
-"""`JobsView`: the jobs of a cluster as the dashboard shows them: JSON, Prometheus text and HTML.
+"""`JobsView`: the jobs of a cluster as the dashboard shows them: tables, curves, JSON and Prometheus text.
 
-It keeps the last state of each run and the last report of each worker, and of ended runs only a few.
+It keeps the last state of each run, the last report of each worker and a history from the run's beginning, and of ended
+runs only a few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any
 
 from ...jobs.record import JobState
@@ -15,16 +15,42 @@ from ..messages import PublishedState, WorkerReport
 
 _RUNS_KEPT = 20
 _ADAPTERS_SHOWN = 6
+_MOST_SAMPLES = 1000
+
+
+@dataclass(slots=True)
+class History:
+    """Tokens per second since a run began: a bounded number of samples, the same time apart. `losses`: (seconds since
+    the epoch, what was lost).
+    """
+
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    losses: list[tuple[float, str]] = field(default_factory=list)
+    _interval_s: float = 0.0
+
+    def add(self, time_s: float, tokens_per_s: float) -> None:
+        """Take in a sample. When there are too many, every other one is dropped, and half as many come from then on."""
+        if self.samples and time_s - self.samples[-1][0] < self._interval_s:
+            return
+        self.samples.append((time_s, tokens_per_s))
+        if len(self.samples) > _MOST_SAMPLES:
+            self._interval_s = 2 * (time_s - self.samples[0][0]) / _MOST_SAMPLES
+            del self.samples[1::2]
 
 
 @dataclass(slots=True)
 class RunView:
-    """One run of a job. `output`: free of secrets. `reports`: by worker."""
+    """One run of a job. `output`: free of secrets. `reports`: by worker. `crashes`: worker -> engine processes lost,
+    also of workers that are gone. `num_coordinators`: that have started.
+    """
 
     run_id: str
     output: str = ""
     state: JobState | None = None
     reports: dict[str, WorkerReport] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    crashes: dict[str, int] = field(default_factory=dict)
+    num_coordinators: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -41,25 +67,32 @@ class RunView:
         """Of all its engines."""
         return 0.0 if self.is_over else sum(report.tokens_per_s for report in self.reports.values())
 
+    @property
+    def num_crashes(self) -> int:
+        """Engine processes lost."""
+        return sum(self.crashes.values())
 
-_CELL = "padding:3px 1.2em 3px 0;border-bottom:1px solid #dfe3ea;text-align:"
-_TEXT, _NUMBER = f"{_CELL}left", f"{_CELL}right;font-variant-numeric:tabular-nums"
-# Column of a job's table -> its style.
-_COLUMNS = {
-    "worker": _TEXT,
-    "state": _TEXT,
-    "tokens/s": _NUMBER,
-    "batch": _NUMBER,
-    "open rows": _NUMBER,
-    "lent": _NUMBER,
-    "incoming": _NUMBER,
-    "mode": _TEXT,
-    "prompt reused": _NUMBER,
-    "pages": _NUMBER,
-    "adapters": _TEXT,
-}
+    @property
+    def num_restarts(self) -> int:
+        """Coordinators after the first."""
+        return max(0, self.num_coordinators - 1)
 
 
+# Name of a metric of jobs -> its type, its help, its value; None where there is none.
+_JOB_METRICS: dict[str, tuple[str, str, Callable[[RunView, JobState], float | None]]] = {
+    "rows": ("gauge", "Rows of the job.", lambda run, state: state.rows),
+    "rows_done": ("gauge", "Rows that are answered.", lambda run, state: state.rows_done),
+    "rows_error": ("gauge", "Rows that are errors.", lambda run, state: state.rows_error),
+    "shards_done": ("gauge", "Parts that are written.", lambda run, state: state.shards_done),
+    "seconds_left": ("gauge", "Seconds to the end, as far as is known.", lambda run, state: state.eta_s),
+    "prompt_tokens_total": ("counter", "Prompt tokens of finished parts.", lambda run, state: state.prompt_tokens),
+    "completion_tokens_total": (
+        "counter", "Tokens generated in finished parts.", lambda run, state: state.completion_tokens
+    ),
+    "worker_losses_total": ("counter", "Workers lost.", lambda run, state: len(run.history.losses)),
+    "engine_crashes_total": ("counter", "Engine processes lost.", lambda run, state: run.num_crashes),
+    "coordinator_restarts_total": ("counter", "Coordinators after the first.", lambda run, state: run.num_restarts),
+}  # fmt: skip
 # Name of a metric of engines -> its help, its value.
 _ENGINE_METRICS: dict[str, tuple[str, Callable[[WorkerReport], float]]] = {
     "tokens_per_s": ("Tokens an engine generates in a second.", lambda report: report.tokens_per_s),
@@ -85,10 +118,15 @@ class JobsView:
         """The latest first."""
         return list(reversed(self._runs.values()))
 
+    def coordinator_started(self, run_id: str) -> None:
+        """A coordinator of the run has started, the first or one more."""
+        self._run(run_id).num_coordinators += 1
+
     def state_published(self, run_id: str, message: PublishedState) -> None:
         """Take in a coordinator's state."""
         run = self._run(run_id)
         run.output, run.state = message.output, message.state
+        run.history.add(message.state.updated_at_s, message.state.tokens_per_s)
         if run.is_over:
             run.reports.clear()
 
@@ -97,11 +135,14 @@ class JobsView:
         run = self._run(run_id)
         if not run.is_over:
             run.reports[report.worker] = report
+            run.crashes[report.worker] = report.num_crashes
 
-    def lost(self, worker: str) -> None:
-        """A worker has left the cluster."""
+    def lost(self, worker: str, time_s: float) -> None:
+        """A worker is not in the cluster any more. `time_s`: seconds since the epoch."""
         for run in self._runs.values():
-            run.reports.pop(worker, None)
+            report = run.reports.pop(worker, None)
+            if report is not None and report.state != "left":
+                run.history.losses.append((time_s, worker))
 
     def busy_workers(self) -> set[str]:
         """Those with unfinished rows, their own or others'."""
@@ -124,6 +165,10 @@ class JobsView:
                     "output": run.output,
                     "state": None if run.state is None else asdict(run.state),
                     "workers": [asdict(report) for report in run.reports.values()],
+                    "tokens_per_s": run.history.samples,
+                    "lost_workers": run.history.losses,
+                    "engine_crashes": run.num_crashes,
+                    "coordinator_restarts": run.num_restarts,
                 }
                 for run in self.runs
             ]
@@ -132,68 +177,71 @@ class JobsView:
     def to_prometheus(self) -> str:
         """The text format of Prometheus, version 0.0.4."""
         lines: list[str] = []
-        for name, help_text, samples in self._families():
-            lines += [f"# HELP lorabatch_{name} {help_text}", f"# TYPE lorabatch_{name} gauge"]
-            lines += [f"lorabatch_{name}{{{_labels(labels)}}} {value:g}" for labels, value in samples]
+        for name, kind, help_text, samples in self._families():
+            lines += [f"# HELP lorabatch_{name} {help_text}", f"# TYPE lorabatch_{name} {kind}"]
+            lines += [f"lorabatch_{name}{{{_labels(labels)}}} {value:.15g}" for labels, value in samples]
         return "\n".join(lines) + "\n"
 
-    def _families(self) -> Iterator[tuple[str, str, list[tuple[Mapping[str, str], float]]]]:
+    def _families(self) -> Iterator[tuple[str, str, str, list[tuple[Mapping[str, str], float]]]]:
         states = [(run, run.state) for run in self.runs if run.state is not None]
-        for name, text in (
-            ("rows", "Rows of the job."),
-            ("rows_done", "Rows that are answered."),
-            ("rows_error", "Rows that are errors."),
-            ("shards_done", "Parts that are written."),
-            ("completion_tokens", "Tokens generated in finished parts."),
-        ):
-            yield f"job_{name}", text, [({"job": run.run_id}, getattr(state, name)) for run, state in states]
+        for name, (kind, text, job_value) in _JOB_METRICS.items():
+            values = [({"job": run.run_id}, job_value(run, state)) for run, state in states]
+            yield f"job_{name}", kind, text, [(labels, value) for labels, value in values if value is not None]
+        phases: list[tuple[Mapping[str, str], float]] = [
+            ({"job": run.run_id, "phase": state.phase}, 1) for run, state in states
+        ]
+        yield "job_phase", "gauge", "The phase that the job is in.", phases
         reports = [(run, report) for run in self.runs for report in run.reports.values()]
         for name, (text, value) in _ENGINE_METRICS.items():
-            yield f"engine_{name}", text, [({"job": r.run_id, "worker": w.worker}, value(w)) for r, w in reports]
+            samples = [({"job": run.run_id, "worker": report.worker}, value(report)) for run, report in reports]
+            yield f"engine_{name}", "gauge", text, list(samples)
 
-    def to_html(self) -> str:
-        """Tables for people."""
-        if not self._runs:
-            return "<p>No job has run on this cluster yet.</p>"
-        return "".join(_run_html(run) for run in self.runs)
+    def job_rows(self) -> list[dict[str, Any]]:
+        """A row of values for each run that has a state; text comes from outside as it is."""
+        return [_job_row(run, run.state) for run in self.runs if run.state is not None]
 
-
-def _run_html(run: RunView) -> str:
-    state = run.state
-    head = f"<h3>{escape(run.run_id)}</h3><p>{escape(run.output)}</p>"
-    if state is not None:
-        share = 100 * state.rows_done / state.rows if state.rows else 100.0
-        left = "" if state.eta_s is None or state.is_final else f", about {state.eta_s:,.0f} s to go"
-        head += (
-            f"<p><b>{state.phase}</b>: {state.rows_done:,} of {state.rows:,} rows ({share:.1f} %), "
-            f"{state.rows_error:,} errors, {state.shards_done:,} of {state.shards:,} parts{left}. "
-            f"{escape(state.message)}</p><progress value='{share:.1f}' max='100' style='width:40em'></progress>"
-        )
-    rows = "".join(_worker_html(run, report) for report in run.reports.values())
-    titles = "".join(f"<th style='{style}'>{name}</th>" for name, style in _COLUMNS.items())
-    return head + (f"<table style='border-collapse:collapse'><tr>{titles}</tr>{rows}</table>" if rows else "")
+    def worker_rows(self) -> list[dict[str, Any]]:
+        """A row of values for each worker of each run."""
+        return [_worker_row(run, report) for run in self.runs for report in run.reports.values()]
 
 
-def _worker_html(run: RunView, report: WorkerReport) -> str:
+def _job_row(run: RunView, state: JobState) -> dict[str, Any]:
+    share = state.rows_done / state.rows if state.rows else 1.0
+    lost = {"workers": len(run.history.losses), "engines": run.num_crashes, "coordinators": run.num_restarts}
+    return {
+        "job": run.run_id,
+        "phase": state.phase,
+        "rows": f"{state.rows_done:,} of {state.rows:,} rows ({share:.1%})",
+        "errors": state.rows_error,
+        "parts": f"{state.shards_done:,} of {state.shards:,}",
+        "left": "" if state.eta_s is None or state.is_final else f"about {state.eta_s:,.0f} s",
+        "tokens/s": round(run.tokens_per_s),
+        "lost": ", ".join(f"{n} {what}" for what, n in lost.items() if n),
+        "output": run.output,
+        "message": state.message,
+    }
+
+
+def _worker_row(run: RunView, report: WorkerReport) -> dict[str, Any]:
     names = {worker.name: worker.resident_adapters for worker in run.state.workers} if run.state else {}
     telemetry = report.telemetry
     adapters = names.get(report.worker, ())
     more = len(adapters) - _ADAPTERS_SHOWN
-    cells = (
-        report.worker,
-        report.state,
-        f"{report.tokens_per_s:,.0f}",
-        f"{telemetry.num_running} of {report.batch_rows}",
-        f"{report.open_rows:,}",
-        str(report.lent_rows),
-        str(report.incoming_rows),
-        telemetry.mode,
-        f"{telemetry.prefix_hit_rate:.0%}",
-        f"{telemetry.pages_used:,} of {telemetry.pages_total:,}",
-        ", ".join(adapters[-_ADAPTERS_SHOWN:]) + (f" and {more} more" if more > 0 else ""),
-    )
-    styled = zip(cells, _COLUMNS.values(), strict=True)
-    return "<tr>" + "".join(f"<td style='{style}'>{escape(cell)}</td>" for cell, style in styled) + "</tr>"
+    return {
+        "job": run.run_id,
+        "worker": report.worker,
+        "state": report.state,
+        "tokens/s": round(report.tokens_per_s),
+        "batch": f"{telemetry.num_running} of {report.batch_rows}",
+        "open rows": report.open_rows,
+        "lent": report.lent_rows,
+        "incoming": report.incoming_rows,
+        "mode": telemetry.mode,
+        "prompt reused": f"{telemetry.prefix_hit_rate:.0%}",
+        "pages": f"{telemetry.pages_used:,} of {telemetry.pages_total:,}",
+        "engine restarts": report.num_crashes,
+        "adapters": ", ".join(adapters[-_ADAPTERS_SHOWN:]) + (f" and {more} more" if more > 0 else ""),
+    }
 
 
 def _labels(labels: Mapping[str, str]) -> str:

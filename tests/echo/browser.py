@@ -30,6 +30,24 @@ _TEXT = """(function text(node) {
   for (const child of node.childNodes) if (child.nodeName !== "SCRIPT") found += text(child);
   return found;
 })(document.body)"""
+# Texts wider than their boxes, and texts beyond the window where no box around them scrolls.
+_CUT_OFF = """(() => {
+  const found = []
+  const look = (node, scrolls) => {
+    for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) {
+      const style = getComputedStyle(child)
+      const text = [...child.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join(" ").trim()
+      const is_shown = text && child.offsetWidth > 0 && style.visibility !== "hidden"
+      if (is_shown && style.overflowX !== "visible" && child.scrollWidth > child.clientWidth + 1) found.push(text)
+      if (is_shown && !scrolls && child.getBoundingClientRect().right > innerWidth + 1) found.push("beyond: " + text)
+      // the heads of a table follow its rows
+      const follows = child.classList.contains("slick-header")
+      look(child, scrolls || follows || ["auto", "scroll"].includes(style.overflowX))
+    }
+  }
+  look(document.body, false)
+  return found
+})()"""
 
 
 class Browser:
@@ -90,6 +108,11 @@ class Browser:
         """All text of the page, asked again until it contains `until`."""
         self.until(lambda: until in self.evaluate(_TEXT))
         return str(self.evaluate(_TEXT))
+
+    def cut_off(self) -> list[str]:
+        """Texts that the window does not show whole; asked again for a while, since pages follow a change of width."""
+        self.until(lambda: not self.evaluate(_CUT_OFF))
+        return self.evaluate(_CUT_OFF)  # type: ignore[no-any-return]
 
     def until(self, is_so: Callable[[], Any]) -> None:
         """Wait for a condition. One that does not come true is left to what the test asserts."""

@@ -40,25 +40,6 @@ _AXIS = """(() => {
   return {left: axis.bbox.x0, right: axis.bbox.x1, top, seconds: axis.tick_coords.major[0]}
 })()"""
 _TABLE = """[...Bokeh.index.query(view => view.model.name === "adapters")][0].el.shadowRoot"""
-# Texts wider than their boxes, also below shadow roots; and what of a figure lies outside of its canvas.
-_CUT_OFF = """(() => {
-  const found = []
-  const look = node => {
-    for (const child of node.children ?? []) {
-      const style = getComputedStyle(child)
-      const has_text = [...child.childNodes].some(n => n.nodeType === 3 && n.data.trim())
-      const is_shown = child.offsetWidth > 0 && style.visibility !== "hidden"
-      if (has_text && is_shown && style.overflowX !== "visible" && child.scrollWidth > child.clientWidth + 1)
-        found.push(child.textContent.slice(0, 60))
-      if (has_text && is_shown && child.getBoundingClientRect().right > innerWidth + 1)
-        found.push("beyond the window: " + child.textContent.slice(0, 60))
-      look(child)
-      if (child.shadowRoot) look(child.shadowRoot)
-    }
-  }
-  look(document.body)
-  return found
-})()"""
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +86,9 @@ def test_200_adapters_and_100_shards_are_readable_and_nothing_is_cut_off(
     assert browser.evaluate(f"{MODEL}('part written').data_source.get_length()") == 100
     # The table scrolls in itself.
     assert browser.evaluate("document.documentElement.scrollHeight") < 3000
-    assert browser.evaluate(_CUT_OFF) == []
+    assert browser.cut_off() == []
     browser.change(800)
-    browser.until(lambda: not browser.evaluate(_CUT_OFF))
-    assert browser.evaluate(_CUT_OFF) == []
+    assert browser.cut_off() == []
 
 
 def test_the_table_is_searched_and_sorted(browser: Browser, store: JobStore, tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def test_errors_in_parts_of_runs_before_are_counted() -> None:
     assert monitor.state(1.0).rows_error == 5
 
 
-def test_workers_show_adapters_by_name(monitor: JobMonitor) -> None:
-    finished, telemetry = (FinishedRows("sha-a", 1, 5),), EngineTelemetry(resident_adapter_ids=("sha-a",))
+def test_workers_show_adapters_of_the_job_by_name(monitor: JobMonitor) -> None:
+    finished, telemetry = (FinishedRows("sha-a", 1, 5),), EngineTelemetry(resident_adapter_ids=("of-another", "sha-a"))
     monitor.reported(make_report("w1", (), telemetry=telemetry, finished=finished))
     assert monitor.state(1.0).workers[0].resident_adapters == ("a",)
 

@@ -12,7 +12,7 @@ import pytest
 from browser import Browser, needs_browser
 from distributed import Client, LocalCluster
 
-from lorabatch.jobs.record import JobState
+from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.pipeline.messages import StopRun, WorkerReport
 from lorabatch.pipeline.monitoring.reporter import state_publisher
 from lorabatch.pipeline.monitoring.scheduler_plugin import (
@@ -22,6 +22,9 @@ from lorabatch.pipeline.monitoring.scheduler_plugin import (
     wanted_workers,
 )
 from lorabatch.pipeline.monitoring.topics import CONTROL, REPORTS
+
+ATTACK = "<img src=x onerror='window.isHacked = true'>"
+MODEL = "Bokeh.documents[0].get_model_by_name"
 
 
 @pytest.fixture(params=[True, False], ids=["bokeh", "no bokeh"])
@@ -73,15 +76,32 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("client", [True], indirect=True)
-def test_a_browser_shows_jobs_and_workers_as_they_change(client: Client, tmp_path: Path) -> None:
+def test_a_browser_shows_a_curve_per_job_and_tables_as_they_change(client: Client, tmp_path: Path) -> None:
     show_jobs(client)
-    state_publisher(client, "night-1", "/out")(JobState("running", 1.0, rows=60, rows_done=30))
-    REPORTS.publish(client, "night-1", WorkerReport("tcp://w0", "ready", 8, tokens_per_s=12.5))
+    workers = (WorkerState("tcp://w0", resident_adapters=(ATTACK,)),)
+    for job in ("night-20261122-215343-9bf979-86b7e3", "night-2"):
+        publish = state_publisher(client, job, "s3://bucket/a-folder/of-answers")
+        for second in range(30):
+            state = JobState("running", float(second), rows=60, rows_done=second, tokens_per_s=second, workers=workers)
+            publish(state)
+        REPORTS.publish(client, job, WorkerReport("tcp://w0", "ready", 8, tokens_per_s=12.5))
     with Browser(tmp_path) as browser:
         browser.open(address(client, "/lora"))
-        text = browser.text(until="30 of 60 rows")
-    assert "night-1" in text
-    assert "tcp://w0" in text
+        text = browser.text(until=ATTACK)
+        assert "29 of 60 rows (48.3%)" in text
+        assert "tcp://w0" in text
+        # What was published before the page was opened is there.
+        samples = f"{MODEL}('night-2').data_source.data.time.length"
+        assert browser.evaluate(samples) == 30
+        legend = "[...Bokeh.index.query(view => view.model.type === 'Legend')][0].model.items.map(i => i.label.value)"
+        assert browser.evaluate(legend) == ["worker lost", "night-20261122-215343-9bf979-86b7e3", "night-2"]
+        publish(JobState("running", 31.0, rows=60, rows_done=59))
+        assert "59 of 60 rows" in browser.text(until="59 of 60 rows")
+        assert browser.evaluate(samples) == 31
+        assert browser.evaluate("window.isHacked") is None
+        for width in (1400, 800):
+            browser.change(width)
+            assert browser.cut_off() == []
 
 
 def test_events_of_other_topics_are_ignored(client: Client) -> None:

@@ -15,7 +15,7 @@ from lorabatch.pipeline.monitoring.topics import CONTROL, STATES
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(n_workers=0, dashboard_address=None, host="127.0.0.1") as cluster:
+    with LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0", host="127.0.0.1") as cluster:
         yield cluster
 
 
