@@ -40,7 +40,7 @@ _LOOKS = {
     "waiting for a shard": ("#f0b7b7", "horizontal_line"),
     "its rows lent": ("#c7b7e8", "vertical_line"),
     "no shard left": ("#e4e7ec", " "),
-    "no report": ("#d64545", "cross"),
+    "no report": ("#d8cdb4", "cross"),
 }
 _ENDS = {
     "committed": "part written",

@@ -216,7 +216,12 @@ def _errors_of_part(store: JobStore, record: JobRecord, shard_id: int) -> Iterat
     names = ["error", record.input.roles.get("id", "id")]
     names += [record.input.roles["adapter"]] if "adapter" in record.input.roles else []
     with store.open_part(shard_id) as part:
-        columns = [column.to_pylist() for column in pq.read_table(part, columns=names).columns]
+        file = pq.ParquetFile(part)
+        errors = file.read(columns=["error"]).column(0)
+        if errors.null_count == len(errors):
+            return
+        table = file.read(columns=names)
+        columns = [table.column(name).to_pylist() for name in names]
     for number, (error, row_id, *adapter) in enumerate(zip(*columns, strict=True), 1):
         if error is not None:
             place = f"{part_name(shard_id)}, row {number:,}"

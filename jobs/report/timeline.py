@@ -173,6 +173,8 @@ class _RunReader:
         # (shard id, worker) -> attempt, start
         self._open: dict[tuple[int, str], tuple[int, float]] = {}
         self._last_opened_s = 0.0
+        # The cluster's workers; None before they were looked for.
+        self._seen: set[str] | None = None
 
     def read(self, record: Mapping[str, Any]) -> None:
         """Take in one line."""
@@ -247,7 +249,8 @@ class _RunReader:
 
     def _see(self, workers: Iterable[str], now_s: float) -> None:
         # The scheduler removes replicas that it knows; those of a coordinator before it, it never met.
-        for worker in self._current.keys() - set(workers):
+        self._seen = set(workers)
+        for worker in self._current.keys() - self._seen:
             self._lose(worker, now_s, "its worker is gone")
         is_first = not self._tracks
         for worker in workers:
@@ -258,6 +261,8 @@ class _RunReader:
     def _find(self, found: Iterable[Any], now_s: float) -> None:
         still_open = set()
         for worker, batch_rows, open_shards, *_ in found:
+            if self._seen is not None and worker not in self._seen:
+                continue  # its last report is there, and it is not
             self._join(worker, batch_rows, now_s)
             still_open |= {(shard_id, worker) for shard_id, _ in open_shards}
         for shard_id, worker in self._open.keys() - still_open:

@@ -19,11 +19,11 @@ _INTERVAL_MS = 1000
 _ROW_PX = 25
 # Column -> its width in pixels; tables that are wider than the window scroll.
 _JOBS = {
-    "job": 230, "phase": 70, "rows": 200, "errors": 50, "parts": 80, "left": 80, "tokens/s": 60, "lost": 230,
+    "job": 260, "phase": 70, "rows": 200, "errors": 50, "parts": 80, "left": 80, "tokens/s": 60, "lost": 230,
     "output": 260, "message": 400,
 }  # fmt: skip
 _WORKERS = {
-    "worker": 170, "job": 230, "state": 70, "tokens/s": 60, "batch": 70, "open rows": 75, "lent": 45, "incoming": 70,
+    "worker": 170, "job": 260, "state": 70, "tokens/s": 60, "batch": 70, "open rows": 75, "lent": 45, "incoming": 70,
     "mode": 75, "prompt reused": 100, "pages": 110, "engine restarts": 110, "adapters": 300,
 }  # fmt: skip
 
@@ -64,11 +64,11 @@ class JobsPage:
             self._forget(run_id)
         for run in reversed(runs.values()):
             self._draw(run)
-        losses = [(s, worker, run) for run in runs.values() for s, worker in run.history.losses]
+        losses = [(time_s, worker, run) for run in runs.values() for time_s, worker in run.history.losses]
         self._lost.visible = bool(losses)
         self._losses.data = {
-            "time": [1000 * s for s, _, _ in losses],
-            "tokens_per_s": [0.0] * len(losses),
+            "time": [1000 * time_s for time_s, _, _ in losses],
+            "tokens_per_s": [run.history.at(time_s) for time_s, _, run in losses],
             "title": [f"{worker} of {run.run_id}" for _, worker, run in losses],
         }
         _fill(self._jobs, _JOBS, self._view.job_rows())

@@ -37,6 +37,10 @@ class History:
             self._interval_s = 2 * (time_s - self.samples[0][0]) / _MOST_SAMPLES
             del self.samples[1::2]
 
+    def at(self, time_s: float) -> float:
+        """The rate of the last sample before a time."""
+        return next((rate for sampled_s, rate in reversed(self.samples) if sampled_s <= time_s), 0.0)
+
 
 @dataclass(slots=True)
 class RunView:
@@ -216,7 +220,7 @@ def _job_row(run: RunView, state: JobState) -> dict[str, Any]:
         "parts": f"{state.shards_done:,} of {state.shards:,}",
         "left": "" if state.eta_s is None or state.is_final else f"about {state.eta_s:,.0f} s",
         "tokens/s": round(run.tokens_per_s),
-        "lost": ", ".join(f"{n} {what}" for what, n in lost.items() if n),
+        "lost": ", ".join(f"{what}: {n}" for what, n in lost.items() if n),
         "output": run.output,
         "message": state.message,
     }

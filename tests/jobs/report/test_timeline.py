@@ -132,7 +132,7 @@ def test_a_second_coordinator_goes_on_with_the_workers_of_the_first_and_misses_t
             Tick(10.0),
             beginning(120.0, coordinator="w", starting=98.0, running=119.0) | {"committed": [3]},
             WorkersSeen(0.0, ("w",)),
-            ReplicasFound(0.5, (("w", 8, ((2, 5),), 0.5),)),
+            ReplicasFound(0.5, (("v", 8, ((1, 5),), 9.0), ("w", 8, ((2, 5),), 0.5))),
             RunShard(1, "w", 0),
             RunShard(2, "w", 0),
             ShardCommitted(8.0, 2, "w"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorabatch.engine.request import EngineTelemetry
@@ -100,7 +101,7 @@ def test_engines_that_crashed_count_when_their_worker_is_gone() -> None:
     view.reported("night-1", replace(REPORT, num_crashes=2))
     view.lost("tcp://w0", 7.0)
     view.reported("night-1", replace(REPORT, worker="tcp://w1", num_crashes=1))
-    assert view.job_rows()[0]["lost"] == "1 workers, 3 engines"
+    assert view.job_rows()[0]["lost"] == "workers: 1, engines: 3"
 
 
 def test_a_history_goes_back_to_the_beginning_and_is_bounded() -> None:
@@ -110,6 +111,7 @@ def test_a_history_goes_back_to_the_beginning_and_is_bounded() -> None:
     assert 400 < len(history.samples) <= 1000
     assert history.samples[0] == (0.0, 0.0)
     assert history.samples[-1][0] > 99_000
+    assert (history.at(-1.0), history.at(50_000.0)) == (0.0, pytest.approx(5000.0, rel=0.01))
     gaps = {b - a for (a, _), (b, _) in pairwise(history.samples)}
     assert max(gaps) <= 4 * min(gaps)
 
