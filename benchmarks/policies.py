@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -263,6 +264,8 @@ def main() -> None:
     parser.add_argument("--profile-seconds", type=float, default=30.0)
     parser.add_argument("--save", type=Path, help="JSON file")
     chosen = parser.parse_args()
+    # No job is to know what earlier ones have measured.
+    os.environ["LORABATCH_HISTORY"] = "off"
     mixes = [
         replace(mix, num_rows=round(mix.num_rows * chosen.scale))
         for mix in MIXES

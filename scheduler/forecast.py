@@ -232,24 +232,22 @@ def cut_job(
     return CutRows.of(plan, predicted, row_seconds(workload, predicted, prices or cost, batch_rows))
 
 
-def cut_dealt(
+def plan_dealt(
     rows: RowsToDeal, replica_of: NDArray[np.int64], *, shard_mode: ShardMode | None, mode: WaveMode
-) -> CutRows:
-    """The same for rows that were dealt out to replicas. `replica_of` int64 `[num_rows]`. `shard_mode`: of shards in
-    input order; None: each replica's rows are planned in waves.
+) -> ShardPlan:
+    """Shards of rows that were dealt out to replicas. `replica_of` int64 `[num_rows]`. `shard_mode`: of shards in input
+    order; None: each replica's rows are planned in waves, and `mode` is that of `cut_job`.
     """
     if shard_mode is None:
-        plan = _planned_apart(rows, replica_of, mode)
-    else:
-        plan = dealt_shards(
-            rows.workload,
-            replica_of,
-            rows.num_replicas,
-            rows_per_shard=rows.rows_per_shard,
-            predicted_output_tokens=rows.output_tokens,
-            mode=shard_mode,
-        )
-    return CutRows.of(plan, rows.output_tokens, rows.row_s)
+        return _planned_apart(rows, replica_of, mode)
+    return dealt_shards(
+        rows.workload,
+        replica_of,
+        rows.num_replicas,
+        rows_per_shard=rows.rows_per_shard,
+        predicted_output_tokens=rows.output_tokens,
+        mode=shard_mode,
+    )
 
 
 def _planned_apart(rows: RowsToDeal, replica_of: NDArray[np.int64], mode: WaveMode) -> ShardPlan:

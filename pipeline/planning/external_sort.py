@@ -1,6 +1,6 @@
 """Sorts the index of all rows by adapter, in a file of this machine.
 
-A job may have more rows than memory has room for, some 45 bytes each, so rows are written to a file and read back a
+A job may have more rows than memory has room for, some 49 bytes each, so rows are written to a file and read back a
 block at a time (`SortedRows` over `ScratchFile`). Prompts and ids stay in the prepared rows.
 """
 

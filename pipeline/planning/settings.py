@@ -37,9 +37,9 @@ from ...scheduler.forecast import (
     Forecast,
     JobSample,
     WaveMode,
-    cut_dealt,
     cut_job,
     forecast_job,
+    plan_dealt,
     row_seconds,
 )
 from ...scheduler.lengths import PRIOR_SHARE, expected_tokens, known_tokens
@@ -260,12 +260,13 @@ class RunSettings:
         row_s = row_seconds(rows, predicted, self.cost, batch_rows)
         to_deal = RowsToDeal(rows, predicted, row_s, self.cost, num_workers, batch_rows, rows_per_shard)
         policy = POLICIES[self.policy]
-        return cut_dealt(
+        plan = plan_dealt(
             to_deal,
             deal(to_deal),
             shard_mode=None if policy.deal is None else policy.shard_mode,
             mode=self.wave_mode,
         )
+        return CutRows.of(plan, predicted, row_seconds(rows, predicted, self.step_prices, batch_rows))
 
     def expected_tokens(self, rows: Workload, length_share: float | None = None) -> NDArray[np.float64]:
         """That rows will generate, float64 `[num_rows]`: a share of `max_tokens` and, where earlier jobs have had their

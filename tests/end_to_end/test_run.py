@@ -25,7 +25,7 @@ from lorabatch.pipeline import run as run_module
 from lorabatch.pipeline.cluster.devices import find_device, find_device_of_workers
 from lorabatch.pipeline.messages import EngineSettings
 from lorabatch.pipeline.planning.dry_run import dry_run
-from lorabatch.pipeline.planning.plan import read_plan
+from lorabatch.pipeline.planning.plan import read_plan, serving_adapters
 from lorabatch.pipeline.planning.simulate import SimulationRequest, make_job
 from lorabatch.pipeline.worker.registration import register_plugin
 from lorabatch.scheduler.messages import Command, Event, RunShard
@@ -226,8 +226,9 @@ def test_a_refused_adapter_that_is_repaired_is_used_when_the_job_runs_again(
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.parametrize("policy", ["planner", pytest.param("dlora", marks=pytest.mark.long)])
 def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simulated(
-    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
+    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """Fails where `plan` or `simulate` builds anything that a run builds by itself."""
     echo_job.write_input(make_rows(300))
@@ -239,15 +240,16 @@ def test_a_run_has_the_shards_and_the_settings_with_which_it_is_planned_and_simu
 
     monkeypatch.setattr("lorabatch.pipeline.run.register_plugin", register)
     assert find_device_of_workers(shared_client, "auto") == find_device("auto")
-    planned = dry_run(echo_job.options())
+    planned = dry_run(echo_job.options(policy=policy))
     _, simulated = make_job(
         SimulationRequest(echo_job.write_job_file(), None, 0, 0, 0.0, 2, (), None, None, 0, echo_job.folder)
     )
-    assert simulated == planned.settings
-    echo_job.run(shared_client)
+    assert simulated.under(policy) == planned.settings
+    echo_job.run(shared_client, policy=policy)
     assert engines == [planned.settings.engine]
     scheduler = next(record for record in echo_job.store.read_events() if record["kind"] == BEGINNING)
-    assert scheduler["settings"] == json.loads(json.dumps(asdict(planned.settings.scheduler(2))))
+    adapters = serving_adapters(echo_job.record)
+    assert scheduler["settings"] == json.loads(json.dumps(asdict(planned.settings.scheduler(2, adapters))))
     plan = read_plan(echo_job.store)
     assert plan.shards == planned.forecast.plan.shards
     assert plan.predicted_s == planned.forecast.predicted_s
