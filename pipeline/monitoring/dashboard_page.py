@@ -19,7 +19,7 @@ _INTERVAL_MS = 1000
 _ROW_PX = 25
 # Column -> its width in pixels; tables that are wider than the window scroll.
 _JOBS = {
-    "job": 260, "phase": 70, "rows": 200, "errors": 50, "parts": 80, "left": 80, "tokens/s": 60, "lost": 230,
+    "job": 260, "phase": 70, "rows": 200, "errors": 50, "parts": 80, "left": 100, "tokens/s": 60, "lost": 230,
     "output": 260, "message": 400,
 }  # fmt: skip
 _WORKERS = {
