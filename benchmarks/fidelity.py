@@ -53,7 +53,9 @@ class JobMix:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def _rows(count: int, prompt: tuple[int, int], output: tuple[int, int], adapters: Sequence[int]) -> Any:
+def rows_between(count: int, prompt: tuple[int, int], output: tuple[int, int], adapters: Sequence[int]) -> Any:
+    """Draws so many rows: tokens from the first number to below the second, adapters as often as they are listed."""
+
     def draw(generator: np.random.Generator) -> list[tuple[int, int, int]]:
         return [
             (int(generator.integers(*prompt)), int(generator.integers(*output)), int(generator.choice(adapters)))
@@ -66,17 +68,21 @@ def _rows(count: int, prompt: tuple[int, int], output: tuple[int, int], adapters
 _ZIPF = (0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7)
 
 MIXES = (
-    JobMix("base model, short answers", _rows(160, (16, 48), (8, 40), (-1,))),
-    JobMix("one adapter", _rows(140, (16, 64), (16, 40), (2,)), (("mode", "unmerged"),)),
-    JobMix("8 adapters, Zipf", _rows(140, (16, 64), (16, 40), _ZIPF), (("mode", "unmerged"),)),
-    JobMix("long prompts, 4 adapters", _rows(48, (150, 250), (4, 12), (0, 2, 4, 6)), (("mode", "unmerged"),)),
-    JobMix("long answers, 2 adapters and base", _rows(64, (16, 32), (40, 110), (1, 7, -1)), (("mode", "unmerged"),)),
-    JobMix("two adapters, merged", _rows(140, (16, 64), (16, 40), (2, 3)), (("mode", "merged"),)),
+    JobMix("base model, short answers", rows_between(160, (16, 48), (8, 40), (-1,))),
+    JobMix("one adapter", rows_between(140, (16, 64), (16, 40), (2,)), (("mode", "unmerged"),)),
+    JobMix("8 adapters, Zipf", rows_between(140, (16, 64), (16, 40), _ZIPF), (("mode", "unmerged"),)),
+    JobMix("long prompts, 4 adapters", rows_between(48, (150, 250), (4, 12), (0, 2, 4, 6)), (("mode", "unmerged"),)),
+    JobMix(
+        "long answers, 2 adapters and base", rows_between(64, (16, 32), (40, 110), (1, 7, -1)), (("mode", "unmerged"),)
+    ),
+    JobMix("two adapters, merged", rows_between(140, (16, 64), (16, 40), (2, 3)), (("mode", "merged"),)),
 )
 
 
-def measure(mix: JobMix, model: Path, adapters: Path, cost_model: Path, folder: Path) -> Fidelity:
-    """Plan a job, run it, compare."""
+def prepared(
+    mix: JobMix, model: Path, adapters: Path, folder: Path
+) -> tuple[dict[str, Any], Sequence[tuple[int, int, int]]]:
+    """Write a job's rows; its options, and what was drawn. Answers are as long as they may be."""
     generator = np.random.default_rng(0)
     drawn = mix.draw(generator)
     vocabulary = read_model_config(model).vocab_size
@@ -90,20 +96,26 @@ def measure(mix: JobMix, model: Path, adapters: Path, cost_model: Path, folder: 
         for i, (prompt, output, adapter) in enumerate(drawn)
     ]
     pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), folder / "input.parquet")
-    options = {
+    options: dict[str, Any] = {
         "model": str(model),
         "adapters": str(adapters),
         "input": str(folder / "input.parquet"),
         "output": str(folder / "output"),
         "workers": NUM_WORKERS,
         "ignore_eos": True,
-        "cost_model": str(cost_model),
-    } | dict(mix.options)
+    }
+    return options | dict(mix.options), drawn
+
+
+def measure(mix: JobMix, model: Path, adapters: Path, cost_model: Path, folder: Path) -> Fidelity:
+    """Plan a job, run it, compare."""
+    options, drawn = prepared(mix, model, adapters, folder)
+    options["cost_model"] = str(cost_model)
     predicted_s = dry_run(options).forecast.predicted_s
     run(JobSpec(**options))
     return Fidelity(
         mix.name,
-        len(rows),
+        len(drawn),
         sum(prompt for prompt, _, _ in drawn),
         sum(output for _, output, _ in drawn),
         predicted_s,

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,19 +61,24 @@ def rows_of_the_demo(folder: Path, copies: int) -> Path:
 
 def seconds_of(spec: JobSpec, slowness: float | None) -> float:
     """Run the job; the engine that starts last is slowed down."""
-    is_over = threading.Event()
-    slowing = threading.Thread(target=_slow_down, args=(slowness, is_over)) if slowness else None
-    if slowing:
-        slowing.start()
-    try:
+    with contextlib.nullcontext() if slowness is None else one_slowed(slowness):
         result = run(spec)
-    finally:
-        is_over.set()
-        if slowing:
-            slowing.join()
     assert result.num_errors == 0, result
     assert result.working_s is not None
     return result.working_s
+
+
+@contextlib.contextmanager
+def one_slowed(slowness: float) -> Iterator[None]:
+    """Of two engines that start within the block, the second gets one of `slowness` parts of its time."""
+    is_over = threading.Event()
+    slowing = threading.Thread(target=_slow_down, args=(slowness, is_over))
+    slowing.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        slowing.join()
 
 
 def _slow_down(slowness: float, is_over: threading.Event) -> None:

@@ -85,7 +85,7 @@ def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:
         line += f"  {rows_per_s:.1f} rows/s  {state.tokens_per_s:.0f} tokens/s"
         line += f"  {sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"
         if state.eta_s is not None:
-            line += f"  {_clock(state.eta_s)} left"
+            line += f"  {_clock(state.eta_s)}{_range(state)} left"
     return line
 
 
@@ -134,7 +134,7 @@ def status_lines(status: JobStatus) -> list[str]:
         lines.append(f"parts     {status.num_parts:,} of {state.shards:,}")
         lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
     if state is not None and not (state.is_final or status.is_stale or status.is_finished):
-        remaining = "" if state.eta_s is None else f", about {_clock(state.eta_s)} to go"
+        remaining = "" if state.eta_s is None else f", about {_clock(state.eta_s)}{_range(state)} to go"
         lines.append(f"speed     {state.tokens_per_s:,.0f} generated tokens/s{remaining}")
         lines += [
             f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
@@ -152,6 +152,14 @@ def status_lines(status: JobStatus) -> list[str]:
     if status.next_step is not None:
         lines.append(f"next      {status.next_step}")
     return lines
+
+
+def _range(state: JobState) -> str:
+    """How sure the time left is."""
+    if state.eta_range_s is None:
+        return ""
+    least, most = map(_clock, state.eta_range_s)
+    return f" ({least} to {most})"
 
 
 def _clock(seconds: float) -> str:

@@ -36,6 +36,7 @@ class JobResult:
 
     `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
     from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
+    `corrected_s`: predicted again from the first steps of the run, where what steps cost was a guess before.
     `bound_s`: below which no scheduler could have answered this run's rows with engines as fast as these were, by what
     their steps took (None: not known).
     `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1 (None: there were none).
@@ -56,6 +57,7 @@ class JobResult:
     predicted_s: float | None = None
     working_s: float | None = None
     bound_s: float | None = None
+    corrected_s: float | None = None
     batch_fill: float | None = None
     prefix_hit_rate: float | None = None
 
@@ -105,6 +107,9 @@ class JobResult:
         # The plan is of all rows.
         if self.predicted_s and not self.num_reused:
             parts.append(f"predicted {self.predicted_s:,.1f} s ({self.working_s / self.predicted_s:.2f} times that)")
+            if self.corrected_s:
+                ratio = self.working_s / self.corrected_s
+                parts.append(f"after the first steps {self.corrected_s:,.1f} s ({ratio:.2f} times that)")
         if self.bound_s:
             parts.append(f"lower bound {self.bound_s:,.1f} s ({self.working_s / self.bound_s:.2f} times that)")
         else:

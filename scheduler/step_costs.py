@@ -27,7 +27,9 @@ _LEAST_S = 1.0
 
 @dataclass(slots=True)
 class _Replica:
-    """Of one replica: totals and seconds of its engine in its last report, and sums over all of its engines."""
+    """Of one replica: totals and seconds of its engine in its last report, and sums over all of its engines since the
+    first report.
+    """
 
     totals: NDArray[np.float64]
     seconds: float
@@ -45,12 +47,13 @@ class StepCosts:
         self._span_s: list[float] = []
 
     def reported(self, replica_id: str, totals: StepTotals, seconds: float) -> None:
-        """Take in a report. `seconds`: that the steps took, without merges and waits for adapters. Totals that have
-        become smaller are those of an engine that was started again.
+        """Take in a report. `seconds`: that the steps took, without merges and waits for adapters. What an engine did
+        before its first report was for others. Totals that have become smaller are those of an engine that was started
+        again.
         """
         now = np.array(astuple(totals), dtype=np.float64)
         nothing = np.zeros_like(now)
-        known = self._replicas.setdefault(replica_id, _Replica(nothing, 0.0, nothing))
+        known = self._replicas.setdefault(replica_id, _Replica(now, seconds, nothing))
         if now[0] < known.totals[0]:
             known.totals, known.seconds = nothing, 0.0
         did, took_s = now - known.totals, seconds - known.seconds
@@ -97,12 +100,19 @@ class StepCosts:
         named = dict(zip(STEP_COEFFICIENTS, (factors * assumed).tolist(), strict=True))
         return replace(self._assumed, **named, fit_r_squared=None)
 
-    def slowness(self, cost: CostModel) -> list[float]:
+    def slowness(self, cost: CostModel) -> dict[str, float]:
         """Of each replica that has worked: seconds that its steps took over what a model says for them."""
-        priced = [
-            (replica.all_s, float(coefficients(cost) @ replica.all_totals)) for replica in self._replicas.values()
-        ]
-        return [taken_s / cost_s for taken_s, cost_s in priced if taken_s > 0 and cost_s > 0]
+        prices = coefficients(cost)
+        return {
+            name: replica.all_s / float(prices @ replica.all_totals)
+            for name, replica in self._replicas.items()
+            if replica.all_s > 0
+        }
+
+    def total(self) -> StepTotals:
+        """Of all replicas."""
+        counts = sum((replica.all_totals for replica in self._replicas.values()), np.zeros(len(STEP_COEFFICIENTS)))
+        return StepTotals(*counts.tolist())
 
 
 def coefficients(cost: CostModel) -> NDArray[np.float64]:

@@ -131,6 +131,8 @@ def _times(runs: Sequence[RunTimeline], plan: Mapping[str, Any], summary: Mappin
         bound_s = summary.get("bound_s")
         if predicted_s and not summary.get("num_reused"):
             yield "measured over predicted", f"{working_s / predicted_s:.2f}"
+            if corrected_s := summary.get("corrected_s"):
+                yield "predicted again after the first steps", f"{corrected_s:,.1f} s"
         yield "lower bound, whatever the schedule", f"{bound_s:,.1f} s" if bound_s else "not known"
         if bound_s:
             yield "measured over lower bound", f"{working_s / bound_s:.2f}"

@@ -44,6 +44,7 @@ from ...scheduler.messages import (
 )
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.step_costs import StepCosts
+from ...scheduler.time_left import PlannedJob, TimeLeft, Work
 from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
 from ..migration.peers import LendRows
 from ..monitoring.job_monitor import JobMonitor
@@ -59,6 +60,8 @@ _TICK_INTERVAL_S = 2.0
 # Between two updates of what people see, and of `events.jsonl`.
 _SHOW_INTERVAL_S = 1.0
 _RESULT_TIMEOUT_S = 5.0
+# Of each worker, after which a prediction that rested on a guess is made again.
+_FIRST_STEPS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,12 @@ class Coordinator:
     There may have been coordinators before it: shards that they opened and that engines still work on are joined.
     """
 
-    def __init__(self, run: JobRun, scheduler: Scheduler, monitor: JobMonitor) -> None:
+    def __init__(self, run: JobRun, scheduler: Scheduler, monitor: JobMonitor, planned: PlannedJob) -> None:
         self._run = run
         self._client = run.client
         self._scheduler = scheduler
         self._monitor = monitor
+        self._planned = planned
         whose = {"run_id": run.run_id, "coordinator": run.peers.address}
         when = {"at_s": time.time(), "phases": run.reporter.phases}
         self._events = EventLog(run.job.store, scheduler.beginning() | whose | when)
@@ -93,7 +97,9 @@ class Coordinator:
         self._ticked_s = self._shown_s = 0.0
         self._opened_s, self._committed_s = inf, 0.0
         #: What the steps of this run's engines cost.
-        self.costs = StepCosts(run.settings.step_prices)
+        self.costs = StepCosts(planned.cost)
+        #: Seconds of the run as predicted from its first steps, where what steps cost was a guess.
+        self.corrected_s: float | None = None
         #: Most rows that one of them takes into a step.
         self.batch_rows = run.settings.limits.batch_rows
         #: Whether shards were open already when this coordinator began: what it sees is a part of the run.
@@ -221,8 +227,24 @@ class Coordinator:
         if self._now_s() - self._shown_s >= _SHOW_INTERVAL_S:
             self._run.control.check_displaced()
             self._shown_s = self._now_s()
-            self._run.reporter(self._monitor.state(time.time()))
+            self._run.reporter(self._monitor.state(time.time(), self._time_left()))
             self._events.flush()
+
+    def _time_left(self) -> TimeLeft:
+        measured = self.costs.measured() if self.costs.is_known else None
+        slowness = self.costs.slowness(measured or self._planned.cost)
+        present = [slow for worker, slow in slowness.items() if self._scheduler.has_replica(worker)]
+        total = self.costs.total()
+        done = Work(prompt_tokens=total.prefill_tokens, output_tokens=total.decode_rows)
+        elapsed_s = max(0.0, self._now_s() - self._opened_s)
+        left = self._planned.time_left(self._monitor.work_left(), done, elapsed_s, present, measured)
+        if (
+            self._planned.is_guess
+            and self.corrected_s is None
+            and self.costs.seconds >= _FIRST_STEPS_S * len(slowness) > 0
+        ):
+            self.corrected_s = elapsed_s + left.seconds
+        return left
 
     # What the scheduler decides, done on the cluster.
 

@@ -22,11 +22,12 @@ from ...jobs.storage.redaction import redacted_url
 from ...scheduler.bound import JobWork, work_bound
 from ...scheduler.cost import CostModel
 from ...scheduler.policies import make_scheduler
+from ...scheduler.time_left import PlannedJob
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..migration.peers import Peers
-from ..monitoring.job_monitor import JobMonitor
+from ..monitoring.job_monitor import JobMonitor, WorkLeft
 from ..monitoring.reporter import JobReporter, state_publisher
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
@@ -166,12 +167,14 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
 @dataclass(frozen=True, slots=True)
 class Coordinated:
     """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `measured`: what steps cost,
-    where enough of them were seen. `bound_s`, `batch_fill`, `prefix_hit_rate`: see `JobResult`.
+    where enough of them were seen. `bound_s`, `corrected_s`, `batch_fill`, `prefix_hit_rate`: see
+    `JobResult`.
     """
 
     num_reused: int
     working_s: float
     bound_s: float | None
+    corrected_s: float | None
     measured: CostModel | None
     batch_fill: float | None
     prefix_hit_rate: float | None
@@ -184,18 +187,32 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     num_errors = _count(run, sorted(rows_of_part), "errors").num_errors
     run.reporter.check_budget(num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
-    monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors)
-    settings = run.settings.scheduler(count_workers(run.client), serving_adapters(job.record))
+    known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths.keys()
+    monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors, known_lengths)
+    num_workers = count_workers(run.client)
+    settings = run.settings.scheduler(num_workers, serving_adapters(job.record))
     scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
-    coordinator = Coordinator(run, scheduler, monitor)
+    coordinator = Coordinator(run, scheduler, monitor, _planned(run.settings, plan, num_workers))
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
     bound_s = None if coordinator.has_adopted else _bound_s(run, coordinator, monitor.work)
     measured = coordinator.costs.measured() if coordinator.costs.seconds >= _HISTORY_S else None
     return Coordinated(
-        num_reused, coordinator.working_s, bound_s, measured, monitor.batch_fill, monitor.prefix_hit_rate
+        num_reused,
+        coordinator.working_s,
+        bound_s,
+        coordinator.corrected_s,
+        measured,
+        monitor.batch_fill,
+        monitor.prefix_hit_rate,
     )
+
+
+def _planned(settings: RunSettings, plan: JobPlan, num_workers: int) -> PlannedJob:
+    work = WorkLeft(plan.shards).now((), 0, 0)
+    batch_rows = settings.limits.batch_rows
+    return PlannedJob(plan.predicted_s, work, settings.step_prices, batch_rows, num_workers, settings.is_guess)
 
 
 def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> float | None:
@@ -212,7 +229,7 @@ def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> flo
         measured,
         batch_rows=coordinator.batch_rows,
         step_tokens=run.settings.limits.step_tokens,
-        slowness=costs.slowness(measured),
+        slowness=list(costs.slowness(measured).values()),
     ).seconds
     if bound_s > coordinator.working_s:
         logger.info("no lower bound: it would be %.2f s of %.2f s measured", bound_s, coordinator.working_s)
@@ -256,6 +273,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         predicted_s=plan.predicted_s,
         working_s=done.working_s,
         bound_s=done.bound_s,
+        corrected_s=done.corrected_s,
         batch_fill=done.batch_fill,
         prefix_hit_rate=done.prefix_hit_rate,
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
 from ...scheduler.bound import JobWork
+from ...scheduler.lengths import LengthEstimator
+from ...scheduler.time_left import TimeLeft, Work
 from ...scheduler.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
-# Rates and the time left are judged over this many seconds.
-_WINDOW_S = 30.0
 # Seconds of one worker with shards queued from which it is said how full its batches were.
 _LEAST_S = 5.0
 
@@ -25,8 +25,11 @@ class JobMonitor:
         committed_rows: Mapping[int, int],
         adapter_names: Mapping[str, str],
         num_errors: int = 0,
+        known_lengths: Collection[str] | None = (),
     ) -> None:
-        """`committed_rows`: rows of the parts that exist already, by shard; `num_errors` of all these are errors."""
+        """`committed_rows`: rows of the parts that exist already, by shard; `num_errors` of all these are errors.
+        `known_lengths`: adapters whose answers' lengths the plan knew, from earlier jobs (None: of all, exactly).
+        """
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
         self._rows_before = sum(committed_rows.values())
@@ -34,8 +37,9 @@ class JobMonitor:
         self._committed = set(committed_rows)
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
-        self._history: deque[tuple[float, int]] = deque()
         self._fill = BatchFill()
+        uncommitted = [shard for shard in self._shards.values() if shard.shard_id not in committed_rows]
+        self._left = WorkLeft(uncommitted, known_lengths)
 
     @property
     def outcomes(self) -> tuple[ShardOutcome, ...]:
@@ -49,6 +53,8 @@ class JobMonitor:
     def committed(self, outcome: ShardOutcome) -> None:
         """A shard's part is in place."""
         self._outcomes[outcome.shard_id] = outcome
+        if outcome.shard_id not in self._committed:
+            self._left.committed(self._shards[outcome.shard_id])
         self._committed.add(outcome.shard_id)
 
     @property
@@ -72,6 +78,9 @@ class JobMonitor:
         if not is_tail:
             self._fill.reported(report)
         self._reports[report.worker] = report
+        for rows in report.finished:
+            name = self.adapter_name(rows.adapter_id) if rows.adapter_id else ""
+            self._left.lengths.finished(rows.output_tokens, rows.num_rows, name)
 
     def lost(self, worker: str) -> None:
         """A worker is gone."""
@@ -81,13 +90,18 @@ class JobMonitor:
         """A name for a content hash; the base model is ""."""
         return self._names.get(adapter_id, adapter_id[:12])
 
-    def state(self, now_s: float) -> JobState:
+    def work_left(self) -> Work:
+        """Of rows that have no answer, less what engines have computed of those that run."""
+        unfinished = self._unfinished()
+        opened = [(self._shards[i], rows) for i, rows in unfinished.items() if i not in self._committed]
+        telemetry = [report.telemetry for report in self._reports.values()]
+        num_running, running_tokens = sum(t.num_running for t in telemetry), sum(t.running_tokens for t in telemetry)
+        return self._left.now(opened, num_running, running_tokens)
+
+    def state(self, now_s: float, left: TimeLeft | None = None) -> JobState:
         """Everything at one time, while shards run. `now_s`: seconds since the epoch."""
         rows = sum(shard.num_rows for shard in self._shards.values())
         done = self._rows_done()
-        self._history.append((now_s, done))
-        while len(self._history) > 2 and now_s - self._history[0][0] > _WINDOW_S:
-            self._history.popleft()
         return JobState(
             phase="running",
             updated_at_s=now_s,
@@ -101,30 +115,28 @@ class JobMonitor:
             tokens_per_s=sum(report.tokens_per_s for report in self._reports.values()),
             batch_fill=self.batch_fill,
             prefix_hit_rate=self.prefix_hit_rate,
-            eta_s=self._eta_s(rows - done),
+            eta_s=None if left is None else left.seconds,
+            eta_range_s=None if left is None else (left.least_s, left.most_s),
             workers=tuple(self._worker_state(report) for report in self._reports.values()),
         )
 
     def _rows_done(self) -> int:
         """Rows of committed shards, and finished ones of shards that are open somewhere."""
-        unfinished: dict[int, int] = {}
-        for report in self._reports.values():
-            for shard_id, rows in report.open_shards:
-                unfinished[shard_id] = min(rows, unfinished.get(shard_id, rows))
         started = sum(
             self._shards[shard_id].num_rows - rows
-            for shard_id, rows in unfinished.items()
-            if shard_id in self._shards and shard_id not in self._committed
+            for shard_id, rows in self._unfinished().items()
+            if shard_id not in self._committed
         )
         return self._rows_before + sum(outcome.num_rows for outcome in self._outcomes.values()) + started
 
-    def _eta_s(self, rows_left: int) -> float | None:
-        (first_s, first_rows), (last_s, last_rows) = self._history[0], self._history[-1]
-        if rows_left <= 0:
-            return 0.0
-        if last_rows <= first_rows or last_s <= first_s:
-            return None
-        return rows_left * (last_s - first_s) / (last_rows - first_rows)
+    def _unfinished(self) -> dict[int, int]:
+        """Rows without a result of each shard that is open somewhere."""
+        unfinished: dict[int, int] = {}
+        for report in self._reports.values():
+            for shard_id, rows in report.open_shards:
+                if shard_id in self._shards:
+                    unfinished[shard_id] = min(rows, unfinished.get(shard_id, rows))
+        return unfinished
 
     def _worker_state(self, report: WorkerReport) -> WorkerState:
         telemetry = report.telemetry
@@ -142,6 +154,59 @@ class JobMonitor:
             adapter_loads=telemetry.adapter_loads,
             adapter_stall_s=telemetry.adapter_stall_s,
         )
+
+
+class WorkLeft:
+    """Adds up the work of shards that are not committed, by the adapters that they have together. `known_lengths`: see
+    `JobMonitor`.
+    """
+
+    def __init__(self, shards: Iterable[Shard], known_lengths: Collection[str] | None = ()) -> None:
+        self._is_exact = known_lengths is None
+        self._known = frozenset(known_lengths or ())
+        #: Of this run's answers so far.
+        self.lengths = LengthEstimator()
+        # Adapters -> rows, prompt tokens, predicted output tokens.
+        self._sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for shard in shards:
+            self._add(shard, 1.0)
+
+    def committed(self, shard: Shard) -> None:
+        """A shard's part is in place."""
+        self._add(shard, -1.0)
+
+    def _add(self, shard: Shard, share: float) -> None:
+        if shard.has_engine_work:
+            counts = self._sums[shard.adapters]
+            for i, value in enumerate((shard.num_rows, shard.prompt_tokens, shard.predicted_output_tokens)):
+                counts[i] += share * value
+
+    def now(self, opened: Iterable[tuple[Shard, int]], num_running: int, running_tokens: int) -> Work:
+        """What is left, as `JobMonitor.work_left` says. `opened`: shards and their rows without a result."""
+        num_rows = prompt = output = guessed = 0.0
+        done = WorkLeft(())
+        for shard, rows_left in opened:
+            done._add(shard, 1 - rows_left / shard.num_rows)
+        for adapters, (rows, prompt_tokens, predicted) in self._sums.items():
+            finished = done._sums.get(adapters, (0.0, 0.0, 0.0))
+            rows, prompt_tokens, predicted = rows - finished[0], prompt_tokens - finished[1], predicted - finished[2]
+            if rows < 0.5:
+                continue
+            mean = None if self._is_exact else self.lengths.measured_together(adapters)
+            is_known = self._is_exact or mean is not None or self._known.issuperset(adapters or ("",))
+            num_rows, prompt = num_rows + rows, prompt + prompt_tokens
+            output += predicted if mean is None else rows * mean
+            guessed += 0.0 if is_known else predicted
+        if not num_rows:
+            return Work()
+        num_running = min(num_running, round(num_rows))
+        mean_left = output / num_rows - running_tokens / max(1, num_running)
+        if num_running and not self._is_exact:
+            # Those that run are the longer ones of those that began.
+            mean_left = max(mean_left, self.lengths.left(running_tokens / num_running, 2 * output / num_rows))
+        running_left = num_running * max(mean_left, 0.0)
+        waiting = 1 - num_running / num_rows
+        return Work(num_rows, prompt * waiting, output * waiting + running_left, guessed)
 
 
 class BatchFill:

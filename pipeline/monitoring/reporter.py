@@ -91,6 +91,7 @@ class JobReporter:
             completion_tokens=result.completion_tokens,
             tokens_per_s=0.0,
             eta_s=0.0,
+            eta_range_s=None,
             batch_fill=result.batch_fill,
             prefix_hit_rate=result.prefix_hit_rate,
             workers=(),
@@ -138,6 +139,7 @@ class JobReporter:
             can_resume=not isinstance(error, InputRowsError | ErrorBudgetError),
             workers=(),
             eta_s=None,
+            eta_range_s=None,
         )
         self._show(last)
         self._write(last)

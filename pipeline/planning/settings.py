@@ -83,7 +83,8 @@ class RunSettings:
 
     `prices`: what steps take as earlier jobs have measured it (None: as the cost model says). Predictions are made with
     it and no decision, so that engines can be shared and do the same whatever ran before. `lengths`: of the answers of
-    adapters in earlier jobs, by name ("": base model). `history`: where both are kept.
+    adapters in earlier jobs, by name ("": base model). `history`: where both are kept. `is_guess`: nothing on this
+    machine was measured.
     """
 
     engine: EngineConfig
@@ -101,6 +102,7 @@ class RunSettings:
     prices: CostModel | None = None
     lengths: Mapping[str, AnswerLengths] = field(default_factory=dict)
     history: Path | None = None
+    is_guess: bool = False
 
     @classmethod
     def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
@@ -143,6 +145,7 @@ class RunSettings:
             if spec.sampling.ignore_eos
             else {names[sha256]: found for sha256, found in before.lengths.items() if sha256 in names},
             history=history,
+            is_guess=chosen.is_guess and not has_history,
         )
         return settings.under(spec.policy, spec.placement)
 

@@ -41,6 +41,8 @@ def test_what_was_predicted_and_the_bound_stand_beside_what_it_took() -> None:
         "from the first shard opened to the last part written: measured 8.5 s, predicted 10.0 s (0.85 times that), "
         "lower bound 5.0 s (1.70 times that)"
     )
+    corrected = replace(found, corrected_s=8.6).to_text()
+    assert "predicted 10.0 s (0.85 times that), after the first steps 8.6 s (0.99 times that), lower" in corrected
     assert replace(found, bound_s=None).to_text().splitlines()[2].endswith(", lower bound not known")
     resumed = replace(found, num_reused=1).to_text()
     assert "predicted" not in resumed

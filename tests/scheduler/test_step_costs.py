@@ -35,6 +35,7 @@ _KINDS = [type(value) for value in astuple(StepTotals())]
 
 def fed(assumed: CostModel, told: list[tuple[StepTotals, float]], replica: str = "a") -> StepCosts:
     costs = StepCosts(assumed)
+    costs.reported(replica, StepTotals(), 0.0)
     for totals, seconds in told:
         costs.reported(replica, totals, seconds)
     return costs
@@ -51,7 +52,7 @@ def test_a_machine_that_is_slower_by_a_factor_is_found_at_once() -> None:
     costs = fed(CPU_SMOLLM2_135M, reports(CPU_SMOLLM2_135M.scaled(3.0), 2))
     assert costs.is_known
     assert coefficients(costs.measured()) == pytest.approx(3 * coefficients(CPU_SMOLLM2_135M))
-    assert costs.slowness(CPU_SMOLLM2_135M) == pytest.approx([3.0])
+    assert costs.slowness(CPU_SMOLLM2_135M) == pytest.approx({"a": 3.0})
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -64,7 +65,7 @@ def test_coefficients_that_are_wrong_by_different_factors_are_told_apart(seed: i
     assert coefficients(found) @ prompts == pytest.approx(coefficients(true) @ prompts, rel=0.25)
     assert found.step_s == pytest.approx(0.2, rel=0.25)
     # No replica is slower than its own measured model.
-    assert costs.slowness(found) == pytest.approx([1.0], rel=0.05)
+    assert costs.slowness(found) == pytest.approx({"a": 1.0}, rel=0.05)
 
 
 def test_nothing_is_said_before_a_second_of_steps() -> None:
@@ -77,4 +78,13 @@ def test_an_engine_that_was_started_again_goes_on_counting() -> None:
     told = reports(CPU_SMOLLM2_135M, 5)
     costs = fed(CPU_SMOLLM2_135M, [*told, (StepTotals(), 0.0), *told])
     assert costs.seconds == pytest.approx(2 * told[-1][1])
-    assert costs.slowness(CPU_SMOLLM2_135M) == pytest.approx([1.0])
+    assert costs.slowness(CPU_SMOLLM2_135M) == pytest.approx({"a": 1.0})
+
+
+def test_what_an_engine_did_for_others_before_does_not_count() -> None:
+    told = reports(CPU_SMOLLM2_135M, 6)
+    costs = StepCosts(CPU_SMOLLM2_135M)
+    for totals, seconds in told[2:]:
+        costs.reported("a", totals, seconds)
+    assert costs.seconds == pytest.approx(told[-1][1] - told[2][1])
+    assert costs.total().num_steps == told[-1][0].num_steps - told[2][0].num_steps

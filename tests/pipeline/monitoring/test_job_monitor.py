@@ -10,6 +10,7 @@ import pytest
 from lorabatch.engine.request import EngineTelemetry
 from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
+from lorabatch.scheduler.time_left import TimeLeft, Work
 from lorabatch.scheduler.waves import Shard
 
 
@@ -46,10 +47,35 @@ def test_a_lost_worker_takes_its_open_rows_with_it(monitor: JobMonitor) -> None:
     assert monitor.state(1.0).workers == ()
 
 
-def test_time_left_is_judged_by_the_last_rows(monitor: JobMonitor) -> None:
+def test_work_is_left_for_rows_without_an_answer_less_what_running_ones_have(monitor: JobMonitor) -> None:
+    # Three shards of ten rows, each row of one prompt token and one to generate.
+    assert monitor.work_left() == Work(30, 30, 30, 30)
+    telemetry = EngineTelemetry(num_running=4, running_tokens=2)
+    monitor.reported(make_report("w1", ((0, 5),), telemetry=telemetry))
+    left = monitor.work_left()
+    assert (left.num_rows, left.prompt_tokens) == pytest.approx((25, 21))
+    # What runs is not nearly done before lengths are known.
+    assert left.output_tokens >= 21 + 4 * 0.5
+    monitor.committed(monitor.unknown_outcome(1, "w1"))
+    assert monitor.work_left().num_rows == 15
+    monitor.committed(monitor.unknown_outcome(1, "w1"))
+    assert monitor.work_left().num_rows == 15
+
+
+def test_answers_that_have_finished_say_how_long_others_are(monitor: JobMonitor) -> None:
+    monitor.reported(make_report("w1", (), finished=(FinishedRows("sha-a", 20, 100),)))
+    assert monitor.work_left() == Work(30, 30, 150, 0)
+    exact = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=None)
+    exact.reported(make_report("w1", (), finished=(FinishedRows("sha-a", 20, 100),)))
+    assert exact.work_left() == Work(10, 10, 10, 0)
+    earlier = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=["a"])
+    assert earlier.work_left() == Work(10, 10, 10, 0)
+
+
+def test_the_time_left_and_its_range_are_part_of_the_state(monitor: JobMonitor) -> None:
     assert monitor.state(0.0).eta_s is None
-    monitor.reported(make_report("w1", ((0, 5),)))
-    assert monitor.state(10.0).eta_s == pytest.approx(25 * 10 / 5)
+    state = monitor.state(0.0, TimeLeft(20.0, 15.0, 30.0))
+    assert (state.eta_s, state.eta_range_s) == (20.0, (15.0, 30.0))
 
 
 def test_batches_count_as_full_or_empty_only_while_shards_are_queued(monitor: JobMonitor) -> None:
