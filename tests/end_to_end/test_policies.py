@@ -8,7 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cluster_under_test import own_cluster
 from distributed import Client
+from echo_job import EchoJob, Watcher, kill_one, make_rows
 
 from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.jobs.errors import OutputConflictError
@@ -114,3 +116,19 @@ def test_a_job_keeps_its_policy(options: dict[str, Any], shared_client: Client, 
     answers(options, tmp_path, shared_client, policy="s-lora")
     with pytest.raises(OutputConflictError, match="policy: was 's-lora', now 'dlora'"):
         run(JobSpec(**options, output=str(tmp_path / "output"), policy="dlora"), client=shared_client)
+
+
+@pytest.mark.long
+@pytest.mark.chaos
+@pytest.mark.parametrize("policy", ["s-lora", "dlora"])
+def test_rows_that_were_dealt_to_a_worker_that_is_lost_are_answered_by_another(echo_job: EchoJob, policy: str) -> None:
+    rows = make_rows(120)
+    echo_job.write_input(rows)
+    echo_job.set_engine(step_s=0.02)
+    watcher = Watcher(lambda state: state.rows_done > 10, lambda: kill_one("worker"))
+    with own_cluster() as client:
+        result = echo_job.run(client, progress=watcher, policy=policy, max_tokens=40)
+    assert watcher.has_acted
+    echo_job.assert_answered(rows, max_tokens=40)
+    assert (result.num_rows, result.num_errors) == (120, 0)
+    assert replay_job(echo_job.store).first_difference is None
