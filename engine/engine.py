@@ -363,21 +363,31 @@ class StepCounts:
         self.num_steps += 1
         self.step_rows += len(entries)
         tokens_of: dict[ResidentAdapter, int] = {}
+        prompt_tokens = prefill_tokens = decode_rows = context_tokens = 0
+        prefill_pairs = 0.0
         for entry in entries:
-            num_tokens, num_stored = entry.num_tokens, entry.sequence.num_stored
-            prompt_left = max(entry.sequence.prompt_tokens - num_stored, 0)
-            self.prompt_tokens += min(num_tokens, prompt_left)
-            self._context_tokens += num_stored + num_tokens
-            if entry.is_decode:
-                self._decode_rows += 1
+            sequence, num_tokens = entry.sequence, entry.num_tokens
+            num_stored = sequence.num_stored
+            context_tokens += num_stored + num_tokens
+            prompt_left = sequence.prompt_tokens - num_stored
+            if prompt_left > 0:
+                prompt_tokens += min(num_tokens, prompt_left)
+            # The last token of a row that computes its own tokens again looks the same, and costs the same.
+            if num_tokens == 1 and prompt_left <= 0:
+                decode_rows += 1
             else:
-                self._prefill_tokens += num_tokens
-                self._prefill_pairs += num_tokens * (num_stored + (num_tokens + 1) / 2)
+                prefill_tokens += num_tokens
+                prefill_pairs += num_tokens * (num_stored + (num_tokens + 1) / 2)
             if entry.adapter is not None:
                 tokens_of[entry.adapter] = tokens_of.get(entry.adapter, 0) + num_tokens
             if entry.minus is not None:
                 subtracted = entry.minus.resident
                 tokens_of[subtracted] = tokens_of.get(subtracted, 0) + num_tokens
+        self.prompt_tokens += prompt_tokens
+        self._prefill_tokens += prefill_tokens
+        self._decode_rows += decode_rows
+        self._context_tokens += context_tokens
+        self._prefill_pairs += prefill_pairs
         self._num_lora_steps += bool(tokens_of)
         self._num_adapters += len(tokens_of)
         for adapter, num_tokens in tokens_of.items():
