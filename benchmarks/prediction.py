@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -30,6 +31,7 @@ from lorabatch.demo.base_model import base_model_folder
 from lorabatch.demo.job import DEMO_FOLDER
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.peft.random import write_random_adapter
+from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.planning.dry_run import dry_run
 from lorabatch.pipeline.planning.profile import ProfileRequest, profile_model
@@ -37,6 +39,19 @@ from lorabatch.pipeline.run import run
 
 # What the plan knows of the machine: a profile, nothing, or what the job before has kept.
 Knows = Literal["profile", "nothing", "the job before"]
+_COLUMNS = (
+    "job",
+    "costs known by",
+    "lengths known",
+    "predicted, s",
+    "after first steps, s",
+    "measured, s",
+    "error",
+    "bound, s",
+    "measured over bound",
+    "ranges that held",
+)
+_HEADER = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 _MANY, _SLOWNESS, _DEMO_ROWS = 300, 4.0, 96
 _UNMERGED = (("mode", "unmerged"),)
 _ALONE = (("workers", 1), ("engine_threads", 2))
@@ -57,9 +72,36 @@ class Case:
         return self.name or (self.mix.name if self.mix else "")
 
 
+class Ranges:
+    """A watcher of a run: the ranges in which it was to end, and whether it did."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[float, float]] = []
+        self._ended_s = 0.0
+
+    def update(self, state: JobState) -> None:
+        """See `Progress`."""
+        now_s = time.monotonic()
+        if state.phase != "running":
+            self._ended_s = self._ended_s if state.phase == "done" else now_s
+        elif state.eta_range_s is not None and state.rows_done:
+            self._told.append((now_s + state.eta_range_s[0], now_s + state.eta_range_s[1]))
+
+    def note(self, text: str) -> None:
+        """See `Progress`."""
+
+    @property
+    def share_held(self) -> float | None:
+        """Of the ranges since the first answer; None without any."""
+        held = [least_s <= self._ended_s <= most_s for least_s, most_s in self._told]
+        return sum(held) / len(held) if held else None
+
+
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What came of a case, in seconds. `corrected_s`: predicted after the first steps, where costs were a guess."""
+    """What came of a case, in seconds. `corrected_s`: predicted after the first steps, where costs were a guess.
+    `share_held`: see `Ranges`.
+    """
 
     name: str
     knows: Knows
@@ -68,6 +110,7 @@ class Predicted:
     corrected_s: float | None
     measured_s: float
     bound_s: float | None
+    share_held: float | None
 
     @property
     def error(self) -> float:
@@ -79,7 +122,8 @@ class Predicted:
         corrected = f"{self.corrected_s:.1f}" if self.corrected_s else ""
         bound = f"{self.bound_s:.1f} | {self.measured_s / self.bound_s:.2f}" if self.bound_s else "not known |"
         seconds = f"{self.predicted_s:.1f} | {corrected} | {self.measured_s:.1f} | {self.error:+.1%}"
-        return f"| {self.name} | {self.knows} | {'yes' if self.has_lengths else 'no'} | {seconds} | {bound} |"
+        held = "" if self.share_held is None else f"{self.share_held:.0%}"
+        return f"| {self.name} | {self.knows} | {'yes' if self.has_lengths else 'no'} | {seconds} | {bound} | {held} |"
 
 
 def _one_row_each(generator: np.random.Generator) -> list[tuple[int, int, int]]:
@@ -115,14 +159,24 @@ def measure(case: Case, model: Path, adapters: Path, cost_model: Path, folder: P
             options["adapters"] = str(_write_adapters(folder / "adapters", model, [2] * _MANY))
         if case.knows == "profile":
             options["cost_model"] = str(cost_model)
+    ranges = Ranges()
     speeds = f"1,{1 / _SLOWNESS}" if case.has_slow_worker else None
     predicted_s = dry_run(options, speeds=speeds).forecast.predicted_s
     with one_slowed(_SLOWNESS) if case.has_slow_worker else contextlib.nullcontext():
-        result = run(JobSpec(**options))
+        result = run(JobSpec(**options), progress=ranges)
     assert result.num_errors == 0, result
     assert result.working_s is not None
     known = case.mix is not None
-    return Predicted(case.title, case.knows, known, predicted_s, result.corrected_s, result.working_s, result.bound_s)
+    return Predicted(
+        case.title,
+        case.knows,
+        known,
+        predicted_s,
+        result.corrected_s,
+        result.working_s,
+        result.bound_s,
+        ranges.share_held,
+    )
 
 
 def _write_adapters(folder: Path, model: Path, ranks: Sequence[int]) -> Path:
@@ -162,8 +216,7 @@ def main() -> None:
         if cost_model is None:
             _, cost_model = profile_model(ProfileRequest(str(model), max_seconds=60.0), root / "profile.json")
         adapters = _write_adapters(root / "adapters", model, RANKS)
-        print("| job | costs known by | lengths known | predicted, s | after first steps, s | measured, s | error "
-              "| bound, s | measured over bound |\n|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
+        print(_HEADER, flush=True)
         for number in chosen.job:
             case = CASES[number]
             if case.knows == "nothing":

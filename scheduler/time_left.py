@@ -15,7 +15,7 @@ from .cost import CostModel
 
 # Standard deviations, as shares of the seconds that are left: of costs that are a guess for this machine, were measured
 # before the job, or in it; and of answers of half of `max_tokens`, of which nothing is known.
-_GUESSED_COST, _KNOWN_COST, _MEASURED_COST = 0.5, 0.12, 0.06
+_GUESSED_COST, _KNOWN_COST, _MEASURED_COST = 0.5, 0.15, 0.1
 _GUESSED_LENGTHS = 0.5
 # A range is so many standard deviations to both sides: four of five jobs end within it.
 _DEVIATIONS = 1.3
