@@ -16,6 +16,7 @@ from lorabatch.scheduler.baselines.dlora_migration import (
     move_greedily,
     near_the_bound,
     plan_migration,
+    seconds_after,
     select,
     transport,
 )
@@ -144,6 +145,27 @@ def test_plans_move_rows_that_exist_and_always_end_sooner(seed):
     if plan.moves:
         before_s = max(replica.pending_s for replica in replicas)
         assert longest_after(replicas, plan.moves, MigrationSettings()) < before_s
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20)), min_size=2, max_size=5),
+    st.sampled_from([1e3, 300.0, float("inf")]),
+)
+def test_rows_move_only_when_a_trigger_holds_and_swapping_counts(loads, memory):
+    replicas = [
+        ReplicaLoad(f"r{i}", (RowGroup("x", rows, 1.0, row_bytes=10.0),), frozenset("x"), float(fixed), memory)
+        for i, (rows, fixed) in enumerate(loads)
+    ]
+    chosen = MigrationSettings(swap_bytes_per_s=50.0)
+    moves = plan_migration(replicas, {}, chosen).moves
+    if not moves:
+        return
+    before = seconds_after(replicas, (), chosen)
+    is_uneven = max(before.values()) > chosen.trigger * sum(before.values()) / len(before)
+    is_full = any(replica.held_bytes({}) > chosen.memory_trigger * memory for replica in replicas)
+    assert is_uneven or is_full
+    assert longest_after(replicas, moves, chosen) < max(before.values())
 
 
 def test_the_same_cluster_always_gets_the_same_plan():
