@@ -16,7 +16,10 @@ from echo_job import EchoJob, Watcher, make_rows, wait_until
 
 from lorabatch.benchmarks.simulation.replay import replay_job
 from lorabatch.jobs.record import JobState
+from lorabatch.jobs.report.timeline import read_timelines
 from lorabatch.pipeline.run import LEASE_SETTING
+
+STAGES = ["indexing", "planning", "running"]
 
 
 def half_done(state: JobState) -> bool:
@@ -75,6 +78,14 @@ def test_a_job_goes_on_when_the_worker_that_coordinates_it_is_killed(echo_job: E
     assert all(committed_by.get(shard, worker) == worker for worker in survivors for shard in adopted[worker])
     replayed = replay_job(echo_job.store)
     assert (replayed.first_difference, replayed.num_passed_over) == (None, 0)
+    # One timeline has the workers of both, the killed one lost once and for good.
+    (run,) = read_timelines(echo_job.store.read_events())
+    assert run.coordinators[0][1] == killed[0]
+    assert len(run.coordinators) == 2
+    assert {track.worker: len(track.losses) for track in run.tracks}[killed[0]] == 1
+    phases = [name for name, _ in run.phases]
+    assert phases == ["starting", *STAGES, "restarting", *STAGES, "finishing"]
+    assert [start_s for _, start_s in run.phases] == sorted(start_s for _, start_s in run.phases)
 
 
 def found(job: EchoJob) -> list[dict[str, Any]]:
