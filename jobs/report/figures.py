@@ -1,13 +1,14 @@
 """Draws a run's timeline with Bokeh: phases, workers, their shards and what they did, over its throughput.
 
 However long a run, a drawing holds a bounded number of shapes: of shards, activities and moves that begin in the same
-`_COLUMNS`th of the time, one is drawn.
+`_COLUMNS`th of the time, one is drawn, and of throughput the mean.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, TypeVar
 
 from bokeh.layouts import column
@@ -103,9 +104,12 @@ def _figure(seconds: Range1d, height: int, **options: Any) -> figure:
 
 def _throughput(run: RunTimeline, seconds: Range1d) -> figure:
     plot = _figure(seconds, 190, name="throughput", title="Generated tokens per second, all workers")
-    thinned = _one_per_column(run.rates, run.end_s, lambda rate: (rate[0], 0), lambda rate: rate[1])
-    source = ColumnDataSource({"s": [s for s, _ in thinned], "rate": [rate for _, rate in thinned]})
-    line = plot.step("s", "rate", source=source, mode="after", line_width=2, color="#2f6fde")
+    columns: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for s, rate in run.rates:
+        columns[int(_COLUMNS * s / (run.end_s or 1.0))].append((s, rate))
+    means = [fmean(rate for _, rate in samples) for samples in columns.values()]
+    source = ColumnDataSource({"s": [samples[0][0] for samples in columns.values()], "rate": means})
+    line = plot.step("s", "rate", source=source, name="rates", mode="after", line_width=2, color="#2f6fde")
     plot.add_tools(
         HoverTool(renderers=[line], mode="vline", tooltips=[("at", "@s{0,0.0} s"), ("tokens/s", "@rate{0,0}")])
     )

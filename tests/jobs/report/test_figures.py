@@ -59,6 +59,13 @@ def test_many_shards_workers_and_moves_stay_a_bounded_picture() -> None:
     assert all(len(source.data.get("s", ())) <= 401 for source in (r.data_source for r in timeline.renderers))
 
 
+def test_the_throughput_of_a_long_run_is_thinned_to_means() -> None:
+    run = RunTimeline([track()], rates=[(float(i), 10.0 * (i % 2)) for i in range(4000)], end_s=4000.0)
+    rates = bars(run_figures(run, {}), "rates")
+    assert set(rates["rate"]) == {5.0}
+    assert rates["s"] == [10.0 * i for i in range(400)]
+
+
 def test_both_figures_have_one_axis_of_seconds() -> None:
     throughput, timeline = run_figures(RunTimeline([track()], end_s=7.0), {}).children
     assert throughput.x_range is timeline.x_range
