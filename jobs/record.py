@@ -261,9 +261,9 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while unknown; four of five jobs end
-    within `eta_range_s`. `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1; None
-    when there was no such time.
+    """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while unknown; `eta_range_s`: a rough
+    range of it. `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1; None when there
+    was no such time.
     `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
 
     `message` says in one sentence why a job stopped, and what to do. `notes`: see `notes.row_notes`. `can_resume`: the

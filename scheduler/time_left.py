@@ -17,25 +17,28 @@ from .cost import CostModel
 # before the job, or in it; and of answers of half of `max_tokens`, of which nothing is known.
 _GUESSED_COST, _KNOWN_COST, _MEASURED_COST = 0.5, 0.15, 0.1
 _GUESSED_LENGTHS = 0.5
-# A range is so many standard deviations to both sides: four of five jobs end within it.
+# A range is so many standard deviations to both sides. It is rough: see docs/planning.md for how often it holds.
 _DEVIATIONS = 1.3
-# Of a mean row's seconds from its first token to its last: when the last rows end, batches are not full.
+# Of the seconds of a mean row, when the last rows end: batches are not full then.
 _TAIL = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens of some rows. `guessed_tokens`: of those to be generated, the ones whose number nothing says."""
+    """Tokens of some rows. `guessed_tokens`: of those to be generated, the ones whose number nothing says.
+    `longest_tokens`: that the longest row generates.
+    """
 
     num_rows: float = 0.0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
     guessed_tokens: float = 0.0
+    longest_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLeft:
-    """Seconds until the last part is written, and a range in which four of five jobs are."""
+    """Seconds until the last part is written, and a rough range of them."""
 
     seconds: float
     least_s: float
@@ -65,32 +68,33 @@ class PlannedJob:
         if self.work.num_rows <= 0 or left.num_rows <= 0 or self.predicted_s <= 0:
             return TimeLeft(0.0, 0.0, 0.0)
         cost = measured or self.cost
-        left_s, done_s = self._priced(left, cost), self._priced(done, cost)
+        left_s, planned_s = self._ideal_s(left, cost), self._ideal_s(self.work, self.cost)
         # A worker that is not there yet is taken to come.
         speeds = sum(1 / slow for slow in slowness) + max(0, self.num_replicas - len(slowness))
-        seconds = self.predicted_s * left_s / self._priced(self.work, self.cost) * self.num_replicas / speeds
-        if done_s > 0 and elapsed_s > 0:
-            share = done_s / (done_s + left_s)
-            seconds = (1 - share) * seconds + share * left_s * elapsed_s / done_s
+        seconds = self.predicted_s * left_s / planned_s * self.num_replicas / speeds
+        both = Work(
+            left.num_rows,
+            left.prompt_tokens + done.prompt_tokens,
+            left.output_tokens + done.output_tokens,
+            longest_tokens=max(left.longest_tokens, self.work.longest_tokens),
+        )
+        all_s = self._ideal_s(both, cost)
+        if all_s > left_s and elapsed_s > 0:
+            share = 1 - left_s / all_s
+            seconds = (1 - share) * seconds + share * left_s * elapsed_s / (all_s - left_s)
         of_costs = _MEASURED_COST if measured else _GUESSED_COST if self.is_guess else _KNOWN_COST
         of_lengths = _GUESSED_LENGTHS * left.guessed_tokens / max(1.0, left.output_tokens)
         factor = 1 + _DEVIATIONS * math.hypot(of_costs, of_lengths)
-        tail_s = min(seconds / 2, _TAIL * self._tail_s(cost, min(slowness, default=1.0)))
+        alone_s = cost.step_s * min(slowness, default=1.0) * self.work.output_tokens / self.work.num_rows
+        tail_s = min(seconds / 2, _TAIL * alone_s)
         return TimeLeft(seconds, (seconds - tail_s) / factor, (seconds + tail_s) * factor)
 
-    def _priced(self, work: Work, cost: CostModel) -> float:
-        """Seconds of one replica whose batches are full. LoRA is left out: it counts alike in what is compared."""
-        return cost.prefill_token_s * work.prompt_tokens + work.output_tokens * self._decode_s(cost)
-
-    def _decode_s(self, cost: CostModel) -> float:
-        """Per token."""
+    def _ideal_s(self, work: Work, cost: CostModel) -> float:
+        """Seconds in which all replicas together could do it, in batches as full as they may be: at least a step for
+        each token of the longest row. LoRA is left out: it counts alike in what is compared.
+        """
         context_tokens = (self.work.prompt_tokens + self.work.output_tokens / 2) / self.work.num_rows
-        return cost.step_s / self._rows_at_once + cost.decode_row_s + cost.context_token_s * context_tokens
-
-    @property
-    def _rows_at_once(self) -> float:
-        return max(1.0, min(self.batch_rows, self.work.num_rows / self.num_replicas))
-
-    def _tail_s(self, cost: CostModel, slowness: float) -> float:
-        """From the first token of a mean row to its last."""
-        return slowness * self.work.output_tokens / self.work.num_rows * self._rows_at_once * self._decode_s(cost)
+        token_s = cost.decode_row_s + cost.context_token_s * context_tokens
+        num_steps = max(work.longest_tokens, work.output_tokens / (self.num_replicas * self.batch_rows))
+        computed_s = cost.prefill_token_s * work.prompt_tokens + token_s * work.output_tokens
+        return computed_s / self.num_replicas + cost.step_s * num_steps

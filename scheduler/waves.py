@@ -29,6 +29,7 @@ class Shard:
     """One part file to be. `mode == "none"`: no row needs an engine. `adapters`: names, without the base
     model. `replica`: number of the one that opens it, where rows were dealt out before the job (None: any).
     `adapter_rows`: where they were, rows of each of `adapters`, then those of the base model (empty: not counted).
+    `longest_output_tokens`: of its row that is predicted to generate most.
     """
 
     shard_id: int
@@ -40,6 +41,7 @@ class Shard:
     predicted_output_tokens: int
     replica: int | None = None
     adapter_rows: tuple[int, ...] = ()
+    longest_output_tokens: int = 0
 
     @property
     def has_engine_work(self) -> bool:
@@ -294,6 +296,7 @@ def _describe(
         num_rows=len(rows),
         prompt_tokens=int(workload.prompt_tokens[rows].sum()),
         predicted_output_tokens=round(float(output[rows][has_work].sum())),
+        longest_output_tokens=round(float(output[rows][has_work].max(initial=0.0))),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
 from ...scheduler.bound import JobWork
-from ...scheduler.lengths import LengthEstimator
+from ...scheduler.lengths import PRIOR_SHARE, LengthEstimator
 from ...scheduler.time_left import TimeLeft, Work
 from ...scheduler.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
@@ -166,6 +167,8 @@ class WorkLeft:
         self._known = frozenset(known_lengths or ())
         #: Of this run's answers so far.
         self.lengths = LengthEstimator()
+        # Lengths of the longest rows, and how many uncommitted shards have each.
+        self._longest: Counter[int] = Counter()
         # Adapters -> rows, prompt tokens, predicted output tokens.
         self._sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for shard in shards:
@@ -177,6 +180,7 @@ class WorkLeft:
 
     def _add(self, shard: Shard, share: float) -> None:
         if shard.has_engine_work:
+            self._longest[shard.longest_output_tokens] += 1 if share > 0 else -1
             counts = self._sums[shard.adapters]
             for i, value in enumerate((shard.num_rows, shard.prompt_tokens, shard.predicted_output_tokens)):
                 counts[i] += share * value
@@ -206,7 +210,20 @@ class WorkLeft:
             mean_left = max(mean_left, self.lengths.left(running_tokens / num_running, 2 * output / num_rows))
         running_left = num_running * max(mean_left, 0.0)
         waiting = 1 - num_running / num_rows
-        return Work(num_rows, prompt * waiting, output * waiting + running_left, guessed)
+        longest = self._longest_left(num_rows, num_running, running_tokens)
+        return Work(num_rows, prompt * waiting, output * waiting + running_left, guessed, longest)
+
+    def _longest_left(self, num_rows: float, num_running: int, running_tokens: int) -> float:
+        """Tokens that the longest row still has to generate."""
+        planned = max((tokens for tokens, count in self._longest.items() if count > 0), default=0)
+        # While rows wait, the longest may be among them.
+        generated = running_tokens / num_running if num_running and num_running > num_rows - 1 else 0.0
+        if self._is_exact:
+            return max(0.0, planned - generated)
+        # Of rows whose ends are independent, the last one lasts as long as a harmonic sum of them.
+        most = planned / PRIOR_SHARE
+        mean_left = self.lengths.left(generated, most)
+        return max(0.0, min(most - generated, mean_left * (0.58 + math.log(max(1.0, num_rows)))))
 
 
 class BatchFill:

@@ -47,6 +47,13 @@ def test_the_pace_so_far_counts_the_more_the_further_the_job_is() -> None:
     assert found.seconds == pytest.approx(0.95 * 9.0 + 0.05 * 6.0)
 
 
+def test_the_last_row_takes_a_step_for_each_of_its_tokens() -> None:
+    job = replace(JOB, work=replace(WHOLE, longest_tokens=400))
+    last = Work(1, 0, 350, 0, longest_tokens=350)
+    found = job.time_left(last, Work(99, 1000, 4650, 0), 110.0, [1.0, 1.0], None)
+    assert found.seconds > 350 * CPU_SMOLLM2_135M.step_s
+
+
 def test_what_is_known_makes_the_range_narrower() -> None:
     def width(found: TimeLeft) -> float:
         return found.most_s / found.least_s

@@ -5,6 +5,8 @@ How full batches were: from a worker's first rows on, over all workers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lorabatch.engine.request import EngineTelemetry
@@ -70,6 +72,17 @@ def test_answers_that_have_finished_say_how_long_others_are(monitor: JobMonitor)
     assert exact.work_left() == Work(10, 10, 10, 0)
     earlier = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=["a"])
     assert earlier.work_left() == Work(10, 10, 10, 0)
+
+
+def test_the_longest_row_counts_until_its_shard_is_committed_and_for_what_it_has_generated() -> None:
+    shards = [replace(make_shard(0, 2), longest_output_tokens=90), replace(make_shard(1, 2), longest_output_tokens=40)]
+    monitor = JobMonitor(shards, {}, {"sha-a": "a"}, known_lengths=None)
+    assert monitor.work_left().longest_tokens == 90
+    monitor.reported(make_report("w1", ((0, 2), (1, 2)), telemetry=EngineTelemetry(num_running=4, running_tokens=120)))
+    assert monitor.work_left().longest_tokens == 60
+    monitor.committed(monitor.unknown_outcome(0, "w1"))
+    monitor.reported(make_report("w1", ((1, 1),), telemetry=EngineTelemetry(num_running=1, running_tokens=39)))
+    assert monitor.work_left().longest_tokens == 1
 
 
 def test_the_time_left_and_its_range_are_part_of_the_state(monitor: JobMonitor) -> None:
