@@ -27,10 +27,10 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 # Set by the nanny for the worker: memory goes back to the system at every free. An engine wants the same sizes again in
 # the next layer and would pay in page faults: 10 to 25 % of a step on a CPU (SmolLM2-135M, measured).
 TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
-# How long a thread of GNU OpenMP that waits for others keeps its core before it sleeps. By default some milliseconds,
-# several times in each layer: on a machine with other work they are taken from the very thread that is waited for, and
-# steps take 6 to 30 times as long (two threads, two cores, measured). Sleeping and waking cost some microseconds.
-_WAITING = {"GOMP_SPINCOUNT": "1000"}
+# How long a thread of GNU OpenMP that waits for others keeps its core before it sleeps. By default milliseconds, several
+# times in each layer: beside other work these are taken from the very thread that is waited for, and a step takes 5 to 15
+# times as long (two threads, two busy cores). A thirtieth of it costs an idle machine nothing; a three hundredth, 10 %.
+_WAITING = {"GOMP_SPINCOUNT": "10000"}
 
 
 @dataclass(frozen=True, slots=True)
