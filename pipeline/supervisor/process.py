@@ -27,9 +27,9 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 # Set by the nanny for the worker: memory goes back to the system at every free. An engine wants the same sizes again in
 # the next layer and would pay in page faults: 10 to 25 % of a step on a CPU (SmolLM2-135M, measured).
 TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
-# How long a thread of GNU OpenMP that waits for others keeps its core before it sleeps. By default milliseconds, several
-# times in each layer: beside other work these are taken from the very thread that is waited for, and a step takes 5 to 15
-# times as long (two threads, two busy cores). A thirtieth of it costs an idle machine nothing; a three hundredth, 10 %.
+# How long a thread of GNU OpenMP that waits for others keeps its core before it sleeps. By default for long, several
+# times in each layer: beside other work these are taken from the very thread that is waited for, and a step takes 5 to
+# 15 times as long (two threads, two busy cores). A thirtieth of it costs an idle machine nothing, much less does.
 _WAITING = {"GOMP_SPINCOUNT": "10000"}
 
 
