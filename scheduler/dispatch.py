@@ -2,9 +2,9 @@
 
 Which pending shard a replica opens next (`ShardQueue.take`): waves are ranked by the predicted length of their next
 rows, by powers of two, since the rows that run longest must not start last. Among equals, affinity decides: a replica
-goes on with the waves it has open (their adapters are resident) before it starts another. A new wave is the one with
-the most pending work per replica already on it, so that replicas spread over the adapters first and help each other
-later. Within a wave the plan's order holds.
+goes on with the waves of one adapter that it has open, since the adapter is resident, before it starts another. A new
+wave is the one with the most pending work per replica already on it, so that replicas spread over the adapters first
+and help each other later. Within a wave the plan's order holds.
 """
 
 from __future__ import annotations
@@ -141,6 +141,8 @@ class ShardQueue:
         # Measured over predicted output tokens per row, of waves of one adapter; 1 until rows have finished.
         self._correction = np.ones(len(waves))
         self._waves_of = _waves_of_one_adapter(shards, self._number)
+        # Each shard of the others brings adapters of its own: a replica gains nothing by staying with them.
+        self._of_one_adapter = {wave for waves in self._waves_of.values() for wave, _ in waves}
         self._all_work = 1.0 + sum(_work(shard) for shard in shards)
         self._num_rows = self._num_shards = 0
         # replica -> wave number -> shards of that wave open there; empty entries are removed.
@@ -168,7 +170,7 @@ class ShardQueue:
             return None
         # Below 0.5, so that affinity outweighs it; both stay below one length class.
         score = self._length_class + 0.5 * self._pending_work / (1 + self._num_servers) / self._all_work
-        own = [wave for wave in self._open.get(replica_id, ()) if self._pending[wave]]
+        own = [wave for wave in self._open.get(replica_id, ()) if self._pending[wave] and wave in self._of_one_adapter]
         score[own] += 0.5
         found = self._first_allowed([int(np.argmax(score))], is_allowed)
         if found is None:

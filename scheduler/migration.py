@@ -117,15 +117,15 @@ class TailMigration:
     def relieve(
         self, owner: str, num_rows: int, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
     ) -> tuple[MigrateRows, ...]:
-        """Moves of so many rows of a slow replica to faster ones, in proportion to their paces, as if they came from
-        the queue: whether they find a place at once does not matter.
+        """Moves of so many rows of a slow replica to the fastest, as if they came from the queue: whether they find a
+        place at once does not matter.
         """
-        report, mine = self._reports.get(owner), self._pace(replicas[owner])
-        if report is None:
+        report, limit = self._reports.get(owner), self._slowest_helper(replicas)
+        paces = {name: self._pace(replica) for name, replica in replicas.items()}
+        if report is None or paces[owner].slowness <= limit:
             return ()
-        paces = {name: self._pace(replica) for name, replica in replicas.items() if name not in self._given}
-        faster = [name for name, pace in paces.items() if _FASTER * pace.slowness < mine.slowness]
-        ranked = sorted(faster, key=lambda n: (round(paces[n].slowness, 1), self.rows_at_work(replicas[n]), n))
+        fastest = [name for name, pace in paces.items() if pace.slowness <= limit and name not in self._given]
+        ranked = sorted(fastest, key=lambda n: (self.rows_at_work(replicas[n]), n))
         helpers = {name: paces[name] for name in ranked[: min(num_rows, _MAX_HELPERS)]}
         if not helpers:
             return ()
@@ -141,16 +141,22 @@ class TailMigration:
         return moves
 
     def _helpers(self, replicas: Mapping[str, ReplicaState]) -> dict[str, Pace]:
-        """Replicas that have room, the fastest first."""
+        """Replicas that have room, the fastest first. None is much slower than the fastest of all: rows that have moved
+        do not move again, and some of them turn out to be long.
+        """
+        limit = self._slowest_helper(replicas)
         paces = {
             name: replace(self._pace(replica), own_rows=self.rows_at_work(replica))
             for name, replica in replicas.items()
             if name not in self._given
         }
-        has_room = (name for name, pace in paces.items() if pace.free_rows > 0)
+        has_room = (name for name, pace in paces.items() if pace.free_rows > 0 and pace.slowness <= limit)
         # One more than needed: the owner may be among them.
         ranked = sorted(has_room, key=lambda n: (round(paces[n].slowness, 1), paces[n].own_rows, n))
         return {name: paces[name] for name in ranked[: _MAX_HELPERS + 1]}
+
+    def _slowest_helper(self, replicas: Iterable[str]) -> float:
+        return _FASTER * min(self._paces.slowness(name) for name in replicas)
 
     def rows_at_work(self, replica: ReplicaState) -> int:
         """Unfinished rows that it works on itself, its own and others'."""

@@ -135,6 +135,23 @@ class PaceEstimator:
         step = StepLoad(decode_rows=batch_rows, context_tokens=batch_rows * self._context_tokens)
         return each_s, output_tokens * float(self._cost.step_seconds(step))
 
+    def load_weights(self, shards: Sequence[Shard], batch_rows: int) -> dict[int, float]:
+        """By shard of several adapters whose loads take longer than its rows: how many times as long.
+
+        A replica finds the adapter of other shards in its memory, most of the time.
+        """
+        if self._cost is None:
+            return {}
+        each_s, _ = self.row_seconds(self._row.output_tokens, batch_rows)
+        weights = {}
+        for shard in shards:
+            if len(shard.adapters) > 1:
+                mean_bytes = shard.adapter_bytes / len(shard.adapters)
+                load_s = len(shard.adapters) * self._cost.load_seconds(mean_bytes, "storage")
+                if load_s > shard.num_rows * each_s:
+                    weights[shard.shard_id] = load_s / (shard.num_rows * each_s)
+        return weights
+
 
 class StepBudget:
     """Tokens that the next step of one engine may hold: as many as take it about a second by its last full steps."""

@@ -119,6 +119,8 @@ class Scheduler:
         rows = mean_row(shards)
         self._lengths.asked(round(rows.num_rows * rows.output_tokens / PRIOR_SHARE), rows.num_rows)
         self._paces = PaceEstimator(settings.cost, rows)
+        # Shards bound by loads -> what a row counts; None until the first replica has joined.
+        self._load_weights: dict[int, float] | None = None
         self._migration = migration
         if migration is None and settings.tail and settings.cost:
             self._migration = TailMigration(settings.cost, settings.tail, self._lengths, self._paces)
@@ -206,6 +208,9 @@ class Scheduler:
         self._liveness.heard(replica_id, heard_s)
         replica = self._replicas.setdefault(replica_id, ReplicaState(replica_id, batch_rows))
         replica.batch_rows = batch_rows
+        if self._load_weights is None:
+            shards = [state.shard for state in self._shards.values()]
+            self._load_weights = self._paces.load_weights(shards, batch_rows)
         return replica
 
     def _adopt(self, event: ReplicasFound) -> list[Command]:
@@ -373,12 +378,12 @@ class Scheduler:
     def _dispatch(self, candidates: list[ReplicaState], wanted: Mapping[str, int]) -> list[Command]:
         """Open shards until every candidate holds what it should."""
         commands: list[Command] = []
-        hungry = {r.replica_id: r for r in candidates if self._rows_at_work(r) < wanted.get(r.replica_id, 0)}
+        hungry = {r.replica_id: r for r in candidates if self._load(r) < wanted.get(r.replica_id, 0)}
         while hungry and self._queue:
-            replica = min(hungry.values(), key=lambda r: (self._rows_at_work(r) / r.batch_rows, r.replica_id))
+            replica = min(hungry.values(), key=lambda r: (self._load(r) / r.batch_rows, r.replica_id))
             command = self._open_next(replica, self._queue)
             commands += command
-            if not command or self._rows_at_work(replica) >= wanted[replica.replica_id]:
+            if not command or self._load(replica) >= wanted[replica.replica_id]:
                 del hungry[replica.replica_id]
         for replica in candidates:
             if self._idle_queue and not any(rows == 0 for rows in replica.rows_left.values()):
@@ -388,6 +393,13 @@ class Scheduler:
     def _rows_at_work(self, replica: ReplicaState) -> int:
         """Unfinished rows that the replica has to work on itself: of its shards, and of others that moved there."""
         return replica.open_rows if self._migration is None else self._migration.rows_at_work(replica)
+
+    def _load(self, replica: ReplicaState) -> float:
+        """Rows at work, those of shards bound by loads as so many rows as would take as long as the loads."""
+        weights, rows = self._load_weights or {}, self._rows_at_work(replica)
+        if not weights:
+            return rows
+        return rows + sum((weights.get(shard_id, 1.0) - 1.0) * left for shard_id, left in replica.rows_left.items())
 
     def _wanted_rows(self, candidates: list[ReplicaState]) -> dict[str, int]:
         """Unfinished rows that each candidate should have open: two batches, or its share by pace of what is left.

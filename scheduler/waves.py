@@ -1,7 +1,7 @@
 """Orders all rows and cuts them into shards, the pieces that become part files.
 
 Rows are ordered adapter-major, then by shared prefix, then longest predicted first. A *wave* is what shards of one
-adapter (or one pool of small adapters) have in common: their mode, chosen from the numbers of all rows before the job
+adapter (or all small adapters) have in common: their mode, chosen from the numbers of all rows before the job
 starts (`with_merged_waves`). A *shard* is cut where a prefix group ends if that is near. It holds about the same work
 as its neighbours: neither so much that losing it hurts nor so little that its overhead dominates. Shards are numbered
 in dispatch order, longest first.
@@ -27,9 +27,9 @@ ShardMode = Literal["none", "base", "unmerged", "merged", "mixture"]
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One part file to be. `mode == "none"`: no row needs an engine. `adapters`: names, without the base
-    model. `replica`: number of the one that opens it, where rows were dealt out before the job (None: any).
-    `adapter_rows`: where they were, rows of each of `adapters`, then those of the base model (empty: not counted).
-    `longest_output_tokens`: of its row that is predicted to generate most.
+    model; `adapter_bytes`: of all of them. `replica`: number of the one that opens it, where rows were dealt out before
+    the job (None: any). `adapter_rows`: where they were, rows of each of `adapters`, then those of the base model
+    (empty: not counted). `longest_output_tokens`: of its row that is predicted to generate most.
     """
 
     shard_id: int
@@ -42,6 +42,7 @@ class Shard:
     replica: int | None = None
     adapter_rows: tuple[int, ...] = ()
     longest_output_tokens: int = 0
+    adapter_bytes: int = 0
 
     @property
     def has_engine_work(self) -> bool:
@@ -165,18 +166,16 @@ def _coarse(work: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _pool_of_adapter(workload: Workload, target_rows: int) -> NDArray[np.int64]:
-    """`[num_adapters + 1]`: wave of each adapter. Large adapters have their own; small ones share by rank."""
+    """`[num_adapters + 1]`: wave of each adapter. Large adapters have their own; all small ones share one."""
     num_adapters = len(workload.adapters)
     has_work = workload.max_tokens > 0
     slots = (workload.adapter_index % (num_adapters + 1))[has_work]
     rows = np.bincount(slots, minlength=num_adapters + 1)
     pool = np.arange(num_adapters + 1, dtype=np.int64)
-    ranks = np.array([adapter.rank for adapter in workload.adapters] + [0], dtype=np.int64)
     is_small = rows < target_rows
     is_small[num_adapters] = False
     if is_small.any():
-        _, first, same = np.unique(ranks[is_small], return_index=True, return_inverse=True)
-        pool[is_small] = np.flatnonzero(is_small)[first][same]
+        pool[is_small] = np.argmax(is_small)
     return pool
 
 
@@ -297,6 +296,7 @@ def _describe(
         prompt_tokens=int(workload.prompt_tokens[rows].sum()),
         predicted_output_tokens=round(float(output[rows][has_work].sum())),
         longest_output_tokens=round(float(output[rows][has_work].max(initial=0.0))),
+        adapter_bytes=sum(workload.adapters[index].weight_bytes for index in present.tolist() if index != BASE_MODEL),
     )
 
 

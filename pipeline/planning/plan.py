@@ -149,8 +149,7 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
     known = {adapter.name: adapter for adapter in record.adapters}
     counts = dict(indexed.rows_per_adapter)
     num_base = counts.pop("", 0)
-    # Adapters of one rank side by side: the small ones of them share waves.
-    names = tuple(sorted(counts, key=lambda name: (known[name].rank if name in known else 0, name)))
+    names = tuple(sorted(counts))
     codes = {name: code for code, name in enumerate(names)}
     errors = RowErrors([adapter_problem(name, known) for name in names])
     num_rows = indexed.num_rows

@@ -154,3 +154,16 @@ def test_a_replica_so_slow_that_the_job_ends_before_its_rows_gives_them_back_whi
 def test_a_replica_that_is_not_much_slower_keeps_its_rows():
     _, commands = after_reports(slowness=3.0)
     assert not [c for c in commands if isinstance(c, MigrateRows)]
+
+
+def test_rows_move_to_no_replica_that_is_much_slower_than_the_fastest():
+    shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(2)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=3, tail=SETTINGS, cost=CPU))
+    for name in ("slow", "fast", "idle"):
+        scheduler.handle(ReplicaJoined(0.0, name, 16))
+    moved = []
+    for name, factor, rows in (("idle", 2.0, ()), ("fast", 1.0, ((1, 16),)), ("slow", 6.0, ((0, 16),))):
+        report = Progress(5.0, name, 16 * len(rows), 16 * len(rows), 0.0, (), rows, running_tokens=160 * len(rows))
+        totals = {"engine_s": 1000 * factor * STEP_S, "num_steps": 1000, "generated_tokens": 16000}
+        moved += [c.to_replica_id for c in scheduler.handle(replace(report, **totals)) if isinstance(c, MigrateRows)]
+    assert "idle" not in moved

@@ -125,3 +125,17 @@ def test_a_step_that_is_not_full_says_nothing() -> None:
     budget = StepBudget(16384)
     budget.took(100, 0.001)
     assert budget.tokens == 256
+
+
+def test_rows_whose_adapters_take_longer_to_load_than_they_run_count_more() -> None:
+    cost = replace(CPU, load_s=0.0, storage_bytes_per_s=1e9)
+    paces = PaceEstimator(cost, ROW)
+    each_s, _ = paces.row_seconds(ROW.output_tokens, 16)
+    rows_s = 10 * each_s
+    shards = [
+        Shard(0, 0, "unmerged", ("a", "b"), 10, 400, 200, adapter_bytes=int(3e9 * rows_s)),
+        Shard(1, 0, "unmerged", ("c", "d"), 10, 400, 200, adapter_bytes=int(0.5e9 * rows_s)),
+        Shard(2, 1, "unmerged", ("e",), 10, 400, 200, adapter_bytes=int(3e9 * rows_s)),
+    ]
+    assert paces.load_weights(shards, 16) == {0: pytest.approx(3.0, rel=1e-3)}
+    assert PaceEstimator(None, ROW).load_weights(shards, 16) == {}
