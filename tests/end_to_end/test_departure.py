@@ -94,9 +94,11 @@ def test_a_cancelled_job_goes_on_from_where_its_rows_were(echo_job: EchoJob, sha
     watcher = Watcher(
         lambda state: is_in_the_middle(state) and generated_tokens(echo_job) > 300, echo_job.store.request_cancel
     )
+    # Shards of four rows: each worker opens two.
+    job = JOB | {"rows_per_shard": 4}
     with pytest.raises(Exception, match="cancelled"):
-        echo_job.run(shared_client, progress=watcher, **JOB)
-    echo_job.run(shared_client, **JOB)
+        echo_job.run(shared_client, progress=watcher, **job)
+    echo_job.run(shared_client, **job)
     echo_job.assert_answered(rows, max_tokens=TOKENS)
     assert generated_tokens(echo_job) < 16 * TOKENS + 40
 
