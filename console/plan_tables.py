@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..pipeline.planning.dry_run import DryRun
 from ..scheduler.forecast import AdapterForecast
-from ..scheduler.waves import Shard
+from ..scheduler.planning.waves import Shard
 
 _LINES_SHOWN = 30
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
-from ..scheduler.lengths import LengthEstimator
+from ..scheduler.estimates.lengths import LengthEstimator
+from ..scheduler.estimates.pace import StepBudget
 from ..scheduler.messages import StepTotals
-from ..scheduler.pace import StepBudget
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher

@@ -19,7 +19,7 @@ from ..engine.config import EngineConfig
 from ..engine.request import EngineTelemetry
 from ..jobs.errors import JobFailedError
 from ..jobs.record import JobState
-from ..scheduler.bound import JobWork
+from ..scheduler.planning.bound import JobWork
 from .dataset.answers import RowAnswer
 
 

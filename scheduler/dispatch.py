@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from .waves import Shard
+from .planning.waves import Shard
 
 
 class ShardStatus(Enum):

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel
-from .placement import Placement, PlacementProblem, as_placed, place_shards
+from .planning.placement import Placement, PlacementProblem, as_placed, place_shards
+from .planning.waves import Shard, ShardMode, ShardPlan, dealt_shards, dispatch_order, plan_shards, with_merged_waves
 from .policies import RowsToDeal
 from .simulation.run import PolicyRun
-from .waves import Shard, ShardMode, ShardPlan, dealt_shards, dispatch_order, plan_shards, with_merged_waves
 from .workload import AdapterInfo, Workload
 
 WaveMode = Literal["auto", "unmerged", "merged"]

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 from .cost import CostModel
 from .dispatch import ReplicaState
-from .lengths import PRIOR_SHARE, LengthEstimator
+from .estimates.lengths import PRIOR_SHARE, LengthEstimator
+from .estimates.pace import PaceEstimator
 from .messages import MigrateRows, Progress
-from .pace import PaceEstimator
-from .waves import Shard
+from .planning.waves import Shard
 
 # A helper that reports no incoming rows for so long never got any.
 HELP_PATIENCE_S = 5.0

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from .cost import CostModel
 from .dispatch import DealtShards
+from .planning.waves import Shard, ShardMode
 from .scheduler import Scheduler, SchedulerSettings
-from .waves import Shard, ShardMode
 from .workload import Workload
 
 

@@ -20,7 +20,8 @@ from .dispatch import (
     ShardStatus,
     rows_behind,
 )
-from .lengths import PRIOR_SHARE, LengthEstimator
+from .estimates.lengths import PRIOR_SHARE, LengthEstimator
+from .estimates.pace import PaceEstimator, mean_row
 from .liveness import LivenessDetector
 from .messages import (
     Command,
@@ -41,8 +42,7 @@ from .messages import (
     WorkersSeen,
 )
 from .migration import MigrationRule, ReplicaMemory, TailMigration, TailSettings
-from .pace import PaceEstimator, mean_row
-from .waves import Shard
+from .planning.waves import Shard
 
 # Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"

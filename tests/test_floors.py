@@ -18,7 +18,7 @@ ROOMS = {
         (
             "lorabatch",
             "lorabatch.scheduler.scheduler",
-            "lorabatch.scheduler.waves",
+            "lorabatch.scheduler.planning.waves",
             "lorabatch.engine",
             "lorabatch.engine.config",
             "lorabatch.engine.request",

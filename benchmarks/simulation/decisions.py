@@ -15,7 +15,8 @@ from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
 from lorabatch.scheduler.forecast import place_job
 from lorabatch.scheduler.messages import Command, Event
-from lorabatch.scheduler.placement import PlacementProblem, place_shards
+from lorabatch.scheduler.planning.placement import PlacementProblem, place_shards
+from lorabatch.scheduler.planning.waves import ShardPlan
 from lorabatch.scheduler.scheduler import Scheduler
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
@@ -27,7 +28,6 @@ from lorabatch.scheduler.simulation.synthetic import (
     power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import Timeline
-from lorabatch.scheduler.waves import ShardPlan
 from lorabatch.scheduler.workload import Workload
 
 SETTINGS = RunSettings.of_machine("h200-llama-3-8b", batch_rows=256)

@@ -24,9 +24,10 @@ from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthet
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
-from lorabatch.scheduler.bound import job_bound
 from lorabatch.scheduler.cost import CostModel
-from lorabatch.scheduler.lengths import LengthEstimator, expected_tokens
+from lorabatch.scheduler.estimates.lengths import LengthEstimator, expected_tokens
+from lorabatch.scheduler.planning.bound import job_bound
+from lorabatch.scheduler.planning.waves import Shard, ShardPlan
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
@@ -38,7 +39,6 @@ from lorabatch.scheduler.simulation.synthetic import (
     power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import Timeline
-from lorabatch.scheduler.waves import Shard, ShardPlan
 from lorabatch.scheduler.workload import Workload
 
 BATCH_ROWS = 64

@@ -23,6 +23,8 @@ from distributed import Future
 
 from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
 from ...jobs.store import JobStore
+from ...scheduler.estimates.step_costs import StepCosts
+from ...scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 from ...scheduler.messages import (
     Command,
     Event,
@@ -43,8 +45,6 @@ from ...scheduler.messages import (
     WorkersSeen,
 )
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.step_costs import StepCosts
-from ...scheduler.time_left import PlannedJob, TimeLeft, Work
 from ..messages import EngineFailedError, ShardAbandonedError, ShardOutcome, WorkerReport
 from ..migration.peers import LendRows
 from ..monitoring.job_monitor import JobMonitor

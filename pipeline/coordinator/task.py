@@ -19,10 +19,10 @@ from ...jobs.history import AnswerLengths, add_to_history
 from ...jobs.notes import row_notes
 from ...jobs.opening import OpenedJob, changed_adapters
 from ...jobs.storage.redaction import redacted_url
-from ...scheduler.bound import JobWork, work_bound
 from ...scheduler.cost import CostModel
+from ...scheduler.estimates.time_left import PlannedJob
+from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
-from ...scheduler.time_left import PlannedJob
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks

@@ -7,10 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
-from ...scheduler.bound import JobWork
-from ...scheduler.lengths import PRIOR_SHARE, LengthEstimator
-from ...scheduler.time_left import TimeLeft, Work
-from ...scheduler.waves import Shard
+from ...scheduler.estimates.lengths import PRIOR_SHARE, LengthEstimator
+from ...scheduler.estimates.time_left import TimeLeft, Work
+from ...scheduler.planning.bound import JobWork
+from ...scheduler.planning.waves import Shard
 from ..messages import PromptReuse, ShardOutcome, WorkerReport
 
 # Seconds of one worker with shards queued from which it is said how full its batches were.

@@ -24,7 +24,7 @@ from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.record import JobRecord, adapter_problem
 from ...jobs.spec import ErrorBudget
 from ...jobs.store import JobStore
-from ...scheduler.waves import Shard, ShardPlan, dispatch_order
+from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order
 from ...scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 from ..dataset import schema as prepared
 from ..dataset.answers import encode_answers

@@ -30,8 +30,8 @@ from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
 from ...scheduler.batching import Batcher, ReplicaFacts
-from ...scheduler.bound import JobBound, job_bound
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES, CostModel
+from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens, known_tokens
 from ...scheduler.forecast import (
     CutRows,
     Forecast,
@@ -42,13 +42,13 @@ from ...scheduler.forecast import (
     plan_dealt,
     row_seconds,
 )
-from ...scheduler.lengths import PRIOR_SHARE, expected_tokens, known_tokens
 from ...scheduler.migration import ReplicaMemory, TailSettings
+from ...scheduler.planning.bound import JobBound, job_bound
+from ...scheduler.planning.waves import ShardPlan, shard_rows
 from ...scheduler.policies import POLICIES, RowsToDeal, dealing
 from ...scheduler.scheduler import SchedulerSettings
 from ...scheduler.simulation.replica import ReplicaSettings
 from ...scheduler.simulation.run import PolicyRun, run_planned
-from ...scheduler.waves import ShardPlan, shard_rows
 from ...scheduler.workload import AdapterInfo, Workload
 from ..cluster.connect import threads_per_engine
 from ..cluster.devices import Device

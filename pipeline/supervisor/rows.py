@@ -23,7 +23,7 @@ from enum import Enum
 from itertools import chain, count
 
 from ...engine.request import ExportedRow, Request
-from ...scheduler.lengths import length_class
+from ...scheduler.estimates.lengths import length_class
 from ..messages import FinishedRows
 from .open_shard import OpenShard
 

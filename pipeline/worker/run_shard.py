@@ -17,8 +17,8 @@ from distributed import get_worker, secede
 from ...engine.request import ExportedRow, Request
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
-from ...scheduler.bound import JobWork
 from ...scheduler.messages import RunShard
+from ...scheduler.planning.bound import JobWork
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from ..dataset.reader import RowError, ShardRows, read_shard
 from ..dataset.writer import answers_in_part, part_bytes

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 import pulp
 
-from ..placement import solve
+from ..planning.placement import solve
 
 
 class CoMigrationModel:

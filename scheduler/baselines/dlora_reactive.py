@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..dispatch import ReplicaState
-from ..lengths import PRIOR_SHARE, LengthEstimator
+from ..estimates.lengths import PRIOR_SHARE, LengthEstimator
+from ..estimates.pace import mean_row
 from ..messages import MigrateRows, Progress
 from ..migration import OpenShards, rows_here
-from ..pace import mean_row
+from ..planning.waves import Shard
 from ..scheduler import SchedulerSettings
-from ..waves import Shard
 from .dlora_migration import MigrationSettings, Move, ReplicaLoad, RowGroup, plan_migration
 
 # Seconds between two looks at the cluster's load.

@@ -3,7 +3,7 @@ replication, and the baselines that LoRAServe is compared with.
 
 LoRAServe's steps are one function each; they keep ranks apart and loads equal, and move few bytes. Load is measured in
 *utilisation*: an adapter's demand in tokens per second divided by the tokens per second a server manages at that rank
-(its operating point), so that 1.0 fills one server. Offline placement of a whole job is `placement.py`.
+(its operating point), so that 1.0 fills one server. Offline placement of a whole job is `planning/placement.py`.
 
 Shapes: `[num_adapters, num_servers]` for fractions, `[num_adapters]` for ranks, demand and utilisation.
 """

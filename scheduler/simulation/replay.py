@@ -14,9 +14,9 @@ from typing import Any
 from ..cost import CostModel
 from ..messages import Command, Event
 from ..migration import ReplicaMemory, TailSettings
+from ..planning.waves import Shard
 from ..policies import make_scheduler
 from ..scheduler import BEGINNING, EVENTS_VERSION, SchedulerSettings
-from ..waves import Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
-from ..lengths import LengthEstimator
-from ..pace import StepBudget
+from ..estimates.lengths import LengthEstimator
+from ..estimates.pace import StepBudget
 from ..workload import Workload
 from .memory import SimulatedMemory, SimulatedPages
 from .timeline import Timeline

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..batching import Batcher, ReplicaFacts
 from ..cost import CostModel
-from ..lengths import LengthEstimator
+from ..estimates.lengths import LengthEstimator
+from ..planning.waves import ShardPlan
 from ..policies import make_scheduler
 from ..scheduler import SchedulerSettings
-from ..waves import ShardPlan
 from ..workload import Workload
 from .replica import ReplicaSettings, SimulatedReplica
 from .simulator import Cluster, JobSimulation

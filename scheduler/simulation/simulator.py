@@ -33,7 +33,7 @@ from ..messages import (
     Tick,
     WorkersSeen,
 )
-from ..waves import ShardPlan
+from ..planning.waves import ShardPlan
 from ..workload import BASE_MODEL, Workload
 from .replica import ReplicaSettings, SimulatedReplica, StepOutcome
 from .timeline import Timeline

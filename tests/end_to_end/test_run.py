@@ -290,7 +290,7 @@ def test_the_events_of_a_run_replay_to_the_same_commands(echo_job: EchoJob, shar
 
 def replayed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Commands of a fresh scheduler that handles the recorded events."""
-    from lorabatch.scheduler.waves import Shard
+    from lorabatch.scheduler.planning.waves import Shard
 
     shards = [Shard.from_json(shard) for shard in plan["shards"]]
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2))

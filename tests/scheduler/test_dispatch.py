@@ -8,9 +8,9 @@ import pytest
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.dispatch import AdapterSources, ShardQueue, rows_behind
 from lorabatch.scheduler.messages import Progress, ReplicaJoined, ReplicaLeft, RunShard
+from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.synthetic import draw_adapters, make_adapters, make_workload, power_popularity
-from lorabatch.scheduler.waves import Shard
 
 
 def shard(number, *adapters):

@@ -8,8 +8,8 @@ from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
 from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
 from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, rows_to_lend, tail_rows
+from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
-from lorabatch.scheduler.waves import Shard
 
 SETTINGS = TailSettings(hop_s=0.1)
 PACE = Pace(64)

@@ -17,9 +17,9 @@ from lorabatch.scheduler.messages import (
     ShardFailed,
     WorkersSeen,
 )
+from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
 from lorabatch.scheduler.scheduler import SchedulerSettings
-from lorabatch.scheduler.waves import Shard
 
 
 def dealt(count, num_replicas=2, rows=8):

@@ -20,8 +20,8 @@ from lorabatch.scheduler.messages import (
     Tick,
     WorkersSeen,
 )
+from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
-from lorabatch.scheduler.waves import Shard
 
 
 def make_shards(count, *, rows=32, waves=1, mode="unmerged"):

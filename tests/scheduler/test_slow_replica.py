@@ -15,12 +15,12 @@ from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import StepLoad
 from lorabatch.scheduler.migration import TailSettings
+from lorabatch.scheduler.planning.waves import ShardLimits, plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline
-from lorabatch.scheduler.waves import ShardLimits, plan_shards
 
 SIZES = range(40, 161, 8)
 BATCH, TOKENS, PROMPT, SLOWNESS = 8, 60, 20, 4

@@ -12,8 +12,8 @@ import pytest
 from lorabatch.engine.request import EngineTelemetry
 from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
-from lorabatch.scheduler.time_left import TimeLeft, Work
-from lorabatch.scheduler.waves import Shard
+from lorabatch.scheduler.estimates.time_left import TimeLeft, Work
+from lorabatch.scheduler.planning.waves import Shard
 
 
 def make_shard(shard_id: int, num_rows: int) -> Shard:

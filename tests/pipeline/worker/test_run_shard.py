@@ -14,7 +14,7 @@ from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, encode_answe
 from lorabatch.pipeline.dataset.reader import ShardRows, read_shard
 from lorabatch.pipeline.dataset.writer import part_bytes
 from lorabatch.pipeline.worker.run_shard import read_done, read_kept, work_of
-from lorabatch.scheduler.bound import AdapterWork
+from lorabatch.scheduler.planning.bound import AdapterWork
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lorabatch.scheduler.baselines.dlora_migration import (
     select,
     transport,
 )
-from lorabatch.scheduler.placement import solve
+from lorabatch.scheduler.planning.placement import solve
 
 
 def make_replica(name, *groups, resident=(), **more):

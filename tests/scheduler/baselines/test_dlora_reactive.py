@@ -14,11 +14,11 @@ from lorabatch.scheduler.baselines.dlora_reactive import CoMigration
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
 from lorabatch.scheduler.migration import ReplicaMemory, TailSettings
+from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.policies import make_scheduler
 from lorabatch.scheduler.scheduler import SchedulerSettings
 from lorabatch.scheduler.simulation import run as simulated
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
-from lorabatch.scheduler.waves import Shard
 
 # Shard 0 is dealt to the first replica, shard 1 to the second: 12 rows of x, 6 of y, 2 of the base model each.
 SHARDS = [Shard(i, i, "unmerged", ("x", "y"), 20, 2000, 2000, i, (12, 6, 2)) for i in range(2)]

@@ -10,13 +10,13 @@ from lorabatch.scheduler.batching import ClusteredBatcher
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import ReplicaJoined, Tick
 from lorabatch.scheduler.migration import TailSettings
+from lorabatch.scheduler.planning.waves import plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replay import replay
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
 from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline
-from lorabatch.scheduler.waves import plan_shards
 
 
 class Recorder:

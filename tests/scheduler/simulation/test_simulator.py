@@ -8,6 +8,7 @@ from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
 from lorabatch.scheduler.messages import Progress, RunShard
 from lorabatch.scheduler.migration import TailSettings
+from lorabatch.scheduler.planning.waves import ShardLimits, plan_shards
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
@@ -19,7 +20,6 @@ from lorabatch.scheduler.simulation.synthetic import (
     power_popularity,
 )
 from lorabatch.scheduler.simulation.timeline import Timeline, job_metrics
-from lorabatch.scheduler.waves import ShardLimits, plan_shards
 
 
 class Recorder:

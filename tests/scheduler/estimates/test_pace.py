@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
+from lorabatch.scheduler.estimates.pace import MeanRow, PaceEstimator, StepBudget, mean_row
 from lorabatch.scheduler.messages import Progress
-from lorabatch.scheduler.pace import MeanRow, PaceEstimator, StepBudget, mean_row
-from lorabatch.scheduler.waves import Shard
+from lorabatch.scheduler.planning.waves import Shard
 
 ROW = MeanRow(100, 40.0, 20.0)
 #: Seconds of a step of ten decoding rows whose contexts are the mean row's.

@@ -11,8 +11,8 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import STEP_COEFFICIENTS, CostModel, nonnegative_least_squares
-from .messages import StepTotals
+from ..cost import STEP_COEFFICIENTS, CostModel, nonnegative_least_squares
+from ..messages import StepTotals
 
 # Equations that are kept; later ones are added to the last.
 _MAX_SPANS = 512

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.placement import PlacementProblem, improve, place_greedily, place_shards, solve
+from lorabatch.scheduler.planning.placement import PlacementProblem, improve, place_greedily, place_shards, solve
 
 
 def make_problem(shard_s, adapters_of=None, load_s=(), num_replicas=2):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.lengths import MIN_FINISHED_ROWS, LengthEstimator, expected_tokens, length_class
+from lorabatch.scheduler.estimates.lengths import MIN_FINISHED_ROWS, LengthEstimator, expected_tokens, length_class
 
 
 def test_before_any_row_has_finished_half_of_max_tokens_is_expected() -> None:

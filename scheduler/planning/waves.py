@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import CostModel, StepLoad
-from .workload import BASE_MODEL, Workload
+from ..cost import CostModel, StepLoad
+from ..workload import BASE_MODEL, Workload
 
 ShardMode = Literal["none", "base", "unmerged", "merged", "mixture"]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
-from lorabatch.scheduler.waves import Shard, ShardLimits, pays_to_merge, plan_shards
+from lorabatch.scheduler.planning.waves import Shard, ShardLimits, pays_to_merge, plan_shards
 from lorabatch.scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 
 

@@ -17,8 +17,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .cost import AdapterSource, CostModel, prompt_pairs
-from .workload import Workload
+from ..cost import AdapterSource, CostModel, prompt_pairs
+from ..workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

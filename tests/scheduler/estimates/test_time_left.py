@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
-from lorabatch.scheduler.time_left import PlannedJob, TimeLeft, Work
+from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 
 WHOLE = Work(100, 1000, 5000, 5000)
 JOB = PlannedJob(120.0, WHOLE, CPU_SMOLLM2_135M, batch_rows=16, num_replicas=2, is_guess=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .cost import CostModel
+from ..cost import CostModel
 
 # Standard deviations, as shares of the seconds that are left: of costs that are a guess for this machine, were measured
 # before the job, or in it; and of answers of half of `max_tokens`, of which nothing is known.

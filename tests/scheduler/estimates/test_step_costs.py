@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
+from lorabatch.scheduler.estimates.step_costs import StepCosts, coefficients
 from lorabatch.scheduler.messages import StepTotals
-from lorabatch.scheduler.step_costs import StepCosts, coefficients
 
 
 def reports(cost: CostModel, num_reports: int, seed: int = 0, noise: float = 0.0) -> list[tuple[StepTotals, float]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .cost import CostModel, StepLoad
-from .messages import Progress
-from .waves import Shard
+from ..cost import CostModel, StepLoad
+from ..messages import Progress
+from ..planning.waves import Shard
 
 # Seconds of steps after which earlier ones count half.
 _HALF_LIFE_S = 20.0
