@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +44,7 @@ SpeedsOption = Annotated[
     str | None,
     typer.Option(metavar="1,0.5,…", help="Speed of each worker over the cost model's; by default all are 1."),
 ]
+JsonEndOption = Annotated[bool, typer.Option("--json", help="End with one line of JSON, the only one on stdout.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
@@ -61,12 +63,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command("run")
 @job_command
-def run(job_file: Path | None, options: dict[str, Any]) -> None:
+def run(job_file: Path | None, options: dict[str, Any], as_json: JsonEndOption = False) -> None:
     """Run a job in the foreground with live progress. The same command again resumes it."""
-    with errors_as_exit_codes():
+    with errors_as_exit_codes(as_json=as_json) as ending:
         from .jobs.validation import requested_job
 
-        _run(requested_job(options, job_file))
+        _run(requested_job(options, job_file), ending)
 
 
 @app.command()
@@ -76,11 +78,11 @@ def demo(
     overwrite: Annotated[bool, typer.Option(help="Start over if the folder holds an earlier run.")] = False,
 ) -> None:
     """The main job on a small real model: trained adapters, a Parquet file of prompts, two workers."""
-    with errors_as_exit_codes():
+    with errors_as_exit_codes() as ending:
         from .console.tables import print_answers
         from .demo.job import demo_spec
 
-        _run(demo_spec(output, workers=workers, overwrite=overwrite))
+        _run(demo_spec(output, workers=workers, overwrite=overwrite), ending)
         print_answers(output)
 
 
@@ -186,12 +188,38 @@ def audit(
 
 @app.command()
 def status(output: OutputArgument, storage_options: StorageOption = None, as_json: JsonOption = False) -> None:
-    """Where a job stands, from its output location alone."""
+    """Where a job stands, from its output location alone.
+
+    With --json the exit code says it too: 0 done, 1 failed, 3 running or waiting, 4 silent, 130 stopped; 2 no job.
+    """
     with errors_as_exit_codes():
         from .console.progress import print_status
         from .jobs.status import read_status
 
-        print_status(read_status(_store(output, storage_options)), as_json=as_json)
+        found = read_status(_store(output, storage_options))
+        print_status(found, as_json=as_json)
+    if as_json:
+        raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def wait(
+    output: OutputArgument,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds; by default until the job ends.")] = None,
+    storage_options: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Wait until a job ends, and print where it stands.
+
+    Exit code: 0 done, 1 failed, 130 stopped, 3 still running or waiting after the timeout, 4 silent; 2 no job.
+    """
+    with errors_as_exit_codes():
+        from .console.progress import print_status
+        from .jobs.status import wait_for_end
+
+        found = wait_for_end(_store(output, storage_options), timeout)
+        print_status(found, as_json=as_json)
+    raise typer.Exit(found.exit_code)
 
 
 @app.command("submit")
@@ -215,15 +243,16 @@ def resume(
     tls_key: TlsKeyOption = None,
     max_errors: Annotated[str | None, shared_option("max_errors")] = None,
     storage_options: StorageOption = None,
+    as_json: JsonEndOption = False,
 ) -> None:
     """Go on with a job from its output alone, as it last ran but for what is given. Changed adapters answer anew."""
     where = {"output": output, "cluster": cluster, "workers": workers}
     given = where | {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
-    with errors_as_exit_codes():
+    with errors_as_exit_codes(as_json=as_json) as ending:
         from .jobs.status import read_status
 
         record = read_status(_store(output, storage_options)).record
-        _run(record.job_spec(_storage_options(storage_options), **given))
+        _run(record.job_spec(_storage_options(storage_options), **given), ending)
 
 
 @app.command()
@@ -314,14 +343,16 @@ def bench_engine(
             raise typer.BadParameter(str(error)) from None
 
 
-def _run(spec: JobSpec) -> None:
-    """Run a job in the foreground and print its summary."""
+def _run(spec: JobSpec, ending: _Ending) -> None:
+    """Run a job in the foreground and print its summary, beside the line for machines to standard error."""
     from .console.progress import ConsoleProgress
     from .pipeline.run import run as run_job
 
+    ending.spec = spec
     with ConsoleProgress() as progress:
         result = run_job(spec, progress=progress)
-    typer.echo(result.to_text())
+    typer.echo(result.to_text(), err=ending.as_json)
+    ending.print()
 
 
 def _store(output: str, storage_options: str | None) -> JobStore:
@@ -341,20 +372,37 @@ def _storage_options(text: str | None) -> dict[str, Any]:
         raise JobRequestError(f'storage_options: {error}. Write for example \'{{"profile": "batch"}}\'.') from None
 
 
+@dataclass(slots=True)
+class _Ending:
+    """How a command that runs a job ends. `spec`: of the job, once known."""
+
+    as_json: bool
+    spec: JobSpec | None = None
+
+    def print(self, message: str = "", exit_code: int = 0) -> None:
+        """Print the line for machines, if it is asked for."""
+        from .console.progress import print_end
+
+        if self.as_json:
+            print_end(self.spec, message, exit_code)
+
+
 @contextmanager
-def errors_as_exit_codes() -> Iterator[None]:
+def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
     """Turns an error of ours into its message and its exit code; anything else is a defect and shows its trace."""
     from .engine.errors import EngineError
     from .jobs.errors import JobError
 
+    ending = _Ending(as_json)
     try:
-        yield
+        yield ending
+        return
     except JobError as error:
-        typer.secho(f"lorabatch: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
+        message, exit_code = str(error), error.exit_code
     except EngineError as error:
-        typer.secho(f"lorabatch: {error}", err=True)
-        raise typer.Exit(2) from None
+        message, exit_code = str(error), 2
     except KeyboardInterrupt:
-        typer.secho("lorabatch: interrupted. Run the same command again to go on.", err=True)
-        raise typer.Exit(130) from None
+        message, exit_code = "interrupted. Run the same command again to go on.", 130
+    typer.secho(f"lorabatch: {message}", err=True)
+    ending.print(message, exit_code)
+    raise typer.Exit(exit_code)

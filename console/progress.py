@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Self
+from contextlib import suppress
+from typing import Any, Self
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -14,8 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..jobs.errors import JobError
 from ..jobs.record import JobState
-from ..jobs.status import JobStatus
+from ..jobs.spec import JobSpec
+from ..jobs.status import JobStatus, Outcome, read_status
+from ..jobs.store import JobStore
 
 _LINE_INTERVAL_S = 5.0
 _ADAPTERS_SHOWN = 4
@@ -79,8 +83,8 @@ def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:
         line += f"  {state.shards_done}/{state.shards} shards"
     if state.rows_error:
         line += f"  {state.rows_error} errors"
-    if state.phase == "running" and not state.workers:
-        return f"{line}  waiting for engines"
+    if state.phase == "loading engines" and state.workers:
+        line += f"  0 of {len(state.workers)} workers ready"
     if state.phase == "running":
         line += f"  {rows_per_s:.1f} rows/s  {state.tokens_per_s:.0f} tokens/s"
         line += f"  {sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"
@@ -118,6 +122,21 @@ def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> Rendera
 def print_status(status: JobStatus, *, as_json: bool = False) -> None:
     """Prints where a job stands, as lines of text or as JSON."""
     typer.echo(json.dumps(status.to_json(), indent=1) if as_json else "\n".join(status_lines(status)))
+
+
+def print_end(spec: JobSpec | None, message: str, exit_code: int) -> None:
+    """Prints how a run ended as one line of JSON: the job's status, under the run's own outcome, message and exit code.
+
+    A request that was refused has no status, and one that failed may have none when storage is why.
+    """
+    outcomes: dict[int, Outcome] = {0: "done", 1: "failed", 130: "stopped"}
+    values: dict[str, Any] = {}
+    if spec is not None and exit_code in outcomes:
+        with suppress(JobError):
+            values = read_status(JobStore(spec.output, spec.storage_options)).to_json()
+    values |= {"outcome": outcomes.get(exit_code, "refused"), "exit_code": exit_code}
+    values["message"] = message or values.get("message", "")
+    typer.echo(json.dumps(values))
 
 
 def status_lines(status: JobStatus) -> list[str]:

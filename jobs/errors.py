@@ -2,7 +2,7 @@
 
     JobError                     1
     ├── JobRequestError          2   the request itself is wrong; `problems` lists everything at once
-    │   ├── OutputConflictError  2   the output holds another job, or files that are not ours
+    │   ├── OutputConflictError  2   the output holds another job or files that are not ours, or the job runs already
     │   └── InputRowsError       2   an id stands in two rows, or row groups cannot be read
     ├── StorageError             1   reading or writing failed while the job ran (disk full, …)
     │   ├── MissingFileError     1   a file that should be there is not
@@ -45,7 +45,7 @@ class JobRequestError(JobError):
 
 
 class OutputConflictError(JobRequestError):
-    """The output location is taken by another job or by files that are not ours."""
+    """The output location is taken by another job, by files that are not ours, or by a run of this job."""
 
 
 class InputRowsError(JobRequestError):

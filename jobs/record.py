@@ -233,9 +233,13 @@ def index_key(record: JobRecord) -> str:
     return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()
 
 
+# "queued": handed to a cluster, on which no worker has begun it. "checking" was written up to version 0.1.
 Phase = Literal[
-    "checking", "indexing", "planning", "running", "finishing", "done", "failed", "cancelled", "interrupted"
-]
+    "checking", "queued", "starting", "indexing", "planning", "loading engines", "running", "finishing", "done",
+    "failed", "cancelled", "interrupted",
+]  # fmt: skip
+# Of a run that has not begun with its rows.
+BEGINNING_PHASES: tuple[Phase, ...] = ("queued", "starting", "indexing", "planning")
 FINAL_PHASES: tuple[Phase, ...] = ("done", "failed", "cancelled", "interrupted")
 
 
@@ -261,9 +265,9 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Phase and counters. `updated_at_s`: seconds since the epoch. `eta_s`: None while unknown; `eta_range_s`: a rough
-    range of it. `batch_fill`: how full the engines' batches were while shards were queued, from 0 to 1; None when there
-    was no such time.
+    """Phase and counters. `updated_at_s`: seconds since the epoch. `rows_indexed`: by this run. `eta_s`: None while
+    unknown; `eta_range_s`: a rough range of it. `batch_fill`: how full the engines' batches were while shards were
+    queued, from 0 to 1; None when there was no such time.
     `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
 
     `message` says in one sentence why a job stopped, and what to do. `notes`: see `notes.row_notes`. `can_resume`: the
@@ -273,6 +277,7 @@ class JobState:
     phase: Phase
     updated_at_s: float
     rows: int = 0
+    rows_indexed: int = 0
     rows_done: int = 0
     rows_error: int = 0
     shards: int = 0

@@ -1,26 +1,39 @@
-"""`JobStatus`: what is known of a job from its output alone, without any cluster; and its logs as they grow."""
+"""`JobStatus`: what is known of a job from its output alone, without any cluster; waiting for its end; its logs."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .errors import JobRequestError, MissingFileError
-from .record import JobRecord, JobState
+from .record import BEGINNING_PHASES, JobRecord, JobState
 from .storage.redaction import redacted_url
 from .store import JobStore
 
 # A running job rewrites its state about once a second; one that has not for so long has lost its runner.
 STALE_AFTER_S = 30.0
 _FOLLOW_INTERVAL_S = 1.0
+# Looks at an object store cost money, and requests are limited.
+_REMOTE_WAIT_INTERVAL_S = 5.0
+# Another coordinator takes over from one that hangs, and says so, within less than this.
+_SILENCE_LIMIT_S = 120.0
+
+#: Where a job stands, in one word. "waiting": no run of it has begun. "stopped": cancelled or interrupted; it can be
+#: resumed. "unknown": its state says that it runs, but is old.
+Outcome = Literal["done", "failed", "stopped", "waiting", "running", "unknown"]
+#: Exit codes of `lorabatch wait` and `lorabatch status --json`; 2 is a wrong request, as everywhere.
+EXIT_CODES: Mapping[Outcome, int] = {
+    "done": 0, "failed": 1, "waiting": 3, "running": 3, "unknown": 4, "stopped": 130,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One moment of a job. `is_stale`: its state says that it runs, but is old."""
+    """One moment of a job. `is_stale`: its state says that it runs, but is `silent_s` old."""
 
     output: str
     record: JobRecord
@@ -30,6 +43,7 @@ class JobStatus:
     is_finished: bool
     is_cancel_requested: bool
     is_stale: bool
+    silent_s: float = 0.0
 
     @property
     def headline(self) -> str:
@@ -45,6 +59,24 @@ class JobStatus:
         return self.state.phase
 
     @property
+    def outcome(self) -> Outcome:
+        """One word for programs."""
+        if self.is_finished:
+            return "done"
+        if self.state is None or self.state.phase == "queued":
+            return "waiting"
+        if self.is_stale:
+            return "unknown"
+        if not self.state.is_final:
+            return "running"
+        return "failed" if self.state.phase == "failed" else "stopped"
+
+    @property
+    def exit_code(self) -> int:
+        """See `EXIT_CODES`."""
+        return EXIT_CODES[self.outcome]
+
+    @property
     def is_over(self) -> bool:
         """Whether its last run has ended, well or not. One that has gone silent may still run."""
         return self.is_finished or (self.state is not None and self.state.is_final)
@@ -55,6 +87,9 @@ class JobStatus:
             "job_id": self.record.job_id,
             "output": self.output,
             "headline": self.headline,
+            "outcome": self.outcome,
+            "exit_code": self.exit_code,
+            "message": self.state.message if self.state else "",
             "started_at": self.record.created_at,
             "num_parts": self.num_parts,
             "is_finished": self.is_finished,
@@ -91,16 +126,40 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
     contents = store.contents()
     state = store.read_state()
     age_s = 0.0 if state is None else (time.time() if now_s is None else now_s) - state.updated_at_s
+    is_stale = state is not None and is_silent(state, state.updated_at_s + age_s)
+    # A run whose adapters have changed removes `_SUCCESS` when it has planned its rows.
+    begins_anew = state is not None and not is_stale and state.phase in BEGINNING_PHASES
     return JobStatus(
         output=redacted_url(store.url),
         record=record,
         state=state,
         summary=store.read_summary(),
         num_parts=len(contents.parts),
-        is_finished=contents.is_finished,
+        is_finished=contents.is_finished and not begins_anew,
         is_cancel_requested=store.is_cancel_requested(),
-        is_stale=state is not None and not state.is_final and age_s > STALE_AFTER_S,
+        is_stale=is_stale,
+        silent_s=age_s if is_stale else 0.0,
     )
+
+
+def is_silent(state: JobState, now_s: float) -> bool:
+    """Whether a state says that a run is at work, and is so old that the run is taken for lost. A job in the queue of
+    a cluster has nothing that could write.
+    """
+    return not state.is_final and state.phase != "queued" and now_s - state.updated_at_s > STALE_AFTER_S
+
+
+def wait_for_end(store: JobStore, timeout_s: float | None = None) -> JobStatus:
+    """The status of a job when its run has ended, or has been silent for so long that it is taken for lost, or
+    `timeout_s` have passed. Raises what `read_status` raises.
+    """
+    give_up_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    interval_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_WAIT_INTERVAL_S
+    while True:
+        status = read_status(store)
+        if status.is_over or status.silent_s > _SILENCE_LIMIT_S or time.monotonic() >= give_up_s:
+            return status
+        time.sleep(max(0.0, min(interval_s, give_up_s - time.monotonic())))
 
 
 def request_cancel(store: JobStore) -> bool:

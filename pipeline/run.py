@@ -17,7 +17,7 @@ import dask
 from dask.utils import parse_timedelta
 from distributed import Client, Future, KilledWorker
 
-from ..jobs.errors import JobFailedError, JobInterruptedError, JobRequestError
+from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError
 from ..jobs.notes import job_notes
 from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import JobState
@@ -29,7 +29,7 @@ from .coordinator.lease import keep_leases
 from .coordinator.task import finished_before, run_job
 from .messages import ENGINE_FACTORY, EngineSettings, StopRun, job_key
 from .monitoring.logs import job_log
-from .monitoring.reporter import INTERRUPTED, JobReporter
+from .monitoring.reporter import INTERRUPTED, JobReporter, state_before
 from .monitoring.scheduler_plugin import show_jobs
 from .monitoring.topics import CONTROL, STATES
 from .planning.early_check import EarlyCheck
@@ -81,8 +81,9 @@ def run(
     job.store.clear_cancel()
     for line in job_notes(job.record):
         watcher.note(line)
-    reporter = JobReporter(job.store, watcher.update, job.spec.error_budget)
+    reporter = JobReporter(job.store, watcher.update, job.spec.error_budget, state_before(job))
     with reporter.ending_recorded(), job_log(job.store):
+        reporter.begins("starting")
         try:
             with EarlyCheck(job) as rows, connected(job.spec, client) as dask, scheduler_loss_reported(dask):
                 launched = launch(dask, job, rows, engine_factory)
@@ -116,7 +117,7 @@ class LaunchedJob:
 def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str) -> LaunchedJob:
     """Start engines for an opened job, and the task that coordinates it.
 
-    Raises `JobRequestError` when the job runs on this cluster already, and what `rows` raises.
+    Raises `OutputConflictError` when the job runs on this cluster already, and what `rows` raises.
     """
     _refuse_running(client, job)
     show_jobs(client)
@@ -173,6 +174,7 @@ def _report_until_done(
         try:
             state = states.get(timeout=_POLL_S)
         except queue.Empty:
+            reporter.still_beginning()
             if future.done():
                 return
             if client.status == "closed":
@@ -197,10 +199,10 @@ def _result(future: Future[JobResult]) -> JobResult:
 
 
 def _refuse_running(client: Client, job: OpenedJob) -> None:
-    """Raise `JobRequestError` when this job runs on the cluster already."""
+    """Raise `OutputConflictError` when this job runs on the cluster already."""
     running = client.run_on_scheduler(_unfinished, job_id=job.record.job_id)
     if running:
-        raise JobRequestError(
+        raise OutputConflictError(
             f"output={redacted_url(job.spec.output)!r}: this job runs on the cluster already. Follow it with "
             "`lorabatch status` or `lorabatch logs -f`, or stop it with `lorabatch cancel`."
         )

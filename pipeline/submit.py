@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed import Client
 
-from ..jobs.errors import ErrorBudgetError, InputRowsError, JobRequestError
+from ..jobs.errors import JobRequestError
 from ..jobs.opening import open_job
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec, TlsFiles
@@ -19,7 +19,7 @@ from .cluster.background import background_client, find_cluster, state_file
 from .cluster.connect import existing, num_embedded_workers, security_of
 from .cluster.versions import check_scheduler, check_versions
 from .messages import ENGINE_FACTORY, job_of_run
-from .monitoring.reporter import JobReporter
+from .monitoring.reporter import JobReporter, state_before
 from .monitoring.topics import STATES
 from .planning.early_check import EarlyCheck
 from .run import launch
@@ -70,16 +70,15 @@ def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Pa
     if job.is_finished and not job.changed_adapters:
         return SubmittedJob(job.record.job_id, shown)
     job.store.clear_cancel()
+    reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget, state_before(job))
+    reporter.begins("queued")
     with (
+        reporter.ending_recorded(),
         EarlyCheck(job) as rows,
         _cluster_of(job.spec, cluster_file or state_file()) as (client, address, dashboard),
     ):
         check_versions(client)
-        try:
-            launched = launch(client, job, rows, engine_factory)
-        except (InputRowsError, ErrorBudgetError) as error:
-            JobReporter(job.store, lambda state: None, job.spec.error_budget).ended(error)
-            raise
+        launched = launch(client, job, rows, engine_factory)
         # Kept by the scheduler, also when this client is gone.
         client.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
     return SubmittedJob(job.record.job_id, shown, address, dashboard)

@@ -276,7 +276,9 @@ class Coordinator:
                 raise AssertionError(f"no way to enact {command}")
 
     def _submit(self, command: RunShard) -> None:
-        self._opened_s = min(self._opened_s, self._now_s())
+        if self._opened_s == inf:
+            # A short job is over before the next state is due.
+            self._opened_s, self._shown_s = self._now_s(), -inf
         # A new key per attempt and coordinator: Dask would otherwise return the outcome of the one before.
         number = f"{self._run.control.coordinator_id}-{command.attempt}"
         key = (f"lora_shard-{self._run.run_id}", command.shard_id, number)

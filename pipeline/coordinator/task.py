@@ -28,7 +28,7 @@ from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor, WorkLeft
-from ..monitoring.reporter import JobReporter, state_publisher
+from ..monitoring.reporter import JobReporter, state_before, state_publisher
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
 from ..result import JobResult
@@ -60,7 +60,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
     ):
         client.run_on_scheduler(_forgive, key=key)
         publish = state_publisher(client, run_id, redacted_url(job.spec.output))
-        reporter = JobReporter(job.store, publish, job.spec.error_budget)
+        reporter = JobReporter(job.store, publish, job.spec.error_budget, state_before(job))
         reporter.phases.append(("starting", began_s))
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
@@ -138,7 +138,7 @@ def index_rows(run: JobRun) -> IndexTotals:
     totals = IndexTotals()
     for summary in indexing.results(run.control):
         totals.add(summary)
-        reporter.phase("indexing", rows, totals.num_rows)
+        reporter.phase("indexing", rows, rows_indexed=totals.num_rows)
     return totals
 
 
@@ -192,7 +192,7 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     num_workers = count_workers(run.client)
     settings = run.settings.scheduler(num_workers, serving_adapters(job.record))
     scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
-    run.reporter.phase("running", plan.num_rows, sum(rows_of_part.values()))
+    run.reporter.phase("loading engines", plan.num_rows, rows_done=sum(rows_of_part.values()))
     coordinator = Coordinator(run, scheduler, monitor, _planned(run.settings, plan, num_workers))
     coordinator.run()
     num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
@@ -239,7 +239,7 @@ def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> flo
 
 def count_rows(run: JobRun, plan: JobPlan) -> Account:
     """Count what the parts hold, on the workers."""
-    run.reporter.phase("finishing", plan.num_rows, plan.num_rows)
+    run.reporter.phase("finishing", plan.num_rows, rows_done=plan.num_rows)
     return _count(run, [shard.shard_id for shard in plan.shards], "count")
 
 

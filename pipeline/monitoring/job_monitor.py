@@ -104,7 +104,7 @@ class JobMonitor:
         rows = sum(shard.num_rows for shard in self._shards.values())
         done = self._rows_done()
         return JobState(
-            phase="running",
+            phase="running" if any(report.state == "ready" for report in self._reports.values()) else "loading engines",
             updated_at_s=now_s,
             rows=rows,
             rows_done=done,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from distributed import Client
 
 from ...jobs.errors import (
+    DamagedRecordError,
     ErrorBudgetError,
     InputRowsError,
     JobCancelledError,
@@ -21,8 +22,10 @@ from ...jobs.errors import (
     OutputConflictError,
     StorageError,
 )
-from ...jobs.record import JobState, Phase
+from ...jobs.opening import OpenedJob
+from ...jobs.record import BEGINNING_PHASES, JobState, Phase
 from ...jobs.spec import ErrorBudget
+from ...jobs.status import is_silent
 from ...jobs.store import JobStore
 from ..messages import PublishedState
 from ..result import JobResult
@@ -30,21 +33,30 @@ from .topics import STATES
 
 logger = logging.getLogger(__name__)
 _LEAST_INTERVAL_S = 0.2
+_REFRESH_INTERVAL_S = 5.0
 INTERRUPTED = "Interrupted. Finished rows are kept; run the same command again to go on."
 
 
 class JobReporter:
     """Reports the states of one run; called with each of them. `show`: shows one to those who follow the job.
-    `notes`: part of every state from now on. `phases`: (name, seconds since the epoch at which it began).
+    `before`: the state that its counters go on from. `notes`: part of every state from now on. `phases`: (name, seconds
+    since the epoch at which it began).
     """
 
-    def __init__(self, store: JobStore, show: Callable[[JobState], None], budget: ErrorBudget) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        show: Callable[[JobState], None],
+        budget: ErrorBudget,
+        before: JobState | None = None,
+    ) -> None:
         self._store = store
         self._show = show
         self._budget = budget
         self.notes: tuple[str, ...] = ()
         self.phases: list[tuple[str, float]] = []
-        self._latest = JobState("checking", time.time())
+        self._is_second = False
+        self._latest = before or JobState("starting", time.time())
 
     def __call__(self, state: JobState) -> None:
         """Report a state. Raises `ErrorBudgetError` when it has more errors than the job allows."""
@@ -53,16 +65,40 @@ class JobReporter:
         self._show(state)
         self.check_budget(state.rows_error, state.rows)
 
-    def phase(self, phase: Phase, rows: int, rows_done: int = 0) -> None:
-        """Report that a stage of the job began, or how far it is. Each report is a write to storage, so that of many
-        small steps some are left out.
+    def phase(self, phase: Phase, rows: int, *, rows_indexed: int = 0, rows_done: int = 0) -> None:
+        """Report that a stage of the job began, or how far it is; counters go on from the latest state. Each report is
+        a write to storage, so that of many small steps some are left out.
         """
-        is_news = phase != self._latest.phase or rows_done >= rows
+        is_news = phase != self._latest.phase or rows_indexed >= rows
         if phase != self._latest.phase:
             self.phases.append((phase, time.time()))
         if not is_news and time.time() - self._latest.updated_at_s < _LEAST_INTERVAL_S:
             return
-        self(JobState(phase, time.time(), rows=rows, rows_done=rows_done))
+        state = replace(
+            self._latest,
+            phase=phase,
+            updated_at_s=time.time(),
+            rows=rows,
+            rows_indexed=rows_indexed,
+            rows_done=max(rows_done, self._latest.rows_done),
+            notes=self.notes,
+        )
+        self._write(state)
+        self._show(state)
+
+    def begins(self, phase: Phase) -> None:
+        """Report that a run begins, unless another one is at work: that one reports, and this one's failure to begin is
+        not its end.
+        """
+        found = _read_state(self._store)
+        self._is_second = not (found is None or found.is_final or is_silent(found, time.time()))
+        if not self._is_second:
+            self.phase(phase, self._latest.rows)
+
+    def still_beginning(self) -> None:
+        """Report again that the run starts, if so: a state that grows old says that its run was lost."""
+        if self._latest.phase == "starting" and time.time() - self._latest.updated_at_s > _REFRESH_INTERVAL_S:
+            self._write(replace(self._latest, updated_at_s=time.time()))
 
     def check_budget(self, num_errors: int, num_rows: int) -> None:
         """Raise `ErrorBudgetError` when so many errors are too many."""
@@ -102,7 +138,7 @@ class JobReporter:
 
     def received(self, state: JobState) -> None:
         """Show a state that the coordinator has published, and written already."""
-        self._latest = state
+        self._latest, self._is_second = state, False
         self._show(state)
 
     @contextmanager
@@ -118,8 +154,8 @@ class JobReporter:
             raise
 
     def ended(self, error: Exception) -> None:
-        """Report that the run ended by this error, unless its end is reported or the output is another job's."""
-        if self._latest.is_final:
+        """Report that the run ended by this error, unless its end is reported or the output is another's."""
+        if self._latest.is_final or self._is_second:
             return
         match error:
             case OutputConflictError():
@@ -152,6 +188,32 @@ class JobReporter:
             # Storage that fails for a moment costs one update; storage that stays away fails the shards, and perhaps
             # that was the end that is reported.
             logger.warning("state not written: %s", error)
+
+
+def state_before(job: OpenedJob) -> JobState:
+    """What a run of a job begins with: the counters of the run before, unless adapters have changed since: the parts
+    say then what still holds.
+    """
+    found, rows = _read_state(job.store), job.record.input.num_rows
+    begins = JobState("starting", time.time(), rows=rows)
+    if found is None or (job.changed_adapters and found.phase not in BEGINNING_PHASES):
+        return begins
+    return replace(
+        begins,
+        rows_done=found.rows_done,
+        rows_error=found.rows_error,
+        shards=found.shards,
+        shards_done=found.shards_done,
+        prompt_tokens=found.prompt_tokens,
+        completion_tokens=found.completion_tokens,
+    )
+
+
+def _read_state(store: JobStore) -> JobState | None:
+    try:
+        return store.read_state()
+    except DamagedRecordError:
+        return None  # it is replaced
 
 
 def state_publisher(client: Client, run_id: str, output: str) -> Callable[[JobState], None]:

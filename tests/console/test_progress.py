@@ -28,7 +28,10 @@ def test_a_line_tells_rows_errors_rates_and_time_left() -> None:
 
 def test_a_line_tells_nothing_that_is_not_known_yet() -> None:
     assert job_line(JobState("indexing", 1.0, rows=200), 2.0, 0.0) == "[0:02] indexing  0/200 rows"
-    assert job_line(JobState("running", 1.0, rows=200), 5.0, 0.0) == "[0:05] running  0/200 rows  waiting for engines"
+    loading = JobState("loading engines", 1.0, rows=200)
+    assert job_line(loading, 5.0, 0.0) == "[0:05] loading engines  0/200 rows"
+    starting = replace(loading, workers=(WorkerState("tcp://w1", mode="starting"),))
+    assert job_line(starting, 5.0, 0.0) == "[0:05] loading engines  0/200 rows  0 of 1 workers ready"
 
 
 def test_without_a_terminal_a_line_is_printed_at_each_phase_and_not_at_each_update() -> None:

@@ -114,6 +114,42 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) ->
     echo_job.assert_answered(rows)
 
 
+def test_programs_follow_a_job_by_its_last_line_its_status_and_exit_codes(echo_job: EchoJob) -> None:
+    rows = make_rows(60)
+    echo_job.write_input(rows)
+    output = str(echo_job.output)
+    gate = echo_job.folder / "gate"
+    echo_job.set_engine(gate=str(gate))
+    assert lorabatch("wait", output).returncode == 2
+    refused = lorabatch(*arguments(echo_job, max_tokens=0), "--json")
+    assert refused.returncode == 2
+    (line,) = refused.stdout.splitlines()
+    said = json.loads(line)
+    assert (said["outcome"], said["exit_code"]) == ("refused", 2)
+    assert "max_tokens=0" in said["message"]
+    words = [*CLI, *arguments(echo_job), "--json"]
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not echo_job.store.read_logs():
+        assert running.poll() is None, running.stderr and running.stderr.read()
+        time.sleep(0.1)
+    status = lorabatch("status", output, "--json")
+    assert (status.returncode, json.loads(status.stdout)["outcome"]) == (3, "running")
+    assert lorabatch("wait", output, "--timeout", "0").returncode == 3
+    waiting = subprocess.Popen([*CLI, "wait", output, "--json"], stdout=subprocess.PIPE, text=True)
+    gate.touch()
+    printed, shown = running.communicate(timeout=300)
+    assert running.returncode == 0, shown
+    (line,) = printed.splitlines()
+    said = json.loads(line)
+    assert (said["outcome"], said["exit_code"], said["summary"]["num_rows"]) == ("done", 0, 60)
+    assert "60 rows answered in 3 parts" in shown
+    waited, _ = waiting.communicate(timeout=300)
+    assert (waiting.returncode, json.loads(waited)["outcome"]) == (0, "done")
+    status = lorabatch("status", output, "--json")
+    assert (status.returncode, json.loads(status.stdout)["summary"]) == (0, said["summary"])
+    echo_job.assert_answered(rows)
+
+
 @pytest.mark.long
 def test_sigterm_ends_the_run_like_ctrl_c(echo_job: EchoJob) -> None:
     echo_job.write_input(make_rows(240))

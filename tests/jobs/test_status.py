@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.record import JobRecord, JobState, Phase, WorkerState
-from lorabatch.jobs.status import STALE_AFTER_S, log_lines, read_status
+from lorabatch.jobs.record import BEGINNING_PHASES, JobRecord, JobState, Phase, WorkerState
+from lorabatch.jobs.status import STALE_AFTER_S, log_lines, read_status, wait_for_end
 from lorabatch.jobs.store import JobStore
 
 NOW_S = 1000.0
@@ -78,6 +81,51 @@ def test_a_finished_job_is_done_whatever_its_state_says(store: JobStore) -> None
     store.mark_success()
     status = read_status(store, NOW_S)
     assert (status.headline, status.next_step, status.summary) == ("done", None, {"rows": 200})
+
+
+@pytest.mark.parametrize(
+    ("written", "outcome", "exit_code"),
+    [
+        (None, "waiting", 3),
+        (state("queued", age_s=10_000.0), "waiting", 3),
+        (state("starting"), "running", 3),
+        (state("loading engines"), "running", 3),
+        (state("running", age_s=STALE_AFTER_S + 1), "unknown", 4),
+        (state("failed"), "failed", 1),
+        (state("cancelled"), "stopped", 130),
+        (state("interrupted"), "stopped", 130),
+    ],
+)
+def test_a_status_has_a_word_and_an_exit_code_for_programs(
+    store: JobStore, written: JobState | None, outcome: str, exit_code: int
+) -> None:
+    if written is not None:
+        store.write_state(written)
+    status = read_status(store, NOW_S)
+    assert (status.outcome, status.exit_code) == (outcome, exit_code)
+    assert {"outcome": outcome, "exit_code": exit_code}.items() <= status.to_json().items()
+    store.mark_success()
+    # Unless a run begins on it anew.
+    is_beginning = written is not None and written.phase in BEGINNING_PHASES
+    assert read_status(store, NOW_S).exit_code == (3 if is_beginning else 0)
+
+
+def test_a_run_that_begins_anew_on_a_finished_job_is_not_done(store: JobStore) -> None:
+    """Its adapters have changed; `_SUCCESS` is removed when it has planned which rows it computes again."""
+    store.mark_success()
+    store.write_state(state("indexing"))
+    assert read_status(store, NOW_S).outcome == "running"
+    assert read_status(store, NOW_S + STALE_AFTER_S + 1).outcome == "done"
+
+
+def test_waiting_ends_with_the_job_or_with_patience(store: JobStore) -> None:
+    store.write_state(replace(state(), updated_at_s=time.time()))
+    assert wait_for_end(store, 0.0).outcome == "running"
+    ending = threading.Timer(0.3, lambda: store.write_state(state("failed", message="the disk is full.")))
+    ending.start()
+    assert wait_for_end(store, 60.0).outcome == "failed"
+    store.write_state(replace(state(), updated_at_s=time.time() - 1000))
+    assert wait_for_end(store).outcome == "unknown"
 
 
 def test_reused_prompts_are_shown_after_the_end_where_they_were_counted(store: JobStore) -> None:

@@ -42,6 +42,14 @@ def test_finished_rows_of_open_shards_count_and_are_not_counted_again_when_commi
     assert (state.rows_done, state.rows_error, state.shards_done, state.completion_tokens) == (20, 1, 2, 7)
 
 
+def test_engines_load_until_one_is_ready(monitor: JobMonitor) -> None:
+    assert monitor.state(1.0).phase == "loading engines"
+    monitor.reported(replace(make_report("w1", ()), state="starting"))
+    assert monitor.state(1.0).phase == "loading engines"
+    monitor.reported(make_report("w2", ()))
+    assert monitor.state(1.0).phase == "running"
+
+
 def test_a_lost_worker_takes_its_open_rows_with_it(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 4),)))
     monitor.lost("w1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,13 +69,39 @@ def test_a_finished_job_is_tidy_before_its_end_is_shown(store: JobStore) -> None
 def test_a_stage_of_many_small_steps_is_not_reported_step_by_step(store: JobStore) -> None:
     """Every state is a write to storage; the first and the last of a stage are always reported."""
     shown: list[int] = []
-    reporter = JobReporter(store, lambda state: shown.append(state.rows_done), ErrorBudget.parse("10%"))
+    reporter = JobReporter(store, lambda state: shown.append(state.rows_indexed), ErrorBudget.parse("10%"))
     for done in range(1001):
-        reporter.phase("indexing", 1000, done)
+        reporter.phase("indexing", 1000, rows_indexed=done)
     assert (shown[0], shown[-1]) == (0, 1000)
     assert len(shown) < 500
     reporter.phase("planning", 1000)
     assert len(shown) == len(set(shown)) + 1
+
+
+def test_a_phase_goes_on_from_the_counters_of_the_run_before(store: JobStore) -> None:
+    before = JobState("starting", 1.0, rows=10, rows_done=6, rows_error=1, shards=2, completion_tokens=50)
+    reporter = JobReporter(store, lambda state: None, ErrorBudget.parse("10%"), before)
+    reporter.begins("starting")
+    reporter.phase("indexing", 10, rows_indexed=4)
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.rows_indexed, state.rows_done, state.rows_error) == ("indexing", 4, 6, 1)
+    assert (state.shards, state.completion_tokens) == (2, 50)
+
+
+def test_a_run_that_cannot_begin_beside_another_one_leaves_its_state_alone(store: JobStore) -> None:
+    at_work = JobState("running", time.time(), rows=10, rows_done=3)
+    store.write_state(at_work)
+    reporter = make_reporter(store)
+    reporter.begins("queued")
+    reporter.ended(JobFailedError("no scheduler answers"))
+    assert store.read_state() == at_work
+    store.write_state(replace(at_work, updated_at_s=time.time() - 100))
+    reporter.begins("starting")
+    reporter.ended(JobFailedError("no scheduler answers"))
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.message) == ("failed", "no scheduler answers")
 
 
 def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:
