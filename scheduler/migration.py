@@ -7,6 +7,8 @@ keeps the shard; a row on a helper counts as lent there and as incoming here.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -27,6 +29,9 @@ _MAX_OWNERS = 4
 _MAX_HELPERS, _LEAST_FREE = 8, 0.25
 # Replicas whose paces differ by this factor are not alike.
 _FASTER = 1.25
+# All replicas are looked at again after a sixteenth as many decisions as there are replicas, so that a decision costs
+# the same on a large cluster. So many with room are kept.
+_LOOK_PART = 16
 OpenShards = Callable[[ReplicaState], Sequence[Shard]]
 
 
@@ -85,6 +90,10 @@ class TailMigration:
         self._reports: dict[str, Progress] = {}
         # Replicas that were given rows of others and have not reported them.
         self._given: dict[str, _Given] = {}
+        # Replicas with room and those with most left when all were last looked at, and the decisions since.
+        self._with_room: dict[str, None] = {}
+        self._owners: list[str] = []
+        self._num_since: float = math.inf
 
     def reported(self, replica: ReplicaState, report: Progress) -> None:
         """Take in a report, and whether its replica is done helping."""
@@ -97,6 +106,7 @@ class TailMigration:
         """Drop a replica."""
         self._reports.pop(replica_id, None)
         self._given.pop(replica_id, None)
+        self._num_since = math.inf
 
     def share(
         self, replica_id: str, time_s: float, replicas: Mapping[str, ReplicaState], open_shards: OpenShards
@@ -104,11 +114,15 @@ class TailMigration:
         """What should move now that this replica has reported or has nothing to do: rows of its own, or of those
         replicas that have most left.
         """
+        self._num_since += 1
+        if self._num_since * _LOOK_PART > len(replicas):
+            self._look(replicas)
+        if not replicas[replica_id].rows_left:
+            self._with_room[replica_id] = None
         helpers = self._helpers(replicas)
         if not helpers:
             return ()
-        owners = [replica_id] if replicas[replica_id].rows_left else self._most_left(replicas)
-        for owner in owners:
+        for owner in [replica_id] if replicas[replica_id].rows_left else self._owners:
             moves = self._moves(owner, helpers, replicas, open_shards)
             if moves:
                 return self._given_away(owner, moves, time_s)
@@ -120,13 +134,14 @@ class TailMigration:
         """Moves of so many rows of a slow replica to the fastest, as if they came from the queue: whether they find a
         place at once does not matter.
         """
-        report, limit = self._reports.get(owner), self._slowest_helper(replicas)
-        paces = {name: self._pace(replica) for name, replica in replicas.items()}
-        if report is None or paces[owner].slowness <= limit:
+        report, limit = self._reports.get(owner), _FASTER * self._paces.compare(replicas.keys()).fastest
+        if report is None or self._paces.slowness(owner) <= limit:
             return ()
-        fastest = [name for name, pace in paces.items() if pace.slowness <= limit and name not in self._given]
-        ranked = sorted(fastest, key=lambda n: (self.rows_at_work(replicas[n]), n))
-        helpers = {name: paces[name] for name in ranked[: min(num_rows, _MAX_HELPERS)]}
+        fastest = (name for name in replicas if self._paces.slowness(name) <= limit and name not in self._given)
+        ranked = heapq.nsmallest(
+            min(num_rows, _MAX_HELPERS), fastest, key=lambda n: (self.rows_at_work(replicas[n]), n)
+        )
+        helpers = {name: self._pace(replicas[name]) for name in ranked}
         if not helpers:
             return ()
         shares = _shares(num_rows, list(helpers.values()))
@@ -144,19 +159,28 @@ class TailMigration:
         """Replicas that have room, the fastest first. None is much slower than the fastest of all: rows that have moved
         do not move again, and some of them turn out to be long.
         """
-        limit = self._slowest_helper(replicas)
-        paces = {
-            name: replace(self._pace(replica), own_rows=self.rows_at_work(replica))
-            for name, replica in replicas.items()
-            if name not in self._given
-        }
-        has_room = (name for name, pace in paces.items() if pace.free_rows > 0 and pace.slowness <= limit)
+        limit = _FASTER * self._paces.compare(replicas.keys()).fastest
+        found = []
+        for name in self._with_room:
+            rows, slowness = self.rows_at_work(replicas[name]), self._paces.slowness(name)
+            pace = Pace(replicas[name].batch_rows, slowness, rows)
+            if pace.free_rows > 0 and slowness <= limit and name not in self._given:
+                found.append((round(slowness, 1), rows, name, pace))
         # One more than needed: the owner may be among them.
-        ranked = sorted(has_room, key=lambda n: (round(paces[n].slowness, 1), paces[n].own_rows, n))
-        return {name: paces[name] for name in ranked[: _MAX_HELPERS + 1]}
+        return {name: pace for _, _, name, pace in sorted(found)[: _MAX_HELPERS + 1]}
 
-    def _slowest_helper(self, replicas: Iterable[str]) -> float:
-        return _FASTER * min(self._paces.slowness(name) for name in replicas)
+    def _look(self, replicas: Mapping[str, ReplicaState]) -> None:
+        """Find the fastest replicas with most room and those with most left, among all."""
+        rows = {name: self.rows_at_work(replica) for name, replica in replicas.items()}
+        free = (name for name, replica in replicas.items() if rows[name] < replica.batch_rows)
+        ranked = heapq.nsmallest(_LOOK_PART, free, key=lambda n: (round(self._paces.slowness(n), 1), rows[n], n))
+        self._with_room = dict.fromkeys(ranked)
+
+        def left(name: str) -> float:
+            return sum(rows_here(self._reports[name]).values()) * self._paces.slowness(name)
+
+        self._owners = heapq.nlargest(_MAX_OWNERS, (name for name in replicas if name in self._reports), key=left)
+        self._num_since = 0
 
     def rows_at_work(self, replica: ReplicaState) -> int:
         """Unfinished rows that it works on itself, its own and others'."""
@@ -165,12 +189,6 @@ class TailMigration:
             return replica.open_rows
         lent = sum(rows for _, rows in report.lent_shards)
         return max(0, replica.open_rows - lent) + report.incoming_rows
-
-    def _most_left(self, replicas: Mapping[str, ReplicaState]) -> list[str]:
-        def left(name: str) -> float:
-            return sum(rows_here(self._reports[name]).values()) * self._pace(replicas[name]).slowness
-
-        return sorted((name for name in replicas if name in self._reports), key=left, reverse=True)[:_MAX_OWNERS]
 
     def _moves(
         self, owner: str, helpers: Mapping[str, Pace], replicas: Mapping[str, ReplicaState], open_shards: OpenShards
@@ -359,6 +377,8 @@ def rows_to_lend(
     best_s = min(stay_s * (1 - settings.least_gain), stay_s - settings.least_gain_s)
     best = [0] * len(helpers)
     hop_s = settings.hop_s + _step_s(min(rows.num_rows, owner.batch_rows), rows.prompt_tokens, cost) * owner.slowness
+    if hop_s >= best_s:
+        return best
     # The last row goes too: a slow owner is better rid of it. Rows that only wait may be what should move.
     splits = {*range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)), rows.num_waiting}
     splits |= {min(rows.num_rows, sum(helper.free_rows for helper in helpers))}
@@ -367,7 +387,10 @@ def rows_to_lend(
         if sum(shares) < num_lent:
             continue
         end_s = _work_s(rows.kept(num_lent), owner, cost)
-        for share, helper in zip(shares, helpers, strict=True):
+        if end_s > best_s:
+            continue
+        # Once for helpers that are alike.
+        for share, helper in set(zip(shares, helpers, strict=True)):
             moved = rows.lent(num_lent, share)
             end_s = max(end_s, hop_s + _prefill_s(moved, helper, cost) + _work_s(moved, helper, cost))
         if end_s <= best_s and end_s < stay_s:

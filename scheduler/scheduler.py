@@ -196,7 +196,7 @@ class Scheduler:
             case ShardFailed():
                 return self._shard_failed(event)
             case Progress():
-                self._progress(event)
+                return self._progress(event)
             case Tick():
                 return self._tick(event.time_s)
         return []
@@ -352,10 +352,10 @@ class Scheduler:
         self._open_rows += rows - replica.rows_left.get(shard_id, 0)
         replica.set_rows_left(shard_id, rows)
 
-    def _progress(self, event: Progress) -> None:
+    def _progress(self, event: Progress) -> list[Command]:
         replica = self._replicas.get(event.replica_id)
         if replica is None:
-            return
+            return []
         self._liveness.heard(event.replica_id, event.time_s)
         self._paces.reported(event)
         if self._sources is not None:
@@ -367,6 +367,11 @@ class Scheduler:
             measured = self._lengths.measured(adapter)
             if measured is not None:
                 self._queue.correct_length(adapter, measured)
+        # A scheduler before this one opened a shard there after this one had asked which are open.
+        missed = [s for s, _ in event.open_shards if s not in replica.rows_left and self._is_untouched(s)]
+        for shard_id in missed:
+            self._queue.discard(shard_id)
+        commands: list[Command] = [self._open(self._shards[shard_id], replica) for shard_id in missed]
         # A replica may still list a shard whose attempt has just failed there.
         open_shards = tuple(entry for entry in event.open_shards if entry[0] in replica.rows_left)
         if self._migration is not None:
@@ -374,6 +379,12 @@ class Scheduler:
         for shard_id, rows_left in open_shards:
             if self._shards[shard_id].shard.has_engine_work:
                 self._set_rows_left(replica, shard_id, rows_left)
+        return commands
+
+    def _is_untouched(self, shard_id: int) -> bool:
+        """Whether this scheduler has never opened a shard with engine work that is queued."""
+        state = self._shards[shard_id]
+        return state.status is ShardStatus.QUEUED and state.attempt == 0 and state.shard.has_engine_work
 
     def _dispatch(self, candidates: list[ReplicaState], wanted: Mapping[str, int]) -> list[Command]:
         """Open shards until every candidate holds what it should."""
@@ -409,13 +420,13 @@ class Scheduler:
         """
         if not self._queue.is_shared:
             return {r.replica_id: max(1, round(self._settings.open_batches * r.batch_rows)) for r in candidates}
-        slower = self._paces.over_fastest(self._replicas)
+        paces = self._paces.compare(self._replicas.keys())
         num_missing = max(0, self._settings.expected_replicas - len(self._replicas))
-        speed = num_missing + sum(1 / factor for factor in slower.values())
+        speed = num_missing + paces.speed
         rows_left = self._queue.num_rows + self._open_rows
         wanted = {}
         for replica in candidates:
-            factor = slower[replica.replica_id]
+            factor = paces.factors[replica.replica_id]
             each_s, alone_s = self._paces.row_seconds(self._lengths.mean(), replica.batch_rows)
             if factor > 1.0 and factor * alone_s > rows_left * each_s / speed + alone_s:
                 continue

@@ -6,7 +6,7 @@ were prefill. Old steps count less and less, so that a replica whose machine bec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ..cost import CostModel, StepLoad
@@ -22,6 +22,8 @@ _PRIOR_S = 0.5
 _STEP_S = 1.0
 # Tokens of a step that are never too many: with fewer, too much of it is reading weights. The first has no more.
 _LEAST_STEP_TOKENS = 256
+# Replicas are compared again when one of so many has reported.
+_COMPARED_PART = 16
 # Replicas that differ by less are taken to be alike: what a row costs varies as much.
 _ALIKE = 1.15
 
@@ -55,6 +57,17 @@ def mean_row(shards: Sequence[Shard]) -> MeanRow:
     return MeanRow(num_rows, prompt / max(1, num_rows), output / max(1, num_rows))
 
 
+@dataclass(frozen=True, slots=True)
+class RelativePaces:
+    """Replicas beside each other. `fastest`: the least slowness; `factors`: slowness over it, 1 for those about as
+    fast; `speed`: of all together, in fastest replicas.
+    """
+
+    fastest: float
+    factors: Mapping[str, float]
+    speed: float
+
+
 class PaceEstimator:
     """Slowness of replicas: how many times as long their steps take as `cost` says. 1 while nothing is known, and for
     ever without a cost model.
@@ -64,8 +77,11 @@ class PaceEstimator:
         self._cost = cost
         self._row = row
         self._steps: dict[str, _Steps] = {}
-        # Of all replicas; None when a report has changed it. Every event asks for each replica's pace.
-        self._known_mean: float | None = None
+        # Of all replicas together: seconds of steps, as they were and as predicted.
+        self._taken_s, self._predicted_s = 0.0, 0.0
+        # The last comparison, and the reports since.
+        self._compared: RelativePaces | None = None
+        self._num_since = 0
 
     def reported(self, report: Progress) -> None:
         """Take in a report. Totals that have become smaller are those of an engine that was started again."""
@@ -83,16 +99,23 @@ class PaceEstimator:
                 + (self._cost.decode_row_s + self._cost.context_token_s * self._context_tokens) * generated_tokens
             )
             kept = 0.5 ** (taken_s / _HALF_LIFE_S)
-            steps.taken_s = kept * steps.taken_s + taken_s
-            steps.predicted_s = kept * steps.predicted_s + predicted_s
-        self._known_mean = None
+            self._count(steps, kept * steps.taken_s + taken_s, kept * steps.predicted_s + predicted_s)
         steps.engine_s, steps.num_steps = report.engine_s, report.num_steps
         steps.prompt_tokens, steps.generated_tokens = report.prompt_tokens, report.generated_tokens
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""
         self._steps.pop(replica_id, None)
-        self._known_mean = None
+        # Added up again, so that nothing is left of rounding when the last one is gone.
+        self._taken_s = sum(steps.taken_s for steps in self._steps.values())
+        self._predicted_s = sum(steps.predicted_s for steps in self._steps.values())
+        self._compared = None
+
+    def _count(self, steps: _Steps, taken_s: float, predicted_s: float) -> None:
+        self._taken_s += taken_s - steps.taken_s
+        self._predicted_s += predicted_s - steps.predicted_s
+        steps.taken_s, steps.predicted_s = taken_s, predicted_s
+        self._num_since += 1
 
     def is_known(self, replica_id: str) -> bool:
         """Whether the replica has worked enough for its pace to be its own; always so without a cost model."""
@@ -107,18 +130,25 @@ class PaceEstimator:
         own = steps.taken_s / (steps.taken_s + _PRIOR_S)
         return own * steps.taken_s / steps.predicted_s + (1 - own) * mean
 
-    def over_fastest(self, replica_ids: Collection[str]) -> dict[str, float]:
-        """Slowness of these replicas over that of the fastest of them; 1 for those about as fast."""
-        slowness = {name: self.slowness(name) for name in replica_ids}
-        fastest = min(slowness.values(), default=1.0)
-        return {name: slow / fastest if slow > _ALIKE * fastest else 1.0 for name, slow in slowness.items()}
+    def compare(self, replica_ids: Set[str]) -> RelativePaces:
+        """These replicas beside each other. Made anew when a sixteenth of them has reported, so that an event costs the
+        same on a large cluster.
+        """
+        found = self._compared
+        if (
+            found is None
+            or self._num_since * _COMPARED_PART > len(found.factors)
+            or found.factors.keys() != replica_ids
+        ):
+            slowness = {name: self.slowness(name) for name in replica_ids}
+            fastest = min(slowness.values(), default=1.0)
+            factors = {name: slow / fastest if slow > _ALIKE * fastest else 1.0 for name, slow in slowness.items()}
+            found = RelativePaces(fastest, factors, sum(1 / factor for factor in factors.values()))
+            self._compared, self._num_since = found, 0
+        return found
 
     def _mean(self) -> float:
-        if self._known_mean is None:
-            taken_s = sum(steps.taken_s for steps in self._steps.values())
-            predicted_s = sum(steps.predicted_s for steps in self._steps.values())
-            self._known_mean = taken_s / predicted_s if predicted_s > 0 else 1.0
-        return self._known_mean
+        return self._taken_s / self._predicted_s if self._predicted_s > 0 else 1.0
 
     @property
     def _context_tokens(self) -> float:

@@ -160,12 +160,23 @@ def test_a_new_scheduler_adopts_shards_already_running_before_it_opens_others():
     scheduler.check_integrity()
 
 
+def test_a_new_scheduler_adopts_a_shard_that_an_older_one_opened_after_replicas_were_asked():
+    scheduler = Scheduler(make_shards(3, rows=100))
+    scheduler.handle(ReplicasFound(0.0, (("a", 25, ((0, 100),), 0.0),)))
+    report = Progress(0.3, "a", 120, 25, 1.0, (), ((0, 60), (1, 90)))
+    assert opened(scheduler.handle(report)) == [(1, "a", 0)]
+    scheduler.check_integrity()
+    assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == [(2, "b", 0)]
+
+
 def test_what_a_replica_still_lists_of_shards_that_are_not_its_own_changes_nothing():
     scheduler = Scheduler(make_shards(2, rows=100))
     assert opened(scheduler.handle(ReplicaJoined(0.0, "a", 25))) == [(0, "a", 0)]
-    scheduler.handle(Progress(0.3, "a", 120, 25, 1.0, (), ((0, 60), (1, 60))))
+    assert opened(scheduler.handle(ReplicaJoined(0.1, "b", 25))) == [(1, "b", 0)]
+    scheduler.handle(Progress(0.2, "a", 120, 25, 1.0, (), ((0, 60), (1, 60))))
+    assert opened(scheduler.handle(ShardFailed(0.3, 1, "b", "disk full"))) == []
+    assert opened(scheduler.handle(Progress(0.4, "b", 10, 25, 1.0, (), ((1, 60),)))) == []
     scheduler.check_integrity()
-    assert opened(scheduler.handle(ReplicaJoined(0.4, "b", 25))) == [(1, "b", 0)]
 
 
 def test_waves_whose_rows_prove_long_are_opened_before_the_others():
