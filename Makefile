@@ -5,8 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A file of tests stays in one of two processes, which wait more than they compute.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# Modules are compiled when they are first imported: most of what is installed never is.
-PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python install/packages.py
 DEMO_OUTPUT ?= demo-output
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -31,19 +30,19 @@ types: $(VENV)/.test
 imports: $(VENV)/.test
 	$(BIN)/lint-imports
 
-# torch first and pinned: anything else would choose a build of several gigabytes
+# torch first: which build of it depends on the machine
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) torch
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) -e '.[demo]'
+	$(INSTALL) 'lorabatch[demo]'
 	touch $@
 
 # with what the demo needs, so that `make demo` installs nothing afterwards
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(PIP) -e '.[demo,test]'
+	$(INSTALL) 'lorabatch[demo,test]'
 	touch $(VENV)/.demo $@
 
 clean:
