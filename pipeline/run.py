@@ -85,7 +85,10 @@ def run(
     with reporter.ending_recorded(), job_log(job.store):
         reporter.begins("starting")
         try:
-            with EarlyCheck(job) as rows, connected(job.spec, client) as dask, scheduler_loss_reported(dask):
+            # Spare processes import the engine; other factories do not need it.
+            has_spares = engine_factory == ENGINE_FACTORY
+            connection = connected(job.spec, client, has_spares=has_spares)
+            with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask):
                 launched = launch(dask, job, rows, engine_factory)
                 if page := page_address(dask):
                     watcher.note(f"dashboard: {page}")

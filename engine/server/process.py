@@ -1,4 +1,5 @@
-"""The engine as a process of its own: `python -m lorabatch.engine.server.process`, driven over its standard streams.
+"""The engine as a process of its own: `python -m lorabatch.engine.server.process [MODULE]`, driven over its standard
+streams. MODULE is imported before the first message.
 
 A crash or an out-of-memory kill then costs one engine, not the Dask worker with its bookkeeping, and the interpreter
 lock of the worker never waits for a step. `frames.py` has the messages.
@@ -90,9 +91,13 @@ Inbox = queue.SimpleQueue[ToEngine | MessageError]
 
 
 class EngineProcess:
-    """Feeds one engine from a queue of messages and writes its replies."""
+    """Feeds one engine from a queue of messages and writes its replies.
 
-    def __init__(self, inbox: Inbox, outlet: BinaryIO) -> None:
+    `imported`: a module that is likely to be needed, imported before the first message; "" for none.
+    """
+
+    def __init__(self, inbox: Inbox, outlet: BinaryIO, imported: str = "") -> None:
+        self._imported = imported
         self._inbox = inbox
         self._outlet = outlet
         self._write_lock = threading.Lock()
@@ -105,6 +110,8 @@ class EngineProcess:
         """Serve until `Stop`; the exit code. A failure of the engine is reported in `Fatal`."""
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         try:
+            if self._imported:
+                importlib.import_module(self._imported)
             engine = self._start(self._inbox.get())
         except Exception as error:
             # What the model folder lacks does not come back by itself: no retry.
@@ -252,7 +259,7 @@ def main() -> int:
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:
-        return EngineProcess(inbox, outlet).run()
+        return EngineProcess(inbox, outlet, *sys.argv[1:]).run()
     except BrokenPipeError:
         return 0
 

@@ -18,7 +18,7 @@ from distributed.security import Security
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
 from ...jobs.spec import JobSpec, TlsFiles
 from .versions import check_versions
-from .worker_process import VISIBLE_DEVICES, visible_gpus
+from .worker_process import SPARE_THREADS, VISIBLE_DEVICES, visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ _SETTINGS: dict[str, Any] = {
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
 }
+_SPARE_MODULE = "lorabatch.pipeline.worker.spare"
 # Worker processes read this when they import distributed, before `embedded_worker` has taken them off the terminal.
 _WORKER_LOGGING = ("DASK_DISTRIBUTED__LOGGING", repr({"distributed": "warning", "distributed.preloading": "error"}))
 
@@ -106,15 +107,17 @@ def placement_of_tasks(client: Client) -> dict[str, Any]:
 
 
 @contextmanager
-def connected(spec: JobSpec, client: Client | None = None) -> Iterator[Client]:
+def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool = False) -> Iterator[Client]:
     """A client of its own for one job, connected to the cluster of `client`, else to the one that `spec.cluster` names:
-    `local` starts one and ends it afterwards.
+    `local` starts one and ends it afterwards. `has_spares`: its workers start engine processes before they are asked.
 
     Raises `JobRequestError` when no scheduler answers, or a GPU is asked for and the machine has none; `JobFailedError`
     when the cluster's scheduler or workers do not have this version of lorabatch.
     """
     if client is None and spec.is_embedded:
-        with embedded(num_embedded_workers(spec)) as own:
+        num_workers = num_embedded_workers(spec)
+        spare_threads = threads_per_engine(spec, num_workers) if has_spares else None
+        with embedded(num_workers, spare_threads=spare_threads) as own:
             yield own
         return
     connection: AbstractContextManager[Client]
@@ -151,9 +154,13 @@ def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
 
 
 @contextmanager
-def embedded(num_workers: int, worker_start_limit_s: float = WORKER_START_LIMIT_S) -> Iterator[Client]:
-    """A cluster that lives as long as the block. Raises `JobFailedError` when it cannot be started."""
-    with dask.config.set(_SETTINGS), _environment(_WORKER_LOGGING), warnings.catch_warnings():
+def embedded(
+    num_workers: int, worker_start_limit_s: float = WORKER_START_LIMIT_S, spare_threads: int | None = None
+) -> Iterator[Client]:
+    """A cluster that lives as long as the block. `spare_threads`: of the spare engine process that each worker starts;
+    None for no such process. Raises `JobFailedError` when it cannot be started.
+    """
+    with dask.config.set(_settings(spare_threads)), _environment(_WORKER_LOGGING), warnings.catch_warnings():
         # another dashboard on the default port is no reason to worry a user
         warnings.filterwarnings("ignore", message="Port .* is already in use")
         before = _child_pids()
@@ -174,6 +181,13 @@ def embedded(num_workers: int, worker_start_limit_s: float = WORKER_START_LIMIT_
                 yield client
         finally:
             _end(cluster, before)
+
+
+def _settings(spare_threads: int | None) -> dict[str, Any]:
+    if spare_threads is None:
+        return _SETTINGS
+    preload = [*_SETTINGS["distributed.worker.preload"], _SPARE_MODULE]
+    return _SETTINGS | {"distributed.worker.preload": preload, SPARE_THREADS: spare_threads}
 
 
 def start_local_cluster(cluster_type: type[LocalCluster], **options: Any) -> LocalCluster:

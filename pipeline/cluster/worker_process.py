@@ -22,6 +22,8 @@ from pathlib import Path
 from distributed import Worker
 
 logger = logging.getLogger(__name__)
+# In Dask's configuration of workers that start a spare engine process (`worker/spare.py`): its threads.
+SPARE_THREADS = "lorabatch.spare-engine-threads"
 
 
 def worker_log_path(worker: Worker) -> Path:

@@ -44,7 +44,7 @@ from ...scheduler.cost import (
 )
 from ..cluster.connect import DEFAULT_WORKERS, embedded
 from ..cluster.devices import device_kind
-from ..supervisor.process import TRIM_VARIABLE
+from ..supervisor.spare import TRIM_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,15 @@
 """One engine process as its supervisor sees it: start it, send to it, read from it, end it.
 
-`multiprocessing` children are refused in nannied workers, so this is a plain subprocess. Closing its standard input
-ends it, also when this process is killed. Its standard error goes to a log file.
+`spare.py` starts it. Closing its standard input ends it, also when this process is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,16 +18,7 @@ from ...engine.errors import EngineError
 from ...engine.server.codec import MessageError
 from ...engine.server.frames import FROM_ENGINE, TO_ENGINE, Fatal, FromEngine, Start, ToEngine, encode_frame, read_frame
 from ..messages import EngineSettings
-
-# Libraries read these before they load; the nanny has set some of them to 1 for the worker itself.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-# Set by the nanny for the worker: memory goes back to the system at every free. An engine wants the same sizes again in
-# the next layer and would pay in page faults: 10 to 25 % of a step on a CPU (SmolLM2-135M, measured).
-TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
-# How long a thread of GNU OpenMP that waits for others keeps its core before it sleeps. By default for long, several
-# times in each layer: beside other work these are taken from the very thread that is waited for, and a step takes 5 to
-# 15 times as long (two threads, two busy cores). A thirtieth of it costs an idle machine nothing, much less does.
-_WAITING = {"GOMP_SPINCOUNT": "10000"}
+from .spare import SpareEngine, start_engine_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +35,21 @@ class EngineProcess:
     """An engine process that may still be starting. No call waits for it.
 
     `listener` is called with every message, in a thread of the process's own, and last of all with `ProcessExited`,
-    exactly once.
+    exactly once. `spare`: holds a process that was started before, which is used if it lives.
     """
 
     def __init__(
-        self, find_model: Callable[[], Path], log_path: Path, listener: Listener, settings: EngineSettings
+        self,
+        find_model: Callable[[], Path],
+        log_path: Path,
+        listener: Listener,
+        settings: EngineSettings,
+        spare: SpareEngine | None = None,
     ) -> None:
         self._settings = settings
+        self._spare = spare
+        #: Whether the process was started before this object.
+        self.was_spare = False
         self._find_model = find_model
         self._log_path = log_path
         self._listener = listener
@@ -92,19 +88,15 @@ class EngineProcess:
         except Exception as error:
             self._listener(self, Fatal(str(error), is_permanent=isinstance(error, EngineError)))
             reason = "it could not be started"
+        if self._spare is not None:
+            self._spare.close()
         self._listener(self, ProcessExited(reason))
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lorabatch.engine.server.process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=engine_environment(os.environ, self._settings.config.num_threads),
-                # Ctrl-C in a terminal reaches the whole foreground group; the supervisor ends engines itself.
-                start_new_session=True,
-            )
+        num_threads = self._settings.config.num_threads
+        spare = self._spare.take(num_threads) if self._spare else None
+        self.was_spare = spare is not None
+        self._process = spare or start_engine_process(self._log_path, num_threads)
         if self._is_stopped.is_set():
             self._process.kill()
         return self._process
@@ -126,13 +118,6 @@ class EngineProcess:
         process.stdout.close()
         writer.close()
         return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
-
-
-def engine_environment(inherited: Mapping[str, str], num_threads: int | None) -> dict[str, str]:
-    """The environment of an engine process, from that of its worker."""
-    threads = dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) if num_threads else {}
-    kept = {name: value for name, value in inherited.items() if name != TRIM_VARIABLE}
-    return ({} if "OMP_WAIT_POLICY" in kept else _WAITING) | kept | threads
 
 
 class FrameWriter:

@@ -26,6 +26,7 @@ from .metrics import EngineMeter
 from .open_shard import OpenShard
 from .process import EngineProcess, ProcessExited
 from .queue import EngineQueue, LentRows
+from .spare import SpareEngine, engine_log
 
 logger = logging.getLogger(__name__)
 REPORT_INTERVAL_S = 1.0
@@ -36,7 +37,8 @@ _P = ParamSpec("_P")
 class EngineSupervisor:
     """One engine process, restarted when it dies, and the runs that share it.
 
-    `find_model` returns the local model folder (it may download). `folder`: of the engine's own files.
+    `find_model` returns the local model folder (it may download). `folder`: of the engine's own files. `spare`: see
+    `EngineProcess`; for the first process only.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class EngineSupervisor:
         folder: Path,
         worker: str,
         limits: HealthLimits | None = None,
+        spare: SpareEngine | None = None,
     ) -> None:
         self._settings = settings
         self._folder = folder
@@ -63,7 +66,7 @@ class EngineSupervisor:
         self._report_at_s = 0.0
         self._health = EngineHealth(time.monotonic(), limits)
         self._kernel_kills = kernel_kills()
-        self._process = self._start_process(settings)
+        self._process = self._start_process(settings, spare)
         self._thread = threading.Thread(target=self._run, name="engine supervisor", daemon=True)
         self._thread.start()
 
@@ -174,7 +177,8 @@ class EngineSupervisor:
         self._health.heard(time.monotonic(), is_ready=self._meter.latest.state == "ready", step_s=step_s)
 
     def _ready(self, message: Ready) -> None:
-        logger.info("engine process %d ready after %.1f s", message.pid, message.load_s)
+        kind = ", a spare one" if self._process.was_spare else ""
+        logger.info("engine process %d ready after %.1f s%s", message.pid, message.load_s, kind)
         # Limits that were not set are the engine's choice for its device.
         self._settings = self._settings.with_limits(message.batch_rows, message.step_tokens)
         self._has_finished_rows = False
@@ -285,8 +289,3 @@ class EngineHandle:
     def submit(self, change: Callable[Concatenate[EngineQueue, _P], None], *args: _P.args, **kwargs: _P.kwargs) -> None:
         """Have the supervisor call a method of its queue, as in `submit(EngineQueue.abandon, shard)`. Never waits."""
         self._submit(lambda queue: change(queue, *args, **kwargs))
-
-
-def engine_log(folder: Path) -> Path:
-    """Where an engine process prints."""
-    return folder / "engine.log"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -40,9 +39,11 @@ from ..messages import (
 from ..migration.peers import Peers, stop_serving_peers
 from ..monitoring.logs import LogShipper
 from ..monitoring.topics import REPORTS
+from ..supervisor.spare import SpareEngine, engine_folder
 from ..supervisor.supervisor import EngineHandle, EngineSupervisor, Reporter
 from .adapters import AdapterCache
 from .peer_service import PeerService
+from .spare import SPARE_EXTENSION
 
 _CLOSE_TIMEOUT_S = 4.0
 # A helper's step, and the time between two requests. Rows that are not back by then go on from where they were lent.
@@ -194,19 +195,21 @@ class _Engine:
     """An engine that runs, the folder of its files, and who uses it."""
 
     supervisor: EngineSupervisor
-    folder: tempfile.TemporaryDirectory[str]
+    folder: TemporaryDirectory[str]
     runs: set[str] = field(default_factory=set)
 
 
 class WorkerEngines:
     """Starts an engine for the first run that needs it and ends it with the last. Any thread may call.
 
-    `folder`: which Dask clears of what killed workers leave behind. `address`: of the worker.
+    `folder`: which Dask clears of what killed workers leave behind. `address`: of the worker. `spare`: for the first
+    engine.
     """
 
-    def __init__(self, folder: str, address: str) -> None:
+    def __init__(self, folder: str, address: str, spare: SpareEngine | None = None) -> None:
         self._folder = folder
         self._address = address
+        self._spare = spare
         self._lock = threading.Lock()
         self._engines: dict[EngineIdentity, _Engine] = {}
         self._engine_of: dict[str, _Engine] = {}
@@ -218,14 +221,19 @@ class WorkerEngines:
         with self._lock:
             engine = self._engines.get(settings.identity)
             if engine is None or engine.supervisor.has_failed:
-                folder = tempfile.TemporaryDirectory(prefix="lorabatch-engine-", dir=self._folder)
-                engine = _Engine(EngineSupervisor(settings, find_model, Path(folder.name), self._address), folder)
+                engine = self._start(settings, find_model)
                 self._engines[settings.identity] = engine
             engine.runs.add(run)
             self._engine_of[run] = engine
             return engine.supervisor.join(run, send_report)
 
-    def leave(self, run: str, timeout_s: float) -> tempfile.TemporaryDirectory[str] | None:
+    def _start(self, settings: EngineSettings, find_model: Callable[[], Path]) -> _Engine:
+        spare, self._spare = self._spare, None
+        folder = spare.folder if spare else engine_folder(self._folder)
+        supervisor = EngineSupervisor(settings, find_model, Path(folder.name), self._address, spare=spare)
+        return _Engine(supervisor, folder)
+
+    def leave(self, run: str, timeout_s: float) -> TemporaryDirectory[str] | None:
         """End a run: its open shards fail with `ShardAbandonedError`, those of other runs go on. With the last run the
         engine ends; its folder is returned then, to be removed when its log has been read.
         """
@@ -244,6 +252,9 @@ class WorkerEngines:
 
 def engines_of(worker: Worker) -> WorkerEngines:
     """The engines of a worker."""
-    found = worker.extensions.setdefault(_EXTENSION, WorkerEngines(worker.local_directory, worker.address))
+    found = worker.extensions.get(_EXTENSION)
+    if found is None:
+        spare = worker.extensions.get(SPARE_EXTENSION)
+        found = worker.extensions[_EXTENSION] = WorkerEngines(worker.local_directory, worker.address, spare)
     assert isinstance(found, WorkerEngines)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,6 +50,9 @@ def test_two_workers_answer_as_transformers_and_peft_do(
     assert {row_id: row["completion"] for row_id, row in found.items()} == expected
     assert all(found[row["id"]]["tags"] == row["tags"] for row in rows)
     assert {found[row["id"]]["mode"] for row in rows if row["adapter"] is None} == {"base"}
+    # Engines ran in processes that their workers had started before they knew the job.
+    logs = [path.read_text() for path in (tmp_path / "output/_lorabatch/logs").glob("worker-*.log")]
+    assert [re.findall(r"ready after [\d.]+ s(.*)", log) for log in logs] == [[", a spare one"]] * 2
 
 
 def greedy_texts(model_folder: Path, adapters: dict[str, Path], rows: list[dict[str, Any]]) -> dict[str, str]:
