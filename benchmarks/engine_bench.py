@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from lorabatch.benchmarks.engine_result import (
     CEILING,
     MERGED,
@@ -33,6 +31,7 @@ from lorabatch.benchmarks.engine_result import (
 )
 from lorabatch.benchmarks.engine_workload import ALL_LENGTHS, Lengths, make_workload
 from lorabatch.benchmarks.provenance import provenance
+from lorabatch.console.terminal import plain_console
 
 PEERS = {"peft": ("PEFT merged", "PEFT mixed"), "vllm": ("vLLM",)}
 _PACKAGES = ("torch", "transformers", "peft", "vllm", "numpy")
@@ -61,7 +60,8 @@ def main(
     if len(kinds) < len(set(lengths)):
         raise ValueError(f"--lengths {', '.join(lengths)}: expected {' or '.join(ALL_LENGTHS)}.")
     missing = {peer for peer in vs if find_spec(peer) is None}
-    not_run = {system: f"{peer} cannot be imported here" for peer in missing for system in PEERS[peer]}
+    extra = {"peft": ": pip install 'lorabatch[bench]'"}
+    not_run = {s: f"{peer} is not installed{extra.get(peer, '')}" for peer in missing for s in PEERS[peer]}
     peers = [system for peer in vs if peer not in missing for system in PEERS[peer]]
     # what is compared closely runs close together: the machine's speed changes from minute to minute
     systems = [MERGED_ONE, NO_LORA, UNMERGED, CEILING, TORCH_CEILING, MERGED, *peers]
@@ -83,7 +83,7 @@ def main(
     result = {"benchmark": "engine"} | facts | {"workloads": of_workload}
     for kind, of in of_workload.items():
         for table in tables(kind, of):
-            Console().print(table)
+            plain_console().print(table)
     if result_path is not None:
         result_path.parent.mkdir(parents=True, exist_ok=True)
         result_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -121,7 +121,7 @@ def _keep_runs(path: Path | None, same: dict[str, Any], runs: Mapping[Lengths, M
 
 
 def _take_turns(systems: Sequence[str], workload_path: Path, runs: dict[str, list[Run]], repeat: str) -> None:
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     for system in systems:
         run = _run_once(system, workload_path)
         console.print(f"run {repeat}  {system}: {run.seconds:.1f} s")

@@ -15,6 +15,7 @@ from rich.table import Table
 from ..pipeline.planning.dry_run import DryRun
 from ..scheduler.forecast import AdapterForecast
 from ..scheduler.planning.waves import Shard
+from .terminal import plain_console
 
 _LINES_SHOWN = 30
 
@@ -135,12 +136,12 @@ def print_plan(
     if as_json:
         typer.echo(json.dumps(plan_json(found, gpu_hour_price), indent=1))
         return
-    console = console or Console()
+    console = console or plain_console()
     for line in found.notes:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for kind in found.errors:
         text = f"{kind.num_rows} rows cannot be answered ({kind.kind}), first at {kind.location}: {kind.sentence}"
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
     columns: tuple[str, ...] = ("adapter", "rank", "rows", "prompt tokens", "output tokens", "engine s")
     _print_table(console, [_adapter_cells(a) for a in _by_seconds(found)], columns, "adapter")
     columns = ("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s")
@@ -148,7 +149,7 @@ def print_plan(
     columns = ("worker", "shards", "rows", "adapters", "their MB", "weights MB", "predicted s")
     _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
     for line in totals(found, gpu_hour_price):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def totals(found: DryRun, gpu_hour_price: float | None) -> list[str]:
@@ -247,7 +248,7 @@ def _print_table(console: Console, cells: Sequence[tuple[str, ...]], columns: Se
         table.add_row(*line)
     console.print(table)
     if len(cells) > _LINES_SHOWN:
-        console.print(f"… and {len(cells) - _LINES_SHOWN} more; --json has all", highlight=False)
+        console.print(f"… and {len(cells) - _LINES_SHOWN} more; --json has all")
 
 
 def _adapter_cells(adapter: AdapterForecast) -> tuple[str, ...]:

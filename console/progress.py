@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from contextlib import suppress
 from typing import Any, Self
@@ -20,6 +19,7 @@ from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status import JobStatus, Outcome, read_status
 from ..jobs.store import JobStore
+from .terminal import plain_console
 
 _LINE_INTERVAL_S = 5.0
 _ADAPTERS_SHOWN = 4
@@ -29,7 +29,7 @@ class ConsoleProgress:
     """A live display on standard error, or plain lines when that is no terminal. A context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr)
+        self._console = console or plain_console(stderr=True)
         self._live: Live | None = None
         self._told_at_s = 0.0
         self._told_phase = ""
@@ -61,7 +61,7 @@ class ConsoleProgress:
             return
         if state.phase != self._told_phase or now_s - self._told_at_s >= _LINE_INTERVAL_S:
             self._told_phase, self._told_at_s = state.phase, now_s
-            self._console.print(job_line(state, now_s - self._started_s, rows_per_s), highlight=False, soft_wrap=True)
+            self._console.print(job_line(state, now_s - self._started_s, rows_per_s), soft_wrap=True)
 
     def _rows_per_s(self, state: JobState, now_s: float) -> float:
         if state.phase != "running":
@@ -71,7 +71,7 @@ class ConsoleProgress:
 
     def note(self, text: str) -> None:
         """See `Progress`."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
 
 def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +15,7 @@ import pyarrow.dataset as ds
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..demo.job import DEMO_FOLDER
 from ..engine.peft import AdapterAudit
@@ -19,6 +23,7 @@ from ..engine.peft.audit import AUDIT_COLUMNS, audit_rows
 from ..jobs.cost_profile import CostProfile
 from ..pipeline.planning.simulate import SimulationResult
 from ..scheduler.cost import CostModel
+from .terminal import plain_console
 
 _SHOWN_PER_ADAPTER = 3
 _CELL_CHARACTERS = 160
@@ -35,16 +40,16 @@ def print_audits(audits: Sequence[AdapterAudit], console: Console | None = None,
         table.add_column(column, overflow="fold")
     for row in audit_rows(audits):
         verdict = row[1]
-        table.add_row(row[0], f"[{_VERDICT_STYLES[verdict]}]{verdict}[/]", *row[2:])
+        table.add_row(row[0], Text(verdict, style=_VERDICT_STYLES[verdict]), *row[2:])
     counts = {verdict: sum(audit.verdict == verdict for audit in audits) for verdict in _VERDICT_STYLES}
-    console = console or Console()
+    console = console or plain_console()
     console.print(table)
-    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), highlight=False)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
 
 
 def print_answers(output: Path, console: Console | None = None) -> None:
     """A few rows per adapter, rows in against rows out, and how to look at the rest."""
-    console = console or Console()
+    console = console or plain_console()
     answers = ds.dataset(output, format="parquet").to_table()
     names = sorted(set(answers.column("adapter").to_pylist()), key=lambda name: name or "")
     for name in names:
@@ -52,16 +57,22 @@ def print_answers(output: Path, console: Console | None = None) -> None:
     num_prompts = ds.dataset(DEMO_FOLDER / "prompts.parquet").count_rows()
     num_distinct = len(set(answers.column("id").to_pylist()))
     console.print(f"{num_prompts} rows in, {answers.num_rows} rows out, {num_distinct} distinct ids.")
-    console.print(f"Answers: {output}/part-*.parquet. With DuckDB, for example:", highlight=False, soft_wrap=True)
+    console.print(f"Answers: {output}/part-*.parquet. With DuckDB, for example:", soft_wrap=True)
     query = f"SELECT adapter, count(*), avg(completion_tokens) FROM '{output}/*.parquet' GROUP BY adapter"
-    console.print(
-        f'  .venv/bin/python -c "import duckdb; print(duckdb.sql(\\"{query}\\"))"', highlight=False, soft_wrap=True
-    )
+    console.print(f'  {_python()} -c "import duckdb; print(duckdb.sql(\\"{query}\\"))"', soft_wrap=True)
+    if find_spec("duckdb") is None:
+        console.print("DuckDB is not installed: pip install 'lorabatch[demo]'")
+
+
+def _python() -> str:
+    """The running Python, as one would type it here."""
+    path = Path(sys.executable)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def print_profile(profile: CostProfile, path: Path, console: Console | None = None) -> None:
     """What was found and how well it fits."""
-    console = console or Console()
+    console = console or plain_console()
     fit_table = Table("steps", "measured", "R²", "median error")
     for kind, quality in profile.quality.items():
         fit_table.add_row(kind, str(quality.num_steps), f"{quality.r_squared:.3f}", f"{quality.median_error:.1%}")
@@ -72,12 +83,12 @@ def print_profile(profile: CostProfile, path: Path, console: Console | None = No
         table.add_row(field.name, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
     what = f"{profile.num_engines} engines at once on {profile.device} ({profile.dtype})"
-    console.print(f"{what}: {path}", soft_wrap=True, highlight=False)
+    console.print(f"{what}: {path}", soft_wrap=True)
 
 
 def print_simulation(result: SimulationResult, console: Console | None = None) -> None:
     """One line per policy, the fastest first, and the files that were written."""
-    console = console or Console()
+    console = console or plain_console()
     workload = result.workload
     limits = result.settings.limits
     title = (

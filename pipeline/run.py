@@ -90,6 +90,8 @@ def run(
             connection = connected(job.spec, client, has_spares=has_spares)
             with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask):
                 launched = launch(dask, job, rows, engine_factory)
+                for line in launched.notes:
+                    watcher.note(line)
                 if page := page_address(dask):
                     watcher.note(f"dashboard: {page}")
                 return follow(dask, launched, reporter)
@@ -111,10 +113,13 @@ _LEASE = "20s"
 
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
-    """A job that a cluster runs. `future`: of its coordinator; when no client holds it any more, the job stops."""
+    """A job that a cluster runs. `future`: of its coordinator; when no client holds it any more, the job stops.
+    `notes`: on the devices of its engines.
+    """
 
     run_id: str
     future: Future[JobResult]
+    notes: tuple[str, ...]
 
 
 def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str) -> LaunchedJob:
@@ -136,7 +141,7 @@ def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
     arguments = (job, run_id, time.time(), settings, lease_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
-    return LaunchedJob(run_id, future)
+    return LaunchedJob(run_id, future, device.notes)
 
 
 def follow(client: Client, launched: LaunchedJob, reporter: JobReporter) -> JobResult:

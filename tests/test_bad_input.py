@@ -9,6 +9,7 @@ import errno
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,45 @@ def test_what_is_wrong_is_printed_with_its_exit_code(
     for part in printed:
         assert part.format_map(places) in done.output, done.output
     assert sorted((places["folder"] / "taken").rglob("*")) == before
+
+
+# A package that is not installed, what is typed, the exit code, and what is printed.
+MISSING: list[tuple[str, str, int, str]] = [
+    ("s3fs", f"plan {RIGHT} --input s3://b/rows", 2, "storage is missing: pip install 'lorabatch[s3]'"),
+    ("s3fs", f"run {BASE} --output s3://b/out", 2, "storage is missing: pip install 'lorabatch[s3]'"),
+    ("s3fs", "status s3://b/out", 1, "storage is missing: pip install 'lorabatch[s3]'"),
+    ("gcsfs", f"plan {RIGHT} --input gs://b/rows", 2, "storage is missing: Please install gcsfs to access Google"),
+    ("huggingface_hub", "plan --model some/model --input i", 2, "from the hub: pip install 'lorabatch[hub]'"),
+    (
+        "matplotlib",
+        "simulate --rows 8 --adapters 1 --workers 1 --policy planner --output {folder}/simulated",
+        0,
+        "(plots need matplotlib: pip install 'lorabatch[bench]')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("package", "typed", "exit_code", "printed"), MISSING, ids=[case[1] for case in MISSING])
+def test_a_package_that_is_missing_is_named_with_the_extra_that_has_it(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, package: str, typed: str, exit_code: int, printed: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    # a class of storage that an earlier test has used is kept there
+    for protocol in ("s3", "gs"):
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
+    done = CliRunner().invoke(app, shlex.split(typed.format_map(places)), env={"COLUMNS": "1000"})
+    assert done.exit_code == exit_code, done.output
+    assert printed in done.output
+
+
+def test_names_in_square_brackets_are_printed_as_they_are(places: dict[str, Path], tmp_path: Path) -> None:
+    """They are markup to rich, and a closing one that opens nothing is an error there."""
+    shutil.copytree(places["adapters"] / "alpha", tmp_path / "[red]tenant:cat:")
+    pq.write_table(pa.table({"prompt": ["a"], "adapter": ["[red]tenant:cat:"]}), tmp_path / "rows.parquet")
+    for typed in (
+        f"audit --model {places['model']} '{tmp_path}/[red]tenant:cat:'",
+        f"plan --model {places['model']} --max-tokens 8 --input {tmp_path}/rows.parquet --adapters {tmp_path}",
+    ):
+        done = CliRunner().invoke(app, shlex.split(typed), env={"COLUMNS": "1000"})
+        assert done.exit_code == 0, done.output
+        assert "[red]tenant:cat:" in done.output

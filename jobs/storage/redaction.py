@@ -22,6 +22,8 @@ _QUERY = re.compile(r"[?#]")
 _PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")
 # Shorter strings ("", "us") are no secrets, and masking them would garble ordinary text.
 _MIN_SECRET_CHARS = 4
+# Packages that storage may need, and the extra of ours that has them.
+_EXTRAS = {"s3fs": "s3", "huggingface_hub": "hub"}
 
 
 def redacted_url(url: str) -> str:
@@ -113,7 +115,9 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full. Free some space, then resume."
     if isinstance(error, ImportError):
-        return f"a package is missing: {detail}"
+        extra = next((extra for package, extra in _EXTRAS.items() if package in detail), None)
+        how = f"pip install 'lorabatch[{extra}]'" if extra else detail
+        return f"a package for this storage is missing: {how}"
     if isinstance(error, ValueError) and "rotocol" in detail:
         return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
     if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:

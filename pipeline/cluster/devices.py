@@ -18,6 +18,7 @@ from distributed import Client
 
 from ...engine.config import DeviceKind
 from ...engine.memory.limits import total_host_bytes
+from ...kernels import lacks_compiled_kernels
 from .worker_process import visible_gpus
 
 logger = logging.getLogger(__name__)
@@ -25,18 +26,29 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _ANSWER_LIMIT_S = 10.0
 # The GPU that the preset cost model stands for.
 _ASSUMED_GPU, _ASSUMED_GPU_BYTES = "H200", 141 * 10**9
+# Measured on the demo, AVX-512.
+_SLOW_KERNELS = (
+    "compiled CPU kernels are missing: about 3 times slower. A C compiler, such as gcc, builds them when lorabatch is "
+    "installed again: pip install --force-reinstall --no-deps CHECKOUT"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """What an engine runs on. `memory_bytes`: of a GPU, or of the machine. `assumption`: a sentence, when it was not
-    found but assumed.
+    found but assumed. `lacks_compiled_kernels`: of a CPU.
     """
 
     kind: DeviceKind
     name: str
     memory_bytes: int
     assumption: str = ""
+    lacks_compiled_kernels: bool = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of it and did not ask."""
+        return (_SLOW_KERNELS,) if self.lacks_compiled_kernels else ()
 
 
 def device_kind(asked: str) -> DeviceKind:
@@ -49,7 +61,7 @@ def device_kind(asked: str) -> DeviceKind:
 def find_device(asked: str) -> Device:
     """The device of this machine's engines, as `--device` asks. Runs on workers too."""
     if device_kind(asked) == "cpu":
-        return Device("cpu", "CPU", total_host_bytes())
+        return Device("cpu", "CPU", total_host_bytes(), lacks_compiled_kernels=lacks_compiled_kernels())
     found = _gpu(asked)
     if found is not None:
         return found
@@ -69,8 +81,10 @@ def find_device_of_workers(client: Client, asked: str) -> Device:
 
 
 def least_device(found: Iterable[Device], asked: str) -> Device:
-    """Of the devices that workers have named, one with the least memory; an assumption where none was named."""
-    devices = sorted(found, key=lambda device: (bool(device.assumption), device.memory_bytes))
+    """Of the devices that workers have named, one with the least memory, of such one without compiled kernels; an
+    assumption where none was named.
+    """
+    devices = sorted(found, key=lambda d: (bool(d.assumption), d.memory_bytes, not d.lacks_compiled_kernels))
     if devices:
         return devices[0]
     reason = "no worker of the cluster has named its device"

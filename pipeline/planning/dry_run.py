@@ -91,7 +91,7 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             settings.bound(workload, num_workers, slowness).seconds,
             range_s,
             slowness,
-            (*job_notes(job.record), *row_notes(job.record, indexed.rows_per_adapter)),
+            (*device.notes, *job_notes(job.record), *row_notes(job.record, indexed.rows_per_adapter)),
         )
 
 

@@ -52,7 +52,7 @@ def test_both_ceilings_are_compared_with_unmerged() -> None:
 
 def test_the_result_names_what_did_not_run_and_prints() -> None:
     runs = {NO_LORA: runs_of(1), UNMERGED: runs_of(2, 4), CEILING: [Run(1, 10, [])]}
-    result = as_json(WORKLOAD, runs, {"vLLM": "vllm cannot be imported here"})
+    result = as_json(WORKLOAD, runs, {"vLLM": "vllm is not installed"})
     assert json.loads(json.dumps(result)) == result
     assert result["systems"][UNMERGED]["output_tokens_per_s"] == 1.0
     assert result["systems"][NO_LORA]["rows_equal_to_unmerged"] == 2

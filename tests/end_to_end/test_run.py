@@ -45,6 +45,17 @@ def test_rows_in_are_rows_out_with_their_columns(echo_job: EchoJob, shared_clien
     assert {count.adapter: count.num_rows for count in result.adapters}["rank8"] == 37
 
 
+def test_a_run_says_once_that_compiled_kernels_are_missing(
+    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.pipeline.cluster.devices.lacks_compiled_kernels", lambda: True)
+    notes: list[str] = []
+    monkeypatch.setattr(run_module.SilentProgress, "note", lambda _, text: notes.append(text))
+    echo_job.write_input(make_rows(20))
+    echo_job.run(shared_client, device="cpu")
+    assert sum(note.startswith("compiled CPU kernels are missing: about ") for note in notes) == 1
+
+
 def test_a_job_that_was_finished_when_its_cluster_was_lost_is_done(
     echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

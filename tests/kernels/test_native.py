@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from lorabatch import kernels
 from lorabatch.kernels import native
 
 
@@ -29,3 +34,14 @@ def test_a_library_built_from_other_sources_is_not_used_and_the_log_says_what_th
         native._library.cache_clear()
     (record,) = caplog.records
     assert "no compiled CPU kernels" in record.getMessage()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86")
+def test_a_package_that_was_installed_without_a_compiler_is_known_without_torch(tmp_path: Path) -> None:
+    shutil.copy(kernels.__file__, tmp_path)
+    code = "import sys, runpy; print(runpy.run_path('__init__.py')['lacks_compiled_kernels'](), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, cwd=tmp_path, text=True) == "True False\n"
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native" / "_avx2.cpython-311-x86_64-linux-gnu.so").touch()
+    assert subprocess.check_output(command, cwd=tmp_path, text=True) == "False False\n"

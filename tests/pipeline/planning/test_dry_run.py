@@ -148,6 +148,16 @@ def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(o
     assert "a GPU with the 141 GB of an H200 is assumed. Seconds and price depend on it" in assumed
 
 
+def test_a_plan_says_first_that_compiled_kernels_are_missing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.pipeline.cluster.devices.lacks_compiled_kernels", lambda: True)
+    found = dry_run(options | {"device": "cpu"})
+    assert found.notes[0].startswith("compiled CPU kernels are missing: about ")
+    assert "C compiler" in found.notes[0]
+    assert dry_run(options | {"device": "cuda:77"}).notes == found.notes[1:]
+
+
 def test_what_run_would_refuse_plan_refuses(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(JobRequestError, match="max_tokens=0"):
         dry_run(options | {"max_tokens": 0})

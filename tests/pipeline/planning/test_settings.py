@@ -133,6 +133,8 @@ def test_of_several_workers_the_smallest_device_counts(asked: str) -> None:
     large, small = Device("cuda", "large", 80 << 30), Device("cuda", "small", 24 << 30)
     guess = Device("cuda", "guess", 8 << 30, "assumed")
     assert least_device([large, guess, small], asked) is small
+    slow = Device("cpu", "CPU", 8 << 30, lacks_compiled_kernels=True)
+    assert least_device([Device("cpu", "CPU", 8 << 30), slow], asked).notes == slow.notes != ()
     nothing: Callable[[], list[Device]] = list
     assumed = least_device(nothing(), asked)
     assert "no worker of the cluster has named its device" in assumed.assumption
