@@ -1,6 +1,8 @@
 """lorabatch: offline batch inference for many LoRA adapters over one base model, on Dask.
 
-result = lorabatch.run(lorabatch.JobSpec(model=…, adapters=…, input=…, output=…), client=dask_client)
+result = lorabatch.run(model=…, adapters=…, input=…, output=…)
+job = lorabatch.submit(model=…, adapters=…, input=…, output=…)
+answers = job.to_pandas()
 """
 
 from __future__ import annotations
@@ -10,19 +12,65 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .api import Job, JobPlan, audit, plan, run, status, submit
+    from .engine.errors import EngineError
+    from .jobs.errors import (
+        ErrorBudgetError,
+        InputRowsError,
+        JobCancelledError,
+        JobError,
+        JobFailedError,
+        JobInterruptedError,
+        JobRequestError,
+        OutputConflictError,
+        StorageError,
+    )
     from .jobs.spec import JobSpec
+    from .jobs.status import JobStatus
     from .pipeline.result import JobResult
-    from .pipeline.run import run
 
-__all__ = ["JobResult", "JobSpec", "__version__", "run"]
+__all__ = [
+    "EngineError",
+    "ErrorBudgetError",
+    "InputRowsError",
+    "Job",
+    "JobCancelledError",
+    "JobError",
+    "JobFailedError",
+    "JobInterruptedError",
+    "JobPlan",
+    "JobRequestError",
+    "JobResult",
+    "JobSpec",
+    "JobStatus",
+    "OutputConflictError",
+    "StorageError",
+    "__version__",
+    "audit",
+    "plan",
+    "run",
+    "status",
+    "submit",
+]
 
-# Loaded when first asked for: `import lorabatch` alone costs nothing.
-_HOMES = {"JobSpec": "jobs.spec", "JobResult": "pipeline.result", "run": "pipeline.run"}
+# Loaded when first asked for: `import lorabatch` alone costs nothing. Errors are in `jobs.errors`, the rest in `api`.
+_HOMES = {
+    "EngineError": "engine.errors",
+    "JobResult": "pipeline.result",
+    "JobSpec": "jobs.spec",
+    "JobStatus": "jobs.status",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    home = _HOMES.get(name, "jobs.errors" if name.endswith("Error") else "api")
+    value = globals()[name] = getattr(import_module(f".{home}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,12 +25,34 @@ _LINE_INTERVAL_S = 5.0
 _ADAPTERS_SHOWN = 4
 
 
+class NotebookDisplay:
+    """What `rich.live.Live` is in a terminal: one output of a notebook's cell, replaced in place. Needs no widgets."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def start(self, refresh: bool = False) -> None:
+        """See `Live`."""
+        from IPython.display import display
+
+        self._handle = display(Text("starting"), display_id=True)
+
+    def update(self, renderable: RenderableType) -> None:
+        """See `Live`."""
+        shown = Table.grid()
+        shown.add_row(renderable)
+        self._handle.update(shown)
+
+    def stop(self) -> None:
+        """See `Live`."""
+
+
 class ConsoleProgress:
-    """A live display on standard error, or plain lines when that is no terminal. A context manager."""
+    """A live display on standard error or in a notebook, else plain lines. A context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or plain_console(stderr=True)
-        self._live: Live | None = None
+        self._live: Live | NotebookDisplay | None = None
         self._told_at_s = 0.0
         self._told_phase = ""
         self._shown_notes: tuple[str, ...] = ()
@@ -39,8 +61,11 @@ class ConsoleProgress:
         self._running_since: tuple[float, int] | None = None
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._console.is_jupyter:
+            self._live = NotebookDisplay()
+        elif self._console.is_terminal:
             self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=False)
+        if self._live is not None:
             self._live.start(refresh=True)
         return self
 

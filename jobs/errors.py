@@ -80,3 +80,11 @@ class JobInterruptedError(JobError):
 
 class JobCancelledError(JobInterruptedError):
     """The job was asked to stop by `lorabatch cancel`, from any machine."""
+
+
+def error_of_kind(name: str, phase: str) -> type[JobError]:
+    """The error that a job's last state names. States of earlier versions name none; then it follows from the phase."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, JobError):
+        return found
+    return {"cancelled": JobCancelledError, "interrupted": JobInterruptedError}.get(phase, JobFailedError)

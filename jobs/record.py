@@ -270,8 +270,8 @@ class JobState:
     queued, from 0 to 1; None when there was no such time.
     `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
 
-    `message` says in one sentence why a job stopped, and what to do. `notes`: see `notes.row_notes`. `can_resume`: the
-    job may go on as it is.
+    `message` says in one sentence why a job stopped, and what to do; `error` names the exception. `notes`: see
+    `notes.row_notes`. `can_resume`: the job may go on as it is.
     """
 
     phase: Phase
@@ -291,6 +291,7 @@ class JobState:
     prefix_hit_rate: float | None = None
     workers: tuple[WorkerState, ...] = ()
     message: str = ""
+    error: str = ""
     notes: tuple[str, ...] = ()
     can_resume: bool = True
 

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from ..engine.config import Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from .errors import JobRequestError
-from .storage.location import absolute
+from .storage.location import absolute, paths_as_text
 from .storage.redaction import redacted_url, scrubbed
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
@@ -165,7 +165,7 @@ class JobSpec(_SamplingFields):
 
     def _set_fields(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
         """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
-        values = {_field_name(name): value for name, value in values.items()}
+        values = {_field_name(name): paths_as_text(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         problems, wrong = _unknown_options(values), frozenset[str]()
         try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from .errors import JobRequestError, MissingFileError
+from .errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind
 from .record import BEGINNING_PHASES, JobRecord, JobState
 from .storage.redaction import redacted_url
 from .store import JobStore
@@ -81,6 +81,20 @@ class JobStatus:
         """Whether its last run has ended, well or not. One that has gone silent may still run."""
         return self.is_finished or (self.state is not None and self.state.is_final)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last run has ended, or has been silent for so long that it is taken for lost."""
+        return self.is_over or self.silent_s > _SILENCE_LIMIT_S
+
+    @property
+    def error(self) -> JobError | None:
+        """What ended its last run, as the exception that was raised then; None when nothing did."""
+        if self.outcome == "unknown":
+            return JobFailedError(f"output={self.output!r}: {self.headline}. Go on with `{self.next_step}`.")
+        if self.state is None or self.outcome not in ("failed", "stopped"):
+            return None
+        return error_of_kind(self.state.error, self.state.phase)(self.state.message)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready object for programs."""
         return {
@@ -149,15 +163,20 @@ def is_silent(state: JobState, now_s: float) -> bool:
     return not state.is_final and state.phase != "queued" and now_s - state.updated_at_s > STALE_AFTER_S
 
 
-def wait_for_end(store: JobStore, timeout_s: float | None = None) -> JobStatus:
-    """The status of a job when its run has ended, or has been silent for so long that it is taken for lost, or
-    `timeout_s` have passed. Raises what `read_status` raises.
+def wait_for_end(
+    store: JobStore, timeout_s: float | None = None, show: Callable[[JobState], None] = lambda state: None
+) -> JobStatus:
+    """The status of a job when it `has_ended`, or `timeout_s` have passed. `show` is called with the states meanwhile.
+
+    Raises what `read_status` raises.
     """
     give_up_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     interval_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_WAIT_INTERVAL_S
     while True:
         status = read_status(store)
-        if status.is_over or status.silent_s > _SILENCE_LIMIT_S or time.monotonic() >= give_up_s:
+        if status.state is not None:
+            show(status.state)
+        if status.has_ended or time.monotonic() >= give_up_s:
             return status
         time.sleep(max(0.0, min(interval_s, give_up_s - time.monotonic())))
 

@@ -72,6 +72,9 @@ class JobResult:
         adapters = tuple(AdapterCount(**count) for count in raw["adapters"])
         return cls(**{**raw, "errors": errors, "adapters": adapters})
 
+    def __str__(self) -> str:
+        return self.to_text()
+
     def to_text(self) -> str:
         """A few lines for people: what is where, and what went wrong."""
         answered = (

@@ -16,7 +16,7 @@ from ..jobs.record import JobState
 from ..jobs.spec import JobSpec, TlsFiles
 from ..jobs.storage.redaction import redacted_url
 from .cluster.background import background_client, find_cluster, state_file
-from .cluster.connect import existing, num_embedded_workers, security_of
+from .cluster.connect import connected, existing, num_embedded_workers, security_of
 from .cluster.versions import check_scheduler, check_versions
 from .messages import ENGINE_FACTORY, job_of_run
 from .monitoring.reporter import JobReporter, state_before
@@ -60,8 +60,15 @@ class ListedJob:
         return f"{self.job_id}  {phase or 'waiting'}  {rows}  {self.output}"
 
 
-def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Path | None = None) -> SubmittedJob:
-    """Check and open a job, hand it to its cluster and return; `local` is a cluster in the background.
+def submit(
+    spec: JobSpec,
+    engine_factory: str = ENGINE_FACTORY,
+    cluster_file: Path | None = None,
+    *,
+    client: Client | None = None,
+) -> SubmittedJob:
+    """Check and open a job, hand it to its cluster and return; `local` is a cluster in the background. `client`: of the
+    cluster to use instead of `spec.cluster`.
 
     Raises what `run.run` raises before work starts. What happens later is in the job's state.
     """
@@ -75,24 +82,24 @@ def submit(spec: JobSpec, engine_factory: str = ENGINE_FACTORY, cluster_file: Pa
     with (
         reporter.ending_recorded(),
         EarlyCheck(job) as rows,
-        _cluster_of(job.spec, cluster_file or state_file()) as (client, address, dashboard),
+        _cluster_of(job.spec, cluster_file or state_file(), client) as (own, address, dashboard),
     ):
-        check_versions(client)
-        launched = launch(client, job, rows, engine_factory)
+        launched = launch(own, job, rows, engine_factory)
         # Kept by the scheduler, also when this client is gone.
-        client.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
+        own.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
     return SubmittedJob(job.record.job_id, shown, address, dashboard)
 
 
 @contextmanager
-def _cluster_of(spec: JobSpec, cluster_file: Path) -> Iterator[tuple[Client, str, str]]:
-    """A client, the cluster's address and that of its dashboard, "" when unknown."""
-    if spec.is_embedded:
-        with background_client(cluster_file, num_embedded_workers(spec)) as (found, client):
-            yield client, found.address, found.dashboard
+def _cluster_of(spec: JobSpec, cluster_file: Path, client: Client | None) -> Iterator[tuple[Client, str, str]]:
+    """A client of its own, the cluster's address and that of its dashboard, "" when unknown."""
+    if client is None and spec.is_embedded:
+        with background_client(cluster_file, num_embedded_workers(spec)) as (found, own):
+            check_versions(own)
+            yield own, found.address, found.dashboard
         return
-    with existing(spec.cluster, security_of(spec.tls_files)) as client:
-        yield client, spec.cluster, ""
+    with connected(spec, client) as own:
+        yield own, spec.cluster if client is None else own.scheduler_info(n_workers=0)["address"], ""
 
 
 def list_jobs(

@@ -160,13 +160,3 @@ def test_adapters_behind_a_url_are_audited_under_their_own_names(
     code, text = invoke("audit", "--model", str(tiny_llama), "memory://audited/none")
     assert code == 1
     assert "memory://audited/none': not found" in text
-
-
-def test_the_python_api_is_the_same_engine_room() -> None:
-    import lorabatch
-    from lorabatch.pipeline.run import run
-
-    assert lorabatch.run is run
-    assert lorabatch.JobSpec is JobSpec
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        lorabatch.nothing  # noqa: B018

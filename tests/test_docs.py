@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import typer
 import yaml
 from distributed.cli import dask_scheduler, dask_worker
 
+import lorabatch
 from lorabatch.cli import app
 from lorabatch.console.options import JOB_OPTIONS
 from lorabatch.jobs.spec import SAMPLING_COLUMNS, JobSpec
@@ -137,12 +139,27 @@ def test_settings_shown_for_dask_are_those_of_the_installed_one() -> None:
     assert_known(yaml.safe_load(shown_settings), known)
 
 
+def calls_in(path: Path) -> dict[str, ast.Call]:
+    """Function, as it is written -> a call of it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {ast.unparse(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
 def test_the_example_in_python_scales_by_our_backlog_and_makes_a_job() -> None:
-    tree = ast.parse((ROOT / "docs" / "examples" / "slurm.py").read_text(encoding="utf-8"))
-    calls = {ast.unparse(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    calls = calls_in(ROOT / "docs" / "examples" / "slurm.py")
     assert ast.unparse(calls["cluster.adapt"].args[0]) == "JobAdaptive"
     given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in calls["lorabatch.JobSpec"].keywords}
     JobSpec(**given)
+
+
+@pytest.mark.parametrize("name", [path.name for path in (ROOT / "docs" / "examples").glob("*.py")])
+def test_calls_in_examples_have_the_parameters_of_our_functions(name: str) -> None:
+    found = calls_in(ROOT / "docs" / "examples" / name)
+    calls = {function: call for function, call in found.items() if function in ("lorabatch.run", "lorabatch.submit")}
+    assert calls
+    for function, call in calls.items():
+        known = inspect.signature(getattr(lorabatch, function.removeprefix("lorabatch."))).parameters
+        assert {keyword.arg for keyword in call.keywords} <= known.keys()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))

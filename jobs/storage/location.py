@@ -249,6 +249,15 @@ def absolute(url: str) -> str:
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 
+def paths_as_text(value: Any) -> Any:
+    """A value of an option with text in place of `os.PathLike` objects, also inside lists and mappings."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [paths_as_text(item) for item in value]
+    return {key: paths_as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """The options meant for this URL: `{"s3": {…}, "gs": {…}}` is one mapping per protocol."""
     protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"

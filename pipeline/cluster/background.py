@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -84,6 +85,8 @@ def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
             # The terminal's Ctrl-C and its closing are not meant for it.
             start_new_session=True,
         )
+    # It may end before this process does, which then has to take note of it.
+    threading.Thread(target=process.wait, name="background cluster", daemon=True).start()
     give_up_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < give_up_s and process.poll() is None:
         if path.exists():

@@ -18,7 +18,7 @@ from distributed.security import Security
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
 from ...jobs.spec import JobSpec, TlsFiles
 from .versions import check_versions
-from .worker_process import SPARE_THREADS, VISIBLE_DEVICES, visible_gpus
+from .worker_process import SPARE_THREADS, VISIBLE_DEVICES, EmbeddedNanny, visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +166,7 @@ def embedded(
         before = _child_pids()
         cluster = start_local_cluster(
             LocalCluster,
+            worker_class=EmbeddedNanny,
             n_workers=num_workers,
             threads_per_worker=_TASK_THREADS,
             processes=True,

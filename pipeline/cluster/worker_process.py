@@ -15,11 +15,15 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
-from distributed import Worker
+from distributed import Nanny, Worker
 
 logger = logging.getLogger(__name__)
 # In Dask's configuration of workers that start a spare engine process (`worker/spare.py`): its threads.
@@ -50,6 +54,44 @@ def dask_setup(worker: Worker) -> None:
     logger.addHandler(handler)
 
 
+class EmbeddedNanny(Nanny):
+    """A nanny whose worker does not import the main module of its own process.
+
+    `multiprocessing` has new processes import it, for functions that it may define. A script would run there again,
+    unless it has a guard; workers need nothing of it.
+    """
+
+    async def instantiate(self) -> Any:
+        """See `Nanny`."""
+        with _MAIN_MODULE.left_out():
+            return await super().instantiate()
+
+
+class _MainModule:
+    """The main module's spec while workers start, several at a time: one of this name is not imported."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_starting = 0
+        self._own: ModuleSpec | None = None
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        main = sys.modules["__main__"]
+        with self._lock:
+            if not self._num_starting:
+                self._own, main.__spec__ = main.__spec__, ModuleSpec("lorabatch.__main__", None)
+            self._num_starting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_starting -= 1
+                if not self._num_starting:
+                    main.__spec__ = self._own
+
+
+_MAIN_MODULE = _MainModule()
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEVICE_NAME = re.compile(r"nvidia(\d+)")
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ...jobs.errors import DamagedRecordError
 from ...jobs.input.columns import ANSWER_FIELDS, DEFAULT_ID_COLUMN, LOGPROB_FIELDS
+from ...jobs.input.files import unpack_schema
 from ...jobs.record import JobRecord
 from ...jobs.store import part_name
 from .answers import RowAnswer
@@ -58,6 +59,14 @@ def part_schema(prepared_schema: pa.Schema, *, with_logprobs: bool) -> pa.Schema
     """The schema of every part of a job whose prepared rows have this one."""
     ours = ANSWER_FIELDS + (LOGPROB_FIELDS if with_logprobs else ())
     return pa.schema([*passthrough_schema(prepared_schema), *ours])
+
+
+def output_schema(record: JobRecord) -> pa.Schema:
+    """The schema of every part of a job, also of one that has no rows and no parts."""
+    columns = unpack_schema(record.input.schema_ipc).remove_metadata()
+    if "id" not in record.input.roles:
+        columns = columns.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
+    return part_schema(columns, with_logprobs=record.with_logprobs)
 
 
 def answers_in_part(

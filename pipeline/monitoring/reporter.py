@@ -171,6 +171,7 @@ class JobReporter:
             phase=phase,
             updated_at_s=time.time(),
             message=str(error) or type(error).__name__,
+            error=type(error).__name__,
             # The rows, or the budget for errors, must change first.
             can_resume=not isinstance(error, InputRowsError | ErrorBudgetError),
             workers=(),

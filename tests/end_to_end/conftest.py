@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed import Client, LocalCluster
 from echo_job import ECHO_FOLDER, EchoJob
 
+from lorabatch.pipeline.cluster.background import state_file
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
 
 
@@ -46,3 +50,16 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
     with s3_server(tmp_path) as bucket:
         bucket.fs.mkdir("bucket")
         yield bucket
+
+
+@pytest.fixture
+def background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The state file of a background cluster that this test alone uses, and that ends with it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = state_file()
+    yield path
+    if path.exists():
+        process = psutil.Process(json.loads(path.read_text())["pid"])
+        below = process.children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        psutil.wait_procs([process, *below], timeout=300)

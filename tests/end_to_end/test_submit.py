@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from echo_job import ECHO_FOLDER, EchoJob, make_rows, wait_until
 
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.cluster.background import state_file
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 SHORT_LIVED = "from lorabatch.pipeline.cluster import background as b; b.serve(b.Path({!r}), 1, idle_limit_s=1.0)"
@@ -28,19 +24,6 @@ def lorabatch(*words: str) -> subprocess.CompletedProcess[str]:
 def submit(job: EchoJob) -> subprocess.CompletedProcess[str]:
     options = job.options()
     return lorabatch("submit", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
-
-
-@pytest.fixture
-def background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The state file of a background cluster that this test alone uses, and that ends with it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = state_file()
-    yield path
-    if path.exists():
-        process = psutil.Process(json.loads(path.read_text())["pid"])
-        below = process.children(recursive=True)
-        process.send_signal(signal.SIGKILL)
-        psutil.wait_procs([process, *below], timeout=300)
 
 
 def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, background: Path) -> None:

@@ -1,0 +1,376 @@
+"""The functions of `import lorabatch`: the commands of the command line, for programs and notebooks.
+
+Options have the names, meanings and defaults that they have on the command line: they are the fields of `JobSpec`.
+Errors are the command line's too, as exceptions; `jobs/errors.py` lists them. Only progress is printed.
+
+Heavy packages are imported inside the functions that need them, as in `cli.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .jobs.spec import JobSpec
+from .jobs.status import JobStatus, log_lines, read_status, request_cancel, wait_for_end
+from .jobs.storage.location import absolute
+from .jobs.storage.redaction import redacted_url
+from .jobs.store import JobStore, part_name
+
+if TYPE_CHECKING:
+    import dask.dataframe as dd
+    import pandas as pd
+    import pyarrow as pa
+    from distributed import Client
+
+    from .engine.peft.audit import AdapterAudit
+    from .pipeline.planning.dry_run import DryRun
+    from .pipeline.result import JobResult
+    from .pipeline.run import Progress
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# A job as a program has it: made already, or as the path of a job file; None: by options alone.
+JobSource = JobSpec | str | os.PathLike[str] | None
+
+
+def _with_job_options(function: _Function) -> _Function:
+    """Show the options of a job, with their defaults and help, as parameters of a function that takes any."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    fields = JobSpec.model_fields
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if field.is_required() else field.default,
+            annotation=field.annotation,
+        )
+        for name, field in fields.items()
+    ]
+    function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    lines = [f"    {name}: {field.description}" for name, field in fields.items()]
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "") + "\n\nOptions of a job:\n" + "\n".join(lines) + "\n"
+    return function
+
+
+@_with_job_options
+def run(
+    job: JobSource = None, *, client: Client | None = None, progress: bool | Progress = True, **options: Any
+) -> JobResult:
+    """Run a job to its end, or go on with it where it stopped.
+
+    >>> result = lorabatch.run(
+    ...     model="base", adapters="adapters", input="prompts.parquet", output="answers", max_tokens=8, workers=1
+    ... )
+    >>> result.num_rows, result.num_errors
+    (12, 0)
+
+    job: a `JobSpec`, or the path of a job file; options given beside it take precedence.
+    client: of the Dask cluster to use instead of the one that `cluster` names.
+    progress: False shows none; or an object with `update(state)` and `note(text)`.
+
+    Raises `JobRequestError` with all problems of the request before anything is written; `ErrorBudgetError` when too
+    many rows are wrong; `JobFailedError` or `StorageError` when the job cannot go on; `JobInterruptedError` on Ctrl-C
+    or a request to cancel. Whatever is finished by then is kept: running the job again goes on from there.
+    """
+    from .pipeline.run import run as run_job
+
+    spec = _spec(job, options, client)
+    with _shown(progress) as shown:
+        return run_job(spec, client=client, progress=shown)
+
+
+@_with_job_options
+def submit(job: JobSource = None, *, client: Client | None = None, **options: Any) -> Job:
+    """Start a job that goes on without this process: on a cluster, or on one in the background of this machine.
+
+    >>> job = lorabatch.submit(
+    ...     model="base", adapters="adapters", input="prompts.parquet", output="answers", max_tokens=8, workers=1
+    ... )
+    >>> job.result().num_rows
+    12
+
+    job: a `JobSpec`, or the path of a job file; options given beside it take precedence.
+    client: of the Dask cluster to use instead of the one that `cluster` names.
+
+    Raises what `run` raises before work starts. What happens later is in the job's status, and `Job.result` raises it.
+    """
+    from .pipeline.submit import submit as submit_job
+
+    spec = _spec(job, options, client).with_absolute_paths()
+    submitted = submit_job(spec, client=client)
+    return Job(spec.output, spec.storage_options, cluster=submitted.cluster, dashboard=submitted.dashboard)
+
+
+@_with_job_options
+def plan(
+    job: JobSource = None,
+    *,
+    speeds: str | Sequence[float] | None = None,
+    gpu_hour_price: float | None = None,
+    **options: Any,
+) -> JobPlan:
+    """Plan a job without running it: adapters, rows and tokens, waves, placement, memory, seconds and money.
+
+    >>> found = lorabatch.plan(model="base", adapters="adapters", input="prompts.parquet", max_tokens=8)
+    >>> found.num_rows
+    12
+
+    job: a `JobSpec`, or the path of a job file; options given beside it take precedence. An output is not needed.
+    speeds: of each worker, over the cost model's.
+    gpu_hour_price: of one worker.
+
+    Raises what `run` raises before work starts.
+    """
+    from .pipeline.planning.dry_run import dry_run
+
+    values, job_file = _values(job, options)
+    text = speeds if speeds is None or isinstance(speeds, str) else ",".join(map(str, speeds))
+    return JobPlan(dry_run(values, job_file, text), gpu_hour_price)
+
+
+def status(output: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> JobStatus:
+    """Where a job stands, from its output alone.
+
+    >>> lorabatch.status("answers").headline
+    'done'
+
+    Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
+    """
+    return Job(output, storage_options).status()
+
+
+def audit(
+    adapters: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    model: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    headers_only: bool = False,
+) -> list[AdapterAudit]:
+    """Say of each adapter whether it is applied exactly, exactly when merged, or refused, and why.
+
+    >>> [(found.name, found.verdict) for found in lorabatch.audit("adapters", model="base")]
+    [('formal', 'exact'), ('pirate', 'exact')]
+
+    adapters: folders or URLs of adapters, or of folders of them.
+    headers_only: weights are not read: no check for NaN, no hash.
+
+    Raises `JobRequestError` naming the folders in which no adapter was found, `StorageError` for what cannot be
+    fetched, and `EngineError` for a model that cannot be read.
+    """
+    from .jobs.adapters import audit_folders
+
+    urls = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
+    return audit_folders(
+        [os.fspath(url) for url in urls], os.fspath(model), storage_options or {}, check_values=not headers_only
+    )
+
+
+class Job:
+    """A job, known by its output: what `submit` returns, or `Job(output)` for a job that was started anywhere.
+
+    >>> job = lorabatch.Job("answers")
+    >>> job.status().headline
+    'done'
+    >>> sorted(job.to_pandas()["finish_reason"].unique())
+    ['length']
+
+    It reads storage only, so that it works from any machine. `cluster`, `dashboard`: where `submit` has started the
+    job; "" when that is not known, or all its answers were there already.
+    """
+
+    def __init__(
+        self,
+        output: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        cluster: str = "",
+        dashboard: str = "",
+    ) -> None:
+        self._store = JobStore(absolute(os.fspath(output)), storage_options)
+        self.cluster = cluster
+        self.dashboard = dashboard
+
+    def __repr__(self) -> str:
+        return f"<Job: {self.output}>"
+
+    @property
+    def output(self) -> str:
+        """The output folder or URL, without passwords and signatures."""
+        return redacted_url(self._store.url)
+
+    @property
+    def job_id(self) -> str:
+        """The job's id. Raises what `status` raises."""
+        return self.status().record.job_id
+
+    def status(self) -> JobStatus:
+        """Where the job stands now.
+
+        Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
+        """
+        return read_status(self._store)
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool | Progress = False) -> JobStatus:
+        """Wait until the job's run has ended, well or not, and say how. `progress`: see `run`.
+
+        Raises `TimeoutError` when it has not ended by then, and what `status` raises.
+        """
+        with _shown(progress) as shown:
+            found = wait_for_end(self._store, timeout_s, *([shown.update] if shown else []))
+        if not found.has_ended:
+            raise TimeoutError(f"output={self.output!r}: the job has not ended in {timeout_s:g} s")
+        return found
+
+    def result(self, timeout_s: float | None = None, *, progress: bool | Progress = False) -> JobResult:
+        """Wait for the job; its result. Raises what the job ended with, as `run` does, and what `wait` raises."""
+        from .pipeline.result import JobResult
+
+        found = self.wait(timeout_s, progress=progress)
+        if (error := found.error) is not None:
+            raise error
+        assert found.summary is not None, "_SUCCESS is there, summary.json is not"
+        return JobResult.from_json(found.summary)
+
+    def cancel(self) -> bool:
+        """Ask the job to stop; False when it has ended already. Finished rows are kept. Raises what `status` raises."""
+        return request_cancel(self._store)
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Lines of client, workers and engines as `source | line`; with `follow`, until the job ends."""
+        return log_lines(self._store, follow=follow)
+
+    def to_arrow(self) -> pa.Table:
+        """All rows of the output as an Arrow table; rows stand as in the parts. Waits and raises as `result` does."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        from .pipeline.dataset.writer import output_schema
+
+        names, location = self._part_names(), self._store.location
+        if not names:
+            return output_schema(self.status().record).empty_table()
+        return pa.concat_tables([pq.read_table(location.path(name), filesystem=location.fs) for name in names])
+
+    def to_pandas(self) -> pd.DataFrame:
+        """All rows of the output as a pandas data frame. Needs pandas. Waits and raises as `result` does."""
+        try:
+            import pandas  # noqa: F401
+        except ImportError:
+            raise ImportError("to_pandas needs pandas: pip install 'lorabatch[dataframe]'") from None
+        return self.to_arrow().to_pandas()
+
+    def to_dask_dataframe(self) -> dd.DataFrame:
+        """The output as a Dask data frame of one partition per part. Waits and raises as `result` does.
+
+        Needs `dask[dataframe]`.
+        """
+        try:
+            import dask.dataframe as dd
+        except ImportError:
+            raise ImportError("to_dask_dataframe needs dask[dataframe]: pip install 'lorabatch[dataframe]'") from None
+        names, location = self._part_names(), self._store.location
+        if not names:
+            return dd.from_pandas(self.to_pandas(), npartitions=1)
+        return dd.read_parquet([f"{location.url}/{name}" for name in names], storage_options=location.storage_options)
+
+    def _part_names(self) -> list[str]:
+        self.result()
+        return [part_name(shard_id) for shard_id in sorted(self._store.committed_parts())]
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """A job as planned. `details`: all that is known of it. `gpu_hour_price`: of one worker, where it was given."""
+
+    details: DryRun
+    gpu_hour_price: float | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the input, those that cannot be answered too."""
+        return self.details.workload.num_rows
+
+    @property
+    def num_errors(self) -> int:
+        """Rows that cannot be answered, for all that is known before the job runs."""
+        return sum(kind.num_rows for kind in self.details.errors)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that the job is planned for."""
+        return self.details.num_workers
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds, without the start of the engines."""
+        return self.details.forecast.predicted_s
+
+    @property
+    def price(self) -> float | None:
+        """What all workers cost for as long as the job takes; None when no price was given."""
+        from .console.plan_tables import price
+
+        return price(self.details, self.gpu_hour_price)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of adapters, files and rows, one sentence each."""
+        return self.details.notes
+
+    def to_json(self) -> dict[str, Any]:
+        """As `lorabatch plan --json` prints it."""
+        from .console.plan_tables import plan_json
+
+        return plan_json(self.details, self.gpu_hour_price)
+
+    def to_text(self) -> str:
+        """As `lorabatch plan` prints it."""
+        from .console.plan_tables import print_plan
+        from .console.terminal import plain_console
+
+        text = StringIO()
+        print_plan(self.details, self.gpu_hour_price, plain_console(file=text, width=120, force_jupyter=False))
+        return text.getvalue()
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<JobPlan: {self.num_rows} rows, {self.num_workers} workers, {self.predicted_s:.1f} s predicted>"
+
+
+def _values(job: JobSource, options: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    """The options of a job that are given, and its job file."""
+    if isinstance(job, JobSpec):
+        return {name: getattr(job, name) for name in job.model_fields_set} | dict(options), None
+    return dict(options), None if job is None else Path(job)
+
+
+def _spec(job: JobSource, options: Mapping[str, Any], client: Client | None) -> JobSpec:
+    """The job that is asked for, on the cluster of `client` where there is one.
+
+    Raises `JobRequestError` with every problem of the values, and of what the right ones among them name.
+    """
+    from .jobs.validation import requested_job
+
+    spec = job if isinstance(job, JobSpec) and not options else requested_job(*_values(job, options))
+    # What its engines run on is asked of its workers, not of this machine.
+    return (
+        spec if client is None else spec.model_copy(update={"cluster": client.scheduler_info(n_workers=0)["address"]})
+    )
+
+
+def _shown(progress: bool | Progress) -> AbstractContextManager[Progress | None]:
+    if not isinstance(progress, bool):
+        return nullcontext(progress)
+    if not progress:
+        return nullcontext(None)
+    from .console.progress import ConsoleProgress
+
+    return ConsoleProgress()

@@ -1,0 +1,143 @@
+"""`import lorabatch`: its names, its options and errors, which are the command line's. No job runs here."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import lorabatch
+from lorabatch.cli import app
+from lorabatch.console.options import JOB_OPTIONS
+from lorabatch.engine.errors import EngineError
+from lorabatch.jobs.errors import JobError
+from lorabatch.jobs.spec import JobSpec
+from lorabatch.jobs.status import JobStatus
+from lorabatch.pipeline.result import JobResult
+
+HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "typer", "rich", "bokeh"}
+
+
+def cli(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(words))
+    return done.exit_code, done.stderr
+
+
+def test_every_public_name_is_listed_and_there() -> None:
+    assert set(lorabatch.__all__) <= set(dir(lorabatch))
+    found = {name: getattr(lorabatch, name) for name in lorabatch.__all__}
+    assert (found["JobSpec"], found["JobResult"], found["JobStatus"]) == (JobSpec, JobResult, JobStatus)
+    errors = [value for name, value in found.items() if name.endswith("Error")]
+    assert len(errors) == 10
+    assert all(issubclass(error, JobError | EngineError) for error in errors)
+    assert all(found[name].__doc__ for name in found if name != "__version__")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lorabatch.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "names", [["JobSpec"], ["run", "submit", "plan", "audit", "Job"], ["status", "JobFailedError"]]
+)
+def test_names_load_nothing_heavy(names: list[str]) -> None:
+    code = f"import json, sys; from lorabatch import {', '.join(names)}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert loaded.isdisjoint(HEAVY), loaded & HEAVY
+
+
+@pytest.mark.parametrize("function", [lorabatch.run, lorabatch.submit, lorabatch.plan])
+def test_functions_show_the_options_of_the_command_line_with_their_defaults_and_help(function: Any) -> None:
+    shown = inspect.signature(function).parameters
+    assert JOB_OPTIONS.keys() <= shown.keys()
+    lines = (inspect.getdoc(function) or "").splitlines()
+    for key, option in JOB_OPTIONS.items():
+        assert shown[key].default == (None if option.is_required else JobSpec.model_fields[key].default)
+        assert f"    {key}: {JobSpec.model_fields[key].description}" in lines
+
+
+@pytest.mark.parametrize(("function", "command"), [(lorabatch.audit, "audit"), (lorabatch.status, "status")])
+def test_functions_without_a_job_have_the_options_of_their_commands(function: Any, command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    names = inspect.signature(function).parameters.keys() - {"adapters", "output"}
+    assert "storage_options" in names
+    assert all(f"--{name.replace('_', '-')}" in text for name in names)
+
+
+@pytest.fixture
+def given(weightless_model: Path, tmp_path: Path) -> dict[str, Any]:
+    """Options of a job without weights, whose paths are `Path` objects."""
+    pq.write_table(pa.table({"id": [1, 2], "prompt": ["one", "two"]}), tmp_path / "rows.parquet")
+    return {
+        "model": weightless_model,
+        "input": [tmp_path / "rows.parquet"],
+        "output": tmp_path / "out",
+        "load_format": "dummy",
+        "max_tokens": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0, "polcy": "dlora"},
+        {"adapters": "/no/such"},
+        {"input": "/no/such.parquet"},
+        {"columns": {"prompt": "text"}},
+        {"max_errors": "lots", "stop": [""]},
+    ],
+    ids=lambda wrong: ",".join(wrong),
+)
+def test_a_wrong_request_raises_what_the_command_prints(given: dict[str, Any], wrong: dict[str, Any]) -> None:
+    options = {**given, "input": str(given["input"][0])} | wrong
+    job_file = given["output"].parent / "job.yaml"
+    job_file.write_text(json.dumps(options, default=str))
+    for name, call in (("run", lorabatch.run), ("submit", lorabatch.submit), ("plan", lorabatch.plan)):
+        code, printed = cli(name, str(job_file))
+        with pytest.raises(lorabatch.JobRequestError) as raised:
+            call(**options)
+        assert (code, printed) == (raised.value.exit_code, f"lorabatch: {raised.value}\n")
+    assert not given["output"].exists()
+
+
+def test_status_and_audit_raise_what_their_commands_print(tmp_path: Path) -> None:
+    code, printed = cli("status", str(tmp_path))
+    with pytest.raises(lorabatch.JobRequestError, match="no job there") as raised:
+        lorabatch.status(tmp_path)
+    assert (code, printed) == (2, f"lorabatch: {raised.value}\n")
+    code, printed = cli("audit", str(tmp_path), "--model", str(tmp_path))
+    with pytest.raises(lorabatch.EngineError) as refused:
+        lorabatch.audit(tmp_path, model=tmp_path)
+    assert (code, printed) == (2, f"lorabatch: {refused.value}\n")
+
+
+def test_a_plan_is_what_the_command_prints(given: dict[str, Any], tmp_path: Path) -> None:
+    spec = JobSpec(**given)
+    found = lorabatch.plan(spec, workers=2, speeds=[1, 0.5], gpu_hour_price=3.6)
+    assert (found.num_rows, found.num_errors, found.num_workers) == (2, 0, 2)
+    assert not given["output"].exists()
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(json.dumps(spec.model_dump(mode="json", exclude_unset=True) | {"workers": 2}))
+    words = ["plan", str(job_file), "--speeds", "1,0.5", "--gpu-hour-price", "3.6", "--json"]
+    printed = json.loads(CliRunner().invoke(app, words).stdout)
+    assert json.loads(json.dumps(found.to_json())) == printed
+    assert found.price == printed["price"]
+    assert "2 rows" in str(found)
+    assert lorabatch.plan(job_file, speeds="1,0.5", gpu_hour_price=3.6).to_json() == found.to_json()
+
+
+def test_options_beside_a_job_take_precedence(given: dict[str, Any]) -> None:
+    found = lorabatch.plan(JobSpec(**given, seed=3), max_tokens=5, workers=1).details.spec
+    assert (found.max_tokens, found.seed, found.workers) == (5, 3, 1)
+
+
+def test_paths_are_options_too(given: dict[str, Any], tmp_path: Path) -> None:
+    spec = JobSpec(**given, adapters={"alpha": tmp_path})
+    assert (spec.input, spec.adapters) == (str(tmp_path / "rows.parquet"), {"alpha": str(tmp_path)})
