@@ -1,5 +1,5 @@
 # `make demo` and `make test` are the README's two commands; `make test-all` adds the long forms of the tests.
-# Each sets up the virtual environment by itself.
+# Each sets up the virtual environment by itself; `make test-all` also those of the workflow tools that docs/ has examples for.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test lint types imports
 	$(PYTEST) -m "not long"
 
-test-all: $(VENV)/.test lint types imports
+test-all: $(VENV)/.test $(VENV)/.tools lint types imports
 	$(PYTEST) --hypothesis-profile=long
 
 lint: $(VENV)/.test
@@ -44,6 +44,25 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(INSTALL) 'lorabatch[demo,test]'
 	touch $(VENV)/.demo $@
+
+# Workflow tools, for the examples in docs/: each in an environment of its own, where its versions go before ours.
+TOOLS := airflow dagster prefect snakemake notebook
+PACKAGES_airflow := 'apache-airflow>=3.1,<4'
+PACKAGES_dagster := 'dagster>=1.12,<2'
+# Prefect 3.8 does not start with the FastAPI that it lets pip choose.
+PACKAGES_prefect := 'prefect>=3.4,<4' 'fastapi<0.150'
+PACKAGES_snakemake := 'snakemake>=9,<10'
+PACKAGES_notebook := nbclient ipykernel
+OURS := import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")
+
+$(VENV)/.tools: $(TOOLS:%=$(VENV)/tools/%/.installed)
+	touch $@
+
+$(VENV)/tools/%/.installed: $(VENV)/.test
+	$(PYTHON) -m venv $(VENV)/tools/$*
+	$(VENV)/tools/$*/bin/python -m pip install -q --no-compile --disable-pip-version-check $(PACKAGES_$*)
+	$(BIN)/python -c '$(OURS)' > "$$($(VENV)/tools/$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
