@@ -17,8 +17,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .jobs.logs import log_lines
 from .jobs.spec import JobSpec
-from .jobs.status import JobStatus, log_lines, read_status, request_cancel, wait_for_end
+from .jobs.status import JobStatus, read_status, request_cancel, wait_for_end
 from .jobs.storage.location import absolute
 from .jobs.storage.redaction import redacted_url
 from .jobs.store import JobStore, part_name
@@ -242,7 +243,7 @@ class Job:
         return request_cancel(self._store)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Lines of client, workers and engines as `source | line`; with `follow`, until the job ends."""
+        """The job told by its time, as `lorabatch logs` prints it; with `follow`, until the job ends."""
         return log_lines(self._store, follow=follow)
 
     def to_arrow(self) -> pa.Table:

@@ -275,9 +275,9 @@ def logs(
     storage_options: StorageOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
 ) -> None:
-    """Print what client, workers and engines of a job have logged."""
+    """Tell a job by its time: plan, starts, losses, moves, retries; warnings of client, workers and engines."""
     with errors_as_exit_codes():
-        from .jobs.status import log_lines
+        from .jobs.logs import log_lines
 
         for line in log_lines(_store(output, storage_options), follow=follow):
             typer.echo(line)

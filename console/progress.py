@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Self
 
@@ -15,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..jobs.errors import JobError
-from ..jobs.record import JobState
+from ..jobs.progress import clock
+from ..jobs.record import BEGINNING_PHASES, JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status import JobStatus, Outcome, read_status
 from ..jobs.store import JobStore
@@ -101,34 +103,41 @@ class ConsoleProgress:
 
 def job_line(state: JobState, elapsed_s: float, rows_per_s: float) -> str:
     """One line: phase, rows, rates, time left."""
-    line = f"[{_clock(elapsed_s)}] {state.phase}"
-    if state.rows:
-        line += f"  {state.rows_done}/{state.rows} rows"
+    return "  ".join([_stage(state, elapsed_s), *_rates(state, rows_per_s), *filter(None, [state.time_left])])
+
+
+def _stage(state: JobState, elapsed_s: float) -> str:
+    """Phase and rows."""
+    parts = [f"[{clock(elapsed_s)}] {state.phase}"]
+    if state.phase == "indexing":
+        parts.append(f"{state.rows_indexed:,} of {state.rows:,} rows indexed")
+    if state.totals.done or (state.rows and state.phase not in BEGINNING_PHASES):
+        parts.append(state.totals.to_text())
+    return "  ".join(parts)
+
+
+def _rates(state: JobState, rows_per_s: float) -> Iterator[str]:
     if state.shards:
-        line += f"  {state.shards_done}/{state.shards} shards"
-    if state.rows_error:
-        line += f"  {state.rows_error} errors"
+        yield f"{state.shards_done}/{state.shards} shards"
     if state.phase == "loading engines" and state.workers:
-        line += f"  0 of {len(state.workers)} workers ready"
+        yield f"0 of {len(state.workers)} workers ready"
     if state.phase == "running":
-        line += f"  {rows_per_s:.1f} rows/s  {state.tokens_per_s:.0f} tokens/s"
-        line += f"  {sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"
-        if state.eta_s is not None:
-            line += f"  {_clock(state.eta_s)}{_range(state)} left"
-    return line
+        yield f"{rows_per_s:.1f} rows/s"
+        yield f"{state.tokens_per_s:.0f} tokens/s"
+        yield f"{sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"
 
 
 def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> RenderableType:
     """A bar for the job and a line per worker."""
-    head = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=max(state.rows, 1), completed=state.rows_done, width=40)
-    head.add_row(Text(job_line(state, elapsed_s, rows_per_s)))
-    head.add_row(bar)
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(ProgressBar(total=1.0, completed=state.totals.share_done, width=30), Text(state.time_left))
+    head = Group(Text(_stage(state, elapsed_s)), bar, Text("  ".join(_rates(state, rows_per_s))))
     if not state.workers or state.is_final:
         return head
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("worker", "rows open", "running", "tokens/s", "prompt reused", "mode", "adapters in memory"):
-        table.add_column(name, justify="left" if name in ("worker", "mode", "adapters in memory") else "right")
+        is_text = name in ("worker", "mode", "adapters in memory")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "worker")
     for worker in state.workers:
         adapters = worker.resident_adapters[-_ADAPTERS_SHOWN:]
         more = len(worker.resident_adapters) - len(adapters)
@@ -166,20 +175,19 @@ def print_end(spec: JobSpec | None, message: str, exit_code: int) -> None:
 
 def status_lines(status: JobStatus) -> list[str]:
     """A job's status as plain lines of text."""
-    state = status.state
+    state, totals = status.state, status.totals
     lines = [
         f"job       {status.record.job_id}, started {status.record.created_at}",
         f"output    {status.output}",
         f"state     {status.headline}",
     ]
-    if state is not None:
-        share = f" ({state.rows_done / state.rows:.1%})" if state.rows else ""
-        lines.append(f"rows      {state.rows_done:,} of {state.rows:,}{share}, {state.rows_error:,} errors")
+    if state is not None and totals is not None:
+        lines.append(f"rows      {totals.to_text()}" + (f" ({totals.share_done:.1%} done)" if totals.rows else ""))
         lines.append(f"parts     {status.num_parts:,} of {state.shards:,}")
         lines.append(f"tokens    {state.prompt_tokens:,} prompt, {state.completion_tokens:,} generated")
     if state is not None and not (state.is_final or status.is_stale or status.is_finished):
-        remaining = "" if state.eta_s is None else f", about {_clock(state.eta_s)}{_range(state)} to go"
-        lines.append(f"speed     {state.tokens_per_s:,.0f} generated tokens/s{remaining}")
+        speed = f"speed     {state.tokens_per_s:,.0f} generated tokens/s"
+        lines.append(", ".join(filter(None, [speed, status.time_left])))
         lines += [
             f"worker    {worker.name}: {worker.tokens_per_s:,.0f} tokens/s, {worker.open_rows} open rows, "
             f"{worker.mode or 'idle'}, {worker.prefix_hit_rate:.0%} of prompt tokens reused"
@@ -196,17 +204,3 @@ def status_lines(status: JobStatus) -> list[str]:
     if status.next_step is not None:
         lines.append(f"next      {status.next_step}")
     return lines
-
-
-def _range(state: JobState) -> str:
-    """How sure the time left is."""
-    if state.eta_range_s is None:
-        return ""
-    least, most = map(_clock, state.eta_range_s)
-    return f" ({least} to {most})"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from .errors import DamagedRecordError
+from .progress import RowTotals, time_left
 from .spec import TLS_FIELDS, JobSpec
 from .storage.redaction import redacted_url
 
@@ -245,9 +246,10 @@ FINAL_PHASES: tuple[Phase, ...] = ("done", "failed", "cancelled", "interrupted")
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker, as last heard of. `mode`: how its latest step served its rows. `lent_rows`: of its open rows, those
-    that other workers' engines work on; `incoming_rows`: rows of others that its engine works on. `prefix_hit_rate`:
-    share of prompt tokens copied instead of computed; `adapter_stall_s`: seconds its steps waited for adapters.
+    """One worker, as last heard of. `name`: see `WorkerNames`. `mode`: how its latest step served its rows.
+    `lent_rows`: of its open rows, those that other workers' engines work on; `incoming_rows`: rows of others that its
+    engine works on. `prefix_hit_rate`: share of prompt tokens copied instead of computed; `adapter_stall_s`: seconds
+    its steps waited for adapters.
     """
 
     name: str
@@ -261,17 +263,20 @@ class WorkerState:
     prefix_hit_rate: float = 0.0
     adapter_loads: int = 0
     adapter_stall_s: float = 0.0
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Phase and counters. `updated_at_s`: seconds since the epoch. `rows_indexed`: by this run. `eta_s`: None while
-    unknown; `eta_range_s`: a rough range of it. `batch_fill`: how full the engines' batches were while shards were
-    queued, from 0 to 1; None when there was no such time.
+    """Phase and counters. `updated_at_s`: seconds since the epoch. `rows_indexed`: by this run. `rows_done`: answers
+    and `rows_error`; `rows_reused`: those among them that earlier runs had done, an estimate until the end. `eta_s`:
+    None while unknown; `eta_range_s`: a rough range of it. `batch_fill`: how full the engines' batches were while
+    shards were queued, from 0 to 1; None when there was no such time.
     `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
 
     `message` says in one sentence why a job stopped, and what to do; `error` names the exception. `notes`: see
-    `notes.row_notes`. `can_resume`: the job may go on as it is.
+    `notes.row_notes`. `can_resume`: the job may go on as it is. `worker_addresses`: of all workers that the run has
+    seen, in the order of their names.
     """
 
     phase: Phase
@@ -280,6 +285,7 @@ class JobState:
     rows_indexed: int = 0
     rows_done: int = 0
     rows_error: int = 0
+    rows_reused: int = 0
     shards: int = 0
     shards_done: int = 0
     prompt_tokens: int = 0
@@ -294,6 +300,21 @@ class JobState:
     error: str = ""
     notes: tuple[str, ...] = ()
     can_resume: bool = True
+    run_id: str = ""
+    worker_addresses: tuple[str, ...] = ()
+
+    @property
+    def totals(self) -> RowTotals:
+        """Its rows, as they are shown everywhere."""
+        errors = min(self.rows_error, self.rows_done)
+        return RowTotals(self.rows, self.rows_done - errors, errors, min(self.rows_reused, self.rows_done))
+
+    @property
+    def time_left(self) -> str:
+        """In words, as it is shown everywhere; "" where it is not known."""
+        if self.is_final:
+            return ""
+        return time_left(self.eta_s, self.eta_range_s, is_loading=self.phase == "loading engines")
 
     @property
     def is_final(self) -> bool:

@@ -1,15 +1,15 @@
-"""`JobStatus`: what is known of a job from its output alone, without any cluster; waiting for its end; its logs."""
+"""`JobStatus`: what is known of a job from its output alone, without any cluster; and waiting for its end."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from .errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind
+from .progress import RowTotals
 from .record import BEGINNING_PHASES, JobRecord, JobState
 from .storage.redaction import redacted_url
 from .store import JobStore
@@ -77,6 +77,13 @@ class JobStatus:
         return EXIT_CODES[self.outcome]
 
     @property
+    def totals(self) -> RowTotals | None:
+        """Its rows; None before its first run."""
+        if self.summary and (self.is_finished or self.state is None):
+            return RowTotals.of_summary(self.summary)
+        return None if self.state is None else self.state.totals
+
+    @property
     def is_over(self) -> bool:
         """Whether its last run has ended, well or not. One that has gone silent may still run."""
         return self.is_finished or (self.state is not None and self.state.is_final)
@@ -104,6 +111,8 @@ class JobStatus:
             "outcome": self.outcome,
             "exit_code": self.exit_code,
             "message": self.state.message if self.state else "",
+            "rows": None if self.totals is None else self.totals.to_json(),
+            "time_left": self.time_left,
             "started_at": self.record.created_at,
             "num_parts": self.num_parts,
             "is_finished": self.is_finished,
@@ -113,6 +122,11 @@ class JobStatus:
             "state": None if self.state is None else asdict(self.state),
             "summary": self.summary,
         }
+
+    @property
+    def time_left(self) -> str:
+        """In words; "" where it is not known, or nothing is being done."""
+        return "" if self.state is None or self.is_resting else self.state.time_left
 
     @property
     def is_resting(self) -> bool:
@@ -187,19 +201,3 @@ def request_cancel(store: JobStore) -> bool:
         return False
     store.request_cancel()
     return True
-
-
-def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
-    """Lines as `source | line`; with `follow`, until the job has ended or its state is stale. Raises `StorageError`."""
-    shown: defaultdict[str, int] = defaultdict(int)
-    while True:
-        # Asked before the logs are read: what is said last is seen.
-        status = read_status(store)
-        is_over = status.is_resting
-        for source, text in store.read_logs().items():
-            end = len(text) if is_over or not follow else text.rfind("\n") + 1
-            yield from (f"{source} | {line}" for line in text[shown[source] : end].splitlines())
-            shown[source] = max(end, shown[source])
-        if is_over or not follow:
-            return
-        time.sleep(_FOLLOW_INTERVAL_S)

@@ -192,12 +192,12 @@ class JobStore:
         """Add encoded results to one attempt's journal. `attempt`: letters, digits, `_`, `-`; unique."""
         self.location.append(f"{self._wip(shard_id)}/{attempt}.wip", data)
 
-    def read_wip(self, shard_id: int) -> list[bytes]:
-        """The journals of all attempts at a shard; the end of each may be torn."""
+    def read_wip(self, shard_id: int) -> dict[str, bytes]:
+        """The journals of all attempts at a shard, by attempt; the end of each may be torn."""
         folder = self._wip(shard_id)
         found = (_WIP_NAME.fullmatch(name) for name in self.location.list(folder))
         attempts = sorted({match["attempt"] for match in found if match})
-        return [self.location.read_journal(f"{folder}/{attempt}.wip") for attempt in attempts]
+        return {attempt: self.location.read_journal(f"{folder}/{attempt}.wip") for attempt in attempts}
 
     def clear_wip(self, shard_id: int) -> None:
         """Forget the unfinished work of a shard."""
@@ -285,8 +285,13 @@ class JobStore:
 
     def read_events(self) -> list[dict[str, Any]]:
         """Every event and command, in order; a torn last line is dropped."""
-        lines = self.location.read_journal(_EVENTS).split(b"\n")
-        return [json.loads(line) for line in lines[:-1] if line]
+        return self.read_new_events(0)[0]
+
+    def read_new_events(self, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
+        """Events and commands after the first `num_bytes`, and how many bytes whole lines have by now."""
+        data = self.location.read_journal(_EVENTS)[num_bytes:]
+        whole = data[: data.rfind(b"\n") + 1]
+        return [json.loads(line) for line in whole.split(b"\n") if line], num_bytes + len(whole)
 
     def append_log(self, source: str, text: str) -> None:
         """Add lines to the log of `source` (letters, digits, `_`, `-`)."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..jobs.progress import RowTotals
+
 
 @dataclass(frozen=True, slots=True)
 class KindOfError:
@@ -34,8 +36,9 @@ class AdapterCount:
 class JobResult:
     """The account of a finished job. `errors`: kinds of error rows, with the first of each kind.
 
-    `seconds`: of the run that finished it; `num_reused`: rows that this run found done. `predicted_s`, `working_s`:
-    from the first shard opened to the last part written, as planned for all rows and as it was for this run's.
+    `seconds`: of the run that finished it; `num_reused`: rows that earlier runs had done. `predicted_s`, `working_s`:
+    from the first shard opened to the last part written, as planned for all rows and as it was for this run's (None:
+    not known, since several coordinators drove it).
     `corrected_s`: predicted again from the first steps of the run, where what steps cost was a guess before.
     `bound_s`: below which no scheduler could have answered this run's rows with engines as fast as these were, by what
     their steps took (None: not known).
@@ -60,6 +63,11 @@ class JobResult:
     corrected_s: float | None = None
     batch_fill: float | None = None
     prefix_hit_rate: float | None = None
+
+    @property
+    def totals(self) -> RowTotals:
+        """Its rows, as they are shown everywhere."""
+        return RowTotals.of_summary(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """As `summary.json` holds it."""

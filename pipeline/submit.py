@@ -54,9 +54,7 @@ class ListedJob:
 
     def to_text(self) -> str:
         """One line for people."""
-        phase, rows = (
-            (self.state.phase, f"{self.state.rows_done:,}/{self.state.rows:,} rows") if self.state else ("", "")
-        )
+        phase, rows = (self.state.phase, self.state.totals.to_text()) if self.state else ("", "")
         return f"{self.job_id}  {phase or 'waiting'}  {rows}  {self.output}"
 
 

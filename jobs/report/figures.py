@@ -53,7 +53,6 @@ _ENDS = {
 _PHASES = ("#dbe6fb", "#bcd0f5")
 _COLUMNS = 400
 _LEGEND_COLUMNS = 4
-_LABEL_CHARS = 24
 # Room for labels of so many characters, so that both figures' seconds are below one another.
 _LEFT_BORDER_PX = 176
 _LANE_PX, _LEAST_LANE_PX, _MOST_PX = 60, 16, 24_000
@@ -70,12 +69,8 @@ _Bars = defaultdict[str, defaultdict[str, list[Any]]]
 
 
 def worker_names(run: RunTimeline) -> dict[str, str]:
-    """Address -> a short name: `w0`, `w1` and so on, with the end of the address."""
-    names = {}
-    for i, track in enumerate(run.tracks):
-        name = f"w{i} {track.worker.partition('://')[2] or track.worker}"
-        names[track.worker] = name if len(name) <= _LABEL_CHARS else f"w{i} …{name[-(_LABEL_CHARS - 6) :]}"
-    return names
+    """Address -> name, as everywhere."""
+    return {track.worker: run.names.name(track.worker) for track in run.tracks}
 
 
 def run_figures(run: RunTimeline, adapters: Mapping[int, Sequence[str]]) -> Column:

@@ -63,7 +63,8 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     if adapters[1]:
         drawn["adapters"] = search_table(*adapters, "adapters")
     script, places = components(drawn) if drawn else ("", {})
-    error_rows = _error_rows(store, status.record, plan) if _num_errors(status, summary) else []
+    num_errors = status.totals.errors if status.totals else 0
+    error_rows = _error_rows(store, status.record, plan) if num_errors else []
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     return template.render(
@@ -78,7 +79,7 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
         places={name: Markup(place) for name, place in places.items()},
         adapter_caption="Shares are of the generated tokens" + ("." if cost is None else ", and so is the cost."),
         csv=base64.b64encode(as_csv(*adapters).encode()).decode(),
-        num_errors=_num_errors(status, summary),
+        num_errors=num_errors,
         errors=_kinds(summary, error_rows),
         error_rows=error_rows,
         settings=sorted((name, value) for name, value in status.record.spec.items() if value not in (None, [], {})),
@@ -102,17 +103,18 @@ def _library() -> str:
 
 
 def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[Fact]:
+    if totals := status.totals:
+        yield "rows answered", f"{totals.answered:,} of {totals.rows:,}"
+        yield "error rows", f"{totals.errors:,}"
+        yield "rows from an earlier run", f"{totals.reused:,}"
+    if status.time_left:
+        yield "time left", status.time_left
     if summary:
-        yield "rows answered", f"{summary['num_rows'] - summary['num_errors']:,}"
-        yield "error rows", f"{summary['num_errors']:,}"
         yield "parts", f"{summary['num_parts']:,}"
         yield "prompt tokens", f"{summary['prompt_tokens']:,}"
         yield "generated tokens", f"{summary['completion_tokens']:,}"
         if (fill := summary.get("batch_fill")) is not None:
             yield "of batches full while shards were queued", f"{fill:.1%}"
-    elif status.state:
-        yield "rows answered so far", f"{status.state.rows_done:,} of {status.state.rows:,}"
-        yield "error rows so far", f"{status.state.rows_error:,}"
     if status.state and status.state.prefix_hit_rate is not None:
         yield "of prompt tokens reused", f"{status.state.prefix_hit_rate:.1%}"
 
@@ -162,12 +164,18 @@ def _workers(run: RunTimeline) -> _Table:
     """Every worker of a run: where its seconds went."""
     seconds = [track.seconds_by_kind() for track in run.tracks]
     idle = [kind for kind in IDLE if any(kind in of_track for of_track in seconds)]
-    fields = [TableField("worker", width=170), TableField("lost at", width=80), TableField("parts", "0,0", 60)]
+    fields = [
+        TableField("worker", width=130),
+        TableField("address", width=190),
+        TableField("lost at", width=80),
+        TableField("parts", "0,0", 60),
+    ]
     fields += [TableField(title, "0,0.0", 80) for title in ("computing", *(IDLE[kind] for kind in idle))]
     names = worker_names(run)
     rows = [
         [
             names[track.worker],
+            track.worker,
             ", ".join(f"{at_s:,.1f} s" for at_s, _ in track.losses),
             sum(span.ended == "committed" for span in track.spans),
             sum(s for kind, s in of_track.items() if kind not in IDLE),
@@ -191,10 +199,6 @@ def _adapters(summary: Mapping[str, Any], cost: float | None) -> _Table:
         row = [count["adapter"] or "(base model)", count["num_rows"], count["num_errors"], tokens, share]
         rows.append(row if cost is None else [*row, cost * share])
     return fields, rows
-
-
-def _num_errors(status: JobStatus, summary: Mapping[str, Any]) -> int:
-    return summary.get("num_errors", status.state.rows_error if status.state else 0)  # type: ignore[no-any-return]
 
 
 def _kinds(summary: Mapping[str, Any], error_rows: Sequence[ErrorRow]) -> list[dict[str, Any]]:

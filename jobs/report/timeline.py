@@ -14,6 +14,7 @@ from math import ceil
 from typing import Any, Literal
 
 from ...scheduler.scheduler import BEGINNING
+from ..worker_names import WorkerNames
 
 SpanEnd = Literal["committed", "failed", "recalled", "lost", "open"]
 MODES = ("base", "unmerged", "merged", "mixture")
@@ -100,7 +101,7 @@ class RunTimeline:
     """One run: every worker that any of its coordinators saw, what moved between them, and its phases.
 
     `phases`: (name, seconds at which it began), in order; the last lasts until `end_s`. `coordinators`: (when it
-    started, its worker). `rates`: (time, tokens per second of all workers).
+    started, its worker). `rates`: (time, tokens per second of all workers). `names`: of its workers.
     """
 
     tracks: list[WorkerTrack] = field(default_factory=list)
@@ -109,6 +110,7 @@ class RunTimeline:
     coordinators: list[tuple[float, str]] = field(default_factory=list)
     rates: list[tuple[float, float]] = field(default_factory=list)
     end_s: float = 0.0
+    names: WorkerNames = field(default_factory=WorkerNames)
 
     @property
     def worker_s(self) -> float:
@@ -185,6 +187,7 @@ class _RunReader:
             case {"kind": "WorkersSeen", "worker_ids": workers}:
                 self._see(workers, now_s)
             case {"kind": "ReplicaJoined", "replica_id": worker, "batch_rows": batch_rows}:
+                self.timeline.names.see([worker])
                 self._join(worker, batch_rows, now_s)
             case {"kind": "ReplicasFound", "replicas": found}:
                 self._find(found, now_s)
@@ -234,6 +237,7 @@ class _RunReader:
     def _begin(self, record: Mapping[str, Any]) -> None:
         """A coordinator starts. What the one before it had open is open until the new one has looked."""
         timeline = self.timeline
+        timeline.names.see(record.get("workers", ()))
         before_s = timeline.end_s
         phases = [(name, at_s) for name, at_s in record.get("phases", ())]
         began_at_s = record.get("at_s", 0.0)
@@ -249,9 +253,11 @@ class _RunReader:
 
     def _see(self, workers: Iterable[str], now_s: float) -> None:
         # The scheduler removes replicas that it knows; those of a coordinator before it, it never met.
+        workers = list(workers)
         self._seen = set(workers)
         for worker in self._current.keys() - self._seen:
             self._lose(worker, now_s, "its worker is gone")
+        self.timeline.names.see(workers)
         is_first = not self._tracks
         for worker in workers:
             if worker not in self._tracks:
@@ -272,6 +278,9 @@ class _RunReader:
         if worker not in self._current or self._current[worker].kind == STARTING:
             self._enter(worker, now_s, WAITING)
         self._tracks[worker].batch_rows = batch_rows
+        phases = self.timeline.phases
+        if phases and phases[-1][0] == "loading engines":
+            phases.append(("running", now_s))
 
     def _enter(self, worker: str, now_s: float, kind: str, running_rows: int = 0) -> None:
         """A worker does something from now on, or is reported to do it still."""

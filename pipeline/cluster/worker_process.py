@@ -28,6 +28,7 @@ from distributed import Nanny, Worker
 logger = logging.getLogger(__name__)
 # In Dask's configuration of workers that start a spare engine process (`worker/spare.py`): its threads.
 SPARE_THREADS = "lorabatch.spare-engine-threads"
+_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 def worker_log_path(worker: Worker) -> Path:
@@ -50,7 +51,7 @@ def dask_setup(worker: Worker) -> None:
     logger = logging.getLogger("lorabatch")
     logger.setLevel(logging.INFO)
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
+    handler.setFormatter(logging.Formatter(_FORMAT))
     logger.addHandler(handler)
 
 
@@ -92,6 +93,26 @@ class _MainModule:
 
 
 _MAIN_MODULE = _MainModule()
+
+
+class _WarningsLog(logging.FileHandler):
+    """What this package warns of in a worker process whose output goes elsewhere."""
+
+
+def keep_warnings(worker: Worker) -> None:
+    """Write warnings of this package to `worker_log_path` too, where the output of the process does not go there."""
+    package, path = logging.getLogger("lorabatch"), worker_log_path(worker)
+    for handler in [handler for handler in package.handlers if isinstance(handler, _WarningsLog)]:
+        if Path(handler.baseFilename).exists():
+            return  # of this worker, or of another one in this process
+        package.removeHandler(handler)
+    if not path.exists():
+        handler = _WarningsLog(path, encoding="utf-8")
+        handler.setLevel(logging.WARNING)
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        package.addHandler(handler)
+
+
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEVICE_NAME = re.compile(r"nvidia(\d+)")
 

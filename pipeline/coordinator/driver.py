@@ -84,7 +84,8 @@ class Coordinator:
         self._scheduler = scheduler
         self._monitor = monitor
         self._planned = planned
-        whose = {"run_id": run.run_id, "coordinator": run.peers.address}
+        whose: dict[str, Any] = {"run_id": run.run_id, "coordinator": run.peers.address}
+        whose["workers"] = run.reporter.latest.worker_addresses
         when = {"at_s": time.time(), "phases": run.reporter.phases}
         self._events = EventLog(run.job.store, scheduler.beginning() | whose | when)
         self._inbox: queue.SimpleQueue[WorkerReport | _Attempt] = queue.SimpleQueue()
@@ -251,6 +252,11 @@ class Coordinator:
     def _handle(self, event: Event) -> None:
         # Before anything is enacted: this process may have been stopped, and another coordinator have taken over.
         self._run.control.check_displaced()
+        match event:
+            case WorkersSeen(worker_ids=workers):
+                self._monitor.saw(workers)
+            case ReplicaJoined(replica_id=worker):
+                self._monitor.saw([worker])
         commands = self._scheduler.handle(event)
         self._events.add(event, *commands)
         for command in commands:

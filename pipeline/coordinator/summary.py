@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from ...jobs.errors import JobFailedError
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
-from ..dataset.writer import check_writer
+from ..dataset.writer import check_writer, num_reused_rows
 from ..planning.plan import JobPlan
 from ..result import AdapterCount, KindOfError
 
@@ -20,7 +20,8 @@ ENGINE_ERROR = "engine"
 
 @dataclass(slots=True)
 class Account:
-    """Counts over some parts; `add` joins two. Adapters are keyed by name, "" is the base model.
+    """Counts over some parts; `add` joins two. Adapters are keyed by name, "" is the base model. `num_reused`: rows
+    that earlier runs had done.
 
     `engine_errors`: rows that an engine gave up; `first_engine_error` is (place, sentence) of the first.
     """
@@ -28,6 +29,7 @@ class Account:
     num_parts: int = 0
     num_rows: int = 0
     num_errors: int = 0
+    num_reused: int = 0
     num_engine_errors: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -41,6 +43,7 @@ class Account:
         self.num_parts += other.num_parts
         self.num_rows += other.num_rows
         self.num_errors += other.num_errors
+        self.num_reused += other.num_reused
         self.num_engine_errors += other.num_engine_errors
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
@@ -71,23 +74,27 @@ class Account:
         return (KindOfError(ENGINE_ERROR, self.num_engine_errors, place, sentence),)
 
 
-def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord) -> Account:
-    """Count the rows of these parts. Raises `StorageError` when one is gone or another job's."""
+def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord, run_id: str) -> Account:
+    """Count the rows of these parts. `run_id`: of the run that counts. Raises `StorageError` when one is gone or
+    another job's.
+    """
     total = Account()
     for shard_id in shard_ids:
-        total.add(_account_part(store, record, shard_id))
+        total.add(_account_part(store, record, shard_id, run_id))
     return total
 
 
-def _account_part(store: JobStore, record: JobRecord, shard_id: int) -> Account:
+def _account_part(store: JobStore, record: JobRecord, shard_id: int, run_id: str) -> Account:
     adapter_column = record.input.roles.get("adapter")
     id_column = record.input.roles.get("id", "id")
     names = ["error", "mode", "prompt_tokens", "completion_tokens", id_column]
     names += [adapter_column] if adapter_column else []
     with store.open_part(shard_id) as part:
-        table = pq.read_table(part, columns=names)
+        file = pq.ParquetFile(part)
+        table = file.read(columns=names)
+        num_reused = num_reused_rows(file, run_id)
     check_writer(table.schema, shard_id, record)
-    account = Account(num_parts=1, num_rows=table.num_rows)
+    account = Account(num_parts=1, num_rows=table.num_rows, num_reused=num_reused)
     adapters = table.column(adapter_column).to_pylist() if adapter_column else [None] * table.num_rows
     columns = (table.column(name).to_pylist() for name in names[:5])
     for adapter, error, mode, prompt_tokens, completion_tokens, row_id in zip(adapters, *columns, strict=True):

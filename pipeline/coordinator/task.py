@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed import Reschedule, get_worker, secede
@@ -60,7 +60,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
     ):
         client.run_on_scheduler(_forgive, key=key)
         publish = state_publisher(client, run_id, redacted_url(job.spec.output))
-        reporter = JobReporter(job.store, publish, job.spec.error_budget, state_before(job))
+        reporter = JobReporter(job.store, publish, job.spec.error_budget, state_before(job, run_id))
         reporter.phases.append(("starting", began_s))
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
@@ -166,13 +166,12 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Coordinated:
-    """`num_reused`: rows that were done before. `working_s`: seconds that the others took. `measured`: what steps cost,
-    where enough of them were seen. `bound_s`, `corrected_s`, `batch_fill`, `prefix_hit_rate`: see
-    `JobResult`.
+    """`working_s`: from the first shard opened to the last part written; None where another coordinator of the run did
+    some of it. `measured`: what steps cost, where enough of them were seen. `bound_s`, `corrected_s`, `batch_fill`,
+    `prefix_hit_rate`: see `JobResult`.
     """
 
-    num_reused: int
-    working_s: float
+    working_s: float | None
     bound_s: float | None
     corrected_s: float | None
     measured: CostModel | None
@@ -184,23 +183,28 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     """Run every shard that has no part. Errors in the parts that are there count against the job's budget too."""
     job = run.job
     rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in job.store.committed_parts()}
-    num_errors = _count(run, sorted(rows_of_part), "errors").num_errors
-    run.reporter.check_budget(num_errors, plan.num_rows)
+    found = _count(run, sorted(rows_of_part), "errors")
+    run.reporter.check_budget(found.num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
     known_lengths = None if job.spec.sampling.ignore_eos else run.settings.lengths.keys()
-    monitor = JobMonitor(plan.shards, rows_of_part, names, num_errors, known_lengths)
+    before = replace(
+        run.reporter.latest,
+        rows_error=found.num_errors,
+        prompt_tokens=found.prompt_tokens,
+        completion_tokens=found.completion_tokens,
+    )
+    monitor = JobMonitor(plan.shards, rows_of_part, names, before, known_lengths, found.num_reused)
     num_workers = count_workers(run.client)
     settings = run.settings.scheduler(num_workers, serving_adapters(job.record))
     scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("loading engines", plan.num_rows, rows_done=sum(rows_of_part.values()))
     coordinator = Coordinator(run, scheduler, monitor, _planned(run.settings, plan, num_workers))
     coordinator.run()
-    num_reused = sum(rows_of_part.values()) + sum(outcome.num_reused for outcome in monitor.outcomes)
-    bound_s = None if coordinator.has_adopted else _bound_s(run, coordinator, monitor.work)
+    is_whole = not coordinator.has_adopted and found.num_reused == found.num_rows
+    bound_s = _bound_s(run, coordinator, monitor.work) if is_whole else None
     measured = coordinator.costs.measured() if coordinator.costs.seconds >= _HISTORY_S else None
     return Coordinated(
-        num_reused,
-        coordinator.working_s,
+        coordinator.working_s if is_whole else None,
         bound_s,
         coordinator.corrected_s,
         measured,
@@ -248,7 +252,8 @@ def _count(run: JobRun, shard_ids: Sequence[int], name: str) -> Account:
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
     key = f"lora_{name}-{run.run_id}-{run.control.coordinator_id}"
-    counting = FanOut(run.client, account_parts, groups, key, store=run.job.store, record=run.job.record)
+    given = {"store": run.job.store, "record": run.job.record, "run_id": run.run_id}
+    counting = FanOut(run.client, account_parts, groups, key, **given)
     for account in counting.results(run.control):
         total.add(account)
     return total
@@ -269,7 +274,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         errors=(*plan.errors, *account.engine_error_kind()),
         adapters=account.adapter_counts(),
         seconds=seconds,
-        num_reused=done.num_reused,
+        num_reused=account.num_reused,
         predicted_s=plan.predicted_s,
         working_s=done.working_s,
         bound_s=done.bound_s,

@@ -23,10 +23,15 @@ from .schema import passthrough_schema
 
 # In the metadata of every part: which job wrote it.
 _JOB_ID = b"lorabatch.job_id"
+# Likewise: which run of it, and how many of its rows earlier runs had done.
+_RUN_ID, _NUM_REUSED = b"lorabatch.run_id", b"lorabatch.num_reused"
 
 
-def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], record: JobRecord) -> memoryview:
-    """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`.
+def part_bytes(
+    rows: ShardRows, finished: Mapping[str, RowAnswer], record: JobRecord, run_id: str = "", num_reused: int = 0
+) -> memoryview:
+    """The Parquet file of one shard. `finished`: request id -> answer, for every row that is a `Request`. `num_reused`:
+    of these, answers of earlier runs than `run_id`.
 
     Raises AssertionError naming the rows when an answer is missing: a part is whole or it is nothing.
     """
@@ -37,7 +42,8 @@ def part_bytes(rows: ShardRows, finished: Mapping[str, RowAnswer], record: JobRe
         for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
     ]
     table = _with_answers(rows.table, answers, record.with_logprobs)
-    return _parquet(table.replace_schema_metadata({_JOB_ID: record.job_id.encode()}))
+    writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: str(num_reused)}
+    return _parquet(table.replace_schema_metadata(writer))
 
 
 def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
@@ -100,6 +106,14 @@ def answers_in_part(
         and (with_errors or answer["error"] is None)
         and answer["adapter_sha256"] == request.adapter_id
     }
+
+
+def num_reused_rows(part: BinaryIO | pq.ParquetFile, run_id: str) -> int:
+    """How many rows of a part earlier runs than this one had done: all, when one of them wrote it."""
+    file = part if isinstance(part, pq.ParquetFile) else pq.ParquetFile(part)
+    written = file.schema_arrow.metadata or {}
+    is_own = written.get(_RUN_ID) == run_id.encode()
+    return int(written[_NUM_REUSED]) if is_own else file.metadata.num_rows
 
 
 def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:

@@ -19,7 +19,7 @@ _INTERVAL_MS = 1000
 _ROW_PX = 25
 # Column -> its width in pixels; tables that are wider than the window scroll.
 _JOBS = {
-    "job": 260, "phase": 70, "rows": 200, "errors": 50, "parts": 80, "left": 100, "tokens/s": 60, "lost": 230,
+    "job": 260, "phase": 100, "rows": 330, "errors": 50, "parts": 80, "left": 220, "tokens/s": 60, "lost": 230,
     "output": 260, "message": 400,
 }  # fmt: skip
 _WORKERS = {
@@ -69,7 +69,7 @@ class JobsPage:
         self._losses.data = {
             "time": [1000 * time_s for time_s, _, _ in losses],
             "tokens_per_s": [run.history.at(time_s) for time_s, _, run in losses],
-            "title": [f"{worker} of {run.run_id}" for _, worker, run in losses],
+            "title": [f"{run.names.name(worker)} of {run.run_id}" for _, worker, run in losses],
         }
         _fill(self._jobs, _JOBS, self._view.job_rows())
         _fill(self._workers, _WORKERS, self._view.worker_rows())

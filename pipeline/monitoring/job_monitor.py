@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
+from ...jobs.worker_names import WorkerNames
 from ...scheduler.estimates.lengths import PRIOR_SHARE, LengthEstimator
 from ...scheduler.estimates.time_left import TimeLeft, Work
 from ...scheduler.planning.bound import JobWork
@@ -25,27 +26,27 @@ class JobMonitor:
         shards: Iterable[Shard],
         committed_rows: Mapping[int, int],
         adapter_names: Mapping[str, str],
-        num_errors: int = 0,
+        before: JobState | None = None,
         known_lengths: Collection[str] | None = (),
+        num_reused: int = 0,
     ) -> None:
-        """`committed_rows`: rows of the parts that exist already, by shard; `num_errors` of all these are errors.
-        `known_lengths`: adapters whose answers' lengths the plan knew, from earlier jobs (None: of all, exactly).
+        """`committed_rows`: rows of the parts that exist already, by shard, `num_reused` of them of earlier runs.
+        `before` has their errors and tokens, and how many rows were known to be done and reused. `known_lengths`:
+        adapters whose answers' lengths the plan knew, from earlier jobs (None: of all, exactly).
         """
         self._shards = {shard.shard_id: shard for shard in shards}
         self._names = dict(adapter_names)
         self._rows_before = sum(committed_rows.values())
-        self._errors_before = num_errors
+        self._before = before or JobState("starting", 0.0)
+        self._num_reused = num_reused
+        self._worker_names = WorkerNames(self._before.worker_addresses)
+        self._most_done = self._before.rows_done
         self._committed = set(committed_rows)
         self._outcomes: dict[int, ShardOutcome] = {}
         self._reports: dict[str, WorkerReport] = {}
         self._fill = BatchFill()
         uncommitted = [shard for shard in self._shards.values() if shard.shard_id not in committed_rows]
         self._left = WorkLeft(uncommitted, known_lengths)
-
-    @property
-    def outcomes(self) -> tuple[ShardOutcome, ...]:
-        """Shards that this run committed."""
-        return tuple(self._outcomes.values())
 
     def unknown_outcome(self, shard_id: int, worker: str) -> ShardOutcome:
         """For a part that is there although its worker is gone; the final count reads what it holds."""
@@ -83,6 +84,10 @@ class JobMonitor:
             name = self.adapter_name(rows.adapter_id) if rows.adapter_id else ""
             self._left.lengths.finished(rows.output_tokens, rows.num_rows, name)
 
+    def saw(self, workers: Iterable[str]) -> None:
+        """These workers are in the cluster."""
+        self._worker_names.see(workers)
+
     def lost(self, worker: str) -> None:
         """A worker is gone."""
         self._reports.pop(worker, None)
@@ -102,33 +107,39 @@ class JobMonitor:
     def state(self, now_s: float, left: TimeLeft | None = None) -> JobState:
         """Everything at one time, while shards run. `now_s`: seconds since the epoch."""
         rows = sum(shard.num_rows for shard in self._shards.values())
-        done = self._rows_done()
+        done, before, outcomes = self._rows_done(), self._before, self._outcomes.values()
         return JobState(
             phase="running" if any(report.state == "ready" for report in self._reports.values()) else "loading engines",
             updated_at_s=now_s,
             rows=rows,
             rows_done=done,
-            rows_error=self._errors_before + sum(outcome.num_errors for outcome in self._outcomes.values()),
+            rows_error=before.rows_error + sum(outcome.num_errors for outcome in outcomes),
+            rows_reused=max(before.rows_reused, self._num_reused + sum(outcome.num_reused for outcome in outcomes)),
             shards=len(self._shards),
             shards_done=len(self._committed),
-            prompt_tokens=sum(outcome.prompt_tokens for outcome in self._outcomes.values()),
-            completion_tokens=sum(outcome.completion_tokens for outcome in self._outcomes.values()),
+            prompt_tokens=before.prompt_tokens + sum(outcome.prompt_tokens for outcome in outcomes),
+            completion_tokens=before.completion_tokens + sum(outcome.completion_tokens for outcome in outcomes),
             tokens_per_s=sum(report.tokens_per_s for report in self._reports.values()),
             batch_fill=self.batch_fill,
             prefix_hit_rate=self.prefix_hit_rate,
             eta_s=None if left is None else left.seconds,
             eta_range_s=None if left is None else (left.least_s, left.most_s),
-            workers=tuple(self._worker_state(report) for report in self._reports.values()),
+            workers=tuple(self._worker_state(self._reports[worker]) for worker in self._present()),
+            worker_addresses=self._worker_names.addresses,
         )
 
     def _rows_done(self) -> int:
-        """Rows of committed shards, and finished ones of shards that are open somewhere."""
+        """Rows of committed shards, and finished ones of shards that are open somewhere: the most that there ever were.
+        Those of a worker that is lost are in its journals, and are found again when its shards are opened.
+        """
         started = sum(
             self._shards[shard_id].num_rows - rows
             for shard_id, rows in self._unfinished().items()
             if shard_id not in self._committed
         )
-        return self._rows_before + sum(outcome.num_rows for outcome in self._outcomes.values()) + started
+        done = self._rows_before + sum(outcome.num_rows for outcome in self._outcomes.values()) + started
+        self._most_done = max(self._most_done, done)
+        return self._most_done
 
     def _unfinished(self) -> dict[int, int]:
         """Rows without a result of each shard that is open somewhere."""
@@ -139,10 +150,16 @@ class JobMonitor:
                     unfinished[shard_id] = min(rows, unfinished.get(shard_id, rows))
         return unfinished
 
+    def _present(self) -> list[str]:
+        """Workers that report, `w0` first."""
+        named = [worker for worker in self._worker_names.addresses if worker in self._reports]
+        return named + [worker for worker in self._reports if worker not in named]
+
     def _worker_state(self, report: WorkerReport) -> WorkerState:
         telemetry = report.telemetry
         return WorkerState(
-            name=report.worker,
+            name=self._worker_names.name(report.worker),
+            address=report.worker,
             tokens_per_s=report.tokens_per_s,
             open_rows=report.open_rows,
             running_rows=telemetry.num_running,

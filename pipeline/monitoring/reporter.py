@@ -27,6 +27,7 @@ from ...jobs.record import BEGINNING_PHASES, JobState, Phase
 from ...jobs.spec import ErrorBudget
 from ...jobs.status import is_silent
 from ...jobs.store import JobStore
+from ...jobs.worker_names import WorkerNames
 from ..messages import PublishedState
 from ..result import JobResult
 from .topics import STATES
@@ -56,11 +57,12 @@ class JobReporter:
         self.notes: tuple[str, ...] = ()
         self.phases: list[tuple[str, float]] = []
         self._is_second = False
-        self._latest = before or JobState("starting", time.time())
+        #: The latest state.
+        self.latest = before or JobState("starting", time.time())
 
     def __call__(self, state: JobState) -> None:
         """Report a state. Raises `ErrorBudgetError` when it has more errors than the job allows."""
-        state = replace(state, notes=self.notes)
+        state = replace(state, notes=self.notes, run_id=self.latest.run_id)
         self._write(state)
         self._show(state)
         self.check_budget(state.rows_error, state.rows)
@@ -69,18 +71,18 @@ class JobReporter:
         """Report that a stage of the job began, or how far it is; counters go on from the latest state. Each report is
         a write to storage, so that of many small steps some are left out.
         """
-        is_news = phase != self._latest.phase or rows_indexed >= rows
-        if phase != self._latest.phase:
+        is_news = phase != self.latest.phase or rows_indexed >= rows
+        if phase != self.latest.phase:
             self.phases.append((phase, time.time()))
-        if not is_news and time.time() - self._latest.updated_at_s < _LEAST_INTERVAL_S:
+        if not is_news and time.time() - self.latest.updated_at_s < _LEAST_INTERVAL_S:
             return
         state = replace(
-            self._latest,
+            self.latest,
             phase=phase,
             updated_at_s=time.time(),
             rows=rows,
             rows_indexed=rows_indexed,
-            rows_done=max(rows_done, self._latest.rows_done),
+            rows_done=max(rows_done, self.latest.rows_done),
             notes=self.notes,
         )
         self._write(state)
@@ -93,12 +95,13 @@ class JobReporter:
         found = _read_state(self._store)
         self._is_second = not (found is None or found.is_final or is_silent(found, time.time()))
         if not self._is_second:
-            self.phase(phase, self._latest.rows)
+            self._write(replace(self.latest, phase=phase, updated_at_s=time.time()))
+            self._show(self.latest)
 
     def still_beginning(self) -> None:
         """Report again that the run starts, if so: a state that grows old says that its run was lost."""
-        if self._latest.phase == "starting" and time.time() - self._latest.updated_at_s > _REFRESH_INTERVAL_S:
-            self._write(replace(self._latest, updated_at_s=time.time()))
+        if self.latest.phase == "starting" and time.time() - self.latest.updated_at_s > _REFRESH_INTERVAL_S:
+            self._write(replace(self.latest, updated_at_s=time.time()))
 
     def check_budget(self, num_errors: int, num_rows: int) -> None:
         """Raise `ErrorBudgetError` when so many errors are too many."""
@@ -115,12 +118,13 @@ class JobReporter:
         scheduler that hangs holds up whatever is published, and ends the coordinator when it is ended itself.
         """
         last = replace(
-            self._latest,
+            self.latest,
             phase="done",
             updated_at_s=time.time(),
             rows=result.num_rows,
             rows_done=result.num_rows,
             rows_error=result.num_errors,
+            rows_reused=result.num_reused,
             shards=result.num_parts,
             shards_done=result.num_parts,
             prompt_tokens=result.prompt_tokens,
@@ -138,7 +142,7 @@ class JobReporter:
 
     def received(self, state: JobState) -> None:
         """Show a state that the coordinator has published, and written already."""
-        self._latest, self._is_second = state, False
+        self.latest, self._is_second = state, False
         self._show(state)
 
     @contextmanager
@@ -155,7 +159,7 @@ class JobReporter:
 
     def ended(self, error: Exception) -> None:
         """Report that the run ended by this error, unless its end is reported or the output is another's."""
-        if self._latest.is_final or self._is_second:
+        if self.latest.is_final or self._is_second:
             return
         match error:
             case OutputConflictError():
@@ -167,10 +171,10 @@ class JobReporter:
             case _:
                 phase = "failed"
         last = replace(
-            self._latest,
+            self.latest,
             phase=phase,
             updated_at_s=time.time(),
-            message=str(error) or type(error).__name__,
+            message=WorkerNames(self.latest.worker_addresses).in_text(str(error)) or type(error).__name__,
             error=type(error).__name__,
             # The rows, or the budget for errors, must change first.
             can_resume=not isinstance(error, InputRowsError | ErrorBudgetError),
@@ -182,7 +186,7 @@ class JobReporter:
         self._write(last)
 
     def _write(self, state: JobState) -> None:
-        self._latest = state
+        self.latest = state
         try:
             self._store.write_state(state)
         except StorageError as error:
@@ -191,17 +195,20 @@ class JobReporter:
             logger.warning("state not written: %s", error)
 
 
-def state_before(job: OpenedJob) -> JobState:
-    """What a run of a job begins with: the counters of the run before, unless adapters have changed since: the parts
-    say then what still holds.
+def state_before(job: OpenedJob, run_id: str = "") -> JobState:
+    """What a coordinator of a run begins with, and before it the command that starts the run (without `run_id`): the
+    counters of the latest state, unless adapters have changed since: the parts say then what still holds.
     """
     found, rows = _read_state(job.store), job.record.input.num_rows
-    begins = JobState("starting", time.time(), rows=rows)
-    if found is None or (job.changed_adapters and found.phase not in BEGINNING_PHASES):
+    begins = JobState("starting", time.time(), rows=rows, run_id=run_id)
+    is_of_this_run = found is not None and run_id != "" and (found.run_id == run_id or found.phase in BEGINNING_PHASES)
+    if found is None or (job.changed_adapters and not is_of_this_run):
         return begins
     return replace(
         begins,
         rows_done=found.rows_done,
+        rows_reused=found.rows_reused if is_of_this_run else found.rows_done,
+        worker_addresses=found.worker_addresses if is_of_this_run else (),
         rows_error=found.rows_error,
         shards=found.shards,
         shards_done=found.shards_done,

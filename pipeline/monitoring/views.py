@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...jobs.record import JobState
+from ...jobs.worker_names import WorkerNames
 from ..messages import PublishedState, WorkerReport
 
 _RUNS_KEPT = 20
@@ -64,12 +65,17 @@ class RunView:
     @property
     def rows_left(self) -> int:
         """Rows without an answer."""
-        return 0 if self.state is None or self.is_over else self.state.rows - self.state.rows_done
+        return 0 if self.state is None or self.is_over else self.state.rows - self.state.totals.done
 
     @property
     def tokens_per_s(self) -> float:
         """Of all its engines."""
         return 0.0 if self.is_over else sum(report.tokens_per_s for report in self.reports.values())
+
+    @property
+    def names(self) -> WorkerNames:
+        """What its workers are called."""
+        return WorkerNames(self.state.worker_addresses if self.state else ())
 
     @property
     def num_crashes(self) -> int:
@@ -85,10 +91,14 @@ class RunView:
 # Name of a metric of jobs -> its type, its help, its value; None where there is none.
 _JOB_METRICS: dict[str, tuple[str, str, Callable[[RunView, JobState], float | None]]] = {
     "rows": ("gauge", "Rows of the job.", lambda run, state: state.rows),
-    "rows_done": ("gauge", "Rows that are answered.", lambda run, state: state.rows_done),
-    "rows_error": ("gauge", "Rows that are errors.", lambda run, state: state.rows_error),
+    "rows_done": ("gauge", "Rows that are answered or errors.", lambda run, state: state.totals.done),
+    "rows_answered": ("gauge", "Rows that are answered.", lambda run, state: state.totals.answered),
+    "rows_error": ("gauge", "Rows that are errors.", lambda run, state: state.totals.errors),
+    "rows_reused": ("gauge", "Rows that earlier runs had done.", lambda run, state: state.totals.reused),
     "shards_done": ("gauge", "Parts that are written.", lambda run, state: state.shards_done),
     "seconds_left": ("gauge", "Seconds to the end, as far as is known.", lambda run, state: state.eta_s),
+    "seconds_left_least": ("gauge", "A rough lower end of them.", lambda run, state: (state.eta_range_s or (None,))[0]),
+    "seconds_left_most": ("gauge", "A rough upper end of them.", lambda run, state: (state.eta_range_s or (None,))[-1]),
     "prompt_tokens_total": ("counter", "Prompt tokens of finished parts.", lambda run, state: state.prompt_tokens),
     "completion_tokens_total": (
         "counter", "Tokens generated in finished parts.", lambda run, state: state.completion_tokens
@@ -170,6 +180,7 @@ class JobsView:
                     "state": None if run.state is None else asdict(run.state),
                     "workers": [asdict(report) for report in run.reports.values()],
                     "tokens_per_s": run.history.samples,
+                    "worker_names": {worker: run.names.name(worker) for worker in run.names.addresses},
                     "lost_workers": run.history.losses,
                     "engine_crashes": run.num_crashes,
                     "coordinator_restarts": run.num_restarts,
@@ -210,15 +221,15 @@ class JobsView:
 
 
 def _job_row(run: RunView, state: JobState) -> dict[str, Any]:
-    share = state.rows_done / state.rows if state.rows else 1.0
+    totals = state.totals
     lost = {"workers": len(run.history.losses), "engines": run.num_crashes, "coordinators": run.num_restarts}
     return {
         "job": run.run_id,
         "phase": state.phase,
-        "rows": f"{state.rows_done:,} of {state.rows:,} rows ({share:.1%})",
-        "errors": state.rows_error,
+        "rows": f"{totals.to_text()} ({totals.share_done:.1%} done)",
+        "errors": totals.errors,
         "parts": f"{state.shards_done:,} of {state.shards:,}",
-        "left": "" if state.eta_s is None or state.is_final else f"about {state.eta_s:,.0f} s",
+        "left": state.time_left,
         "tokens/s": round(run.tokens_per_s),
         "lost": ", ".join(f"{what}: {n}" for what, n in lost.items() if n),
         "output": run.output,
@@ -227,13 +238,13 @@ def _job_row(run: RunView, state: JobState) -> dict[str, Any]:
 
 
 def _worker_row(run: RunView, report: WorkerReport) -> dict[str, Any]:
-    names = {worker.name: worker.resident_adapters for worker in run.state.workers} if run.state else {}
+    resident = {worker.address: worker.resident_adapters for worker in run.state.workers} if run.state else {}
     telemetry = report.telemetry
-    adapters = names.get(report.worker, ())
+    adapters = resident.get(report.worker, ())
     more = len(adapters) - _ADAPTERS_SHOWN
     return {
         "job": run.run_id,
-        "worker": report.worker,
+        "worker": run.names.name(report.worker),
         "state": report.state,
         "tokens/s": round(report.tokens_per_s),
         "batch": f"{telemetry.num_running} of {report.batch_rows}",

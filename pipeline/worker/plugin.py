@@ -23,9 +23,10 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from ...jobs.record import JobRecord
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.store import JobStore
+from ...jobs.worker_names import file_tag
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
-from ..cluster.worker_process import leave_on_sigterm, worker_log_path
+from ..cluster.worker_process import keep_warnings, leave_on_sigterm, worker_log_path
 from ..messages import (
     EngineFailedError,
     EngineIdentity,
@@ -84,7 +85,8 @@ class RunPlugin(WorkerPlugin):
         self._engines = engines_of(worker)
         settings = self._settings.with_threads(worker.state.nthreads)
         self.engine: EngineHandle = self._engines.join(self._run_id, settings, self._find_model, self._send)
-        tag = worker_tag(worker.address)
+        keep_warnings(worker)
+        tag = file_tag(worker.address)
         logs = {f"engine-{tag}": self.engine.log_path, f"worker-{tag}": worker_log_path(worker)}
         self._shipper = LogShipper(self.store, logs, shared=logs)
         peers = Peers(worker, self._run_id)
@@ -171,12 +173,6 @@ class RunPlugin(WorkerPlugin):
         # A worker that ends may have closed its loop already.
         with contextlib.suppress(RuntimeError):
             self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)
-
-
-def worker_tag(address: str) -> str:
-    """A worker's address as part of a file name."""
-    kept = (character if character.isalnum() else "-" for character in address.rpartition("//")[2])
-    return "".join(kept)
 
 
 def find_plugin(worker: Worker, run_id: str) -> RunPlugin:

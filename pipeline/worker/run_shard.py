@@ -8,7 +8,7 @@ journalled about once a second, begun ones when the worker has to leave. The par
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 import numpy as np
@@ -21,7 +21,7 @@ from ...scheduler.messages import RunShard
 from ...scheduler.planning.bound import JobWork
 from ..dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
 from ..dataset.reader import RowError, ShardRows, read_shard
-from ..dataset.writer import answers_in_part, part_bytes
+from ..dataset.writer import answers_in_part, num_reused_rows, part_bytes
 from ..messages import PromptReuse, ShardAbandonedError, ShardOutcome
 from ..supervisor.open_shard import OpenShard, ServedRow
 from ..supervisor.queue import EngineQueue
@@ -41,38 +41,41 @@ def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
     plugin = find_plugin(get_worker(), run_id)
     with plugin.claimed(command.shard_id) as (claim, is_ours):
         if is_ours:
-            claim.set_result(_answer_and_commit(plugin, command))
+            claim.set_result(_answer_and_commit(plugin, command, run_id))
         return claim.result()
 
 
-def _answer_and_commit(plugin: RunPlugin, command: RunShard) -> ShardOutcome:
+def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> ShardOutcome:
     plugin.check_output()
     record = plugin.record()
     rows = read_shard(plugin.store, record, command.shard_id)
     done = read_done(plugin.store, record, rows)
     if done is not None:
-        return _outcome(plugin, rows, done, len(done), JobWork())
-    kept = read_kept(plugin.store, record, rows)
+        with plugin.store.open_part(command.shard_id) as file:
+            return _outcome(plugin, rows, done, num_reused_rows(file, run_id), JobWork())
+    kept = read_kept(plugin.store, record, rows, run_id)
     answers = kept.answers
     reused = frozenset(answers)
     asked = [r for r in rows.requests if isinstance(r, Request) and r.request_id not in answers]
     if asked:
-        _answer(plugin, rows, asked, kept, command)
-    part = part_bytes(rows, answers, record)
+        _answer(plugin, rows, asked, kept, command, run_id)
+    part = part_bytes(rows, answers, record, run_id, len(kept.earlier))
     plugin.check_output()
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
         # A worker of a former run, whose adapters were others, was faster.
         plugin.store.remove_part(command.shard_id)
     fresh = {request_id: answer for request_id, answer in answers.items() if request_id not in reused}
-    return _outcome(plugin, rows, answers, len(reused), work_of(fresh, kept.begun))
+    return _outcome(plugin, rows, answers, len(kept.earlier), work_of(fresh, kept.begun))
 
 
-def _answer(plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, command: RunShard) -> None:
+def _answer(
+    plugin: RunPlugin, rows: ShardRows, asked: list[Request], kept: KeptRows, command: RunShard, run_id: str
+) -> None:
     """Have the engine answer the rows that are asked; `kept.answers` gains them."""
     adapter_ids = frozenset(r.adapter_id for r in asked if r.adapter_id is not None)
     requests = {request.request_id: request for request in asked}
     fingerprints = rows.fingerprint_of()
-    journal = f"{command.attempt}-{uuid4().hex[:8]}"
+    journal = f"{_journals_of(run_id)}{command.attempt}-{uuid4().hex[:8]}"
     begun = [kept.begun.get(request.request_id, ExportedRow(request)) for request in asked]
     # "" is storage, which needs no mention.
     sources = {adapter: replica for adapter, replica in command.adapter_sources if replica}
@@ -145,14 +148,22 @@ def _outcome(
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """By request id. `begun`: rows without an answer, and what was generated for them."""
+    """By request id. `begun`: rows without an answer, and what was generated for them. `earlier`: rows with an answer
+    of an earlier run.
+    """
 
-    answers: dict[str, RowAnswer]
-    begun: dict[str, ExportedRow]
+    answers: dict[str, RowAnswer] = field(default_factory=dict)
+    begun: dict[str, ExportedRow] = field(default_factory=dict)
+    earlier: set[str] = field(default_factory=set)
 
 
-def read_kept(store: JobStore, record: JobRecord, rows: ShardRows) -> KeptRows:
-    """What still holds of a shard's journals, and of a part that is not `read_done`.
+def _journals_of(run_id: str) -> str:
+    """With what the names of a run's journals begin."""
+    return f"{run_id.rpartition('-')[2]}-"
+
+
+def read_kept(store: JobStore, record: JobRecord, rows: ShardRows, run_id: str = "") -> KeptRows:
+    """What still holds of a shard's journals, and of a part that is not `read_done`. `run_id`: of the run that reads.
 
     Such a part was written by a worker of a former run that went on for too long. What holds of it is journalled first,
     then it is removed, so that nothing is lost in between.
@@ -162,8 +173,9 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows) -> KeptRows:
         for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
         if isinstance(request, Request)
     }
-    kept = KeptRows({}, {})
-    for journal in store.read_wip(rows.shard_id):
+    kept = KeptRows()
+    for name, journal in store.read_wip(rows.shard_id).items():
+        is_earlier = not name.startswith(_journals_of(run_id))
         for row in decode_journal(journal):
             request = by_fingerprint.get(row.fingerprint)
             if request is None or row.adapter_sha256 != request.adapter_id:
@@ -173,10 +185,13 @@ def read_kept(store: JobStore, record: JobRecord, rows: ShardRows) -> KeptRows:
             elif row.error is None:
                 # Errors are not kept: another attempt may do better.
                 kept.answers[request.request_id] = row
+                if is_earlier:
+                    kept.earlier.add(request.request_id)
     if store.is_committed(rows.shard_id):
         with store.open_part(rows.shard_id) as part:
             in_part = answers_in_part(part, rows, record)
         kept.answers.update(in_part)
+        kept.earlier.update(in_part)
         store.append_wip(rows.shard_id, f"part-{uuid4().hex[:8]}", encode_answers(in_part.values()))
         store.remove_part(rows.shard_id)
     return kept

@@ -22,16 +22,24 @@ RUNNING = JobState(
 
 def test_a_line_tells_rows_errors_rates_and_time_left() -> None:
     line = job_line(RUNNING, elapsed_s=25.0, rows_per_s=2.0)
-    assert line.startswith("[0:25] running  50/200 rows  2/8 shards  2 errors")
-    assert "2.0 rows/s  90 tokens/s  124 running on 2 workers  1:15 left" in line
+    assert line.startswith("[0:25] running  48 of 200 rows answered, 2 errors  2/8 shards")
+    assert "2.0 rows/s  90 tokens/s  124 running on 2 workers  about 1:15 left" in line
+    resumed = replace(RUNNING, rows_reused=40, eta_range_s=(50.0, 120.0))
+    line = job_line(resumed, elapsed_s=25.0, rows_per_s=2.0)
+    assert "48 of 200 rows answered, 2 errors, 40 from an earlier run" in line
+    assert line.endswith("about 1:15 left (0:50 to 2:00)")
 
 
 def test_a_line_tells_nothing_that_is_not_known_yet() -> None:
-    assert job_line(JobState("indexing", 1.0, rows=200), 2.0, 0.0) == "[0:02] indexing  0/200 rows"
+    assert job_line(JobState("indexing", 1.0, rows=200), 2.0, 0.0) == "[0:02] indexing  0 of 200 rows indexed"
+    resumed = JobState("indexing", 1.0, rows=200, rows_indexed=64, rows_done=50)
+    assert job_line(resumed, 2.0, 0.0) == "[0:02] indexing  64 of 200 rows indexed  50 of 200 rows answered"
     loading = JobState("loading engines", 1.0, rows=200)
-    assert job_line(loading, 5.0, 0.0) == "[0:05] loading engines  0/200 rows"
+    assert job_line(loading, 5.0, 0.0) == "[0:05] loading engines  0 of 200 rows answered"
     starting = replace(loading, workers=(WorkerState("tcp://w1", mode="starting"),))
-    assert job_line(starting, 5.0, 0.0) == "[0:05] loading engines  0/200 rows  0 of 1 workers ready"
+    assert job_line(starting, 5.0, 0.0).endswith("loading engines  0 of 200 rows answered  0 of 1 workers ready")
+    predicted = replace(loading, eta_s=75.0, eta_range_s=(50.0, 120.0))
+    assert job_line(predicted, 5.0, 0.0).endswith("  engines load, then about 1:15 (0:50 to 2:00)")
 
 
 def test_without_a_terminal_a_line_is_printed_at_each_phase_and_not_at_each_update() -> None:

@@ -46,6 +46,12 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
     status = json.loads(lorabatch("status", str(echo_job.output), "--json").stdout)
     assert (status["headline"], status["state"]["rows_done"]) == ("done", 60)
     assert any(name.startswith("engine-") or name.startswith("worker-") for name in echo_job.store.read_logs())
+    logs = lorabatch("logs", str(echo_job.output))
+    assert logs.returncode == 0
+    for part in ("60 rows, 4 adapters", "plan: 60 rows in 3 shards", "60 of 60 rows answered"):
+        assert part in logs.stdout
+    for name in ("w0 127.0.0.1", "w1 127.0.0.1"):
+        assert re.search(rf"{name} +\| worker at 127\.0\.0\.1:\d+\n", logs.stdout)
 
 
 @pytest.mark.long

@@ -57,11 +57,11 @@ def test_unfinished_work_is_kept_per_attempt_until_the_part_is_there(store: JobS
     store.append_wip(1, "0-aa", b"two")
     store.append_wip(1, "1-bb", b"three")
     store.append_wip(11, "0-cc", b"other shard")
-    assert store.read_wip(1) == [b"one two", b"three"]
-    assert store.read_wip(2) == []
+    assert store.read_wip(1) == {"0-aa": b"one two", "1-bb": b"three"}
+    assert store.read_wip(2) == {}
     store.commit_part(1, b"part")
-    assert store.read_wip(1) == []
-    assert store.read_wip(11) == [b"other shard"]
+    assert store.read_wip(1) == {}
+    assert store.read_wip(11) == {"0-cc": b"other shard"}
 
 
 def test_the_first_job_to_freeze_has_the_output(store: JobStore, record: Record) -> None:
@@ -84,7 +84,7 @@ def test_success_is_seen_and_cleaning_up_keeps_what_a_finished_job_shows(store: 
     assert (contents.has_job, contents.is_finished, contents.parts, contents.foreign) == (True, True, {0: 4}, ())
     assert not store.has_index(0)
     assert store.has_plan()
-    assert store.read_wip(1) == []
+    assert store.read_wip(1) == {}
     assert store.read_summary() == {"rows": 1}
     assert store.read_events() == [{}]
     assert store.read_logs() == {"client": "hello\n"}

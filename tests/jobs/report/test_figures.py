@@ -6,6 +6,7 @@ from bokeh.models import Model, Range1d
 
 from lorabatch.jobs.report.figures import run_figures, worker_names
 from lorabatch.jobs.report.timeline import Activity, Move, RunTimeline, ShardSpan, WorkerTrack, read_timelines
+from lorabatch.jobs.worker_names import WorkerNames
 
 from .journals import busy_run, lines
 
@@ -75,5 +76,5 @@ def test_both_figures_have_one_axis_of_seconds() -> None:
 
 def test_workers_have_short_names_that_differ() -> None:
     addresses = ["tcp://127.0.0.1:4000", "tls://worker-0.namespace.svc.cluster.local:12345", "w"]
-    names = worker_names(RunTimeline([track(address) for address in addresses]))
-    assert list(names.values()) == ["w0 127.0.0.1:4000", "w1 …luster.local:12345", "w2 w"]
+    names = worker_names(RunTimeline([track(address) for address in addresses], names=WorkerNames(addresses)))
+    assert list(names.values()) == ["w0 127.0.0.1", "w1 worker-0", "w2 w"]

@@ -138,6 +138,21 @@ def test_answers_of_an_adapter_that_changed_do_not_hold(prepare_job: Prepare, an
     assert [answer.adapter_sha256 for answer in kept] == ["b" * 64] * 2
 
 
+def test_a_part_says_which_of_its_rows_an_earlier_run_had_done(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    job = prepare_job(pa.table({"id": range(6), "prompt": ["a"] * 6, "adapter": ["alpha", "beta"] * 3}))
+    all_rows = list(job.shards())
+    assert len(all_rows) > 1
+    for number, rows in enumerate(all_rows):
+        part = part_bytes(rows, answer_by_echo(rows), job.record, f"run-{number}", num_reused=1)
+        job.store.commit_part(rows.shard_id, part)
+    shard_ids = [rows.shard_id for rows in all_rows]
+    others = sum(rows.num_rows for rows in all_rows[1:])
+    assert account_parts(shard_ids, job.store, job.record, "run-0").num_reused == 1 + others
+    assert account_parts(shard_ids, job.store, job.record, "run-new").num_reused == 6
+    # Readers of the folder do not mind that the runs differ.
+    assert ds.dataset(job.store.url, format="parquet").to_table().num_rows == 6
+
+
 def test_a_part_of_other_rows_is_refused(prepare_job: Prepare, answer_by_echo: Echo) -> None:
     job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9)
     (ours,) = job.shards()
@@ -160,7 +175,7 @@ def test_a_part_that_another_job_wrote_is_refused_by_name(prepare_job: Prepare, 
         answers_in_part(io.BytesIO(part), ours, now.record)
     now.store.commit_part(0, part)
     with pytest.raises(DamagedRecordError, match=expected):
-        account_parts([0], now.store, now.record)
+        account_parts([0], now.store, now.record, "run")
 
 
 def test_the_part_schema_is_known_before_any_row_is_answered(prepare_job: Prepare, answer_by_echo: Echo) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lorabatch.engine.request import EngineTelemetry
+from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
 from lorabatch.scheduler.estimates.time_left import TimeLeft, Work
@@ -50,10 +51,9 @@ def test_engines_load_until_one_is_ready(monitor: JobMonitor) -> None:
     assert monitor.state(1.0).phase == "running"
 
 
-def test_a_lost_worker_takes_its_open_rows_with_it(monitor: JobMonitor) -> None:
+def test_a_lost_worker_is_not_shown(monitor: JobMonitor) -> None:
     monitor.reported(make_report("w1", ((0, 4),)))
     monitor.lost("w1")
-    assert monitor.state(1.0).rows_done == 10
     assert monitor.state(1.0).workers == ()
 
 
@@ -115,9 +115,26 @@ def test_prompt_tokens_that_were_not_computed_are_a_share_of_the_finished_shards
 
 
 def test_errors_in_parts_of_runs_before_are_counted() -> None:
-    monitor = JobMonitor([make_shard(i, 10) for i in range(2)], {0: 10}, {}, num_errors=4)
-    monitor.committed(ShardOutcome(1, "w1", 10, 1, 0, 0, 0))
-    assert monitor.state(1.0).rows_error == 5
+    before = JobState("loading engines", 0.0, rows_done=14, rows_error=4, rows_reused=14, prompt_tokens=50)
+    monitor = JobMonitor([make_shard(i, 10) for i in range(2)], {0: 10}, {}, before, num_reused=10)
+    monitor.committed(ShardOutcome(1, "w1", 10, num_errors=1, num_reused=3, prompt_tokens=7, completion_tokens=9))
+    state = monitor.state(1.0)
+    assert (state.rows_error, state.rows_reused, state.prompt_tokens, state.completion_tokens) == (5, 14, 57, 9)
+
+
+def test_rows_done_never_become_fewer(monitor: JobMonitor) -> None:
+    """Those of a lost worker are in its journals; those of a run before, where a coordinator has not found them yet."""
+    monitor.reported(make_report("w1", ((0, 4),)))
+    assert monitor.state(1.0).rows_done == 16
+    monitor.lost("w1")
+    assert monitor.state(2.0).rows_done == 16
+    monitor.reported(make_report("w2", ((0, 9), (1, 2))))
+    assert monitor.state(3.0).rows_done == 19
+    known = JobState("loading engines", 0.0, rows_done=25)
+    resumed = JobMonitor([make_shard(i, 10) for i in range(4)], {3: 10}, {}, known)
+    assert resumed.state(1.0).rows_done == 25
+    resumed.reported(make_report("w1", ((0, 1), (1, 2))))
+    assert resumed.state(2.0).rows_done == 27
 
 
 def test_workers_show_adapters_of_the_job_by_name(monitor: JobMonitor) -> None:

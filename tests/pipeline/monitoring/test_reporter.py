@@ -82,6 +82,9 @@ def test_a_phase_goes_on_from_the_counters_of_the_run_before(store: JobStore) ->
     before = JobState("starting", 1.0, rows=10, rows_done=6, rows_error=1, shards=2, completion_tokens=50)
     reporter = JobReporter(store, lambda state: None, ErrorBudget.parse("10%"), before)
     reporter.begins("starting")
+    begun = store.read_state()
+    assert begun is not None
+    assert (begun.phase, begun.rows_done) == ("starting", 6)
     reporter.phase("indexing", 10, rows_indexed=4)
     state = store.read_state()
     assert state is not None

@@ -78,25 +78,25 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
 @pytest.mark.parametrize("client", [True], indirect=True)
 def test_a_browser_shows_a_curve_per_job_and_tables_as_they_change(client: Client, tmp_path: Path) -> None:
     show_jobs(client)
-    workers = (WorkerState("tcp://w0", resident_adapters=(ATTACK,)),)
+    workers = (WorkerState("w0 w0", resident_adapters=(ATTACK,), address="tcp://w0"),)
     for job in ("night-20261122-215343-9bf979-86b7e3", "night-2"):
         publish = state_publisher(client, job, "s3://bucket/a-folder/of-answers")
         for second in range(30):
-            state = JobState("running", float(second), rows=60, rows_done=second, tokens_per_s=second, workers=workers)
-            publish(state)
+            done = {"rows": 60, "rows_done": second, "tokens_per_s": second}
+            publish(JobState("running", float(second), workers=workers, worker_addresses=("tcp://w0",), **done))
         REPORTS.publish(client, job, WorkerReport("tcp://w0", "ready", 8, tokens_per_s=12.5))
     with Browser(tmp_path) as browser:
         browser.open(address(client, "/lora"))
         text = browser.text(until=ATTACK)
-        assert "29 of 60 rows (48.3%)" in text
-        assert "tcp://w0" in text
+        assert "29 of 60 rows answered (48.3% done)" in text
+        assert "w0 w0" in text
         # What was published before the page was opened is there.
         samples = f"{MODEL}('night-2').data_source.data.time.length"
         assert browser.evaluate(samples) == 30
         legend = "[...Bokeh.index.query(view => view.model.type === 'Legend')][0].model.items.map(i => i.label.value)"
         assert browser.evaluate(legend) == ["worker lost", "night-20261122-215343-9bf979-86b7e3", "night-2"]
         publish(JobState("running", 31.0, rows=60, rows_done=59))
-        assert "59 of 60 rows" in browser.text(until="59 of 60 rows")
+        assert "59 of 60 rows answered" in browser.text(until="59 of 60 rows answered")
         assert browser.evaluate(samples) == 31
         assert browser.evaluate("window.isHacked") is None
         for width in (1400, 800):

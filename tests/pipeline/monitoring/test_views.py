@@ -29,8 +29,10 @@ COUNTS: dict[str, Any] = {"eta_s": 90.0, "completion_tokens": 123_456_789}
 
 
 def running(rows_done: int = 30) -> JobState:
-    workers = (WorkerState("tcp://w0", resident_adapters=("<pirate>",)),)
-    return JobState("running", 1.0, rows=60, rows_done=rows_done, shards=6, workers=workers, **COUNTS)
+    workers = (WorkerState("w1 w0", resident_adapters=("<pirate>",), address="tcp://w0"),)
+    seen = ("tcp://gone", "tcp://w0")
+    given = {"rows": 60, "rows_done": rows_done, "shards": 6, "workers": workers, "worker_addresses": seen}
+    return JobState("running", 1.0, **given | COUNTS)
 
 
 def make_view() -> JobsView:
@@ -73,7 +75,12 @@ def test_what_is_not_known_is_no_sample() -> None:
 def test_tables_have_a_row_per_job_and_per_worker() -> None:
     view = make_view()
     (job,), (worker,) = view.job_rows(), view.worker_rows()
-    assert (job["rows"], job["left"], job["phase"]) == ("30 of 60 rows (50.0%)", "about 90 s", "running")
+    assert (job["rows"], job["left"], job["phase"]) == (
+        "30 of 60 rows answered (50.0% done)",
+        "about 1:30 left",
+        "running",
+    )
+    assert worker["worker"] == "w1 w0"
     assert (worker["batch"], worker["prompt reused"], worker["adapters"]) == ("4 of 8", "37%", "<pirate>")
 
 

@@ -234,7 +234,7 @@ def with_adapters(record: JobRecord, *adapters: AdapterRecord) -> JobRecord:
 
 
 def kept(job: Any) -> dict[bytes, str | None]:
-    journals = [j for shard in read_plan(job.store).shards for j in job.store.read_wip(shard.shard_id)]
+    journals = [j for shard in read_plan(job.store).shards for j in job.store.read_wip(shard.shard_id).values()]
     return {answer.fingerprint: answer.adapter_sha256 for journal in journals for answer in decode_journal(journal)}
 
 
@@ -281,7 +281,9 @@ def test_repeating_it_after_a_crash_loses_and_doubles_nothing(finished: Any, mon
             reopen_shards(finished.store, record, plan, {"beta"})
     assert len(finished.store.committed_parts()) == len(plan.shards)
     reopen_shards(finished.store, record, plan, {"beta"})
-    journals = [journal for shard_id in shards_with(finished, "beta") for journal in finished.store.read_wip(shard_id)]
+    journals = [
+        journal for shard_id in shards_with(finished, "beta") for journal in finished.store.read_wip(shard_id).values()
+    ]
     answers = [answer.fingerprint for journal in journals for answer in decode_journal(journal)]
     assert len(answers) == len(set(answers)) == 5
 

@@ -1,0 +1,259 @@
+"""What a job's logs say, in order of time: its events in words, and the lines of client, workers and engines.
+
+Derived from the output alone, so that it is the same for any cluster. `EventStory` tells `events.jsonl`; what workers
+are called is what the coordinator calls them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ..scheduler.scheduler import BEGINNING
+from .progress import RowTotals, clock
+from .status import JobStatus, read_status
+from .store import JobStore
+from .worker_names import WorkerNames, file_tag
+
+_FOLLOW_INTERVAL_S = 1.0
+_REMOTE_INTERVAL_S = 5.0
+_SOURCE_CHARS = 22
+# As Python's logging writes it, by the formats of Dask and of this package.
+_STAMP = re.compile(
+    r"(?P<day>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)[,.](?P<ms>\d{3})(?: -)? (?P<text>.*)", re.DOTALL
+)
+# Of shards that are done, so often.
+_MILESTONES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line. `time_s`: seconds since the epoch. `source`: who says it."""
+
+    time_s: float
+    source: str
+    text: str
+
+    def to_text(self) -> str:
+        """As printed, in the local time of who reads it."""
+        at = datetime.fromtimestamp(self.time_s).strftime("%Y-%m-%d %H:%M:%S")
+        return f"{at}  {self.source:<{_SOURCE_CHARS}} | {self.text}"
+
+
+def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
+    """Lines of a job's log, at least one; with `follow`, until the job has ended or has fallen silent.
+
+    Raises `JobRequestError` when the output holds no job, `StorageError` when it cannot be read.
+    """
+    reader = _LogReader(store)
+    interval_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_INTERVAL_S
+    while True:
+        # Asked before the logs are read: what is said last is seen.
+        status = read_status(store)
+        is_last = status.is_resting or not follow
+        yield from (line.to_text() for line in reader.new_lines(status, is_last=is_last))
+        if is_last:
+            return
+        time.sleep(interval_s)
+
+
+@dataclass(slots=True)
+class _LogReader:
+    """Reads what is new in a job's output."""
+
+    store: JobStore
+    _story: EventStory = field(init=False)
+    _num_event_bytes: int = 0
+    # Log -> characters read, time of the last line that had one.
+    _read: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _times: dict[str, float] = field(default_factory=dict)
+    _has_begun: bool = False
+
+    def __post_init__(self) -> None:
+        self._story = EventStory()
+
+    def new_lines(self, status: JobStatus, *, is_last: bool) -> list[LogLine]:
+        """In order of time. `is_last`: the job's state is told at the end."""
+        lines = [] if self._has_begun else list(_frozen(status))
+        self._has_begun = True
+        records, self._num_event_bytes = self.store.read_new_events(self._num_event_bytes)
+        if self.store.has_plan_facts() and self._story.plan is None:
+            self._story.plan = self.store.read_plan_facts()
+        for record in records:
+            lines += self._story.read(record)
+        for name, text in self.store.read_logs().items():
+            lines += self._lines_of(name, text, is_last)
+        lines.sort(key=lambda line: line.time_s)
+        return lines + (list(_standing(status)) if is_last else [])
+
+    def _lines_of(self, name: str, text: str, is_last: bool) -> Iterator[LogLine]:
+        end = len(text) if is_last else text.rfind("\n") + 1
+        fresh, self._read[name] = text[self._read[name] : end], max(end, self._read[name])
+        for line in fresh.splitlines():
+            stamp = _STAMP.match(line)
+            if stamp:
+                at = datetime.fromisoformat(f"{stamp['day']} {stamp['time']}.{stamp['ms']}")
+                self._times[name] = at.timestamp()
+            said = stamp["text"] if stamp else line
+            yield LogLine(self._times.get(name, 0.0), self._story.source(name), self._story.in_text(said))
+
+
+def _frozen(status: JobStatus) -> Iterator[LogLine]:
+    record = status.record
+    text = (
+        f"{record.job_id}: {record.input.num_rows:,} rows, {len(record.adapters):,} adapters, model {record.model.url}"
+    )
+    yield LogLine(datetime.fromisoformat(record.created_at).timestamp(), "job", text)
+
+
+def _standing(status: JobStatus) -> Iterator[LogLine]:
+    """Where the job stands now, or how it ended."""
+    state = status.state
+    if state is None:
+        yield LogLine(time.time(), "job", "no run of it has begun")
+        return
+    yield from (LogLine(state.updated_at_s, "job", f"note: {note.strip()}") for note in state.notes)
+    totals = status.totals or RowTotals(0, 0, 0, 0)
+    left = f", {status.time_left}" if status.time_left else ""
+    yield LogLine(state.updated_at_s, "job", f"{status.headline}: {totals.to_text()}{left}")
+    if state.message:
+        yield LogLine(state.updated_at_s, "job", state.message)
+    if status.next_step:
+        yield LogLine(state.updated_at_s, "job", f"next: {status.next_step}")
+
+
+class EventStory:
+    """Tells events and commands in words. A journal may hold several runs, and a run several coordinators.
+
+    `plan`: `plan.json`, once it is there.
+    """
+
+    def __init__(self) -> None:
+        self.plan: Mapping[str, Any] | None = None
+        self._names = WorkerNames()
+        self._run_id: str | None = None
+        # When the coordinator began, in seconds since the epoch; of its latest event.
+        self._began_s = self._now_s = 0.0
+        self._in_cluster: set[str] = set()
+        self._attempts: dict[int, int] = {}
+        self._done: set[int] = set()
+        self._milestone = 0
+        # Of all runs: logs of workers that were there before stay.
+        self._name_of_tag: dict[str, str] = {}
+
+    def source(self, log: str) -> str:
+        """Who writes a log: `worker-127-0-0-1-4000` is that of a worker."""
+        kind, _, tag = log.partition("-")
+        name = self._name_of_tag.get(tag)
+        return log if name is None else name if kind == "worker" else f"{name} {kind}"
+
+    def in_text(self, text: str) -> str:
+        """A text with names in place of addresses."""
+        return self._names.in_text(text)
+
+    def read(self, record: Mapping[str, Any]) -> Iterator[LogLine]:
+        """Lines for one record; none for most. A command happens at the time of the event before it."""
+        if record.get("kind") == BEGINNING:
+            yield from self._begin(record)
+            return
+        self._now_s = self._began_s + record["time_s"] if "time_s" in record else self._now_s
+        for source, text in self._told(record):
+            yield LogLine(self._now_s, source, self.in_text(text))
+
+    def _told(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        match record:
+            case {"kind": "WorkersSeen", "worker_ids": workers}:
+                yield from self._see(workers)
+            case {"kind": "ReplicaJoined", "replica_id": worker, "batch_rows": batch_rows}:
+                self._name([worker])
+                yield self._names.name(worker), f"engine ready, {batch_rows} rows at once"
+            case {"kind": "ReplicasFound", "replicas": found}:
+                for worker, batch_rows, open_shards, *_ in found:
+                    at_work = f", shards open: {len(open_shards)}" if open_shards else ""
+                    yield self._names.name(worker), f"engine ready, {batch_rows} rows at once{at_work}"
+            case {"kind": "ReplicaLeft", "replica_id": worker}:
+                yield self._names.name(worker), "leaves; its rows go on elsewhere"
+            case {"kind": "ReplicaFailed", "replica_id": worker, "reason": reason}:
+                yield self._names.name(worker), f"its engine is given up: {reason}"
+            case {"kind": "RemoveReplica", "replica_id": worker, "reason": reason}:
+                yield self._names.name(worker), f"lost: {reason}"
+            case {"kind": "MigrateRows"}:
+                yield self._moved(record)
+            case {"kind": "FailJob", "reason": reason}:
+                yield "job", f"fails: {reason}"
+            case {"shard_id": shard_id, "kind": kind}:
+                yield from self._of_shard(kind, shard_id, record)
+
+    def _of_shard(self, kind: str, shard_id: int, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        worker = self._names.name(record["replica_id"])
+        match kind:
+            case "RunShard":
+                if not self._attempts:
+                    yield worker, "opens the first shard"
+                attempt = self._attempts[shard_id] = self._attempts.get(shard_id, 0) + 1
+                if attempt > 1:
+                    yield worker, f"opens shard {shard_id} again, attempt {attempt}"
+            case "ShardFailed":
+                yield worker, f"shard {shard_id} failed: {record['reason']}"
+            case "Recall":
+                yield worker, f"gives shard {shard_id} back: another worker has written its part"
+            case "ShardCommitted":
+                self._done.add(shard_id)
+                yield from self._milestones()
+
+    def _milestones(self) -> Iterator[tuple[str, str]]:
+        total = len(self.plan["shards"]) if self.plan else 0
+        reached = _MILESTONES * len(self._done) // total if total else 0
+        if reached > self._milestone:
+            self._milestone = reached
+            yield "job", f"{len(self._done):,} of {total:,} parts written"
+
+    def _moved(self, record: Mapping[str, Any]) -> tuple[str, str]:
+        num_rows = record["num_rows"]
+        rows = "1 row" if num_rows == 1 else f"{num_rows:,} rows"
+        to = self._names.name(record["to_replica_id"])
+        return self._names.name(record["from_replica_id"]), f"{rows} of shard {record['shard_id']} move to {to}"
+
+    def _begin(self, record: Mapping[str, Any]) -> Iterator[LogLine]:
+        """A coordinator begins, of a new run or in place of another one."""
+        self._began_s = self._now_s = record.get("at_s", self._now_s)
+        is_new = self._run_id != record.get("run_id", "")
+        self._done |= set(map(int, record.get("committed", ())))
+        if is_new:
+            self._run_id = record.get("run_id", "")
+            self._names, self._in_cluster, self._attempts = WorkerNames(), set(), {}
+        self._name(record.get("workers", ()))
+        phases = [(name, at_s) for name, at_s in record.get("phases", ())]
+        if is_new:
+            yield LogLine(phases[0][1] if phases else self._now_s, "job", f"run {self._run_id} starts")
+            yield from (LogLine(at_s, "job", name) for name, at_s in phases[1:])
+            yield LogLine(self._now_s, "job", self._planned(len(record.get("committed", ()))))
+        else:
+            worker = self._names.name(record.get("coordinator", ""))
+            yield LogLine(self._now_s, worker, "coordinates the job from now on, in place of a worker that is lost")
+
+    def _planned(self, num_committed: int) -> str:
+        shards = self.plan["shards"] if self.plan else []
+        text = f"plan: {sum(shard['num_rows'] for shard in shards):,} rows in {len(shards):,} shards"
+        if self.plan and self.plan.get("predicted_s") is not None:
+            text += f", about {clock(self.plan['predicted_s'])} once engines are ready"
+        return text + (f"; {num_committed:,} parts are there" if num_committed else "")
+
+    def _name(self, workers: Any) -> None:
+        self._names.see(workers)
+        for address in workers:
+            self._name_of_tag[file_tag(address)] = self._names.name(address)
+
+    def _see(self, workers: list[str]) -> Iterator[tuple[str, str]]:
+        self._name(workers)
+        for address in workers:
+            if address not in self._in_cluster:
+                yield self._names.name(address), f"worker at {address.rpartition('://')[2]}"
+        for address in sorted(self._in_cluster.difference(workers)):
+            yield self._names.name(address), "has left the cluster"
+        self._in_cluster = set(workers)
