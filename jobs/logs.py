@@ -170,10 +170,11 @@ class EventStory:
             case {"kind": "WorkersSeen", "worker_ids": workers}:
                 yield from self._see(workers)
             case {"kind": "ReplicaJoined", "replica_id": worker, "batch_rows": batch_rows}:
-                self._name([worker])
+                yield from self._see([*self._in_cluster, worker])
                 yield self._names.name(worker), f"engine ready, {batch_rows} rows at once"
             case {"kind": "ReplicasFound", "replicas": found}:
-                for worker, batch_rows, open_shards, *_ in found:
+                # The last report of a worker that is lost may be there.
+                for worker, batch_rows, open_shards, *_ in (entry for entry in found if entry[0] in self._in_cluster):
                     at_work = f", shards open: {len(open_shards)}" if open_shards else ""
                     yield self._names.name(worker), f"engine ready, {batch_rows} rows at once{at_work}"
             case {"kind": "ReplicaLeft", "replica_id": worker}:
@@ -253,6 +254,7 @@ class EventStory:
         self._name(workers)
         for address in workers:
             if address not in self._in_cluster:
+                self._in_cluster.add(address)
                 yield self._names.name(address), f"worker at {address.rpartition('://')[2]}"
         for address in sorted(self._in_cluster.difference(workers)):
             yield self._names.name(address), "has left the cluster"

@@ -70,7 +70,12 @@ def test_plan_starts_losses_moves_and_retries_are_told_by_workers_names(store: J
     append(store, RemoveReplica(A, f"{A} is silent"), WorkersSeen(6.0, (B, C)))
     append(store, ReplicaFailed(7.0, C, "no memory"), ShardCommitted(8.0, 1, B))
     append(store, beginning(BEGAN_S + 20, coordinator=B) | {"workers": [A, B, C], "committed": [1]})
-    append(store, WorkersSeen(0.0, (B,)), ReplicasFound(0.1, ((B, 8, ((0, 2),), 0.5),)), ShardCommitted(3.0, 0, B))
+    append(
+        store,
+        WorkersSeen(0.0, (B,)),
+        ReplicasFound(0.1, ((A, 8, (), 9.0), (B, 8, ((0, 2),), 0.5))),
+        ShardCommitted(3.0, 0, B),
+    )
     w0, w1, w2 = "w0 10.0.0.5", "w1 10.0.0.6", "w2 10.0.0.5"
     assert said(store)[1:-1] == [
         ("job", "run run starts"),
