@@ -83,6 +83,11 @@ class JobReporter:
             rows=rows,
             rows_indexed=rows_indexed,
             rows_done=max(rows_done, self.latest.rows_done),
+            shards_done=self.latest.shards if rows_done >= rows else self.latest.shards_done,
+            tokens_per_s=0.0,
+            eta_s=None,
+            eta_range_s=None,
+            workers=(),
             notes=self.notes,
         )
         self._write(state)

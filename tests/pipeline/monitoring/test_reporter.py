@@ -92,6 +92,15 @@ def test_a_phase_goes_on_from_the_counters_of_the_run_before(store: JobStore) ->
     assert (state.shards, state.completion_tokens) == (2, 50)
 
 
+def test_the_last_phase_has_all_rows_and_nothing_left_to_do(store: JobStore) -> None:
+    reporter = make_reporter(store)
+    reporter(JobState("running", 1.0, rows=10, rows_done=6, shards=2, shards_done=1, eta_s=3.0, tokens_per_s=9.0))
+    reporter.phase("finishing", 10, rows_done=10)
+    state = store.read_state()
+    assert state is not None
+    assert (state.rows_done, state.shards_done, state.time_left, state.tokens_per_s) == (10, 2, "", 0.0)
+
+
 def test_a_run_that_cannot_begin_beside_another_one_leaves_its_state_alone(store: JobStore) -> None:
     at_work = JobState("running", time.time(), rows=10, rows_done=3)
     store.write_state(at_work)
