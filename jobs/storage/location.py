@@ -193,6 +193,9 @@ class Location:
                 return False
             if not _is_unconditional(error):
                 raise
+            # The same status may mean that another writer was first.
+            if self.exists(name):
+                return False
             _warn_unconditional(self.url.split("://", 1)[0])
             self.fs.pipe_file(self.path(name), data)
         return True
@@ -269,15 +272,33 @@ def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     return {} if protocol in ("file", "local") else dict(storage_options)
 
 
+def _http_status(error: Exception) -> int | None:
+    """The status of a store's reply, as far as its filesystem package says: codes and messages are the store's own."""
+    response = getattr(error.__cause__, "response", None)
+    if isinstance(response, Mapping):
+        return cast(int | None, response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    status = getattr(error, "code", None)
+    return status if isinstance(status, int) else None
+
+
 def _is_lost_race(error: Exception) -> bool:
     """Whether a store's refusal means that another writer was first (HTTP 412 or 409)."""
     text = str(error)
-    return any(code in text for code in ("PreconditionFailed", "ConditionalRequestConflict", "412"))
+    known = any(code in text for code in ("PreconditionFailed", "ConditionalRequestConflict", "412"))
+    return known or _http_status(error) in (409, 412)
 
 
 def _is_unconditional(error: Exception) -> bool:
-    """Whether it means that the store, or its filesystem package, has no conditional writes (HTTP 501)."""
-    return isinstance(error, NotImplementedError | TypeError) or "NotImplemented" in str(error)
+    """Whether it means that the store, or its filesystem package, has no conditional writes (HTTP 501, or 400 where
+    nothing but the condition can be wrong: credentials and time limits have kinds of their own).
+    """
+    if isinstance(error, NotImplementedError | TypeError) or "NotImplemented" in str(error):
+        return True
+    return (type(error) is OSError and _http_status(error) in (400, 501)) or _errno(error) == errno.ENOSYS
+
+
+def _errno(error: Exception) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
 
 
 @cache

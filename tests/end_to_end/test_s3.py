@@ -78,6 +78,20 @@ def test_a_job_on_s3_gives_the_bytes_of_the_job_on_local_disk(
     assert SECRET not in there.stdout + there.stderr
 
 
+@pytest.mark.parametrize("reply", ["not-implemented", pytest.param("invalid-argument", marks=pytest.mark.long)])
+def test_a_job_on_a_store_without_conditional_put_gives_the_bytes_of_the_job_on_local_disk(
+    reply: str, local_job: dict[str, Any], tmp_path: Path
+) -> None:
+    assert run(command(LORABATCH_ECHO, local_job)).returncode == 0
+    with s3_server(tmp_path, CONDITIONAL_PUT=reply) as bucket:
+        bucket.fs.mkdir("bucket")
+        words = command(LORABATCH_ECHO, on_s3(bucket, local_job), bucket.options)
+        there = run(words)
+        assert there.returncode == 0, there.stderr
+        assert digest(fetched(bucket, tmp_path / "fetched")) == digest(local_job["output"])
+        assert "This job is done already." in run(words).stderr
+
+
 @pytest.mark.long
 def test_a_client_killed_between_the_last_part_and_success_resumes_without_computing_a_row(
     bucket: Bucket, local_job: dict[str, Any]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from lorabatch.jobs.errors import MissingFileError, StorageError
 from lorabatch.jobs.storage.location import (
@@ -24,6 +25,7 @@ from lorabatch.jobs.storage.location import (
     options_for,
     segments_of,
 )
+from lorabatch.tests.end_to_end.bucket import s3_server
 
 Place = tuple[str, dict[str, Any]]
 
@@ -201,6 +203,41 @@ def test_a_store_without_conditional_writes_still_gets_whole_files_and_says_so_o
     assert location.read("a") == b"1"
     assert [record.message for record in caplog.records if "no conditional writes" in record.message] != []
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("reply", ["not-implemented", "invalid-argument", "own-code", "no-body"])
+def test_a_server_that_refuses_conditional_puts_gets_plain_ones(
+    reply: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_unconditional.cache_clear()
+    with s3_server(tmp_path, CONDITIONAL_PUT=reply) as bucket:
+        bucket.fs.mkdir("bucket")
+        location = Location("s3://bucket/place", bucket.options)
+        assert location.create("a", b"1")
+        assert not location.create("a", b"2")
+        assert location.read("a") == b"1"
+        with pytest.raises(MissingFileError, match="no-such-bucket"):
+            Location("s3://no-such-bucket/place", bucket.options).create("a", b"1")
+    assert "no conditional writes" in caplog.text
+
+
+@pytest.mark.parametrize("status", [400, 409, 412, 501])
+def test_the_loser_of_a_race_is_known_by_the_status_whatever_the_store_calls_it(
+    status: int, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = Location(f"s3://races-{status}/place", s3_options)
+    location.fs.mkdir(f"races-{status}")
+    put = location.fs.pipe_file
+
+    def lose(path: str, data: bytes, mode: str = "overwrite") -> None:
+        assert mode == "create", "the winner's file must not be replaced"
+        put(path, b"the winner's")
+        reply = {"Error": {"Code": "AtLeastOne", "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        raise OSError(22, "no") from ClientError(reply, "PutObject")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(location.fs, "pipe_file", lose)
+    assert not location.create("a", b"the loser's")
+    assert location.read("a") == b"the winner's"
 
 
 def test_a_store_that_does_not_answer_says_what_to_check() -> None:
