@@ -32,6 +32,26 @@ OUR_PREFIX = "__lb_"
 DEFAULT_ID_COLUMN = "id"
 
 
+def readable(item: pa.Scalar) -> Any:
+    """The Python value of a scalar; text that is not UTF-8 has U+FFFD where it cannot be decoded.
+
+    Columns that are passed through keep such text as it is, so whatever reads a value to count or to show it reads it
+    with this.
+    """
+    try:
+        return item.as_py()
+    except UnicodeDecodeError as error:
+        return bytes(error.object).decode("utf-8", "replace")
+
+
+def readable_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """The Python values of a column, `readable` each."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [readable(item) for item in column]
+
+
 def find_roles(schema: pa.Schema, columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Role -> input column, and every problem found.
 

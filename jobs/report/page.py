@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ..errors import JobRequestError
+from ..input.columns import readable_values
 from ..record import JobRecord
 from ..status import JobStatus, read_status
 from ..store import JobStore, part_name
@@ -227,7 +228,7 @@ def _errors_of_part(store: JobStore, record: JobRecord, shard_id: int) -> Iterat
         if errors.null_count == len(errors):
             return
         table = file.read(columns=names)
-        columns = [table.column(name).to_pylist() for name in names]
+        columns = [readable_values(table.column(name)) for name in names]
     for number, (error, row_id, *adapter) in enumerate(zip(*columns, strict=True), 1):
         if error is not None:
             place = f"{part_name(shard_id)}, row {number:,}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pyarrow.parquet as pq
 
 from ...jobs.errors import JobFailedError
+from ...jobs.input.columns import readable_values
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ..dataset.writer import check_writer, num_reused_rows
@@ -95,8 +96,8 @@ def _account_part(store: JobStore, record: JobRecord, shard_id: int, run_id: str
         num_reused = num_reused_rows(file, run_id)
     check_writer(table.schema, shard_id, record)
     account = Account(num_parts=1, num_rows=table.num_rows, num_reused=num_reused)
-    adapters = table.column(adapter_column).to_pylist() if adapter_column else [None] * table.num_rows
-    columns = (table.column(name).to_pylist() for name in names[:5])
+    adapters = readable_values(table.column(adapter_column)) if adapter_column else [None] * table.num_rows
+    columns = (readable_values(table.column(name)) for name in names[:5])
     for adapter, error, mode, prompt_tokens, completion_tokens, row_id in zip(adapters, *columns, strict=True):
         name = adapter or ""
         account.rows[name] += 1

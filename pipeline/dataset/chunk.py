@@ -183,9 +183,7 @@ class ChunkRows:
         columns = {role: _values(batch.column(name)) for role, name in self._job.roles.items()}
         undecodable = _take_undecodable(columns)
         adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
-        drafts = self._drafts(columns, adapters)
-        for row, problem in undecodable:
-            drafts[row].reject(ErrorKind.PROMPT, problem)
+        drafts = self._drafts(columns, adapters, undecodable)
         self._tokenise(drafts, adapters)
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
@@ -237,19 +235,25 @@ class ChunkRows:
         prompts = [_tokens(column, row) for column in tokens for row in range(len(column))]
         return shared_tokens(adapters, prompts)
 
-    def _drafts(self, columns: Mapping[str, list[Any]], adapters: list[str | None]) -> list[RowDraft]:
+    def _drafts(
+        self, columns: Mapping[str, list[Any]], adapters: list[str | None], undecodable: Mapping[int, list[str]]
+    ) -> list[RowDraft]:
         own = [name for name in SAMPLING_COLUMNS if name in columns]
         drafts = []
         for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
             sampling, problems = self._sampling({name: columns[name][row] for name in own})
             draft = RowDraft(row_id, sampling)
+            drafts.append(draft)
+            for problem in undecodable.get(row, ()):
+                draft.reject(ErrorKind.PROMPT, problem)
+            if draft.problems:
+                continue  # other columns of the row may be null only because they could not be decoded
             if row_id is None:
                 draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
             self._check_prompt(draft, columns[self._prompt_role][row], adapter)
             for problem in problems:
                 draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
-            drafts.append(draft)
         return drafts
 
     def _made_up_id(self, row: int) -> str:
@@ -340,13 +344,13 @@ def _values(column: pa.Array) -> list[Any]:
         return [_value(item) for item in column]
 
 
-def _take_undecodable(columns: Mapping[str, list[Any]]) -> list[tuple[int, str]]:
-    """(row, problem) of values that are not UTF-8; they are null from here on."""
-    found = []
+def _take_undecodable(columns: Mapping[str, list[Any]]) -> dict[int, list[str]]:
+    """Row -> problems of its values that are not UTF-8; they are null from here on."""
+    found: dict[int, list[str]] = {}
     for role, values in columns.items():
         for row, value in enumerate(values):
             if isinstance(value, UnicodeDecodeError):
-                found.append((row, f"{role}: not valid UTF-8 text ({value.reason})."))
+                found.setdefault(row, []).append(f"{role}: not valid UTF-8 text ({value.reason}).")
                 values[row] = None
     return found
 

@@ -41,9 +41,9 @@ class RowDraft:
     problems: list[str] = field(default_factory=list)
 
     def reject(self, kind: ErrorKind, problem: str) -> None:
-        """Note a problem; the first one gives the row its kind."""
+        """Note a problem; the first one gives the row its kind. What it quotes may hold half of a surrogate pair."""
         self.kind = self.kind or kind
-        self.problems.append(problem)
+        self.problems.append(problem.encode("utf-8", "backslashreplace").decode())
 
 
 def check_text(draft: RowDraft, value: Any) -> None:

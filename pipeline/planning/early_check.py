@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...jobs.errors import ErrorBudgetError, InputRowsError
+from ...jobs.input.columns import readable
 from ...jobs.opening import OpenedJob
 from ..dataset.chunk import ChunkRef, IndexJob, read_column
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
@@ -118,7 +119,7 @@ class EarlyCheck:
         if len(repeated):
             places = _Places(chunks)
             examples = [
-                id_example(value.as_py(), places.of(pc.indices_nonzero(pc.equal(found, value))))
+                id_example(readable(value), places.of(pc.indices_nonzero(pc.equal(found, value))))
                 for value in repeated[:IDS_SHOWN]
             ]
             raise double_ids(column, len(repeated), examples)

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ...jobs.errors import StorageError
+from ...jobs.input.columns import readable
 from ...jobs.store import JobStore
 from ..dataset import schema as prepared
 
@@ -94,7 +95,7 @@ def read_row(store: JobStore, row: Any, columns: tuple[str, ...]) -> dict[str, A
     """Some columns of one prepared row. `row`: an entry of `IndexedRows`, or any record with its place."""
     with prepared.arrow_file(store.rows_source(int(row["chunk"]))) as reader:
         batch = reader.get_batch(int(row["batch"]))
-    return {name: batch.column(name)[int(row["row"])].as_py() for name in columns}
+    return {name: readable(batch.column(name)[int(row["row"])]) for name in columns}
 
 
 class ScratchFile:

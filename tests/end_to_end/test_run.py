@@ -112,6 +112,38 @@ def test_each_wrong_row_becomes_one_error_row_and_the_others_are_answered(
     assert "3 error rows" in result.to_text()
 
 
+def test_text_that_is_not_utf8_costs_its_own_rows_in_every_column_and_stays_as_it_was(
+    echo_job: EchoJob, shared_client: Client
+) -> None:
+    def text(*values: bytes, others: str = "{}") -> pa.Array:
+        raw = pa.array([*values, *(others.format(row).encode() for row in range(36))], pa.binary())
+        return pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:])
+
+    written = {
+        "id": text(b"a\xff", b"b", b"c", b"d"),
+        "prompt": text(b"p", b"p", b"\xc3p", b"p"),
+        "adapter": text(b"rank8", b"rank\xff", b"", b"", others=""),
+        "note": text(b"n", b"n", b"n", b"n\xed\xa0\x80"),
+    }
+    pq.write_table(pa.table(written), echo_job.folder / "input.parquet")
+    result = echo_job.run(shared_client, max_errors="30%")
+    assert (result.num_rows, result.num_errors) == (40, 3)
+    found = pa.concat_tables(pq.read_table(echo_job.output / name) for name in echo_job.parts())
+    for name, values in written.items():
+        assert sorted(found.column(name).cast(pa.binary()).to_pylist()) == sorted(values.cast(pa.binary()).to_pylist())
+    errors = {e for e in found.column("error").to_pylist() if e}
+    assert errors == {
+        f"{role}: not valid UTF-8 text ({reason})."
+        for role, reason in (
+            ("id", "invalid start byte"),
+            ("adapter", "invalid start byte"),
+            ("prompt", "invalid continuation byte"),
+        )
+    }
+    assert [c.num_errors for c in result.adapters if c.adapter == "rank\ufffd"] == [1]
+    assert "a\ufffd" in write_report(echo_job.store)
+
+
 def test_too_many_wrong_rows_stop_the_job_before_any_work(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(20, names=("no-such-adapter", "rank8"))
     echo_job.write_input(rows)

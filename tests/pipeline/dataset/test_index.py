@@ -203,7 +203,18 @@ def test_text_that_is_not_utf8_costs_its_own_row_only(prepare_job: Callable[...,
     job.index()
     found = column(job.store, "__lb_error")
     assert (found[0], found[2]) == (None, None)
-    assert "not valid UTF-8" in found[1]
+    assert found[1] == "prompt: not valid UTF-8 text (invalid start byte)."
+
+
+def test_half_of_a_surrogate_pair_in_what_a_sentence_quotes_costs_its_own_row_only(
+    prepare_job: Callable[..., Any],
+) -> None:
+    chats = [[{"role": "user", "content": [{"type": "\ud800"}]}], [{"role": "user", "content": "a"}]]
+    job = prepare_job(pa.table({"id": [0, 1], "messages": [json.dumps(chat) for chat in chats]}))
+    job.index()
+    found = column(job.store, "__lb_error")
+    assert found[1] is None
+    assert "content part of type \\ud800" in found[0]
 
 
 def test_rows_without_ids_get_one_from_file_and_row(prepare_job: Callable[..., Any]) -> None:
