@@ -177,10 +177,14 @@ def embedded(
             # a worker that hangs while it starts must not hang the command
             death_timeout=worker_start_limit_s,
         )
+        is_done = False
         try:
             with open_client(cluster) as client:
                 yield client
+            is_done = True
         finally:
+            if is_done:
+                _let_go(cluster, before)
             _end(cluster, before)
 
 
@@ -210,6 +214,13 @@ def start_local_cluster(cluster_type: type[LocalCluster], **options: Any) -> Loc
         f"cluster='local': its workers could not be started ({reason}). Check free memory and the number of "
         "--workers, and run the same command again."
     )
+
+
+def _let_go(cluster: LocalCluster, before: set[int | None]) -> None:
+    """Kill workers that have nothing left to do: ending their interpreters takes longer than all else at the end."""
+    for nanny in cluster.workers.values():
+        nanny.close_gracefully()  # so that it starts no other worker
+    _kill_workers(before)
 
 
 def _end(cluster: LocalCluster, before: set[int | None]) -> None:

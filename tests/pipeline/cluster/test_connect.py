@@ -6,11 +6,13 @@ A scheduler that speaks to all its clients while one connects, and what is said 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +104,35 @@ def test_a_worker_that_hangs_while_it_starts_again_keeps_no_command_from_ending(
         os.kill(again[0].pid or 0, signal.SIGSTOP)
     again[0].join(timeout=10)
     assert not again[0].is_alive()
+
+
+def test_workers_with_nothing_left_to_do_are_ended_at_once_and_leave_nothing_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    others = active_children()
+    with embedded(2) as client:
+        assert client.submit(os.getpid).result(timeout=60) != os.getpid()
+        workers = [child for child in active_children() if child not in others]
+        found = client.scheduler_info(n_workers=-1)["workers"].values()
+        folders = [Path(worker["local_directory"]) for worker in found]
+        assert [folder.is_dir() for folder in folders] == [True, True]
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
+    assert not any(folder.exists() for folder in folders)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_workers_of_a_job_that_failed_end_in_order() -> None:
+    others, workers = active_children(), []
+
+    def fail() -> None:
+        with embedded(1) as client:
+            client.submit(os.getpid).result(timeout=60)
+            workers.extend(child for child in active_children() if child not in others)
+            raise JobFailedError("the job")
+
+    with pytest.raises(JobFailedError, match="the job"):
+        fail()
+    assert [worker.exitcode for worker in workers] == [0]
 
 
 class LostClient:
