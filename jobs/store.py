@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DamagedRecordError, MissingFileError, OutputConflictError
+from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError
 from .record import JobRecord, JobState
 from .storage.location import Location
 from .storage.redaction import redacted_url
@@ -30,6 +30,14 @@ _CANCEL = f"{OURS}/CANCEL"
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
 _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
 _PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
+
+
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def part_name(shard_id: int) -> str:
@@ -275,6 +283,14 @@ class JobStore:
         """Replace `state.json`."""
         self.location.write(_STATE, state.to_json())
 
+    def write_last_state(self, state: JobState) -> None:
+        """Replace `state.json` at the end of a run, also on a disk that has no room for another file."""
+        try:
+            self.write_state(state)
+        except StorageError:
+            if not self.location.overwrite(_STATE, state.to_json()):
+                raise
+
     def read_state(self) -> JobState | None:
         """The latest state, or None when the job has not started."""
         return JobState.from_json(self.location.read(_STATE)) if self.location.exists(_STATE) else None
@@ -284,14 +300,15 @@ class JobStore:
         self.location.append(_EVENTS, lines)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Every event and command, in order; a torn last line is dropped."""
+        """Every event and command, in order. Torn lines are left out, at the end and where a writer was killed."""
         return self.read_new_events(0)[0]
 
     def read_new_events(self, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Events and commands after the first `num_bytes`, and how many bytes whole lines have by now."""
         data = self.location.read_journal(_EVENTS)[num_bytes:]
         whole = data[: data.rfind(b"\n") + 1]
-        return [json.loads(line) for line in whole.split(b"\n") if line], num_bytes + len(whole)
+        records = [record for line in whole.split(b"\n") if (record := _json_object(line)) is not None]
+        return records, num_bytes + len(whole)
 
     def append_log(self, source: str, text: str) -> None:
         """Add lines to the log of `source` (letters, digits, `_`, `-`)."""

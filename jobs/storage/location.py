@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -142,6 +143,16 @@ class Location:
             else:
                 self.fs.pipe_file(self.path(name), bytes(data))
 
+    def overwrite(self, name: str, data: bytes) -> bool:
+        """Put `data` and blanks into a local file that is there and long enough: that needs no room on the disk. False
+        elsewhere. For small files only: a reader may see half of it.
+        """
+        if not self.is_local:
+            return False
+        with self._translated("write", name), self.local_path(name).open("r+b", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return len(data) <= size and file.write(data.ljust(size)) == size
+
     def create(self, name: str, data: bytes | memoryview) -> bool:
         """Write the whole file unless it is there already. False when it was, and then it stays as it is.
 
@@ -155,7 +166,9 @@ class Location:
             return self._conditional_put(name, bytes(data))
 
     def append(self, name: str, data: bytes) -> None:
-        """Add to the end of a journal. One call is one write: it is seen whole, or torn at the end only."""
+        """Add to the end of a journal, whole or not at all. While it is written, and where the process is killed
+        meanwhile, a part of it may be seen at the end.
+        """
         with self._translated("append to", name):
             if not self.is_local:
                 folder, _, journal = name.rpartition("/")
@@ -166,7 +179,7 @@ class Location:
             path = self.local_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab", buffering=0) as file:
-                file.write(data)
+                _write_whole(file, data)
 
     def read_journal(self, name: str) -> bytes:
         """Everything appended under `name`, in order; empty when nothing was."""
@@ -309,6 +322,20 @@ def _warn_unconditional(protocol: str) -> None:
         "earlier one, with the same rows",
         protocol,
     )
+
+
+def _write_whole(file: FileIO, data: bytes) -> None:
+    """Append all of `data`, or take back what was written of it: a disk that is about to be full writes less than it
+    is given. What another process has appended behind it meanwhile stays, and the torn piece with it.
+    """
+    num_written = 0
+    try:
+        while num_written < len(data):
+            num_written += file.write(data[num_written:])
+    except OSError:
+        if num_written and (end := file.tell()) == os.fstat(file.fileno()).st_size:
+            file.truncate(end - num_written)
+        raise
 
 
 def _check_writable(folder: Path) -> None:

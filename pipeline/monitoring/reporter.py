@@ -193,7 +193,8 @@ class JobReporter:
     def _write(self, state: JobState) -> None:
         self.latest = state
         try:
-            self._store.write_state(state)
+            write = self._store.write_last_state if state.is_final else self._store.write_state
+            write(state)
         except StorageError as error:
             # Storage that fails for a moment costs one update; storage that stays away fails the shards, and perhaps
             # that was the end that is reported.

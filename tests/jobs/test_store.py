@@ -189,6 +189,8 @@ def test_state_events_and_logs_are_read_while_the_job_writes(store: JobStore) ->
     store.append_events(b'{"n": 1}\n{"n": 2}\n')
     store.append_events(b'{"n": 3}\n{"n"')
     assert store.read_events() == [{"n": 1}, {"n": 2}, {"n": 3}]
+    store.append_events(b'\n{"n": 4}\n"n"\n\n\xff\n{"n": 5}\n')
+    assert store.read_events() == [{"n": n} for n in (1, 2, 3, 4, 5)]
     store.append_log("worker-1", "é\n")
     store.append_log("client", "a\n")
     store.append_log("client", "b\n")

@@ -20,7 +20,7 @@ from lorabatch.scheduler.messages import (
     WorkersSeen,
 )
 
-from .journals import beginning, lines
+from .journals import beginning, busy_run, lines
 
 
 def progress(time_s: float, worker: str, running_rows: int = 4) -> Progress:
@@ -212,3 +212,9 @@ def test_no_events_no_runs_and_unknown_kinds_are_passed_over() -> None:
     assert read_timelines([{"kind": "Tick", "time_s": 0.0}]) == []
     (run,) = read_timelines([*lines(ReplicaJoined(0.0, "w", 8)), {"kind": "FromTheFuture", "time_s": 2.0}])
     assert run.end_s == 2.0
+
+
+def test_a_journal_that_lacks_a_line_is_still_a_timeline() -> None:
+    records = lines(*busy_run(num_shards=3, num_workers=2))
+    for missing in range(len(records)):
+        read_timelines([record for place, record in enumerate(records) if place != missing])

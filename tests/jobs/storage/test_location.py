@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,6 +92,28 @@ def test_a_journal_is_read_in_the_order_it_was_written(location: Location) -> No
     location.append("log2", b"not this one")
     assert location.read_journal("log") == b"ab" + b"c" * 1000
     assert location.read_journal("logs/other") == b"xxx"
+
+
+_FILLS_THE_DISK = """
+import resource, sys
+from lorabatch.jobs.errors import StorageError
+from lorabatch.jobs.storage.location import Location
+
+place = Location(sys.argv[1])
+place.append("log", b"a" * 1000)
+# The system writes up to the limit, and refuses the rest.
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+try:
+    place.append("log", b"b" * 1000)
+except StorageError:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    place.append("log", b"c" * 1000)
+"""
+
+
+def test_what_a_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _FILLS_THE_DISK, str(tmp_path)], check=True)
+    assert Location(str(tmp_path)).read_journal("log") == b"a" * 1000 + b"c" * 1000
 
 
 def test_removing_takes_files_and_folders_and_minds_nothing_missing(location: Location) -> None:

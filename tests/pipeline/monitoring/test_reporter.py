@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from lorabatch.jobs.errors import (
     JobInterruptedError,
     StorageError,
 )
-from lorabatch.jobs.record import JobState
+from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.jobs.spec import ErrorBudget
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.monitoring.reporter import JobReporter
@@ -171,3 +173,18 @@ def test_storage_that_fails_for_a_moment_costs_one_update(store: JobStore, monke
     state = store.read_state()
     assert state is not None
     assert state.rows_done == 4
+
+
+def test_the_last_state_is_written_on_a_full_disk(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    reporter = make_reporter(store)
+    reporter(JobState("running", 1.0, rows=10, rows_done=3, workers=(WorkerState("w" * 2000, 2.5),)))
+    monkeypatch.setattr(os, "fsync", refuse)
+    reporter(JobState("running", 2.0, rows=10, rows_done=4))
+    reporter.ended(StorageError("cannot append: the disk is full. Free some space, then resume."))
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.rows_done) == ("failed", 4)
+    assert "Free some space" in state.message
