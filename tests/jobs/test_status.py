@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lorabatch.console.progress import status_lines
+from lorabatch.jobs import errors
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.logs import log_lines
 from lorabatch.jobs.record import BEGINNING_PHASES, JobRecord, JobState, Phase, WorkerState
@@ -66,6 +67,51 @@ def test_a_job_that_ended_early_says_why_and_how_to_go_on(store: JobStore, phase
     assert phase in lines
     assert "the disk is full." in lines
     assert "lorabatch resume" in lines
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "kind"),
+    [
+        ("failed", "ErrorBudgetError", errors.ErrorBudgetError),
+        ("failed", "InputRowsError", errors.InputRowsError),
+        ("failed", "StorageError", errors.StorageError),
+        ("failed", "ZeroDivisionError", errors.JobFailedError),
+        ("failed", "", errors.JobFailedError),
+        ("cancelled", "JobCancelledError", errors.JobCancelledError),
+        ("interrupted", "", errors.JobInterruptedError),
+    ],
+)
+def test_what_ended_a_job_is_the_exception_that_was_raised(
+    store: JobStore, phase: Phase, name: str, kind: type[errors.JobError]
+) -> None:
+    store.write_state(state(phase, message="the disk is full.", error=name))
+    found = read_status(store, NOW_S)
+    assert found.has_ended
+    assert (type(found.error), str(found.error)) == (kind, "the disk is full.")
+
+
+def test_a_job_at_work_has_no_error_and_a_silent_one_has(store: JobStore) -> None:
+    for phase in ("queued", "running"):
+        store.write_state(state(phase))
+        assert read_status(store, NOW_S).error is None
+    store.write_state(state(age_s=STALE_AFTER_S + 1))
+    found = read_status(store, NOW_S)
+    assert isinstance(found.error, errors.JobFailedError)
+    assert "lorabatch resume" in str(found.error)
+    # Another coordinator may take over.
+    assert not found.has_ended
+
+
+def test_states_are_shown_while_their_end_is_waited_for(store: JobStore) -> None:
+    shown: list[str] = []
+
+    def show(found: JobState) -> None:
+        shown.append(found.phase)
+        store.write_state(replace(found, phase="done", updated_at_s=time.time()))
+
+    store.write_state(replace(state(), updated_at_s=time.time()))
+    assert wait_for_end(store, show=show).headline == "done"
+    assert shown == ["running", "done"]
 
 
 def test_resume_is_not_named_where_it_cannot_help_and_notes_are_shown(store: JobStore) -> None:

@@ -1,11 +1,13 @@
-"""GPUs counted without CUDA, and shared out among embedded workers."""
+"""GPUs counted without CUDA, and shared out among embedded workers, which leave the main module alone."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from lorabatch.pipeline.cluster.connect import embedded
 from lorabatch.pipeline.cluster.worker_process import gpu_of_worker, visible_gpus
 
 
@@ -30,3 +32,15 @@ def test_what_the_environment_allows_counts_more_than_what_is_there(
 def test_workers_take_gpus_in_turn() -> None:
     assert [gpu_of_worker(i, ("4", "7")) for i in range(3)] == ["4", "7", "4"]
     assert gpu_of_worker(0, ()) is None
+
+
+def test_workers_do_not_import_the_main_module_also_when_they_start_again() -> None:
+    main = sys.modules["__main__"]
+    before = main.__spec__
+    with embedded(2) as client:
+        for _ in range(2):
+            # Under this name `multiprocessing` imports it.
+            found = client.run(lambda: getattr(__import__("sys").modules["__mp_main__"], "__file__", None))
+            assert list(found.values()) == [None, None]
+            client.restart()
+    assert main.__spec__ is before
