@@ -149,7 +149,8 @@ def model_sha256(folder: Path, *, with_weights: bool = True, cache_root: Path | 
     """Hash of configuration, tokenizer and (`with_weights`) safetensors files. Names and paths do not count
     beyond the file's own name, so a copied folder is the same model.
 
-    Weights are read once per host: digests are remembered by path, size and time of change.
+    Weights are read once per host: digests are remembered by path, size, inode and times of change, also the one that
+    no program can set (ctime).
     """
     digests = (cache_root or default_cache_root()) / "digests"
     whole = hashlib.sha256()
@@ -163,7 +164,7 @@ def model_sha256(folder: Path, *, with_weights: bool = True, cache_root: Path | 
 def _file_sha256(path: Path, digests: Path) -> str:
     path = path.resolve()
     facts = path.stat()
-    key = f"{path} {facts.st_size} {facts.st_mtime_ns} {facts.st_ino}"
+    key = f"{path} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
     remembered = digests / hashlib.sha256(key.encode()).hexdigest()
     if remembered.exists():
         return remembered.read_text()

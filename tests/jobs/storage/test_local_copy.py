@@ -240,6 +240,22 @@ def test_weights_are_read_once_until_they_change(model: Path, tmp_path: Path, mo
     assert model_sha256(model, cache_root=tmp_path) != before
 
 
+def test_weights_edited_in_place_are_another_model_whatever_their_time_of_change_says(
+    model: Path, tmp_path: Path
+) -> None:
+    before = model_sha256(model, cache_root=tmp_path)
+    path = model / "a.safetensors"
+    facts, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.swapcase())
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) == (
+        facts.st_size,
+        facts.st_mtime_ns,
+        facts.st_ino,
+    )
+    assert model_sha256(model, cache_root=tmp_path) != before
+
+
 def test_weights_do_not_count_when_none_are_loaded(model: Path, tmp_path: Path) -> None:
     before = model_sha256(model, with_weights=False, cache_root=tmp_path)
     (model / "a.safetensors").unlink()
