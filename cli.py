@@ -295,7 +295,7 @@ def list_jobs(
     """Jobs that a cluster runs or keeps."""
     with errors_as_exit_codes():
         from .jobs.spec import TlsFiles
-        from .pipeline.submit import list_jobs as jobs_of
+        from .pipeline.listing import list_jobs as jobs_of
 
         found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key))
         typer.echo("\n".join(job.to_text() for job in found) if found else "No jobs.")

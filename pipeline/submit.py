@@ -1,4 +1,4 @@
-"""`submit` hands a job to a cluster that runs it without its client; `list_jobs` lists those of a cluster."""
+"""`submit` hands a job to a cluster that runs it without its client."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distributed import Client
 
-from ..jobs.errors import JobRequestError
 from ..jobs.opening import open_job
-from ..jobs.record import JobState
-from ..jobs.spec import JobSpec, TlsFiles
+from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
-from .cluster.background import background_client, find_cluster, state_file
-from .cluster.connect import connected, existing, num_embedded_workers, security_of
-from .cluster.versions import check_scheduler, check_versions
-from .messages import ENGINE_FACTORY, job_of_run
+from .cluster.background import background_client, state_file
+from .cluster.connect import connected, num_embedded_workers
+from .cluster.versions import check_versions
+from .messages import ENGINE_FACTORY
 from .monitoring.reporter import JobReporter, state_before
-from .monitoring.topics import STATES
 from .planning.early_check import EarlyCheck
 from .run import launch
 
@@ -41,21 +37,6 @@ class SubmittedJob:
         lines = [f"{self.job_id} runs on {self.cluster}", f"answers: {self.output}"]
         lines += [f"dashboard: {self.dashboard}"] if self.dashboard else []
         return "\n".join([*lines, f"lorabatch status {self.output}"])
-
-
-@dataclass(frozen=True, slots=True)
-class ListedJob:
-    """A job that a cluster knows. `worker`: where its coordinator runs, "" when it has ended or waits."""
-
-    job_id: str
-    output: str
-    worker: str
-    state: JobState | None
-
-    def to_text(self) -> str:
-        """One line for people."""
-        phase, rows = (self.state.phase, self.state.totals.to_text()) if self.state else ("", "")
-        return f"{self.job_id}  {phase or 'waiting'}  {rows}  {self.output}"
 
 
 def submit(
@@ -98,42 +79,3 @@ def _cluster_of(spec: JobSpec, cluster_file: Path, client: Client | None) -> Ite
         return
     with connected(spec, client) as own:
         yield own, spec.cluster if client is None else own.scheduler_info(n_workers=0)["address"], ""
-
-
-def list_jobs(
-    address: str | None, cluster_file: Path | None = None, tls_files: TlsFiles | None = None
-) -> list[ListedJob]:
-    """Jobs of a cluster, running and kept; by default of the one in the background.
-
-    Raises `JobRequestError` when no scheduler answers, or it refuses these files; `JobFailedError` when it has another
-    version of lorabatch or none.
-    """
-    files = tls_files or TlsFiles()
-    problems = files.problems(address or "local")
-    if problems:
-        raise JobRequestError(*problems)
-    if address is None:
-        found = find_cluster(cluster_file or state_file())
-        if found is None:
-            return []
-        address = found.address
-    with existing(address, security_of(files)) as client:
-        check_scheduler(client)
-        workers: dict[str, str] = client.run_on_scheduler(_coordinators)
-        return [_listed(client, run_id, worker) for run_id, worker in sorted(workers.items())]
-
-
-def _listed(client: Client, run_id: str, worker: str) -> ListedJob:
-    published = STATES.published(client, run_id)
-    latest = published[-1][1] if published else None
-    output, state = (latest.output, latest.state) if latest else ("", None)
-    return ListedJob(job_of_run(run_id), output, worker, state)
-
-
-def _coordinators(dask_scheduler: Any) -> dict[str, str]:
-    """Run id -> worker of its coordinator."""
-    found = {}
-    for key, task in dask_scheduler.tasks.items():
-        if isinstance(key, str) and key.startswith("lora_job-"):
-            found[key.removeprefix("lora_job-")] = task.processing_on.address if task.processing_on else ""
-    return found

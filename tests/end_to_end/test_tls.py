@@ -15,7 +15,8 @@ from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, make_rows
 
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.spec import JobSpec, TlsFiles
-from lorabatch.pipeline.submit import list_jobs, submit
+from lorabatch.pipeline.listing import list_jobs
+from lorabatch.pipeline.submit import submit
 
 FILES = ("tls_ca", "tls_cert", "tls_key")
 

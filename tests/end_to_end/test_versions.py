@@ -14,7 +14,8 @@ from echo_job import ECHO_FOLDER, EchoJob, Watcher, make_rows
 from lorabatch import __version__
 from lorabatch.jobs.errors import JobFailedError
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.pipeline.submit import list_jobs, submit
+from lorabatch.pipeline.listing import list_jobs
+from lorabatch.pipeline.submit import submit
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 # Preloaded by Dask before any other module of lorabatch is imported.

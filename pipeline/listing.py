@@ -1,0 +1,72 @@
+"""`list_jobs` lists the jobs of a cluster. Imports nothing that runs one: `lorabatch list` answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from ..jobs.errors import JobRequestError
+from ..jobs.record import JobState
+from ..jobs.spec import TlsFiles
+from .cluster.background import find_cluster, state_file
+from .cluster.connect import existing, security_of
+from .cluster.versions import check_scheduler
+from .messages import job_of_run
+from .monitoring.topics import STATES
+
+
+@dataclass(frozen=True, slots=True)
+class ListedJob:
+    """A job that a cluster knows. `worker`: where its coordinator runs, "" when it has ended or waits."""
+
+    job_id: str
+    output: str
+    worker: str
+    state: JobState | None
+
+    def to_text(self) -> str:
+        """One line for people."""
+        phase, rows = (self.state.phase, self.state.totals.to_text()) if self.state else ("", "")
+        return f"{self.job_id}  {phase or 'waiting'}  {rows}  {self.output}"
+
+
+def list_jobs(
+    address: str | None, cluster_file: Path | None = None, tls_files: TlsFiles | None = None
+) -> list[ListedJob]:
+    """Jobs of a cluster, running and kept; by default of the one in the background.
+
+    Raises `JobRequestError` when no scheduler answers, or it refuses these files; `JobFailedError` when it has another
+    version of lorabatch or none.
+    """
+    files = tls_files or TlsFiles()
+    problems = files.problems(address or "local")
+    if problems:
+        raise JobRequestError(*problems)
+    if address is None:
+        found = find_cluster(cluster_file or state_file())
+        if found is None:
+            return []
+        address = found.address
+    with existing(address, security_of(files)) as client:
+        check_scheduler(client)
+        workers: dict[str, str] = client.run_on_scheduler(_coordinators)
+        return [_listed(client, run_id, worker) for run_id, worker in sorted(workers.items())]
+
+
+def _listed(client: Client, run_id: str, worker: str) -> ListedJob:
+    published = STATES.published(client, run_id)
+    latest = published[-1][1] if published else None
+    output, state = (latest.output, latest.state) if latest else ("", None)
+    return ListedJob(job_of_run(run_id), output, worker, state)
+
+
+def _coordinators(dask_scheduler: Any) -> dict[str, str]:
+    """Run id -> worker of its coordinator."""
+    found = {}
+    for key, task in dask_scheduler.tasks.items():
+        if isinstance(key, str) and key.startswith("lora_job-"):
+            found[key.removeprefix("lora_job-")] = task.processing_on.address if task.processing_on else ""
+    return found
