@@ -26,10 +26,10 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _ANSWER_LIMIT_S = 10.0
 # The GPU that the preset cost model stands for.
 _ASSUMED_GPU, _ASSUMED_GPU_BYTES = "H200", 141 * 10**9
-# Measured on the demo, AVX-512.
+# Measured on the demo and on `bench engine`, AVX-512 and two cores: 1.3 to 1.4.
 _SLOW_KERNELS = (
-    "compiled CPU kernels are missing: about 3 times slower. A C compiler, such as gcc, builds them when lorabatch is "
-    "installed again: pip install --force-reinstall --no-deps CHECKOUT"
+    "compiled CPU kernels are missing: about 1.3 times slower. A C compiler, such as gcc, builds them when lorabatch "
+    "is installed again: pip install --force-reinstall --no-deps CHECKOUT"
 )
 
 
