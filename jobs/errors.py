@@ -18,13 +18,20 @@ value of `storage_options`. All of them survive pickling, because they travel fr
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class JobError(Exception):
     """Base of everything a job raises on purpose."""
 
     exit_code: ClassVar[int] = 1
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """For pickle. An error travels alone: what other libraries raised beneath it may hold signed URLs and requests,
+        and often cannot be read back. Dask would send it along.
+        """
+        self.__cause__ = self.__context__ = None
+        return super().__reduce__()
 
 
 class JobRequestError(JobError):

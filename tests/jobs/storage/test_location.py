@@ -12,11 +12,14 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from distributed.core import error_message
+from distributed.protocol import pickle as dask_pickle
 
 from lorabatch.jobs.errors import MissingFileError, StorageError
 from lorabatch.jobs.storage.location import (
@@ -270,6 +273,28 @@ def test_a_store_that_does_not_answer_says_what_to_check() -> None:
     with pytest.raises(StorageError, match=r"no reply .* Check the network, and the endpoint") as caught:
         Location("s3://bucket/out", options).list()
     assert "secret-1" not in str(caught.value)
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(500)
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+def test_an_error_leaves_a_worker_without_the_signed_url_that_was_refused_and_as_what_it_is() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(StorageError) as caught:
+            Location(f"http://127.0.0.1:{server.server_port}/out?sig=very-secret-value").read("a")
+        server.shutdown()
+    sent = error_message(caught.value)["exception"].data
+    assert b"very-secret-value" not in sent
+    received = dask_pickle.loads(sent)
+    assert type(received) is StorageError
+    assert str(received) == str(caught.value)
+    assert received.__traceback__ is not None
 
 
 @pytest.mark.parametrize("url", ["zzz://bucket/out", "s3//bucket\0/out"])
