@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .errors import ModelFilesError
 from .model_config import parse_model_config
 from .model_config.model import ModelConfig
+from .untrusted import parse_json, read_regular
 
 if TYPE_CHECKING:
     from ..scheduler.cost import CostModel
@@ -83,10 +83,12 @@ def dtype_on(kind: DeviceKind, asked: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a model folder. Raises `ModelFilesError` when missing or malformed."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_regular(path).decode("utf-8"))
     except FileNotFoundError:
         raise ModelFilesError(f"{path}: missing. A model folder needs this file; check --model.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelFilesError(f"{path}: cannot be read ({error.strerror}). Check --model.") from None
+    except ValueError as error:
         raise ModelFilesError(f"{path}: not valid JSON ({error}). Fetch the model again.") from None
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path}: expected a JSON object, found {type(value).__name__}.")

@@ -7,6 +7,7 @@ gives audits as rows of text, for tables in a terminal or a document.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 from ..errors import AdapterRefusedError
 from ..model_config.model import ModelConfig
+from ..untrusted import STOPS, shown_name
 from .config import AdapterConfig, judge_keys, read_adapter_config
 from .content import Changes, ParameterChange, check_all_values, find_changes
 from .findings import Ledger, Verdict
@@ -24,6 +26,7 @@ from .parameters import resized_shapes
 from .sites import Contents, LoraSite, find_sites
 from .tensor_file import FLOAT_TYPES, TensorEntry
 
+logger = logging.getLogger(__name__)
 AUDIT_THREADS = 4
 
 
@@ -87,41 +90,68 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
     folder = Path(folder)
     ledger = Ledger(name)
     layout = base_layout(model)
-    raw, files = _read(folder, ledger)
-    config = AdapterConfig()
-    if raw is not None:
-        config = read_adapter_config(raw, ledger)
-        judge_keys(raw, ledger)
-    sites: tuple[LoraSite, ...] = ()
-    changes = Changes((), ())
-    content = None
-    vocab_size = layout.vocab_size
-    if raw is not None and files is not None:
-        ledger.notes.extend(files.notes)
-        contents = _contents(config, layout, files, ledger)
-        vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
-        sites = find_sites(contents, ledger)
-        changes = find_changes(contents, sites, ledger)
-        _check_all_used(contents, changes, ledger)
-        if check_values and not ledger.is_refused:
-            content = check_all_values(changes, files.entries, ledger)
+    found = _Found(layout.vocab_size)
+    try:
+        _examine(folder, layout, found, ledger, check_values=check_values)
+    except AdapterRefusedError as error:
+        ledger.refuse(str(error))
+    except STOPS:
+        raise
+    except BaseException as error:
+        # Also what no rule above has foreseen is this folder's own, and costs no other adapter anything.
+        logger.debug("audit of %s", folder, exc_info=True)
+        what = f"cannot be audited ({type(error).__name__}: {shown_name(str(error))}). Save the adapter again"
+        ledger.refuse(what)
     return AdapterAudit(
         name=name,
         folder=folder,
         verdict=ledger.verdict,
         reasons=ledger.reasons(),
         notes=tuple(ledger.notes),
-        content_sha256=content,
-        sites=sites,
-        changes=changes.by_parameter,
+        content_sha256=None if ledger.is_refused else found.content_sha256,
+        sites=found.sites,
+        changes=found.changes.by_parameter,
         key_uses=dict(sorted(ledger.key_uses.items())),
         tensor_uses=dict(sorted(ledger.tensor_uses.items())),
-        max_rank=max((site.rank for site in sites), default=0),
-        weight_bytes=files.weight_bytes if files else 0,
-        vocab_size=vocab_size,
-        unties_embeddings=layout.is_tied and changes.unties(layout.embedding),
-        tokenizer_sha256=tokenizer_sha256(folder),
+        max_rank=max((site.rank for site in found.sites), default=0),
+        weight_bytes=found.weight_bytes,
+        vocab_size=found.vocab_size,
+        unties_embeddings=layout.is_tied and found.changes.unties(layout.embedding),
+        tokenizer_sha256=found.tokenizer_sha256,
     )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What an audit has found so far."""
+
+    vocab_size: int
+    sites: tuple[LoraSite, ...] = ()
+    changes: Changes = field(default_factory=lambda: Changes((), ()))
+    content_sha256: str | None = None
+    weight_bytes: int = 0
+    tokenizer_sha256: str = ""
+
+
+def _examine(folder: Path, layout: BaseLayout, found: _Found, ledger: Ledger, *, check_values: bool) -> None:
+    """Read the folder as far as it can be read. Raises whatever bad data can make the readers raise."""
+    raw, files = _read(folder, ledger)
+    config = AdapterConfig()
+    if raw is not None:
+        config = read_adapter_config(raw, ledger)
+        judge_keys(raw, ledger)
+    found.weight_bytes = files.weight_bytes if files else 0
+    found.tokenizer_sha256 = tokenizer_sha256(folder)
+    if raw is None or files is None:
+        return
+    ledger.notes.extend(files.notes)
+    contents = _contents(config, layout, files, ledger)
+    found.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
+    found.sites = find_sites(contents, ledger)
+    found.changes = find_changes(contents, found.sites, ledger)
+    _check_all_used(contents, found.changes, ledger)
+    if check_values and not ledger.is_refused:
+        found.content_sha256 = check_all_values(found.changes, files.entries, ledger)
 
 
 def audit_adapters(
@@ -183,7 +213,7 @@ def _parse_names(entries: Mapping[str, TensorEntry], ledger: Ledger) -> tuple[Te
             why = f"stored as {entry.dtype}, expected one of {', '.join(FLOAT_TYPES)}. Save the adapter unquantised"
             ledger.refuse_tensors([key], "dtype", why)
         elif (slot := (name.module, name.role, name.parameter)) in parsed:
-            why = f"plays the same part as {parsed[slot].key}, unclear which one is meant. Remove one"
+            why = f"plays the same part as {shown_name(parsed[slot].key)}, unclear which one is meant. Remove one"
             ledger.refuse_tensors([key], "twice", why)
         else:
             parsed[slot] = name

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from ..untrusted import printable, shown, shown_name
+
 Verdict = Literal["exact", "exact-by-merge", "refused"]
 USED = "used"
-_SHOWN_VALUE_CHARACTERS = 80
-
-
-def shown(value: Any) -> str:
-    """A value as messages show it: short, on one line."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_VALUE_CHARACTERS else text[: _SHOWN_VALUE_CHARACTERS - 1] + "…"
 
 
 class Ledger:
@@ -46,7 +41,7 @@ class Ledger:
     def refuse_key(self, key: str, value: Any, why: str) -> None:
         """A key of the configuration is a reason to refuse the adapter."""
         self.key_uses[key] = f"refused: {why}"
-        self.refuse(f"{key}={shown(value)}: {why}")
+        self.refuse(f"{shown_name(key)}={shown(value)}: {why}")
 
     def refuse_tensors(self, keys: Iterable[str], cause: str, why: str) -> None:
         """Tensors are a reason to refuse the adapter; those of one `cause` are listed together."""
@@ -79,7 +74,7 @@ class Ledger:
     def reasons(self) -> tuple[str, ...]:
         """Why the verdict is not `exact`: all refusals, or what asks for merging. Each names the adapter."""
         groups = self._refusals or self._merges
-        return tuple(f"adapter {self.adapter!r}: {_joined(messages)}" for messages in groups.values())
+        return tuple(f"adapter {self.adapter!r}: {printable(_joined(messages))}" for messages in groups.values())
 
 
 def _joined(messages: list[str]) -> str:

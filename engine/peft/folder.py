@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterRefusedError
+from ..untrusted import read_regular, shown
 from .tensor_file import TensorEntry, parse_object, read_header
 
 CONFIG_NAME = "adapter_config.json"
+MAX_CONFIG_BYTES = 8 << 20
+MAX_TOKENIZER_BYTES = 128 << 20  # those of 260,000 tokens have 35 MB
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
@@ -54,7 +57,7 @@ def tokenizer_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     for name in TOKENIZER_NAMES:
         if (path / name).is_file():
-            data = (path / name).read_bytes()
+            data = read_regular(path / name, MAX_TOKENIZER_BYTES)
             digest.update(f"{name} {len(data)}\n".encode())
             digest.update(data)
     return digest.hexdigest()
@@ -66,7 +69,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise AdapterRefusedError(f"{path}: not a folder. Name the folder that holds {CONFIG_NAME}.")
     try:
-        return parse_object(file.read_bytes().decode("utf-8-sig"))
+        return parse_object(read_regular(file, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except FileNotFoundError:
         raise AdapterRefusedError(
             f"{CONFIG_NAME}: missing. Without it rank and scaling are unknown; save the adapter with "
@@ -131,7 +134,7 @@ def _sharded(path: Path, index: Path) -> dict[str, TensorEntry]:
     missing = sorted(weight_map.keys() - entries.keys())
     if missing:
         raise AdapterRefusedError(
-            f"{INDEX_NAME}: names {len(missing)} tensors that no shard holds, first {missing[0]!r}. "
+            f"{INDEX_NAME}: names {len(missing)} tensors that no shard holds, first {shown(missing[0])}. "
             "Copy the adapter again."
         )
     return entries
@@ -139,7 +142,7 @@ def _sharded(path: Path, index: Path) -> dict[str, TensorEntry]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = parse_object(index.read_bytes())["weight_map"]
+        weight_map = parse_object(read_regular(index))["weight_map"]
         shards = set(weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AdapterRefusedError(
@@ -151,7 +154,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         is_plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
         if not is_plain or not shard.endswith(".safetensors"):
             raise AdapterRefusedError(
-                f"{INDEX_NAME}: names {shard!r}; expected the plain name of a .safetensors file in the same folder."
+                f"{INDEX_NAME}: names {shown(shard)}; expected the plain name of a .safetensors file in the same "
+                "folder."
             )
     return dict(weight_map)
 

@@ -20,20 +20,27 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 
 def targeted(config: AdapterConfig, modules: Iterable[str], head: str, family: str) -> set[str]:
     """Those of `modules` that the configuration targets. `head` is the output layer, which all-linear leaves out."""
-    names = DEFAULT_TARGETS.get(family, ()) if config.target_modules is None else config.target_modules
+    given = DEFAULT_TARGETS.get(family, ()) if config.target_modules is None else config.target_modules
+    names = given if isinstance(given, str) else frozenset(given)
     return {
         module for module in modules if not _is_excluded(config, module) and _is_target(config, names, module, head)
     }
 
 
-def _is_target(config: AdapterConfig, targets: str | tuple[str, ...], module: str, head: str) -> bool:
+def _is_target(config: AdapterConfig, targets: str | frozenset[str], module: str, head: str) -> bool:
     if isinstance(targets, str):
         if targets.lower() == ALL_LINEAR:
             return module != head and module.rpartition(".")[2] != "embed_tokens"
         return re.fullmatch(targets, module) is not None
     if module in targets:
         return True
-    return any(module.endswith(f".{name}") for name in targets) and _is_layer_chosen(config, module)
+    return not targets.isdisjoint(_ends(module)) and _is_layer_chosen(config, module)
+
+
+def _ends(module: str) -> list[str]:
+    """What follows each dot of the name."""
+    parts = module.split(".")
+    return [".".join(parts[start:]) for start in range(1, len(parts))]
 
 
 def _is_layer_chosen(config: AdapterConfig, module: str) -> bool:
@@ -79,12 +86,8 @@ def unmatched_targets(config: AdapterConfig, modules: Iterable[str]) -> tuple[st
     """Entries of a target_modules list that name no module at all."""
     if not isinstance(config.target_modules, tuple):
         return ()
-    names = tuple(modules)
-    return tuple(
-        target
-        for target in config.target_modules
-        if not any(name == target or name.endswith(f".{target}") for name in names)
-    )
+    named = {name for module in modules for name in (module, *_ends(module))}
+    return tuple(target for target in config.target_modules if target not in named)
 
 
 def ties_saved(config: AdapterConfig) -> bool:

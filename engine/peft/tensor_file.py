@@ -8,7 +8,6 @@ parsed strictly (`parse_object`): a repeated key, or NaN for a number, is an err
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping
@@ -20,8 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AdapterRefusedError
+from ..untrusted import parse_json, shown
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+# Pairs on every expert of the largest mixtures are 100,000 tensors and 18 MB of header.
+MAX_HEADER_BYTES = 32 << 20
+MAX_TENSORS = 120_000
+MAX_NAME_CHARACTERS = 512
+MAX_DIMENSIONS = 8
 # Bytes per element; only the float types of FLOAT_TYPES can hold adapter weights.
 ELEMENT_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
@@ -53,31 +57,46 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
             if len(prefix) < 8:
                 raise _damaged(path, f"only {file_bytes} bytes long")
             (header_bytes,) = struct.unpack("<Q", prefix)
-            if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+            if header_bytes > file_bytes - 8:
                 raise _damaged(path, f"its header claims {header_bytes} bytes of a file of {file_bytes}")
-            header = parse_object(file.read(header_bytes))
+            if header_bytes > MAX_HEADER_BYTES:
+                raise _damaged(path, f"its header has {header_bytes} bytes, expected at most {MAX_HEADER_BYTES}")
+            text = file.read(header_bytes)
+            # Seen before the parser makes objects of them.
+            _check_count(path, text.count(b'"dtype"'))
+            header = parse_object(text)
     except OSError as error:
         raise AdapterRefusedError(f"{path.name}: cannot be read ({error.strerror}). Check its permissions.") from None
     except ValueError as error:
         raise _damaged(path, f"its header is not a JSON object ({error})") from None
     header.pop("__metadata__", None)
+    _check_count(path, len(header))
     data_start = 8 + header_bytes
     entries = tuple(_entry(path, key, value, data_start) for key, value in header.items())
     _check_cover(path, entries, data_start, file_bytes)
     return entries
 
 
+def _check_count(path: Path, num_tensors: int) -> None:
+    if num_tensors > MAX_TENSORS:
+        raise _damaged(path, f"it lists {num_tensors} tensors, expected at most {MAX_TENSORS}")
+
+
 def _entry(path: Path, key: str, value: Any, data_start: int) -> TensorEntry:
+    if len(key) > MAX_NAME_CHARACTERS:
+        raise _damaged(path, f"{shown(key)} has {len(key)} characters, expected at most {MAX_NAME_CHARACTERS}")
     try:
         dtype, shape = value["dtype"], tuple(value["shape"])
         begin, end = value["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise ValueError
         num_bytes = math.prod(shape) * ELEMENT_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
-        raise _damaged(path, f"its header entry for {key!r} is malformed: {value!r}") from None
+        raise _damaged(path, f"its header entry for {shown(key)} is malformed: {shown(value)}") from None
     if end - begin != num_bytes:
-        raise _damaged(path, f"{key!r} of shape {list(shape)} {dtype} has {end - begin} bytes, not {num_bytes}")
+        raise _damaged(
+            path, f"{shown(key)} of shape {shown(list(shape))} {dtype} has {end - begin} bytes, not {num_bytes}"
+        )
     return TensorEntry(key, dtype, shape, path, data_start + begin, num_bytes)
 
 
@@ -86,7 +105,7 @@ def _check_cover(path: Path, entries: tuple[TensorEntry, ...], data_start: int, 
     position = data_start
     for entry in sorted(entries, key=lambda e: (e.start, e.num_bytes)):
         if entry.start != position:
-            raise _damaged(path, f"{entry.key!r} starts at byte {entry.start}, expected {position}")
+            raise _damaged(path, f"{shown(entry.key)} starts at byte {entry.start}, expected {position}")
         position += entry.num_bytes
     if position != file_bytes:
         raise _damaged(path, f"its tensors end at byte {position} but the file has {file_bytes}")
@@ -115,7 +134,7 @@ class TensorReader:
         file.seek(entry.start)
         found_bytes = file.readinto(data.data)  # type: ignore[attr-defined]
         if found_bytes < entry.num_bytes:
-            raise _damaged(entry.file, f"{entry.key!r} has {found_bytes} of its {entry.num_bytes} bytes")
+            raise _damaged(entry.file, f"{shown(entry.key)} has {found_bytes} of its {entry.num_bytes} bytes")
         return data
 
     def __enter__(self) -> TensorReader:
@@ -129,10 +148,7 @@ class TensorReader:
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """A JSON object. Raises `ValueError` for anything else, and for repeated keys, NaN and infinities."""
-    try:
-        value = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError("it nests too deeply") from None
+    value = parse_json(text, object_pairs_hook=_each_once, parse_constant=_no_number)
     if not isinstance(value, dict):
         raise ValueError(f"it holds {type(value).__name__}, expected an object")
     return value
@@ -142,7 +158,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for key, item in pairs:
         if key in value:
-            raise ValueError(f"key {key!r} is given twice")
+            raise ValueError(f"key {shown(key)} is given twice")
         value[key] = item
     return value
 

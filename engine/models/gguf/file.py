@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ModelFilesError, UnsupportedModelError
+from ...untrusted import STOPS, shown, shown_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,12 +67,17 @@ def open_gguf(path: Path) -> GgufFile:
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise ModelFilesError(f"{path}: damaged or cut short ({error}). Fetch the file again.") from error
+    except STOPS:
+        raise
+    except Exception as error:
+        # The reader checks little: arrays in arrays end in a RecursionError, cut files in several others.
+        raise ModelFilesError(
+            f"{path}: damaged or cut short ({shown_name(str(error))}). Fetch the file again."
+        ) from None
     file = GgufFile(path, metadata, tensors)
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{path}: general.architecture={file.architecture!r} is not supported. "
+            f"{path}: general.architecture={shown(file.architecture)} is not supported. "
             f"Supported GGUF files: {', '.join(sorted(ARCHITECTURES))}."
         )
     return file

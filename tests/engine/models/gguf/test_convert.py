@@ -7,6 +7,7 @@ rules, special tokens typed. Logits decide whether the way back is right.
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -380,3 +381,12 @@ def test_a_file_that_is_not_gguf_or_is_cut_short_is_refused(llama_gguf, tmp_path
         cut.write_bytes(whole[:length])
         with pytest.raises(ModelFilesError, match="damaged or cut short"):
             convert_gguf(cut, tmp_path / "model")
+
+
+def test_arrays_in_arrays_are_refused_as_damage(tmp_path):
+    path = tmp_path / "nested.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    levels = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000
+    path.write_bytes(head + struct.pack("<Q", 1) + b"x" + levels)
+    with pytest.raises(ModelFilesError, match="damaged or cut short"):
+        convert_gguf(path, tmp_path / "out")

@@ -1,0 +1,126 @@
+"""Adapter folders made to end or to hang the audit of all: each is refused by name, and the next one is audited."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorabatch.engine.peft import audit_adapters
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+INDEX = "adapter_model.safetensors.index.json"
+
+
+def configured(**keys: Any) -> Callable[[Path], None]:
+    """Sets keys of the configuration."""
+
+    def change(folder: Path) -> None:
+        file = folder / CONFIG
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return change
+
+
+def headed(header: str) -> Callable[[Path], None]:
+    """Replaces the weights by a file with this header and no data."""
+
+    def change(folder: Path) -> None:
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header.encode())
+
+    return change
+
+
+def tensor(shape: str, key: str = "x") -> str:
+    return f'{{"{key}":{{"dtype":"F32","shape":{shape},"data_offsets":[0,0]}}}}'
+
+
+def replaced(name: str, target: str | None) -> Callable[[Path], None]:
+    """Puts a link to `target`, or a pipe, in a file's place."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        if target is None:
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to(target)
+
+    return change
+
+
+def written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def sharded_by_pipe(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00001.safetensors")
+    os.mkfifo(folder / INDEX)
+
+
+def sparse(name: str, num_bytes: int) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        with (folder / name).open("wb") as file:
+            file.truncate(num_bytes)
+
+    return change
+
+
+EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+HUGE = "1" + "0" * 3000
+NESTED = "[" * 100_000 + "]" * 100_000
+FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "alpha of 400 digits": (written(CONFIG, f'{{"lora_alpha": 1{"0" * 400}}}'), "a number of 401 digits"),
+    "alpha beyond floats": (written(CONFIG, '{"lora_alpha": 1e999}'), "expected a finite number"),
+    "rank of 64 digits": (configured(r=10**63), "expected 100000"),
+    "nested configuration": (written(CONFIG, f'{{"x": {NESTED}}}'), "it nests too deeply"),
+    "nested below the limit of Python": (configured(x=json.loads("[" * 400 + "]" * 400)), "this key is not known"),
+    "pipe as configuration": (replaced(CONFIG, None), "adapter_config.json: cannot be read (not a regular file)"),
+    "device as configuration": (replaced(CONFIG, "/dev/zero"), "cannot be read (not a regular file)"),
+    "configuration of 1 TB": (sparse(CONFIG, 1 << 40), "bytes, expected at most"),
+    "pipe as weights": (replaced(WEIGHTS, None), "adapter_model.safetensors: missing"),
+    "device as weights": (replaced(WEIGHTS, "/dev/zero"), "adapter_model.safetensors: missing"),
+    "pipe as index": (sharded_by_pipe, "adapter_model.safetensors.index.json: missing"),
+    "tokenizer of 1 TB": (sparse("tokenizer.json", 1 << 40), "bytes, expected at most"),
+    "shape of 3,000 digits": (headed(tensor(f"[{HUGE},{HUGE}]")), "a number of 3001 digits"),
+    "2,000 dimensions": (headed(tensor(str([10**60] * 2000))), "header entry for 'x' is malformed"),
+    "bytes of 500 digits": (headed(tensor(str([10**60] * 8))), "has 0 bytes, not 4000"),
+    "nested header": (headed(f'{{"x": {NESTED}}}'), "it nests too deeply"),
+    "name of 1 MB": (headed(tensor("[0]", ".lora_A" * 150_000)), "characters, expected at most 512"),
+    "800,000 empty tensors": (
+        headed("{" + ",".join(f'"{i}":{EMPTY}' for i in range(800_000)) + "}"),
+        "its header has 46288891 bytes, expected at most 33554432",
+    ),
+    "500,000 empty tensors": (
+        headed("{" + ",".join(f'"{i}":{EMPTY}' for i in range(500_000)) + "}"),
+        "it lists 500000 tensors, expected at most 120000",
+    ),
+    "100,000 targets": (configured(target_modules=[f"m{i}" for i in range(100_000)]), "adapter 'bad'"),
+    "negative infinity": (written(CONFIG, '{"lora_alpha": -Infinity}'), "is not a number"),
+    "half a surrogate pair": (configured(**{"\ud800": 1}), r"\ud800=1: this key is not known"),
+    "escape sequences": (configured(**{"\x1b[2J\x1b]0;title\x07\x9b": 1}), r"\x1b[2J\x1b]0;title\x07\x9b=1"),
+    "key that turns its line": (configured(**{"\u202etxt.exe\u2028": 1}), r"\u202etxt.exe\u2028=1"),
+    "key of 1 MB": (configured(**{"k" * 1_000_000: 1}), f"{'k' * 79}…=1: this key"),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("change", "reason"), FOLDERS.values(), ids=FOLDERS)
+def test_a_hostile_folder_costs_only_itself(
+    plain: Any, tmp_path: Path, change: Callable[[Path], None], reason: str
+) -> None:
+    bad = Path(shutil.copytree(plain.folder, tmp_path / "bad"))
+    change(bad)
+    audits = audit_adapters({"good": plain.folder, "bad": bad, "last": plain.folder}, plain.base.config)
+    assert [audit.verdict for audit in audits] == ["exact", "refused", "exact"]
+    said = "\n".join(audits[1].reasons)
+    assert reason in said
+    assert "adapter 'bad'" in said
+    assert said.replace("\n", "").isprintable()
+    assert max(map(len, audits[1].reasons)) < 1000
+    json.dumps(audits[1].to_json()).encode()
