@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +18,14 @@ from ..engine.peft import audit_adapters
 from ..engine.peft import find_adapters as find_adapter_folders
 from ..engine.peft.audit import AdapterAudit, audit_adapter
 from ..engine.text.tokenizer import Tokenizer
+from ..engine.untrusted import STOPS, shown_name
 from .errors import JobRequestError, StorageError
 from .record import AdapterRecord
 from .storage.local_copy import local_folder
 from .storage.location import Location
 from .storage.redaction import redacted_url
 
+logger = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"
 _MAX_NAME_CHARS = 256
 _PARALLEL_AUDITS = 4
@@ -134,6 +137,12 @@ def _audit(
         problems = _tokenizer_problems(folder, model_folder, found)
     except (StorageError, ModelFilesError) as error:
         problems = [str(error)]
+    except STOPS:
+        raise
+    except BaseException as error:
+        # What no check has foreseen costs this adapter alone.
+        logger.debug("audit of %s", name, exc_info=True)
+        problems = [f"cannot be audited ({type(error).__name__}: {shown_name(str(error))}). Save the adapter again."]
     if problems:
         return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=tuple(problems))
     return AdapterRecord(

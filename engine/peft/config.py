@@ -7,14 +7,15 @@ reason to refuse; one that no rule knows is refused unless it is empty.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from .findings import Ledger
+from .patterns import END, first_matches, why_invalid
 
 T = TypeVar("T")
+_MAX_LISTED_PATTERNS = 1000
 Names = str | tuple[str, ...] | None  # a regular expression, a list of names, or not given
 
 
@@ -38,23 +39,22 @@ class AdapterConfig:
     trainable_token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None = None
     ensure_weight_tying: bool = False
 
-    def rank_of(self, module: str) -> int:
-        """Rank of the pair at `module` (its name in the trained model)."""
-        return _first_match(self.rank_pattern, module, self.r)
+    def ranks(self, modules: Collection[str]) -> dict[str, int]:
+        """Rank of the pair at each module (its name in the trained model)."""
+        return _first_match(self.rank_pattern, modules, self.r)
 
-    def scaling_of(self, module: str) -> float:
-        """Factor of B·A at `module`: alpha/r, or alpha/sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732)."""
-        rank = self.rank_of(module)
-        alpha = _first_match(self.alpha_pattern, module, self.lora_alpha)
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+    def scalings(self, modules: Collection[str]) -> dict[str, float]:
+        """Factor of B·A at each module: alpha/r, or alpha/sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv
+        2312.03732).
+        """
+        ranks, alphas = self.ranks(modules), _first_match(self.alpha_pattern, modules, self.lora_alpha)
+        return {name: alphas[name] / (math.sqrt(ranks[name]) if self.use_rslora else ranks[name]) for name in modules}
 
 
-def _first_match(patterns: Mapping[str, T], module: str, default: T) -> T:
+def _first_match(patterns: Mapping[str, T], modules: Collection[str], default: T) -> dict[str, T]:
     """Value of the first pattern that matches a module name, as PEFT's `get_pattern_key` chooses it."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    found, values = first_matches(patterns, END, modules), tuple(patterns.values())
+    return {name: values[found[name][0]] if name in found else default for name in modules}
 
 
 def read_adapter_config(raw: Mapping[str, Any], ledger: Ledger) -> AdapterConfig:
@@ -118,11 +118,14 @@ def _bias(value: Any) -> str:
 def _pattern(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError("a regular expression")
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"a valid regular expression ({error})") from None
-    return text
+    return _valid((text,))[0]
+
+
+def _valid(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    problem = why_invalid(patterns)
+    if problem is not None:
+        raise ValueError(f"a valid regular expression ({problem})")
+    return patterns
 
 
 def _patterns(read_value: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
@@ -131,7 +134,8 @@ def _patterns(read_value: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
             return {}
         if not isinstance(value, dict):
             raise ValueError("an object of name patterns and values")
-        return {_pattern(key): read_value(item) for key, item in value.items()}
+        _valid(tuple(value))
+        return {key: read_value(item) for key, item in value.items()}
 
     return read
 
@@ -159,11 +163,17 @@ def _layers(value: Any) -> int | tuple[int, ...] | None:
 def _layers_patterns(value: Any) -> tuple[str, ...]:
     if not value:
         return ()
-    return tuple(_pattern(item) for item in ([value] if isinstance(value, str) else _names(value)))
+    return _few((value,) if isinstance(value, str) else _names(value))
 
 
 def _modules_to_save(value: Any) -> tuple[str, ...]:
-    return tuple(_pattern(name) for name in _names(value))
+    return _few(_names(value))
+
+
+def _few(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    if len(patterns) > _MAX_LISTED_PATTERNS:
+        raise ValueError(f"at most {_MAX_LISTED_PATTERNS} names, not {len(patterns)}")
+    return _valid(patterns)
 
 
 def _indices(value: Any) -> tuple[int, ...]:

@@ -56,8 +56,11 @@ def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
         if name.role in LORA_ROLES:
             found.setdefault(name.module, {})[name.role] = name
     sites = []
+    known = [module for module in found if contents.renaming.to_base(module) in contents.layout.adaptable]
+    ranks, scalings = contents.config.ranks(known), contents.config.scalings(known)
     for module, parts in found.items():
-        site = _site(contents, module, parts, ledger)
+        scale = (ranks.get(module, 0), scalings.get(module, 0.0))
+        site = _site(contents, module, parts, scale, ledger)
         if site is not None:
             sites.append(site)
             continue
@@ -67,7 +70,11 @@ def find_sites(contents: Contents, ledger: Ledger) -> tuple[LoraSite, ...]:
     return tuple(sorted(sites, key=lambda site: site.module))
 
 
-def _site(contents: Contents, trained: str, parts: Mapping[Role, TensorName], ledger: Ledger) -> LoraSite | None:
+def _site(
+    contents: Contents, trained: str, parts: Mapping[Role, TensorName], scale: tuple[int, float], ledger: Ledger
+) -> LoraSite | None:
+    """`scale`: rank and scaling by the configuration."""
+    rank, scaling = scale
     module = contents.renaming.to_base(trained)
     keys = [name.key for name in parts.values()]
     if module not in contents.layout.adaptable:
@@ -83,14 +90,13 @@ def _site(contents: Contents, trained: str, parts: Mapping[Role, TensorName], le
     if not _has_pair(parts, a_role, b_role, ledger):
         return None
     a, b = contents.entries[parts[a_role].key], contents.entries[parts[b_role].key]
-    if not _check_shapes(contents, trained, (a, b), ledger):
+    if not _check_shapes(contents, trained, (a, b), rank, ledger):
         return None
     weight = contents.shapes[f"{module}.weight"]
     out_features, in_features = reversed(weight) if is_embedding else weight
     magnitude, bias = _extras(contents, trained, parts, out_features, ledger)
     for name in parts.values():
         ledger.use_tensor(name.key)
-    rank, scaling = contents.config.rank_of(trained), contents.config.scaling_of(trained)
     return LoraSite(module, rank, scaling, a.key, b.key, in_features, out_features, magnitude, bias, is_embedding)
 
 
@@ -109,13 +115,14 @@ def _has_pair(parts: Mapping[Role, TensorName], a_role: Role, b_role: Role, ledg
     return not missing
 
 
-def _check_shapes(contents: Contents, trained: str, pair: tuple[TensorEntry, TensorEntry], ledger: Ledger) -> bool:
+def _check_shapes(
+    contents: Contents, trained: str, pair: tuple[TensorEntry, TensorEntry], rank: int, ledger: Ledger
+) -> bool:
     """A and B against the base's layer and the configured rank."""
     a, b = pair
     module = contents.renaming.to_base(trained)
     weight = contents.shapes[f"{module}.weight"]
     out_features, in_features = reversed(weight) if module == contents.layout.embedding else weight
-    rank = contents.config.rank_of(trained)
     stored = a.shape[0] if len(a.shape) == 2 else None
     if a.shape == (rank, in_features) and b.shape == (out_features, rank):
         return True

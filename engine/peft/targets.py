@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from .config import AdapterConfig
+from .patterns import LAYER, PART, WHOLE, first_matches
 
 ALL_LINEAR = "all-linear"
 EMBEDDING_NAMES = ("embed_tokens", "lm_head")
@@ -19,22 +20,23 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 
 
 def targeted(config: AdapterConfig, modules: Iterable[str], head: str, family: str) -> set[str]:
-    """Those of `modules` that the configuration targets. `head` is the output layer, which all-linear leaves out."""
+    """Those of `modules` that the configuration targets. `head` is the output layer, which all-linear leaves out.
+
+    Raises `AdapterRefusedError` for a pattern that takes too long.
+    """
+    names = tuple(modules)
+    return _targets(config, names, head, family) - _excluded(config, names)
+
+
+def _targets(config: AdapterConfig, modules: tuple[str, ...], head: str, family: str) -> set[str]:
     given = DEFAULT_TARGETS.get(family, ()) if config.target_modules is None else config.target_modules
-    names = given if isinstance(given, str) else frozenset(given)
-    return {
-        module for module in modules if not _is_excluded(config, module) and _is_target(config, names, module, head)
-    }
-
-
-def _is_target(config: AdapterConfig, targets: str | frozenset[str], module: str, head: str) -> bool:
-    if isinstance(targets, str):
-        if targets.lower() == ALL_LINEAR:
-            return module != head and module.rpartition(".")[2] != "embed_tokens"
-        return re.fullmatch(targets, module) is not None
-    if module in targets:
-        return True
-    return not targets.isdisjoint(_ends(module)) and _is_layer_chosen(config, module)
+    if isinstance(given, str):
+        if given.lower() == ALL_LINEAR:
+            return {name for name in modules if name != head and name.rpartition(".")[2] != "embed_tokens"}
+        return set(first_matches((given,), WHOLE, modules))
+    targets = frozenset(given)
+    ending = {name for name in modules if name not in targets and not targets.isdisjoint(_ends(name))}
+    return set(targets.intersection(modules)) | _in_chosen_layers(config, ending)
 
 
 def _ends(module: str) -> list[str]:
@@ -43,34 +45,32 @@ def _ends(module: str) -> list[str]:
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 
 
-def _is_layer_chosen(config: AdapterConfig, module: str) -> bool:
+def _in_chosen_layers(config: AdapterConfig, modules: set[str]) -> set[str]:
     chosen = config.layers_to_transform
     if chosen is None or chosen == ():
-        return True
-    layer = _layer_of(config, module)
-    return layer == chosen if isinstance(chosen, int) else layer in chosen
+        return modules
+    layers = _layers_of(config, modules)
+    numbers = {chosen} if isinstance(chosen, int) else set(chosen)
+    return {name for name in modules if name in layers and layers[name] in numbers}
 
 
-def _layer_of(config: AdapterConfig, module: str) -> int | None:
-    """The first numbered part of the name, or the one that follows a layers_pattern."""
+def _layers_of(config: AdapterConfig, modules: set[str]) -> dict[str, int]:
+    """The first numbered part of each name, or the one that follows a layers_pattern."""
     if not config.layers_pattern:
-        match = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
-        return int(match["index"]) if match else None
-    for pattern in config.layers_pattern:
-        match = re.match(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", module)
-        if match:
-            return int(match["index"])
-    return None
+        matches = {name: re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", name) for name in modules}
+        return {name: int(match["index"]) for name, match in matches.items() if match}
+    found = first_matches(config.layers_pattern, LAYER, modules)
+    return {name: int(index) for name, (_, index) in found.items() if index is not None}
 
 
-def _is_excluded(config: AdapterConfig, module: str) -> bool:
-    excluded = config.exclude_modules
+def _excluded(config: AdapterConfig, modules: tuple[str, ...]) -> set[str]:
+    excluded = config.exclude_modules or ()
     if isinstance(excluded, str):
-        if excluded and re.fullmatch(excluded, module):
-            return True
-    elif excluded and (module in excluded or any(module.endswith(f".{name}") for name in excluded)):
-        return True
-    return any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in config.modules_to_save)
+        found = set(first_matches((excluded,), WHOLE, modules))
+    else:
+        names = frozenset(excluded)
+        found = {name for name in modules if not names.isdisjoint((name, *_ends(name)))}
+    return found | first_matches(config.modules_to_save, PART, modules).keys()
 
 
 def is_saved_module(config: AdapterConfig, module: str) -> bool:
@@ -103,5 +103,5 @@ def ties_targets(config: AdapterConfig) -> bool:
         return False
     targets = config.target_modules
     if isinstance(targets, str):
-        return any(re.fullmatch(targets, name) for name in EMBEDDING_NAMES)
+        return bool(first_matches((targets,), WHOLE, EMBEDDING_NAMES))
     return any(name.rpartition(".")[2] in EMBEDDING_NAMES for name in targets or ())

@@ -15,14 +15,45 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import ChatTemplateError, ModelFilesError
+from ..untrusted import STOPS, shown_name
 
 # Names under which a model's thoughts travel in a message; the first is what templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+MAX_TEMPLATE_CHARACTERS = 256 << 10  # the longest of real models have 30,000
+
+
+class _Unfolded(CodeGenerator):
+    """Compiles without computing constants: `{{ 9**(9**9) }}` would take the compiler for good.
+
+    What a template costs when it is rendered is another matter.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.optimizer = None
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Frame) -> None:  # noqa: N802
+        """Options such as `{% autoescape … %}` are evaluated by the compiler, whatever their expression is."""
+        if not all(isinstance(option.value, nodes.Const) for option in node.options):
+            raise jinja2.TemplateSyntaxError("an option that is no constant", node.lineno)
+        super().visit_EvalContextModifier(node, frame)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    code_generator_class = _Unfolded
 
 
 class ChatTemplate:
@@ -33,17 +64,23 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
         self._special_tokens = dict(special_tokens)
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise ModelFilesError(
+                f"chat template: {len(source)} characters, expected at most {MAX_TEMPLATE_CHARACTERS}. Repair it."
+            )
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except STOPS:
+            raise
+        except Exception as error:
+            # Beside its own errors those of Python's compiler: too many nested blocks, recursion.
             raise ModelFilesError(
-                f"chat template: not a valid jinja2 template ({error}). Repair it, or give prompts as text."
+                f"chat template: not a valid jinja2 template ({shown_name(str(error))}). Repair it, or give prompts "
+                "as text."
             ) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:

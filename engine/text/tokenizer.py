@@ -17,8 +17,10 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from ..config import read_json
 from ..errors import ChatTemplateError, ModelFilesError
-from .chat_template import ChatTemplate
+from ..untrusted import STOPS, read_regular, shown_name
+from .chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 
+MAX_TOKENIZER_BYTES = 128 << 20  # those of 260,000 tokens have 35 MB
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # An incomplete UTF-8 character becomes complete within three more bytes, hence tokens. Beyond that, what
 # looks incomplete is an invalid byte and will stay one.
@@ -154,10 +156,12 @@ def _read_backend(path: Path) -> TokenizerFile:
             "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`."
         )
     try:
-        backend = TokenizerFile.from_file(str(path))
-    except Exception as error:
-        # The library raises plain `Exception` for whatever it cannot parse.
-        raise ModelFilesError(f"{path}: not a tokenizer ({error}). Fetch the model again.") from None
+        backend = TokenizerFile.from_str(read_regular(path, MAX_TOKENIZER_BYTES).decode("utf-8"))
+    except STOPS:
+        raise
+    except BaseException as error:
+        # The library raises plain `Exception` for whatever it cannot parse, and `PanicException`, which is none.
+        raise ModelFilesError(f"{path}: not a tokenizer ({shown_name(str(error))}). Fetch the model again.") from None
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -187,7 +191,9 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return read_regular(path, 4 * MAX_TEMPLATE_CHARACTERS).decode("utf-8")
+        except OSError as error:
+            raise ModelFilesError(f"{path}: cannot be read ({error.strerror}). Fetch the model again.") from None
         except UnicodeDecodeError as error:
             raise ModelFilesError(f"{path}: not UTF-8 text ({error}). Fetch the model again.") from None
     named = config.get("chat_template")

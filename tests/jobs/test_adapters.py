@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lorabatch.jobs.adapters import find_adapters
+from lorabatch.engine.config import read_model_config
+from lorabatch.jobs.adapters import audit_all, find_adapters
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.storage.location import Location
 
@@ -60,3 +64,39 @@ def test_urls_that_carry_secrets_are_refused_without_showing_them() -> None:
 def test_an_impossible_url_is_explained() -> None:
     with pytest.raises(JobRequestError, match=r"adapters='zzz://x'.*Protocol not known"):
         find_adapters("zzz://x", {})
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+PANICKING = {"type": "Precompiled", "precompiled_charsmap": "/////wAA"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", "panicking", "not a tokenizer"),
+        ("tokenizer.json", NESTED, "not a tokenizer"),
+        ("tokenizer_config.json", f'{{"x": {NESTED}}}', "it nests too deeply"),
+        ("tokenizer_config.json", f'{{"x": 1{"0" * 5000}}}', "a number of 5001 digits"),
+        ("tokenizer_config.json", None, "not a regular file"),
+        ("chat_template.jinja", "(" * 3000, ""),
+        ("chat_template.jinja", "{{ " + "(" * 3000, "not a valid jinja2 template"),
+        ("chat_template.jinja", "{% for i in x %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
+        ("chat_template.jinja", "{{ 9**(9**9) }}", ""),
+    ],
+)
+def test_a_hostile_tokenizer_costs_its_adapter_alone(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, name: str, content: str | None, reason: str
+) -> None:
+    bad = Path(shutil.copytree(tiny_adapters["rank8"], tmp_path / "bad"))
+    shutil.copy(tiny_llama / "tokenizer.json", bad)
+    if content is None:
+        os.mkfifo(bad / name)
+    elif content == "panicking":
+        (bad / name).write_text(json.dumps(json.loads((bad / name).read_text()) | {"normalizer": PANICKING}))
+    else:
+        (bad / name).write_text(content)
+    adapters = {"bad": str(bad), "good": str(tiny_adapters["rank8"])}
+    audits = audit_all(adapters, tiny_llama, read_model_config(tiny_llama), {})
+    assert [audit.verdict for audit in audits] == ["refused" if reason else "exact", "exact"]
+    assert reason in "".join(audits[0].reasons)

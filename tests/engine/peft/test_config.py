@@ -59,8 +59,8 @@ def test_rank_and_scaling_follow_peft(
     rank = ranks.get(get_pattern_key(ranks.keys(), module), r)
     expected = alphas.get(get_pattern_key(alphas.keys(), module), alpha)
     assert not ledger.is_refused
-    assert config.rank_of(module) == rank
-    assert config.scaling_of(module) == expected / (math.sqrt(rank) if use_rslora else rank)
+    assert config.ranks([module]) == {module: rank}
+    assert config.scalings([module])[module] == expected / (math.sqrt(rank) if use_rslora else rank)
 
 
 def test_absent_keys_have_the_defaults_of_peft() -> None:
@@ -71,7 +71,7 @@ def test_absent_keys_have_the_defaults_of_peft() -> None:
     assert (config.r, config.lora_alpha, config.bias) == (expected.r, expected.lora_alpha, expected.bias)
     assert config.use_rslora is expected.use_rslora
     assert config.use_dora is expected.use_dora
-    assert config.scaling_of("x.q_proj") == 1.0
+    assert config.scalings(["x.q_proj"]) == {"x.q_proj": 1.0}
 
 
 def test_every_key_read_is_one_of_peft() -> None:

@@ -73,6 +73,7 @@ def sparse(name: str, num_bytes: int) -> Callable[[Path], None]:
 
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 HUGE = "1" + "0" * 3000
+SLOW = "([a-z0-9_.]+)+!"
 NESTED = "[" * 100_000 + "]" * 100_000
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "alpha of 400 digits": (written(CONFIG, f'{{"lora_alpha": 1{"0" * 400}}}'), "a number of 401 digits"),
@@ -101,6 +102,27 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
         "it lists 500000 tensors, expected at most 120000",
     ),
     "100,000 targets": (configured(target_modules=[f"m{i}" for i in range(100_000)]), "adapter 'bad'"),
+    **{
+        f"backtracking in {key}": (configured(**{key: value}), "it takes more than 5 s of computing")
+        for key, value in {
+            "target_modules": SLOW,
+            "exclude_modules": SLOW,
+            "rank_pattern": {SLOW: 4},
+            "alpha_pattern": {SLOW: 4},
+            "modules_to_save": [SLOW],
+        }.items()
+    },
+    "backtracking in layers_pattern": (
+        configured(layers_pattern=[SLOW], layers_to_transform=[0]),
+        "it takes more than 5 s of computing",
+    ),
+    "20,000 groups": (configured(target_modules="(a)" * 20_000), "adapter 'bad'"),
+    "5,000 nested groups": (configured(exclude_modules="(" * 5000 + "a" + ")" * 5000), "expected a valid regular"),
+    "group of our own name": (
+        configured(layers_pattern=["(?P<index>layers)"], layers_to_transform=[0]),
+        "redefinition of group name",
+    ),
+    "pattern of 1 MB": (configured(target_modules="a|" * 500_000), "characters, expected at most 100000"),
     "negative infinity": (written(CONFIG, '{"lora_alpha": -Infinity}'), "is not a number"),
     "half a surrogate pair": (configured(**{"\ud800": 1}), r"\ud800=1: this key is not known"),
     "escape sequences": (configured(**{"\x1b[2J\x1b]0;title\x07\x9b": 1}), r"\x1b[2J\x1b]0;title\x07\x9b=1"),

@@ -85,3 +85,32 @@ def test_a_template_that_fails_on_the_messages_is_a_refusal_too() -> None:
 def test_text_that_is_no_template_is_refused_when_it_is_read() -> None:
     with pytest.raises(ModelFilesError, match="not a valid jinja2 template"):
         ChatTemplate("{% for %}", SPECIAL)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9**(9**9) }}",
+        "{{ 'a'|center(10**10) }}",
+        "{% if 9**(9**9) %}x{% endif %}",
+        "{% set x = 'a' * 10**10 %}",
+        "{{ [9**(9**9)]|tojson }}",
+    ],
+)
+def test_the_compiler_computes_no_constants(source: str) -> None:
+    ChatTemplate(source, SPECIAL)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "recursion"),
+        ("{% for i in x %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
+        ("{{ 1" + "+1" * 5000 + " }}", "recursion"),
+        ("{% autoescape 9**(9**9) %}x{% endautoescape %}", "no constant"),
+        ("x" * 300_000, "characters, expected at most"),
+    ],
+)
+def test_what_the_compiler_cannot_take_is_no_template(source: str, reason: str) -> None:
+    with pytest.raises(ModelFilesError, match=f"chat template: .*{reason}"):
+        ChatTemplate(source, SPECIAL)

@@ -1,0 +1,145 @@
+"""Runs small tasks on untrusted data in a child process with limits of CPU time and memory.
+
+For what a stranger's data can make endless or enormous where nothing cheaper bounds it: regular expressions that
+backtrack, tokenizers. One child serves the process that asks; one that breaks a limit is replaced.
+
+A task is a function `run(payload)` of a module of lorabatch; payload and answer are JSON. CPU time is limited, not time
+on the clock, so that a busy machine refuses nobody. The child ends when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from .untrusted import printable, shortened
+
+MEMORY_BYTES = 3 << 30
+_PACKAGE = __package__.rpartition(".")[0]
+# One thread, and one arena: address space is what is limited.
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+_MAX_MESSAGE_CHARACTERS = 500
+_LEAVING_S = 5.0
+
+
+class ConfinedError(Exception):
+    """The task broke a limit, or raised: the message says which, as a clause."""
+
+
+class ConfinedProcess:
+    """The child process. Safe to share between threads, which take turns."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
+
+    def run(self, task: str, payload: Any, cpu_s: int) -> Any:
+        """What `run(payload)` of the module `task` (below `lorabatch`) returns. Raises `ConfinedError`."""
+        with self._turn:
+            process = self._process = self._alive()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps([task, payload, cpu_s]).encode() + b"\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except BrokenPipeError:
+                answer = b""
+            except BaseException:
+                # Interrupted between question and answer: the next question must not get this answer.
+                self._end()
+                raise
+            if not answer.endswith(b"\n"):
+                raise ConfinedError(_how_it_ended(self._end(), cpu_s))
+        kind, value = json.loads(answer)
+        if kind == "error":
+            raise ConfinedError(value)
+        return value
+
+    def close(self) -> None:
+        """End the child."""
+        with self._turn:
+            self._end()
+
+    def _alive(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._end()
+        return subprocess.Popen(
+            [sys.executable, "-m", f"{_PACKAGE}.engine.confinement"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | _ENVIRONMENT,
+            start_new_session=True,  # Ctrl-C reaches the whole foreground group; the parent decides
+        )
+
+    def _end(self) -> int:
+        """Its exit code; negative for a signal that ended it before this call did."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        # It leaves by itself when its input closes, unless it is busy.
+        with suppress(OSError):
+            process.stdin.close()  # type: ignore[union-attr]
+        try:
+            code = process.wait(_LEAVING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+        return code
+
+
+def _how_it_ended(code: int, cpu_s: int) -> str:
+    if code == -signal.SIGXCPU:
+        return f"it takes more than {cpu_s} s of computing"
+    return f"it needs more than {MEMORY_BYTES >> 30} GiB of memory, or crashes what reads it (exit code {code})"
+
+
+@cache
+def confined() -> ConfinedProcess:
+    """The child of this process, which starts when it is first asked."""
+    process = ConfinedProcess()
+    atexit.register(process.close)
+    # A forked process is not the parent of this one's child.
+    os.register_at_fork(after_in_child=confined.cache_clear)
+    return process
+
+
+def _serve() -> None:
+    """Answer one line with one line until the input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most_bytes = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, most_bytes))
+    for line in sys.stdin.buffer:
+        task, payload, cpu_s = json.loads(line)
+        _, most_s = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, most_s))
+        try:
+            answer = ["answer", import_module(f"{_PACKAGE}.{task}").run(payload)]
+        except MemoryError:
+            answer = ["error", f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            answer = ["error", shortened(printable(f"{type(error).__name__}: {error}"), _MAX_MESSAGE_CHARACTERS)]
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _serve()
