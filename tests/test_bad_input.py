@@ -110,6 +110,7 @@ def write_adapters(folder: Path, good: Path) -> None:
     (pickled / WEIGHTS).rename(pickled / "adapter_model.bin")
     copy("other-base", lambda tensors: {n: t[:, : t.shape[1] // 2].copy() for n, t in tensors.items()})
     copy("nan", lambda tensors: {n: np.full_like(t, np.nan) for n, t in tensors.items()})
+    copy("inf", lambda tensors: {n: np.full_like(t, np.inf) for n, t in tensors.items()})
     damaged = copy("corrupt") / WEIGHTS
     damaged.write_bytes(damaged.read_bytes()[:-100])
 
@@ -281,6 +282,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
             "pickled": "pickled weights can run code when opened, so they are never read",
             "other-base": "expected",
             "nan": "NaN",
+            "inf": "infinit",
             "corrupt": "adapter_model.safetensors",
         }.items()
     ),
@@ -306,7 +308,12 @@ TABLE: list[tuple[str, int, list[str]]] = [
         1,
         ["cannot write full://out/_lorabatch/job.json: the disk is full. Free some"],
     ),
-    ("status {folder}", 2, ["no job there. Check the URL; it must be the --output of a job."]),
+    # Commands on an output
+    *(
+        (f"{command} {{folder}}", 2, ["no job there. Check the URL; it must be the --output of a job."])
+        for command in ("status", "wait", "logs", "cancel", "resume", "report")
+    ),
+    ("audit --model {model} {folder}/none", 2, ["none: not a folder. Check the path."]),
 ]
 
 
