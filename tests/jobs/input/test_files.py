@@ -205,6 +205,25 @@ def test_one_schema_holds_the_columns_of_all_files(tmp_path: Path) -> None:
     assert unpack_schema(pack_schema(schema)).equals(schema)
 
 
+def test_the_work_for_one_schema_grows_with_the_columns_not_with_their_square(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({f"c{i}": [i] for i in range(500)})
+    for name in ("a", "b"):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    footers = read_footers([str(tmp_path)], {}).footers
+    unify, num_fields = pa.unify_schemas, 0
+
+    def counted(schemas: list[pa.Schema], **options: Any) -> pa.Schema:
+        nonlocal num_fields
+        num_fields += sum(map(len, schemas))
+        return unify(schemas, **options)
+
+    monkeypatch.setattr(pa, "unify_schemas", counted)
+    assert unified_schema(footers).names == table.schema.names
+    assert 0 < num_fields <= 4 * 500
+
+
 def test_files_that_disagree_on_a_type_are_named_with_both_types(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", pa.table({"prompt": ["x"], "n": [1]}))
     write(tmp_path / "b.parquet", pa.table({"prompt": ["x"], "n": ["1"]}))
