@@ -181,5 +181,5 @@ def test_a_script_needs_no_guard(echo_job: EchoJob) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "rows: 20\n"), done.stderr
     # Progress, and nothing else.
-    assert "20/20 rows" in done.stderr
+    assert "done  20 of 20 rows answered" in done.stderr
     assert "Traceback" not in done.stderr
