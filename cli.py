@@ -390,6 +390,7 @@ class _Ending:
 @contextmanager
 def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
     """Turns an error of ours into its message and its exit code; anything else is a defect and shows its trace."""
+    from .console.terminal import echo
     from .engine.errors import EngineError
     from .jobs.errors import JobError
 
@@ -403,6 +404,6 @@ def errors_as_exit_codes(*, as_json: bool = False) -> Iterator[_Ending]:
         message, exit_code = str(error), 2
     except KeyboardInterrupt:
         message, exit_code = "interrupted. Run the same command again to go on.", 130
-    typer.secho(f"lorabatch: {message}", err=True)
+    echo(f"lorabatch: {message}", err=True)
     ending.print(message, exit_code)
     raise typer.Exit(exit_code)

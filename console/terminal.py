@@ -1,14 +1,31 @@
-"""The terminal as commands print on it."""
+"""The terminal as commands print on it: the one way by which text of jobs, adapters and errors reaches it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import typer
 from rich.console import Console
+from rich.text import Text
+
+from ..engine.untrusted import printable
+
+
+class _PlainConsole(Console):
+    """A console on which strings are text: nothing in them moves the cursor or sets a title."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text with its control characters written out."""
+        return super().render_str(printable(text), **options)
 
 
 def plain_console(*, stderr: bool = False, **options: Any) -> Console:
     """A console that prints text as it is. Names, prompts, answers and messages contain square brackets and colons,
     which are markup and emoji to a console of rich. `options`: see `Console`.
     """
-    return Console(stderr=stderr, **options, markup=False, emoji=False, highlight=False)
+    return _PlainConsole(stderr=stderr, **options, markup=False, emoji=False, highlight=False)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines of plain text, with their control characters written out."""
+    typer.echo(printable(text), err=err)
