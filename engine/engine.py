@@ -297,6 +297,7 @@ class Engine:
         result = self._completion.finish(sequence)
         if result is not None:
             self._lengths.finished(len(sequence.token_ids))
+            self._batch.finished(sequence)
             self._end(sequence)
         elif restarts_at(self.model.layer_ropes, sequence.total_tokens):
             sequence.num_stored = 0

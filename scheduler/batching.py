@@ -86,7 +86,8 @@ class BatchView:
     `running_adapter`, `waiting_adapter`: int32 `[num_running]`, `[num_waiting]`. `max_batch_rows`: rows one
     step may hold. `merged_adapter`: whose weights are merged now (None: no adapter's). `resident_adapter`: int32
     `[num_resident]`, adapters that need not be loaded. `paused_steps`: int64 `[num_running]`, steps that each has sat
-    out so far (None: not counted). `memory`: what is left for waiting rows (None: enough for all).
+    out so far (None: not counted). `memory`: what is left for waiting rows (None: enough for all). `waiting_tokens`:
+    float64 `[num_waiting]`, what each is expected to generate (None: nothing is known).
     """
 
     running_adapter: NDArray[np.int32]
@@ -96,13 +97,15 @@ class BatchView:
     resident_adapter: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     paused_steps: NDArray[np.int64] | None = None
     memory: FreeMemory | None = None
+    waiting_tokens: NDArray[np.float64] | None = None
 
     def of_waiting(self, rows: NDArray[np.int64]) -> BatchView:
         """The view in which only these rows wait, in this order."""
         if len(rows) == len(self.waiting_adapter) and (rows == np.arange(len(rows))).all():
             return self
         memory = None if self.memory is None else replace(self.memory, row_pages=self.memory.row_pages[rows])
-        return replace(self, waiting_adapter=self.waiting_adapter[rows], memory=memory)
+        tokens = None if self.waiting_tokens is None else self.waiting_tokens[rows]
+        return replace(self, waiting_adapter=self.waiting_adapter[rows], memory=memory, waiting_tokens=tokens)
 
     def taking_part(self, batch: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of a batch of positions over running then waiting rows, those that memory lets run at once. Rows outside the
@@ -160,21 +163,32 @@ class ClusteredBatcher:
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
         free = max(0, view.max_batch_rows - len(view.running_adapter))
-        admit = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
+        admit = admission_order(view)
         return StepPlan("unmerged", None, np.ones(len(view.running_adapter), bool), admit[:free])
 
 
 @dataclass(frozen=True, slots=True)
 class InClusters:
-    """Lets `inner` choose as if rows had come adapter by adapter: those running first, then the most wanted."""
+    """Lets `inner` choose as if rows had come adapter by adapter: see `admission_order`."""
 
     inner: Batcher
 
     def next_step(self, view: BatchView) -> StepPlan:
         """See `Batcher.next_step`."""
-        order = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
+        order = admission_order(view)
         plan = self.inner.next_step(view.of_waiting(order))
         return replace(plan, admit=order[plan.admit])
+
+
+def admission_order(view: BatchView) -> NDArray[np.int64]:
+    """Positions of all waiting rows: those expected to run much longer than others first, since a long row that begins
+    last runs alone in the end; among rows about as long as in `clustered_order`."""
+    order = clustered_order(view.running_adapter, view.waiting_adapter, view.resident_adapter)
+    if view.waiting_tokens is None or len(order) < 2:
+        return order
+    # Octaves around the mean, so that rows as long as most are alike.
+    octave = np.rint(np.log2(view.waiting_tokens / view.waiting_tokens.mean()))
+    return order[np.argsort(-octave[order], kind="stable")]
 
 
 def clustered_order(

@@ -272,6 +272,7 @@ class WaitingRows:
         self._rows: dict[str, Sequence] = {}
         self._num_of: Counter[str] = Counter()
         self._capacity_tokens: dict[str, int] = {}
+        self._prompt_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -287,13 +288,14 @@ class WaitingRows:
         assert sequence.request.request_id not in self._rows, f"row {sequence.request.request_id} waits already"
         self._rows[sequence.request.request_id] = sequence
         self._capacity_tokens[sequence.request.request_id] = sequence.capacity_tokens
+        self._prompt_tokens[sequence.request.request_id] = sequence.prompt_tokens
         if sequence.request.adapter_id is not None:
             self._num_of[sequence.request.adapter_id] += 1
 
     def remove(self, request_id: str) -> Sequence:
         """Remove a row and return it. Raises KeyError when it does not wait."""
         sequence = self._rows.pop(request_id)
-        del self._capacity_tokens[request_id]
+        del self._capacity_tokens[request_id], self._prompt_tokens[request_id]
         adapter_id = sequence.request.adapter_id
         if adapter_id is not None:
             self._num_of[adapter_id] -= 1
@@ -318,11 +320,15 @@ class WaitingRows:
         """`Sequence.capacity_tokens` of every row, [num_waiting], in order of arrival."""
         return np.fromiter(self._capacity_tokens.values(), np.int64, len(self))
 
+    def prompt_tokens(self) -> NDArray[np.int64]:
+        """`Sequence.prompt_tokens` of every row, [num_waiting], in order of arrival."""
+        return np.fromiter(self._prompt_tokens.values(), np.int64, len(self))
+
     def next_uses(
         self, running_ids: Collection[str | None], resident_ids: Collection[str], code_of: Mapping[str | None, int]
     ) -> dict[str, float]:
         """For each adapter, how many rows enter before its first, soonest first: the order of
-        `scheduler.batching.clustered_order`."""
+        `scheduler.batching.clustered_order`, as if all rows were about as long."""
 
         def place(adapter_id: str) -> tuple[int, int, int]:
             distance = 0 if adapter_id in running_ids else 1 if adapter_id in resident_ids else 2

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...scheduler.batching import BatchView, StepPlan, without_vain_merge
+from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.pool import PageRun
 from ..memory.residency import MergedShare
 from ..models.step_batch import StepEntry
@@ -39,6 +41,7 @@ class RunningBatch:
         self._may_switch = may_switch
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
+        self._lengths = LengthsByPrompt()
         self._admission = Admission(self._waiting, self._running, room, clean, may_switch=may_switch)
 
     @property
@@ -79,7 +82,23 @@ class RunningBatch:
             resident_adapter=np.array([code_of[a] for a in self.residency.resident_ids], np.int32),
             paused_steps=np.fromiter((s.num_paused for s in rows), np.int64, len(rows)),
             memory=self._admission.free_memory() if self._may_switch else None,
+            waiting_tokens=self._expected_tokens(),
         )
+
+    def _expected_tokens(self) -> NDArray[np.float64] | None:
+        """Of rows that wait, from those that have finished; None where none waits."""
+        if not self._waiting:
+            return None
+        rows = self._running.values()
+        prompt = np.fromiter((s.prompt_tokens for s in rows), np.int64, len(rows))
+        generated = np.fromiter((s.num_generated for s in rows), np.int64, len(rows))
+        waiting = self._waiting.prompt_tokens()
+        max_tokens = self._waiting.capacity_tokens() - waiting + 1
+        return self._lengths.expected(waiting, max_tokens, prompt, generated)
+
+    def finished(self, sequence: Sequence) -> None:
+        """Learn from the length of an answer that is complete."""
+        self._lengths.finished(np.array([sequence.prompt_tokens]), np.array([len(sequence.token_ids)]))
 
     def pages_of_row(self, request: Request) -> int:
         """Pages of the whole pool that one row occupies by itself, its adapter included unless it is always merged."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ _PRIOR_ROWS = 16
 # Bounds of length classes are powers of 2 ** (1 / _CLASSES_PER_OCTAVE).
 _CLASSES_PER_OCTAVE = 4
 _NUM_CLASSES = 1 + 24 * _CLASSES_PER_OCTAVE
+# Rows of the mean of all that are added to those of each class of prompts.
+_CLASS_PRIOR_ROWS = 8
+Integers = NDArray[np.integer[Any]]
 
 
 def length_class(output_tokens: float) -> int:
@@ -112,3 +116,48 @@ class LengthEstimator:
         tokens += prior_rows * (generated_tokens + max_tokens) / 2
         rows += prior_rows
         return max(1.0, float(tokens / rows - generated_tokens)) if rows else 1.0
+
+
+class LengthsByPrompt:
+    """Expected output tokens of rows by the length of their prompts, learned from the rows that one engine finishes.
+
+    In a trace of conversations the length of a prompt explains 72 % of the variance of the answers' lengths, and not by
+    any simple curve; hence classes, a quarter of an octave wide. In the mean of a class rows that still run count with
+    what they have generated so far, and a few rows of the mean of all classes are added to it.
+    """
+
+    def __init__(self) -> None:
+        self._rows = np.zeros(_NUM_CLASSES)
+        self._tokens = np.zeros(_NUM_CLASSES)
+
+    def finished(self, prompt_tokens: Integers, output_tokens: Integers) -> None:
+        """Take in finished rows; both `[num_rows]`."""
+        number = _classes(prompt_tokens)
+        np.add.at(self._rows, number, 1)
+        np.add.at(self._tokens, number, output_tokens)
+
+    def expected(
+        self,
+        prompt_tokens: Integers,
+        max_tokens: Integers,
+        running_prompt: Integers,
+        running_tokens: Integers,
+    ) -> NDArray[np.float64] | None:
+        """Of rows with these prompts and limits, float64 `[num_rows]`; None before any row has finished.
+
+        `running_prompt`, `running_tokens`: prompts of running rows and what each has generated, `[num_running]`.
+        """
+        num_finished = self._rows.sum()
+        if not num_finished:
+            return None
+        tokens = self._tokens.copy()
+        np.add.at(tokens, _classes(running_prompt), running_tokens)
+        mean = tokens.sum() / num_finished
+        by_class = (tokens + _CLASS_PRIOR_ROWS * mean) / (self._rows + _CLASS_PRIOR_ROWS)
+        expected: NDArray[np.float64] = np.clip(by_class[_classes(prompt_tokens)], 1.0, np.maximum(max_tokens, 1))
+        return expected
+
+
+def _classes(prompt_tokens: Integers) -> NDArray[np.int64]:
+    octaves = np.log2(np.maximum(1, prompt_tokens))
+    return np.minimum(_NUM_CLASSES - 1, (_CLASSES_PER_OCTAVE * octaves).astype(np.int64))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
-from ..estimates.lengths import LengthEstimator
+from ..estimates.lengths import LengthEstimator, LengthsByPrompt
 from ..estimates.pace import StepBudget
 from ..workload import Workload
 from .memory import SimulatedMemory, SimulatedPages
@@ -99,6 +99,7 @@ class SimulatedReplica:
         self._ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
         self._cost, self._batcher, self._settings, self._timeline = cost, batcher, settings, timeline
         self._lengths = LengthEstimator() if lengths is None else lengths
+        self._by_prompt = LengthsByPrompt()
         # Tokens that rows on loan had generated elsewhere; they are prefilled again with the prompt.
         self._brought: dict[int, int] = {}
         self._merged: int | None = None
@@ -218,7 +219,16 @@ class SimulatedReplica:
             resident_adapter=self._memory.resident_array,
             paused_steps=self._timeline.paused_steps[self.running],
             memory=memory,
+            waiting_tokens=self._expected_tokens(seen),
         )
+
+    def _expected_tokens(self, waiting: NDArray[np.int64]) -> NDArray[np.float64] | None:
+        """Of rows that wait; None where none does."""
+        if not len(waiting):
+            return None
+        prompt, limit = self._workload.prompt_tokens, self._workload.max_tokens
+        own = prompt[self.running]
+        return self._by_prompt.expected(prompt[waiting], limit[waiting], own, self._total - own)
 
     def _admissible(self, plan: StepPlan, seen: NDArray[np.int64], view: BatchView, now_s: float) -> NDArray[np.int64]:
         """Positions of the plan's admissions that enter: until memory ends, without those that wait for an adapter."""
@@ -393,6 +403,7 @@ class SimulatedReplica:
         if len(finished):
             timeline.finish_s[finished] = now_s + pass_s * ended[is_done]
             self._lengths.finished(int(self._output[finished].sum()), len(finished))
+            self._by_prompt.finished(self._workload.prompt_tokens[finished], self._output[finished])
             self._keep(self._remaining > 0)
         return StepOutcome(now_s + seconds, finished)
 

@@ -15,6 +15,7 @@ from lorabatch.scheduler.batching import (
     InClusters,
     ReplicaFacts,
     StepPlan,
+    admission_order,
     batcher_of,
     clustered_order,
     without_vain_merge,
@@ -43,6 +44,26 @@ def test_a_resident_adapter_is_finished_before_a_new_one_is_loaded():
 
 def test_base_rows_count_as_present():
     assert clustered_order(np.array([], np.int32), np.array([5, 5, -1], np.int32)).tolist() == [2, 0, 1]
+
+
+def test_rows_expected_to_run_much_longer_enter_first_and_the_others_by_adapter():
+    view = make_view([3], [7, 3, 7, 3, 9])
+    assert admission_order(view).tolist() == [1, 3, 0, 2, 4]
+    long_last = replace(view, waiting_tokens=np.array([60.0, 50.0, 55.0, 65.0, 400.0]))
+    assert admission_order(long_last).tolist() == [4, 1, 3, 0, 2]
+    alike = replace(view, waiting_tokens=np.array([60.0, 50.0, 55.0, 65.0, 70.0]))
+    assert admission_order(alike).tolist() == admission_order(view).tolist()
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(-1, 4), st.floats(1, 4096)), max_size=30))
+def test_every_waiting_row_has_one_place_whatever_lengths_are_expected(rows):
+    view = replace(make_view([1], [a for a, _ in rows]), waiting_tokens=np.array([t for _, t in rows]))
+    order = admission_order(view)
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    expected = view.waiting_tokens[order]
+    # Nothing that is begun later is expected to run twice as long.
+    assert all((expected[i + 1 :] <= 2.0001 * expected[i]).all() for i in range(len(rows)))
 
 
 def test_no_more_rows_than_the_batch_holds_are_admitted():

@@ -6,7 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabatch.scheduler.estimates.lengths import MIN_FINISHED_ROWS, LengthEstimator, expected_tokens, length_class
+from lorabatch.scheduler.estimates.lengths import (
+    MIN_FINISHED_ROWS,
+    LengthEstimator,
+    LengthsByPrompt,
+    expected_tokens,
+    length_class,
+)
 
 
 def test_before_any_row_has_finished_half_of_max_tokens_is_expected() -> None:
@@ -78,3 +84,55 @@ def test_what_is_left_is_positive_and_within_what_was_seen(finished: list[tuple[
 @given(st.integers(1, 1 << 24))
 def test_lengths_that_differ_by_less_than_a_fifth_are_of_the_same_class_or_the_next(tokens: int) -> None:
     assert length_class(tokens) <= length_class(tokens * 1.18) <= length_class(tokens) + 1
+
+
+def by_prompt(finished: list[tuple[int, int]], asked: int, running: tuple[tuple[int, int], ...] = ()) -> float:
+    """What a row with a prompt of so many tokens is expected to generate, beside pairs of prompt and output tokens."""
+    lengths = LengthsByPrompt()
+    for prompt, output in finished:
+        lengths.finished(np.array([prompt]), np.array([output]))
+    own, tokens = (np.array([pair[i] for pair in running], np.int64) for i in (0, 1))
+    found = lengths.expected(np.array([asked]), np.array([1000]), own, tokens)
+    assert found is not None
+    return float(found[0])
+
+
+def test_prompts_of_other_lengths_have_answers_of_other_lengths() -> None:
+    finished = [(1000, 400)] * 100 + [(400, 100)] * 100
+    assert 370 < by_prompt(finished, 1010) <= 400
+    assert 100 <= by_prompt(finished, 390) < 115
+    # Of a prompt like none before the mean of all is expected.
+    assert by_prompt(finished, 5000) == 250
+
+
+def test_one_answer_says_little_of_its_prompts_class() -> None:
+    assert by_prompt([(400, 100)] * 50 + [(1000, 1000)], 1000) < 250
+
+
+def test_rows_that_still_run_count_with_what_they_have_generated() -> None:
+    """What finishes first is short."""
+    finished = [(1000, 20)] * 10
+    assert by_prompt(finished, 1000) == 20
+    assert by_prompt(finished, 1000, running=((1000, 500),) * 10) > 200
+
+
+def test_no_answer_is_expected_to_be_longer_than_its_limit() -> None:
+    lengths = LengthsByPrompt()
+    none = np.zeros(0, np.int64)
+    assert lengths.expected(np.array([10]), np.array([5]), none, none) is None
+    lengths.finished(np.array([10] * 40), np.array([300] * 40))
+    found = lengths.expected(np.array([10, 10]), np.array([5, 1000]), none, none)
+    assert found is not None
+    assert found.tolist() == [5, 300]
+
+
+@given(
+    finished=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**5)), min_size=1, max_size=30),
+    asked=st.integers(0, 10**8),
+)
+def test_an_expected_length_lies_between_the_shortest_and_the_longest_answer(
+    finished: list[tuple[int, int]], asked: int
+) -> None:
+    outputs = np.clip([output for _, output in finished], 1, 1000)
+    found = by_prompt(finished, asked)
+    assert min(1000, outputs.min()) * 0.999 <= found <= 1000
