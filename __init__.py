@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StorageError,
     )
     from .jobs.spec import JobSpec
-    from .jobs.status import JobStatus
+    from .jobs.status.job_status import JobStatus
     from .pipeline.result import JobResult
 
 __all__ = [
@@ -58,7 +58,7 @@ _HOMES = {
     "EngineError": "engine.errors",
     "JobResult": "pipeline.result",
     "JobSpec": "jobs.spec",
-    "JobStatus": "jobs.status",
+    "JobStatus": "jobs.status.job_status",
 }
 
 

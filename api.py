@@ -17,9 +17,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .jobs.logs import log_lines
 from .jobs.spec import JobSpec
-from .jobs.status import JobStatus, read_status, request_cancel, wait_for_end
+from .jobs.status.job_status import JobStatus, read_status, request_cancel, wait_for_end
+from .jobs.status.logs import log_lines
 from .jobs.storage.location import absolute
 from .jobs.storage.redaction import redacted_url
 from .jobs.store import JobStore, part_name

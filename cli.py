@@ -194,7 +194,7 @@ def status(output: OutputArgument, storage_options: StorageOption = None, as_jso
     """
     with errors_as_exit_codes():
         from .console.progress import print_status
-        from .jobs.status import read_status
+        from .jobs.status.job_status import read_status
 
         found = read_status(_store(output, storage_options))
         print_status(found, as_json=as_json)
@@ -215,7 +215,7 @@ def wait(
     """
     with errors_as_exit_codes():
         from .console.progress import print_status
-        from .jobs.status import wait_for_end
+        from .jobs.status.job_status import wait_for_end
 
         found = wait_for_end(_store(output, storage_options), timeout)
         print_status(found, as_json=as_json)
@@ -249,7 +249,7 @@ def resume(
     where = {"output": output, "cluster": cluster, "workers": workers}
     given = where | {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "max_errors": max_errors}
     with errors_as_exit_codes(as_json=as_json) as ending:
-        from .jobs.status import read_status
+        from .jobs.status.job_status import read_status
 
         record = read_status(_store(output, storage_options)).record
         _run(record.job_spec(_storage_options(storage_options), **given), ending)
@@ -259,7 +259,7 @@ def resume(
 def cancel(output: OutputArgument, storage_options: StorageOption = None) -> None:
     """Ask the run of a job to stop. Finished rows are kept; `resume` goes on."""
     with errors_as_exit_codes():
-        from .jobs.status import request_cancel
+        from .jobs.status.job_status import request_cancel
 
         is_running = request_cancel(_store(output, storage_options))
         typer.echo(
@@ -277,7 +277,7 @@ def logs(
 ) -> None:
     """Tell a job by its time: plan, starts, losses, moves, retries; warnings of client, workers and engines."""
     with errors_as_exit_codes():
-        from .jobs.logs import log_lines
+        from .jobs.status.logs import log_lines
 
         for line in log_lines(_store(output, storage_options), follow=follow):
             typer.echo(line)

@@ -19,7 +19,7 @@ from ..jobs.errors import JobError
 from ..jobs.progress import clock
 from ..jobs.record import BEGINNING_PHASES, JobState
 from ..jobs.spec import JobSpec
-from ..jobs.status import JobStatus, Outcome, read_status
+from ..jobs.status.job_status import JobStatus, Outcome, read_status
 from ..jobs.store import JobStore
 from .terminal import plain_console
 

@@ -275,7 +275,7 @@ class JobState:
     `prefix_hit_rate`: share of the prompt tokens of the run's finished shards that were reused; None before the first.
 
     `message` says in one sentence why a job stopped, and what to do; `error` names the exception. `notes`: see
-    `notes.row_notes`. `can_resume`: the job may go on as it is. `worker_addresses`: of all workers that the run has
+    `status/notes.py`. `can_resume`: the job may go on as it is. `worker_addresses`: of all workers that the run has
     seen, in the order of their names.
     """
 

@@ -18,10 +18,10 @@ from dask.utils import parse_timedelta
 from distributed import Client, Future, KilledWorker
 
 from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError
-from ..jobs.notes import job_notes
 from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
+from ..jobs.status.notes import job_notes
 from ..jobs.storage.redaction import redacted_url
 from .cluster.connect import SCHEDULER_LOST, connected, count_workers, page_address, scheduler_loss_reported
 from .cluster.devices import find_device, find_device_of_workers

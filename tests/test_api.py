@@ -20,7 +20,7 @@ from lorabatch.console.options import JOB_OPTIONS
 from lorabatch.engine.errors import EngineError
 from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.spec import JobSpec
-from lorabatch.jobs.status import JobStatus
+from lorabatch.jobs.status.job_status import JobStatus
 from lorabatch.pipeline.result import JobResult
 
 HEAVY = {"torch", "triton", "dask", "distributed", "pyarrow", "transformers", "pandas", "typer", "rich", "bokeh"}

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from ..errors import JobRequestError
 from ..input.columns import readable_values
 from ..record import JobRecord
-from ..status import JobStatus, read_status
+from ..status.job_status import JobStatus, read_status
 from ..store import JobStore, part_name
 from .figures import run_figures, worker_names
 from .tables import TableField, as_csv, search_table

@@ -14,7 +14,7 @@ from math import ceil
 from typing import Any, Literal
 
 from ...scheduler.scheduler import BEGINNING
-from ..worker_names import WorkerNames
+from ..status.worker_names import WorkerNames
 
 SpanEnd = Literal["committed", "failed", "recalled", "lost", "open"]
 MODES = ("base", "unmerged", "merged", "mixture")

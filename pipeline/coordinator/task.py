@@ -16,8 +16,8 @@ from distributed import Reschedule, get_worker, secede
 
 from ...jobs.errors import OutputConflictError
 from ...jobs.history import AnswerLengths, add_to_history
-from ...jobs.notes import row_notes
 from ...jobs.opening import OpenedJob, changed_adapters
+from ...jobs.status.notes import row_notes
 from ...jobs.storage.redaction import redacted_url
 from ...scheduler.cost import CostModel
 from ...scheduler.estimates.time_left import PlannedJob

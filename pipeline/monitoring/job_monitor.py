@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...jobs.record import JobState, WorkerState
-from ...jobs.worker_names import WorkerNames
+from ...jobs.status.worker_names import WorkerNames
 from ...scheduler.estimates.lengths import PRIOR_SHARE, LengthEstimator
 from ...scheduler.estimates.time_left import TimeLeft, Work
 from ...scheduler.planning.bound import JobWork

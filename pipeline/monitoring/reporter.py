@@ -25,9 +25,9 @@ from ...jobs.errors import (
 from ...jobs.opening import OpenedJob
 from ...jobs.record import BEGINNING_PHASES, JobState, Phase
 from ...jobs.spec import ErrorBudget
-from ...jobs.status import is_silent
+from ...jobs.status.job_status import is_silent
+from ...jobs.status.worker_names import WorkerNames
 from ...jobs.store import JobStore
-from ...jobs.worker_names import WorkerNames
 from ..messages import PublishedState
 from ..result import JobResult
 from .topics import STATES

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...jobs.record import JobState
-from ...jobs.worker_names import WorkerNames
+from ...jobs.status.worker_names import WorkerNames
 from ..messages import PublishedState, WorkerReport
 
 _RUNS_KEPT = 20

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...jobs.notes import job_notes, row_notes
 from ...jobs.opening import OpenedJob, open_job
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
+from ...jobs.status.notes import job_notes, row_notes
 from ...jobs.validation import requested_job
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import Workload

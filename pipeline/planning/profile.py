@@ -157,6 +157,8 @@ def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: in
     probes = [Probe(rows, prompt, 6, ranks) for rows in row_counts for ranks in mixes]
     probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
     probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
+    # What reading the context costs shows in rows that decode behind long prompts.
+    probes += [Probe(min(16, max_batch_rows), context // 2, 12)]
     return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))
 
 

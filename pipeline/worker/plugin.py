@@ -21,9 +21,9 @@ from distributed import Status, Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from ...jobs.record import JobRecord
+from ...jobs.status.worker_names import file_tag
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.store import JobStore
-from ...jobs.worker_names import file_tag
 from ...version import __version__
 from ..cluster.versions import sent_to_workers
 from ..cluster.worker_process import keep_warnings, leave_on_sigterm, worker_log_path

@@ -16,7 +16,7 @@ from echo_job import ECHO_FOLDER, EchoJob, Watcher, kill_one, make_rows
 
 from lorabatch.console.progress import status_lines
 from lorabatch.jobs.report.page import write_report
-from lorabatch.jobs.status import read_status
+from lorabatch.jobs.status.job_status import read_status
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 

@@ -20,7 +20,7 @@ from distributed import Client
 from echo_job import ECHO_FACTORY, EchoJob, Watcher, make_rows, wait_until
 
 import lorabatch
-from lorabatch.jobs.logs import log_lines
+from lorabatch.jobs.status.logs import log_lines
 from lorabatch.pipeline import run, submit
 
 ROOT = Path(__file__).parents[2]

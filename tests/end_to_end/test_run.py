@@ -19,7 +19,7 @@ from echo_job import EchoJob, make_rows
 from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError, JobFailedError, OutputConflictError
 from lorabatch.jobs.report.page import write_report
-from lorabatch.jobs.status import read_status
+from lorabatch.jobs.status.job_status import read_status
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline import run as run_module
 from lorabatch.pipeline.cluster.devices import find_device, find_device_of_workers

@@ -6,7 +6,7 @@ from bokeh.models import Model, Range1d
 
 from lorabatch.jobs.report.figures import run_figures, worker_names
 from lorabatch.jobs.report.timeline import Activity, Move, RunTimeline, ShardSpan, WorkerTrack, read_timelines
-from lorabatch.jobs.worker_names import WorkerNames
+from lorabatch.jobs.status.worker_names import WorkerNames
 
 from .journals import busy_run, lines
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from ..engine.peft.findings import Verdict
-from .record import JobRecord, adapter_problem
+from ...engine.peft.findings import Verdict
+from ..record import JobRecord, adapter_problem
 
 _NAMES_SHOWN = 8
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from .errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind
-from .progress import RowTotals
-from .record import BEGINNING_PHASES, JobRecord, JobState
-from .storage.redaction import redacted_url
-from .store import JobStore
+from ..errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind
+from ..progress import RowTotals
+from ..record import BEGINNING_PHASES, JobRecord, JobState
+from ..storage.redaction import redacted_url
+from ..store import JobStore
 
 # A running job rewrites its state about once a second; one that has not for so long has lost its runner.
 STALE_AFTER_S = 30.0

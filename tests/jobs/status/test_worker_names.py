@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lorabatch.jobs.worker_names import WorkerNames, host_of
+from lorabatch.jobs.status.worker_names import WorkerNames, host_of
 
 A, B = "tcp://10.0.0.5:4000", "tcp://10.0.0.6:4000"
 

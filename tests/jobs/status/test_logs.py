@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.jobs.logs import log_lines
 from lorabatch.jobs.record import JobRecord, JobState
+from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.messages import (
     MigrateRows,
@@ -26,7 +26,7 @@ from lorabatch.scheduler.messages import (
     WorkersSeen,
 )
 
-from .report.journals import append, beginning
+from ..report.journals import append, beginning
 
 A, B, C = "tcp://10.0.0.5:4000", "tcp://10.0.0.6:4000", "tcp://10.0.0.5:4100"
 BEGAN_S = 1_735_689_700.0

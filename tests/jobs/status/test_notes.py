@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lorabatch.jobs.notes import job_notes, row_notes
 from lorabatch.jobs.record import AdapterRecord, JobRecord
+from lorabatch.jobs.status.notes import job_notes, row_notes
 
 Record = Callable[..., JobRecord]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from ..scheduler.scheduler import BEGINNING
-from .progress import RowTotals, clock
-from .status import JobStatus, read_status
-from .store import JobStore
+from ...scheduler.scheduler import BEGINNING
+from ..progress import RowTotals, clock
+from ..store import JobStore
+from .job_status import JobStatus, read_status
 from .worker_names import WorkerNames, file_tag
 
 _FOLLOW_INTERVAL_S = 1.0

@@ -14,9 +14,9 @@ import pytest
 from lorabatch.console.progress import status_lines
 from lorabatch.jobs import errors
 from lorabatch.jobs.errors import JobRequestError
-from lorabatch.jobs.logs import log_lines
 from lorabatch.jobs.record import BEGINNING_PHASES, JobRecord, JobState, Phase, WorkerState
-from lorabatch.jobs.status import STALE_AFTER_S, read_status, wait_for_end
+from lorabatch.jobs.status.job_status import STALE_AFTER_S, read_status, wait_for_end
+from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
 
 NOW_S = 1000.0

@@ -1,0 +1,1 @@
+"""Where a job stands and what it went through, from its output alone."""
