@@ -19,7 +19,7 @@ from lorabatch.jobs.record import JobState
 from lorabatch.jobs.report.timeline import read_timelines
 from lorabatch.pipeline.run import LEASE_SETTING
 
-STAGES = ["indexing", "planning", "running"]
+STAGES = ["indexing", "planning", "loading engines", "running"]
 
 
 def half_done(state: JobState) -> bool:
