@@ -168,7 +168,7 @@ class Talkative(SchedulerPlugin):
 
 @pytest.fixture
 def scheduler() -> Iterator[LocalCluster]:
-    with LocalCluster(n_workers=0, dashboard_address=None, host="127.0.0.1") as cluster:
+    with LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0", host="127.0.0.1") as cluster:
         yield cluster
 
 

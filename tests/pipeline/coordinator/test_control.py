@@ -24,7 +24,7 @@ KEY = "lora_job-run"
 @pytest.fixture
 def client() -> Iterator[Client]:
     """Two workers in this process."""
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
     with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
         yield client
 

@@ -21,7 +21,7 @@ from lorabatch.pipeline.messages import job_key
 @pytest.fixture
 def client() -> Iterator[Client]:
     """Two workers in this process, and a scheduler that keeps leases."""
-    options = {"n_workers": 2, "threads_per_worker": 2, "processes": False, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 2, "processes": False, "dashboard_address": "127.0.0.1:0"}
     with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
         keep_leases(client)
         yield client
@@ -72,7 +72,7 @@ def test_a_coordinator_that_renews_is_left_alone(client: Client) -> None:
 
 
 def test_without_the_plugin_no_lease_is_lost() -> None:
-    options = {"n_workers": 1, "processes": False, "dashboard_address": None}
+    options = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
     with (
         LocalCluster(**options) as cluster,
         Client(cluster, set_as_default=False) as client,
