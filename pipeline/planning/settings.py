@@ -226,6 +226,7 @@ class RunSettings:
             run_pages=limits.run_pages,
             token_bytes=0 if self.engine.mode == "merged" else limits.token_bytes,
             adapter_source="storage",
+            loads_beside_steps=self.device.kind != "cpu",
             look_ahead=_ALL_ROWS,
             leap_steps=_LEAP_STEPS,
         )

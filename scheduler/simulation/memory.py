@@ -50,12 +50,19 @@ class SimulatedPages:
 class SimulatedMemory:
     """The adapters of a simulated replica. `source`: of those that were not fetched ahead. `slots`: adapters at once,
     least recently used goes first; None: endless. Adapters that had to leave are loaded from host memory again.
+    `is_beside`: whether loads cost steps nothing.
     """
 
     def __init__(
-        self, adapters: Sequence[AdapterInfo], cost: CostModel, source: AdapterSource, slots: int | None
+        self,
+        adapters: Sequence[AdapterInfo],
+        cost: CostModel,
+        source: AdapterSource,
+        slots: int | None,
+        is_beside: bool = True,
     ) -> None:
         self._adapters, self._cost, self._source, self._slots = adapters, cost, source, slots
+        self._is_beside = is_beside
         # Least recently used first.
         self._resident: dict[int, None] = {}
         # The same by number; the last is the base model, which is always there.
@@ -112,17 +119,19 @@ class SimulatedMemory:
         self._resident_array = None
 
     def wait_s(self, needed: Sequence[int], now_s: float) -> float:
-        """Seconds until these are all there; afterwards they are, and others may have gone for them."""
+        """Seconds by which these delay a step; afterwards they are there, and others may have gone for them."""
         seconds = 0.0
         for adapter in needed:
             if adapter in self._resident:
                 del self._resident[adapter]
             else:
                 self._resident_array, self._is_there[adapter] = None, True
+                load_s = self._load_s(adapter, self._source)
                 if adapter in self._arriving:
-                    seconds += max(0.0, self._arriving.pop(adapter) - now_s - seconds)
+                    wait_s = max(0.0, self._arriving.pop(adapter) - now_s - seconds)
+                    seconds += wait_s if self._is_beside else max(wait_s, load_s)
                 else:
-                    seconds += self._load_s(adapter, self._source)
+                    seconds += load_s
             self._resident[adapter] = None
         while self._slots is not None and len(self._resident) > max(self._slots, len(needed)):
             self._evict(next(iter(self._resident)))

@@ -41,7 +41,8 @@ class ReplicaSettings:
     `kv_tokens`: tokens that the pool holds, in pages of `page_tokens`; a row takes one run of pages, a multiple of
     `run_pages` where there is room. None: endless. `token_bytes`: keys and values of one token, by which adapters take
     pages of the pool too; 0: they take none. `adapter_slots`: adapters resident at once, least recently used goes
-    first; None: endless. `look_ahead`: waiting rows the batcher sees.
+    first; None: endless. `loads_beside_steps`: loads cost steps nothing; on CPU both take the same cores.
+    `look_ahead`: waiting rows the batcher sees.
     """
 
     max_batch_rows: int = 64
@@ -52,6 +53,7 @@ class ReplicaSettings:
     token_bytes: int = 0
     adapter_slots: int | None = None
     adapter_source: AdapterSource = "host"
+    loads_beside_steps: bool = True
     look_ahead: int = 512
     leap_steps: int = 1
     is_coarse: bool = False
@@ -104,7 +106,9 @@ class SimulatedReplica:
         self._brought: dict[int, int] = {}
         self._merged: int | None = None
         self._has_merged = False
-        self._memory = SimulatedMemory(workload.adapters, cost, settings.adapter_source, settings.adapter_slots)
+        self._memory = SimulatedMemory(
+            workload.adapters, cost, settings.adapter_source, settings.adapter_slots, settings.loads_beside_steps
+        )
         self._pages = SimulatedPages(
             workload, settings.kv_tokens, settings.page_tokens, settings.run_pages, settings.token_bytes
         )
@@ -280,7 +284,7 @@ class SimulatedReplica:
         return seconds
 
     def _load(self, rows: NDArray[np.int64], now_s: float) -> float:
-        """Seconds until the adapters of these rows are there."""
+        """Seconds by which the adapters of these rows delay the step."""
         needed = np.unique(self._workload.adapter_index[rows])
         seconds = self._memory.wait_s(needed[needed >= 0].tolist(), now_s)
         timeline = self._timeline

@@ -317,6 +317,16 @@ def test_an_adapter_on_its_way_is_waited_for_as_long_as_it_still_takes():
     assert memory.wait_s([0], 1.0 + 2 * STORED_S) == 0.0
 
 
+def test_on_cpu_an_adapter_that_has_come_beside_steps_has_taken_their_time():
+    memory = SimulatedMemory(ADAPTERS, H200_LLAMA_3_8B, "storage", None, is_beside=False)
+    memory.fetch(0, 1.0, "storage")
+    memory.fetch(1, 1.0, "storage")
+    # The second is awaited for longer than it takes: the first comes before it.
+    assert memory.wait_s([1], 1.0) == pytest.approx(2 * STORED_S)
+    assert memory.wait_s([0], 1.0 + 3 * STORED_S) == pytest.approx(STORED_S)
+    assert memory.wait_s([0, 1], 1.0 + 3 * STORED_S) == 0.0
+
+
 def test_the_least_recently_used_goes_but_nothing_that_is_needed():
     memory = SimulatedMemory(ADAPTERS, H200_LLAMA_3_8B, "host", 2)
     for needed in ([0], [1], [0], [2]):
