@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic.fields import FieldInfo
 
 from ..engine.config import Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
+from ..engine.untrusted import shortened
 from .errors import JobRequestError
 from .storage.location import absolute, paths_as_text
 from .storage.redaction import redacted_url, scrubbed
@@ -41,6 +41,7 @@ _MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
 }
 # Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
+_SHOWN_CHARACTERS = 300
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
 
@@ -165,7 +166,7 @@ class JobSpec(_SamplingFields):
 
     def _set_fields(self, values: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
         """Sets the fields whose values can be used. Returns every problem, and the fields with wrong values."""
-        values = {_field_name(name): paths_as_text(value) for name, value in values.items()}
+        values = {field_name(name): paths_as_text(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         problems, wrong = _unknown_options(values), frozenset[str]()
         try:
@@ -399,55 +400,7 @@ class TlsFiles:
         return problems
 
 
-def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in a job file, with `overrides` taking precedence.
-
-    Relative paths inside are relative to the working directory, as on the command line. Raises `JobRequestError` when
-    the file is missing, is not a YAML mapping or has a key twice.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        value = yaml.safe_load(text)
-        problems = [f"job file {path}: {problem}" for problem in _repeated_keys(yaml.compose(text, yaml.SafeLoader))]
-    except FileNotFoundError:
-        raise JobRequestError(f"job file {path}: not found. Check the path.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobRequestError(f"job file {path}: cannot be read ({error}).") from None
-    except yaml.YAMLError as error:
-        raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
-    if not isinstance(value, dict):
-        raise JobRequestError(f"job file {path}: expected a mapping such as `model: …`, found {type(value).__name__}.")
-    if problems:
-        raise JobRequestError(*problems)
-    return {_field_name(str(name)): item for name, item in value.items()} | dict(overrides)
-
-
-def _repeated_keys(root: yaml.Node | None) -> list[str]:
-    """Keys that stand twice in one mapping of a job file, also under two spellings: YAML would keep the last value."""
-    problems = []
-    nodes, seen = [root], set[int]()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-            continue
-        lines: dict[str, list[int]] = {}
-        for key, value in node.value:
-            name = _field_name(str(key.value)) if node is root else str(key.value)
-            lines.setdefault(name, []).append(key.start_mark.line + 1)
-            nodes.append(value)
-        problems += [
-            f"{name}: given {len(found)} times, line {' and '.join(dict.fromkeys(map(str, found)))}; keep one."
-            for name, found in lines.items()
-            if len(found) > 1
-        ]
-    return problems
-
-
-def _field_name(key: str) -> str:
+def field_name(key: str) -> str:
     """The field of `JobSpec` that a key of a job file, or an option, is for."""
     name = key.replace("-", "_")
     return _SPELLINGS.get(name, name)
@@ -483,7 +436,7 @@ def _value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[s
         elif name == "storage_options":
             sentences.append(f"{name}: {expectation}")
         else:
-            sentences.append(f"{name}={values.get(name)!r}: {expectation}")
+            sentences.append(f"{name}={shortened(repr(values.get(name)), _SHOWN_CHARACTERS)}: {expectation}")
     # values may be URLs
     return [scrubbed(sentence, {}) for sentence in dict.fromkeys(sentences)]
 

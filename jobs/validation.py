@@ -21,8 +21,9 @@ from .input.adapter_names import columns_with_names
 from .input.columns import find_roles
 from .input.files import pack_schema, read_footers, unified_schema, would_read
 from .input.partitions import with_partitions
+from .job_file import read_job_file
 from .record import InputRecord
-from .spec import PROMPT_ROLES, JobSpec, read_job_file
+from .spec import PROMPT_ROLES, JobSpec
 from .storage.local_copy import is_on_this_machine, local_folder
 from .storage.redaction import is_redacted, redacted_url
 from .store import JobStore, OutputContents, part_name

@@ -134,6 +134,9 @@ def places(
     (folder / "job.yaml").write_text("max_tokens: 1\nmodel: m\nmax-tokens: 2\n")
     (folder / "unknown.yaml").write_text(f"model: {tiny_llama}\ninput: in\noutput: out\nmax_tokenz: 2\n")
     (folder / "list.yaml").write_text("- model\n")
+    lists = (f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))
+    (folder / "bomb.yaml").write_text(f"model: {tiny_llama}\nmax_tokens: [&a0 [1], {', '.join(lists)}]\n")
+    (folder / "twice.yaml").write_text(f"model: {tiny_llama}\ncolumns: {{prompt: a, prompt: b}}\n")
     taken = JobSpec(
         model=str(tiny_llama), input=str(folder / "rows" / "chats.parquet"), output=str(folder / "taken"), max_tokens=8
     )
@@ -161,6 +164,8 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("run {folder}/job.yaml", 2, ["max_tokens: given 2 times, line 1 and 3; keep one."]),
     ("run {folder}/list.yaml", 2, ["expected a mapping such as `model: …`, found list"]),
     ("run {folder}/none.yaml", 2, ["none.yaml: not found. Check the path."]),
+    ("plan {folder}/bomb.yaml", 2, ["not valid YAML (line 1: its aliases stand for more than 10000 values"]),
+    ("plan {folder}/twice.yaml", 2, ["twice.yaml: prompt: given 2 times, line 2; keep one."]),
     ("run {folder}/unknown.yaml", 2, ["max_tokenz: not an option; did you mean 'max_tokens'"]),
     ("run", 2, ["model: required and not given", "input: required and not given", "output: required and not given"]),
     (f"plan {BASE} --temperature -1", 2, ["temperature=-1.0: expected 0 (greedy) or a positive finite number"]),

@@ -26,6 +26,7 @@ from ...scheduler.policies import make_scheduler
 from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
+from ..dataset.writer import empty_part
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor, WorkLeft
 from ..monitoring.reporter import JobReporter, state_before, state_publisher
@@ -182,7 +183,9 @@ class Coordinated:
 def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     """Run every shard that has no part. Errors in the parts that are there count against the job's budget too."""
     job = run.job
-    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in job.store.committed_parts()}
+    # Without shards there may be the part that says so, when a run before was killed right after it.
+    committed = job.store.committed_parts() if plan.shards else {}
+    rows_of_part = {shard_id: plan.shards[shard_id].num_rows for shard_id in committed}
     found = _count(run, sorted(rows_of_part), "errors")
     run.reporter.check_budget(found.num_errors, plan.num_rows)
     names = {adapter.sha256: adapter.name for adapter in job.record.adapters if not adapter.is_refused}
@@ -268,7 +271,7 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         job_id=job.record.job_id,
         num_rows=account.num_rows,
         num_errors=account.num_errors,
-        num_parts=account.num_parts,
+        num_parts=max(account.num_parts, 1),
         prompt_tokens=account.prompt_tokens,
         completion_tokens=account.completion_tokens,
         errors=(*plan.errors, *account.engine_error_kind()),
@@ -284,6 +287,8 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
     job.store.check_holder(job.record.job_id)
+    if not plan.shards:
+        job.store.commit_part(0, empty_part(job.record, run.run_id))
     job.store.write_summary(result.to_json())
     job.store.mark_success()
     # Last, since a client that waits for "done" may read the output.

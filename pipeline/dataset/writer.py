@@ -75,6 +75,12 @@ def output_schema(record: JobRecord) -> pa.Schema:
     return part_schema(columns, with_logprobs=record.with_logprobs)
 
 
+def empty_part(record: JobRecord, run_id: str) -> memoryview:
+    """The one part of a job without rows: readers of the output find its columns."""
+    writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: "0"}
+    return _parquet(output_schema(record).empty_table().replace_schema_metadata(writer))
+
+
 def answers_in_part(
     part: BinaryIO, rows: ShardRows, record: JobRecord, *, with_errors: bool = False
 ) -> dict[str, RowAnswer]:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -211,12 +212,26 @@ def test_engines_that_cannot_start_fail_the_job_with_their_reason(echo_job: Echo
     echo_job.assert_answered(make_rows(20))
 
 
-def test_an_empty_input_is_a_finished_job(echo_job: EchoJob, shared_client: Client) -> None:
-    schema = pa.schema([("id", pa.int64()), ("adapter", pa.string()), ("prompt", pa.string())])
+def test_an_empty_input_is_a_finished_job_with_a_part_that_readers_can_open(
+    echo_job: EchoJob, shared_client: Client
+) -> None:
+    schema = pa.Table.from_pylist(make_rows(4)).schema
     pq.write_table(schema.empty_table(), echo_job.folder / "input.parquet")
     result = echo_job.run(shared_client)
-    assert (result.num_rows, result.num_parts) == (0, 0)
+    assert (result.num_rows, result.num_parts) == (0, 1)
+    # A run that was killed between this part and the end of the job.
+    (echo_job.output / "_SUCCESS").unlink()
+    assert echo_job.run(shared_client).num_parts == 1
     assert (echo_job.output / "_SUCCESS").exists()
+    assert read_status(echo_job.store).num_parts == 1
+    assert "<html" in write_report(echo_job.store)
+    echo_job.write_input(make_rows(20))
+    echo_job.run(shared_client, output=str(echo_job.folder / "rows"))
+    found = pq.read_table(echo_job.output)
+    assert found.num_rows == 0
+    assert found.schema.equals(pq.read_table(echo_job.folder / "rows").schema)
+    in_duckdb = duckdb.sql(f"FROM '{echo_job.output}/*.parquet'")
+    assert (in_duckdb.columns, in_duckdb.fetchall()) == (found.column_names, [])
 
 
 def test_a_finished_job_is_not_run_again(echo_job: EchoJob, shared_client: Client) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.job_file import read_job_file
 from lorabatch.jobs.record import public_spec
 from lorabatch.jobs.spec import (
     COLUMN_ROLES,
@@ -19,10 +20,15 @@ from lorabatch.jobs.spec import (
     JobSpec,
     PolicyName,
     TlsFiles,
-    read_job_file,
 )
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
+
+
+# Nine lists of nine of the list before: a hundred bytes that stand for 400 million values.
+ALIAS_BOMB = (
+    "max_tokens: [&a0 [1], " + ", ".join(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)) + "]"
+)
 
 
 def problems(**values: Any) -> str:
@@ -106,6 +112,14 @@ def test_a_job_file_has_every_option_as_a_key_and_options_beside_it_win(tmp_path
         ("", "found NoneType"),
         ("temprature: 1\nmodel: m\ninput: i\noutput: o", "temprature: not an option; did you mean 'temperature'?"),
         ("model: m\ninput: i\noutput: o\nmax_tokens: [1]", "max_tokens=[1]"),
+        (ALIAS_BOMB, "line 1: its aliases stand for more than 10000 values, expected at most that. Write them out"),
+        ("model: &m [*m]", "line 1: an alias that is part of what it stands for"),
+        ("? [a]\n: 1", "line 1: a key that is no text"),
+        ("model: " + "[" * 5000, "it nests too deeply"),
+        ("seed: " + "9" * 5000, "not valid YAML (Exceeds the limit"),
+        ("name: 2025-02-30", "not valid YAML (day"),
+        ("model: " + "m" * (5 << 20), "5242887 bytes, expected at most 4194304"),
+        ("model: m\ninput: i\noutput: o\nmax_tokens: [" + "1, " * 5000 + "]", "1, 1, 1,"),
     ],
 )
 def test_job_files_that_cannot_be_used_are_explained(tmp_path: Path, text: str | None, expected: str) -> None:
@@ -115,6 +129,18 @@ def test_job_files_that_cannot_be_used_are_explained(tmp_path: Path, text: str |
     with pytest.raises(JobRequestError) as caught:
         JobSpec(**read_job_file(path, {}))
     assert expected in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_job_file_may_use_aliases_and_merge_keys(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: &place /data\ninput: [*place, /more]\noutput: o\n"
+        "storage_options:\n  s3: &keys {key: k}\n  gs: {<<: *keys, project: p}\n"
+    )
+    spec = JobSpec(**read_job_file(path, {}))
+    assert spec.inputs == ("/data", "/more")
+    assert spec.storage_options == {"s3": {"key": "k"}, "gs": {"key": "k", "project": "p"}}
 
 
 def test_a_key_that_stands_twice_in_a_job_file_is_refused_with_its_lines(tmp_path: Path) -> None:
