@@ -20,7 +20,7 @@ from ..untrusted import STOPS, shown_name
 from .config import AdapterConfig, judge_keys, read_adapter_config
 from .content import Changes, ParameterChange, check_all_values, find_changes
 from .findings import Ledger, Verdict
-from .folder import CONFIG_NAME, AdapterFolder, open_folder, read_config_json, tokenizer_sha256
+from .folder import CONFIG_NAME, AdapterFolder, check_links, open_folder, read_config_json, tokenizer_sha256
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
 from .parameters import resized_shapes
 from .sites import Contents, LoraSite, find_sites
@@ -135,6 +135,7 @@ class _Found:
 
 def _examine(folder: Path, layout: BaseLayout, found: _Found, ledger: Ledger, *, check_values: bool) -> None:
     """Read the folder as far as it can be read. Raises whatever bad data can make the readers raise."""
+    check_links(folder)
     raw, files = _read(folder, ledger)
     config = AdapterConfig()
     if raw is not None:

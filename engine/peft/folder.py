@@ -1,6 +1,6 @@
 """Reads an adapter folder: its configuration, the headers of its weight files, its tokenizer.
 
-Nothing of the folder is executed or unpickled, and an index file cannot point outside of the folder.
+Nothing of the folder is executed or unpickled, and neither an index file nor a link can point outside of the folder.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterRefusedError
-from ..untrusted import read_regular, shown
+from ..untrusted import read_regular, shown, shown_name
 from .tensor_file import TensorEntry, parse_object, read_header
 
 CONFIG_NAME = "adapter_config.json"
@@ -28,6 +29,8 @@ TOKENIZER_NAMES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# What is read of a folder, by the endings of its files.
+_READ_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 # Safetensors files that trainers leave beside an adapter and that do not take part in generation.
 BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for reinforcement learning"}
 
@@ -43,6 +46,33 @@ class AdapterFolder:
     def weight_bytes(self) -> int:
         """Stored bytes of all tensors."""
         return sum(entry.num_bytes for entry in self.entries.values())
+
+
+def check_links(path: Path) -> None:
+    """Raise `AdapterRefusedError` for a link to a file outside of the folder: it may be another tenant's.
+
+    In a cache of the Hugging Face hub the files of a snapshot are links to the blobs of the same repository, which are
+    part of the folder there.
+    """
+    inside = [path.resolve(), *_blobs(path)]
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        if file.suffix not in _READ_SUFFIXES or not file.is_symlink():
+            continue
+        target = file.resolve()
+        if target.is_file() and not any(target.is_relative_to(folder) for folder in inside):
+            raise AdapterRefusedError(
+                f"{shown_name(file.name)}: a link that leads out of the adapter's folder. Put the file itself there."
+            )
+
+
+def _blobs(path: Path) -> list[Path]:
+    """`models--O--N/blobs` of a folder at or below `models--O--N/snapshots/REVISION`, where it is in a hub's cache."""
+    parents = [path.resolve(), *path.resolve().parents]
+    return [
+        repository / "blobs"
+        for snapshots, repository in pairwise(parents)
+        if snapshots.name == "snapshots" and repository.name.startswith("models--")
+    ]
 
 
 def has_own_tokenizer(path: Path) -> bool:
@@ -88,6 +118,7 @@ def open_folder(path: Path) -> AdapterFolder:
 
     Raises `AdapterRefusedError` for missing, pickled, damaged, ambiguous or escaping files.
     """
+    check_links(path)
     single, index = path / WEIGHTS_NAME, path / INDEX_NAME
     if single.is_file() and index.is_file():
         raise AdapterRefusedError(

@@ -16,6 +16,7 @@ from lorabatch.engine.errors import AdapterRefusedError
 from lorabatch.engine.peft.folder import has_own_tokenizer, open_folder, read_config_json
 
 INDEX = "adapter_model.safetensors.index.json"
+WEIGHTS = "adapter_model.safetensors"
 ONE, TWO = "adapter_model-00001-of-00002.safetensors", "adapter_model-00002-of-00002.safetensors"
 
 
@@ -165,3 +166,52 @@ def test_a_folder_with_its_own_tokenizer_is_reported(tmp_path: Path, name: str) 
     assert not has_own_tokenizer(tmp_path)
     (tmp_path / name).write_text("{}")
     assert has_own_tokenizer(tmp_path)
+
+
+def test_files_of_a_hub_cache_are_links_to_the_blobs_of_their_repository(tmp_path: Path) -> None:
+    snapshot, blobs = (tmp_path / "models--o--n" / name for name in ("snapshots/rev", "blobs"))
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name, content in {"adapter_config.json": '{"r": 8}', WEIGHTS: tensors("a")}.items():
+        if isinstance(content, str):
+            (blobs / name).write_text(content)
+        else:
+            save_file(content, blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert open_folder(snapshot).weight_bytes == 16
+    nested = snapshot / "sub"
+    nested.mkdir()
+    (nested / WEIGHTS).symlink_to(f"../../../blobs/{WEIGHTS}")
+    assert open_folder(nested).weight_bytes == 16
+    (tmp_path / "by-link").symlink_to(snapshot)
+    assert open_folder(tmp_path / "by-link").weight_bytes == 16
+
+
+@pytest.mark.parametrize("repository", ["models--o--m", "elsewhere", "models--o--n/blobs-not"])
+def test_a_link_to_files_of_others_is_refused(tmp_path: Path, repository: str) -> None:
+    snapshot, theirs = tmp_path / "models--o--n" / "snapshots" / "rev", tmp_path / repository / "blobs"
+    snapshot.mkdir(parents=True)
+    theirs.mkdir(parents=True)
+    save_file(tensors("a"), theirs / WEIGHTS)
+    (snapshot / WEIGHTS).symlink_to(theirs / WEIGHTS)
+    assert f"{WEIGHTS}: a link that leads out of the adapter's folder" in refusal(open_folder, snapshot)
+
+
+def test_blobs_that_are_a_link_themselves_are_not_those_of_the_repository(tmp_path: Path) -> None:
+    snapshot, theirs = tmp_path / "models--o--n" / "snapshots" / "rev", tmp_path / "theirs"
+    snapshot.mkdir(parents=True)
+    theirs.mkdir()
+    save_file(tensors("a"), theirs / WEIGHTS)
+    (tmp_path / "models--o--n" / "blobs").symlink_to(theirs)
+    (snapshot / WEIGHTS).symlink_to(f"../../blobs/{WEIGHTS}")
+    assert "leads out of the adapter's folder" in refusal(open_folder, snapshot)
+
+
+def test_links_inside_of_a_folder_and_links_to_files_that_are_not_read_do_no_harm(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file(tensors("a"), folder / "real.bin")
+    (folder / WEIGHTS).symlink_to("real.bin")
+    (tmp_path / "README.md").write_text("hi")
+    (folder / "README.md").symlink_to("../README.md")
+    assert open_folder(folder).weight_bytes == 16

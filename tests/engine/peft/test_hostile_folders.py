@@ -71,6 +71,17 @@ def sparse(name: str, num_bytes: int) -> Callable[[Path], None]:
     return change
 
 
+def linked(name: str) -> Callable[[Path], None]:
+    """Moves a file out of the folder, next to it, and links to it, as one would link to another tenant's."""
+
+    def change(folder: Path) -> None:
+        (folder / name).touch()
+        theirs = (folder / name).rename(folder.with_name(f"theirs-{name}"))
+        (folder / name).symlink_to(theirs)
+
+    return change
+
+
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 HUGE = "1" + "0" * 3000
 SLOW = "([a-z0-9_.]+)+!"
@@ -83,6 +94,12 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "nested below the limit of Python": (configured(x=json.loads("[" * 400 + "]" * 400)), "this key is not known"),
     "pipe as configuration": (replaced(CONFIG, None), "adapter_config.json: cannot be read (not a regular file)"),
     "device as configuration": (replaced(CONFIG, "/dev/zero"), "cannot be read (not a regular file)"),
+    "configuration of others": (linked(CONFIG), f"{CONFIG}: a link that leads out of the adapter's folder"),
+    "weights of others": (linked(WEIGHTS), f"{WEIGHTS}: a link that leads out of the adapter's folder"),
+    "tokenizer of others": (
+        linked("tokenizer.json"),
+        "tokenizer.json: a link that leads out of the adapter's folder",
+    ),
     "configuration of 1 TB": (sparse(CONFIG, 1 << 40), "bytes, expected at most"),
     "pipe as weights": (replaced(WEIGHTS, None), "adapter_model.safetensors: missing"),
     "device as weights": (replaced(WEIGHTS, "/dev/zero"), "adapter_model.safetensors: missing"),
