@@ -227,9 +227,11 @@ def wait(
 def submit(job_file: Path | None, options: dict[str, Any]) -> None:
     """Start a job that goes on without this command: on a cluster, or on one in the background of this machine."""
     with errors_as_exit_codes():
+        from .jobs.input.without_pandas import leave_out_pandas
         from .jobs.validation import requested_job
         from .pipeline.submit import submit as submit_job
 
+        leave_out_pandas()
         typer.echo(submit_job(requested_job(options, job_file)).to_text())
 
 
@@ -346,9 +348,11 @@ def bench_engine(
 def _run(spec: JobSpec, ending: _Ending) -> None:
     """Run a job in the foreground and print its summary, beside the line for machines to standard error."""
     from .console.progress import ConsoleProgress
+    from .jobs.input.without_pandas import leave_out_pandas
     from .pipeline.run import run as run_job
 
     ending.spec = spec
+    leave_out_pandas()
     with ConsoleProgress() as progress:
         result = run_job(spec, progress=progress)
     typer.echo(result.to_text(), err=ending.as_json)

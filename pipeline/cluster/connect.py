@@ -17,6 +17,7 @@ from distributed.security import Security
 
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
 from ...jobs.spec import JobSpec, TlsFiles
+from .late_dashboard import WITHOUT_PAGES, LateDashboard
 from .versions import check_versions
 from .worker_process import SPARE_THREADS, VISIBLE_DEVICES, EmbeddedNanny, visible_gpus
 
@@ -172,11 +173,14 @@ def embedded(
             processes=True,
             host="127.0.0.1",
             dashboard_address="127.0.0.1:0",
+            scheduler_kwargs=WITHOUT_PAGES,
             memory_limit=None,
             silence_logs=False,
             # a worker that hangs while it starts must not hang the command
             death_timeout=worker_start_limit_s,
         )
+        assert cluster.scheduler is not None, "a started cluster has a scheduler"
+        LateDashboard(cluster.scheduler)
         is_done = False
         try:
             with open_client(cluster) as client:

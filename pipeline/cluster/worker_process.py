@@ -25,6 +25,8 @@ from typing import Any
 
 from distributed import Nanny, Worker
 
+from ...jobs.input.without_pandas import leave_out_pandas
+
 logger = logging.getLogger(__name__)
 # In Dask's configuration of workers that start a spare engine process (`worker/spare.py`): its threads.
 SPARE_THREADS = "lorabatch.spare-engine-threads"
@@ -37,8 +39,9 @@ def worker_log_path(worker: Worker) -> Path:
 
 
 def dask_setup(worker: Worker) -> None:
-    """Write to a log file instead of the terminal, leave Ctrl-C to the command, and keep to one GPU."""
+    """Write to a log file instead of the terminal, leave Ctrl-C to the command, keep to one GPU, and be light."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_out_pandas()
     gpu = gpu_of_worker(int(worker.name), visible_gpus(os.environ))
     if gpu is not None:
         os.environ[VISIBLE_DEVICES] = gpu  # the engine is a child of this process

@@ -23,6 +23,7 @@ from tornado.ioloop import IOLoop
 
 from ...engine.server.codec import Codec
 from ...version import __version__
+from ..cluster.late_dashboard import LateDashboard
 from ..messages import CoordinatorStarted
 from .topics import CONTROL, REPORTS, STATES
 from .views import JobsView
@@ -48,7 +49,10 @@ class JobsPlugin(SchedulerPlugin):
         scheduler.handlers[BACKLOG_OP] = _backlog_of(scheduler, self.view)
         try:
             _add_answers(scheduler, self.view)
-            _add_page(scheduler, self.view)
+            if (late := LateDashboard.of(scheduler)) is not None:
+                late.when_connected(partial(_add_page, scheduler, self.view))
+            else:
+                _add_page(scheduler, self.view)
         except Exception as error:
             logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
 

@@ -54,6 +54,23 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
         assert re.search(rf"{name} +\| worker at 127\.0\.0\.1:\d+\n", logs.stdout)
 
 
+SAYS_WHAT_IT_IMPORTED = """
+import atexit, runpy, sys
+atexit.register(lambda: print("imported:", [name for name in ("bokeh", "pandas", "torch") if name in sys.modules]))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_command_of_a_job_imports_no_bokeh_pandas_or_torch(echo_job: EchoJob) -> None:
+    rows = make_rows(20)
+    echo_job.write_input(rows)
+    command = [sys.executable, "-c", SAYS_WHAT_IT_IMPORTED, CLI[1], *arguments(echo_job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert "imported: []" in done.stdout
+    echo_job.assert_answered(rows)
+
+
 @pytest.mark.long
 def test_wrong_rows_within_the_budget_are_named_and_over_it_the_exit_code_is_1(echo_job: EchoJob) -> None:
     rows = make_rows(20)

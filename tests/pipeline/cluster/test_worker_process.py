@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from lorabatch.pipeline.cluster.connect import embedded
@@ -44,3 +45,12 @@ def test_workers_do_not_import_the_main_module_also_when_they_start_again() -> N
             assert list(found.values()) == [None, None]
             client.restart()
     assert main.__spec__ is before
+
+
+def test_embedded_workers_leave_out_what_takes_long_to_import_and_they_do_not_need() -> None:
+    def heavy_modules() -> list[str]:
+        pa.array(["a"])  # looks for pandas
+        return [name for name in ("bokeh", "pandas", "torch") if name in sys.modules]
+
+    with embedded(1) as client:
+        assert list(client.run(heavy_modules).values()) == [[]]

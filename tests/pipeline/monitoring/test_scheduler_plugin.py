@@ -6,6 +6,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from browser import Browser, needs_browser
 from distributed import Client, LocalCluster
 
 from lorabatch.jobs.record import JobState, WorkerState
+from lorabatch.pipeline.cluster.late_dashboard import WITHOUT_PAGES, LateDashboard
 from lorabatch.pipeline.messages import StopRun, WorkerReport
 from lorabatch.pipeline.monitoring.reporter import state_publisher
 from lorabatch.pipeline.monitoring.scheduler_plugin import (
@@ -27,10 +29,11 @@ ATTACK = "<img src=x onerror='window.isHacked = true'>"
 MODEL = "Bokeh.documents[0].get_model_by_name"
 
 
-@pytest.fixture(params=[True, False], ids=["bokeh", "no bokeh"])
+@pytest.fixture(params=["bokeh", "no bokeh", "late", "late, no bokeh"])
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """A scheduler with its web server in this process."""
-    if not request.param:
+    """A scheduler with its web server in this process. `late`: with a dashboard that waits for its first page."""
+    is_late, has_bokeh = "late" in request.param, "no bokeh" not in request.param
+    if not has_bokeh:
         for name in [*[n for n in sys.modules if n.startswith(("distributed.dashboard", "bokeh"))], "bokeh"]:
             monkeypatch.setitem(sys.modules, name, None)
     options = {
@@ -39,10 +42,14 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         "protocol": "tcp",
         "dashboard_address": "127.0.0.1:0",
         "host": "127.0.0.1",
+        "scheduler_kwargs": WITHOUT_PAGES if is_late else {},
     }
-    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
-        client.has_bokeh = request.param
-        yield client
+    with LocalCluster(**options) as cluster:
+        if is_late:
+            LateDashboard(cluster.scheduler)
+        with Client(cluster, set_as_default=False) as client:
+            client.has_bokeh = has_bokeh
+            yield client
 
 
 def address(client: Client, path: str) -> str:
@@ -72,10 +79,20 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
         # A tab on it and on the stock pages.
         assert 'href="lora"' in page
         assert 'href="lora"' in fetch(client, "/workers")[1]
+    assert fetch(client, "/no-such-page")[0] == 404
+
+
+@pytest.mark.parametrize("client", ["late"], indirect=True)
+def test_a_late_dashboard_opens_once_for_pages_asked_for_at_the_same_moment(client: Client) -> None:
+    show_jobs(client)
+    with ThreadPoolExecutor(4) as threads:
+        pages = list(threads.map(lambda path: fetch(client, path), ("/lora", "/tasks", "/workers", "/lora")))
+    assert [status for status, _ in pages] == [200] * 4
+    assert [text.count('href="lora"') for _, text in pages] == [1] * 4
 
 
 @needs_browser
-@pytest.mark.parametrize("client", [True], indirect=True)
+@pytest.mark.parametrize("client", ["bokeh", "late"], indirect=True)
 def test_a_browser_shows_a_curve_per_job_and_tables_as_they_change(client: Client, tmp_path: Path) -> None:
     show_jobs(client)
     workers = (WorkerState("w0 w0", resident_adapters=(ATTACK,), address="tcp://w0"),)
