@@ -117,14 +117,17 @@ def _stage(state: JobState, elapsed_s: float) -> str:
 
 
 def _rates(state: JobState, rows_per_s: float) -> Iterator[str]:
+    workers = "1 worker" if len(state.workers) == 1 else f"{len(state.workers)} workers"
     if state.shards:
         yield f"{state.shards_done}/{state.shards} shards"
     if state.phase == "loading engines" and state.workers:
-        yield f"0 of {len(state.workers)} workers ready"
+        yield f"0 of {workers} ready"
     if state.phase == "running":
         yield f"{rows_per_s:.1f} rows/s"
         yield f"{state.tokens_per_s:.0f} tokens/s"
-        yield f"{sum(worker.running_rows for worker in state.workers)} running on {len(state.workers)} workers"
+        # A worker's report may be older than the rows that are done.
+        running = min(sum(worker.running_rows for worker in state.workers), state.rows - state.rows_done)
+        yield f"{running} running on {workers}"
 
 
 def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> RenderableType:

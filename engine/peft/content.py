@@ -32,6 +32,8 @@ _BITS: Mapping[str, tuple[str, int, int]] = {
     "BF16": ("<u2", 0x7FFF, 0x7F80),
 }
 _CHUNK_ELEMENTS = 1 << 20
+# `json.dumps` would make one for each of an adapter's hundreds of modules.
+_FACTS = json.JSONEncoder(sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ def content_sha256(
             "is_dora": bool(site and site.magnitude_key),
             "tensors": [(entries[key].dtype, entries[key].shape) for key in change.keys],
         }
-        digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
+        digest.update(_FACTS.encode(facts).encode() + b"\n")
         for key in change.keys:
             data = kept.pop(key) if key in kept else read(key)
             digest.update(data.data)

@@ -9,11 +9,13 @@ parsed strictly (`parse_object`): a repeated key, or NaN for a number, is an err
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +123,7 @@ class TensorReader:
     """Reads tensors' bytes into memory of their own; a context manager that keeps each file open."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, FileIO] = {}
 
     def read(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
         """The bytes of one tensor, uint8 [num_bytes]. Raises `AdapterRefusedError` when the file has become shorter."""
@@ -129,12 +131,14 @@ class TensorReader:
         if entry.num_bytes == 0:
             return data
         if entry.file not in self._files:
-            self._files[entry.file] = entry.file.open("rb")
-        file = self._files[entry.file]
-        file.seek(entry.start)
-        found_bytes = file.readinto(data.data)  # type: ignore[attr-defined]
-        if found_bytes < entry.num_bytes:
-            raise _damaged(entry.file, f"{shown(entry.key)} has {found_bytes} of its {entry.num_bytes} bytes")
+            # Tensors are read one by one, most of them small: a buffer would only be filled and thrown away.
+            self._files[entry.file] = entry.file.open("rb", buffering=0)
+        file, found_bytes = self._files[entry.file], 0
+        while found_bytes < entry.num_bytes:
+            found = os.preadv(file.fileno(), [data[found_bytes:]], entry.start + found_bytes)
+            if not found:
+                raise _damaged(entry.file, f"{shown(entry.key)} has {found_bytes} of its {entry.num_bytes} bytes")
+            found_bytes += found
         return data
 
     def __enter__(self) -> TensorReader:

@@ -24,6 +24,9 @@ def test_a_line_tells_rows_errors_rates_and_time_left() -> None:
     line = job_line(RUNNING, elapsed_s=25.0, rows_per_s=2.0)
     assert line.startswith("[0:25] running  48 of 200 rows answered, 2 errors  2/8 shards")
     assert "2.0 rows/s  90 tokens/s  124 running on 2 workers  about 1:15 left" in line
+    # A worker's report may be older than the rows that are done.
+    ending = replace(RUNNING, rows_done=197, workers=WORKERS[:1])
+    assert "  3 running on 1 worker  " in job_line(ending, elapsed_s=25.0, rows_per_s=2.0)
     resumed = replace(RUNNING, rows_reused=40, eta_range_s=(50.0, 120.0))
     line = job_line(resumed, elapsed_s=25.0, rows_per_s=2.0)
     assert "48 of 200 rows answered, 2 errors, 40 from an earlier run" in line
@@ -37,7 +40,7 @@ def test_a_line_tells_nothing_that_is_not_known_yet() -> None:
     loading = JobState("loading engines", 1.0, rows=200)
     assert job_line(loading, 5.0, 0.0) == "[0:05] loading engines  0 of 200 rows answered"
     starting = replace(loading, workers=(WorkerState("tcp://w1", mode="starting"),))
-    assert job_line(starting, 5.0, 0.0).endswith("loading engines  0 of 200 rows answered  0 of 1 workers ready")
+    assert job_line(starting, 5.0, 0.0).endswith("loading engines  0 of 200 rows answered  0 of 1 worker ready")
     predicted = replace(loading, eta_s=75.0, eta_range_s=(50.0, 120.0))
     assert job_line(predicted, 5.0, 0.0).endswith("  engines load, then about 1:15 (0:50 to 2:00)")
 
