@@ -135,7 +135,7 @@ class TensorReader:
             self._files[entry.file] = entry.file.open("rb", buffering=0)
         file, found_bytes = self._files[entry.file], 0
         while found_bytes < entry.num_bytes:
-            found = os.preadv(file.fileno(), [data[found_bytes:]], entry.start + found_bytes)
+            found = os.preadv(file.fileno(), [data.data[found_bytes:]], entry.start + found_bytes)
             if not found:
                 raise _damaged(entry.file, f"{shown(entry.key)} has {found_bytes} of its {entry.num_bytes} bytes")
             found_bytes += found
