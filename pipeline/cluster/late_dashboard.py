@@ -64,4 +64,5 @@ class _FirstPage(web.RequestHandler):
 
     async def get(self) -> None:
         await self._connect()
-        self.redirect(self.request.uri or "/")
+        # one slash: with two it would name another host
+        self.redirect("/" + (self.request.uri or "").lstrip("/"))

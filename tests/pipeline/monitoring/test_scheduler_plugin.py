@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import urllib.request
@@ -80,6 +81,15 @@ def test_jobs_are_shown_as_page_json_and_metrics(client: Client) -> None:
         assert 'href="lora"' in page
         assert 'href="lora"' in fetch(client, "/workers")[1]
     assert fetch(client, "/no-such-page")[0] == 404
+
+
+@pytest.mark.parametrize("client", ["late"], indirect=True)
+def test_a_late_dashboard_redirects_to_no_other_host(client: Client) -> None:
+    port = client.scheduler_info(n_workers=0)["services"]["dashboard"]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", "//elsewhere.example/lora")
+    assert connection.getresponse().headers["Location"] == "/elsewhere.example/lora"
+    connection.close()
 
 
 @pytest.mark.parametrize("client", ["late"], indirect=True)
