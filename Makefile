@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python install/packages.py
 DEMO_OUTPUT ?= demo-output
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types imports clean
+.PHONY: demo test test-all lint types imports release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/lorabatch demo --output $(DEMO_OUTPUT) --overwrite
@@ -29,6 +29,13 @@ types: $(VENV)/.test
 
 imports: $(VENV)/.test
 	$(BIN)/lint-imports
+
+# In dist/: a wheel with kernels for this Python and system, the sources, and a bill of materials of the locked versions
+release: $(VENV)/tools/release/.installed
+	rm -rf dist
+	$(VENV)/tools/release/bin/python -m build
+	(cat install/requirements.lock; grep '^torch==' constraints.txt) | $(VENV)/tools/release/bin/cyclonedx-py \
+		requirements - --pyproject pyproject.toml --output-reproducible -o dist/sbom.cdx.json
 
 # torch first: which build of it depends on the machine
 $(VENV)/.torch: constraints.txt
@@ -53,6 +60,7 @@ PACKAGES_dagster := 'dagster>=1.12,<2'
 PACKAGES_prefect := 'prefect>=3.4,<4' 'fastapi<0.150'
 PACKAGES_snakemake := 'snakemake>=9,<10'
 PACKAGES_notebook := nbclient ipykernel
+PACKAGES_release := build cyclonedx-bom
 OURS := import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")
 
 $(VENV)/.tools: $(TOOLS:%=$(VENV)/tools/%/.installed)
@@ -65,4 +73,4 @@ $(VENV)/tools/%/.installed: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
