@@ -128,5 +128,5 @@ def test_progress_in_a_notebook_is_one_output_of_the_cell_that_is_replaced(data:
     outputs = json.loads(notebook.read_text())["cells"][0]["outputs"]
     shown = ["".join(output.get("data", output)["text/plain"]) for output in outputs]
     assert shown.count(str(NUM_ROWS)) == 1
-    assert [f"{NUM_ROWS}/{NUM_ROWS} rows" in text for text in shown].count(True) == 1
+    assert [f"{NUM_ROWS} of {NUM_ROWS} rows answered" in text for text in shown].count(True) == 1
     assert not any("starting" in text for text in shown)
