@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +91,10 @@ def write_rows(folder: Path) -> None:
     start = pq.read_metadata(damaged).row_group(2).column(0).data_page_offset
     content[start : start + 40] = b"\xff" * 40
     damaged.write_bytes(content)
+    # 6 KB that stand for 10 GB of prompts, and rows that take no bytes at all.
+    bomb = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2000, np.int32)), ["x" * 5_000_000])
+    write("bomb.parquet", {"id": range(2000), "prompt": bomb})
+    write("rows-bomb.parquet", {"prompt": pa.nulls((1 << 24) + 1)}, row_group_size=1 << 25)
     (folder / "cut.parquet").write_bytes(content[:100])
     (folder / "rows.csv").write_text("id,prompt\n1,a\n")
     (folder / "rows.jsonl").write_text('{"id": 1, "prompt": "a"}\n')
@@ -213,6 +219,19 @@ TABLE: list[tuple[str, int, list[str]]] = [
         2,
         ["'damaged.parquet', row group 2 (rows 32 to 47): cannot be read", "Repair the file or leave it out"],
     ),
+    (
+        f"plan {RIGHT} --input {{rows}}/bomb.parquet",
+        2,
+        [
+            "input file 'bomb.parquet', row group 0 (rows 0 to 1999): column 'prompt' takes 2.6 GB or more in memory, "
+            "expected at most 2.1 GB for all columns. Write it in smaller row groups or leave it out.",
+        ],
+    ),
+    (
+        f"plan {RIGHT} --input {{rows}}/rows-bomb.parquet",
+        2,
+        ["input file 'rows-bomb.parquet', row group 0: 16777217 rows, expected at most 16777216. Write it in smaller"],
+    ),
     # Columns
     (f"plan {RIGHT} --input {{rows}}/no-prompt.parquet", 2, ["no prompt column. Expected one of prompt, messages"]),
     (f"plan {RIGHT} --input {{rows}}/two-prompts.parquet", 2, ["a row must have one kind of prompt"]),
@@ -334,6 +353,25 @@ def test_what_is_wrong_is_printed_with_its_exit_code(
     for part in printed:
         assert part.format_map(places) in done.output, done.output
     assert sorted((places["folder"] / "taken").rglob("*")) == before
+
+
+def test_a_bomb_is_refused_in_little_memory(places: dict[str, Path]) -> None:
+    typed = f"plan --model {places['model']} --max-tokens 8 --workers 1 --input {places['rows']}/bomb.parquet"
+    command = subprocess.Popen(
+        [sys.executable, "-m", "lorabatch", *typed.split()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert command.stderr is not None
+    said = command.stderr.read()
+    command.stderr.close()
+    # Of the process and of those it has waited for, whichever took most.
+    _, status, used = os.wait4(command.pid, 0)
+    command.returncode = os.waitstatus_to_exitcode(status)
+    assert "takes 2.6 GB or more in memory" in said
+    assert command.returncode == 2
+    assert used.ru_maxrss < 1 << 20  # KiB
 
 
 # A package that is not installed, what is typed, the exit code, and what is printed.

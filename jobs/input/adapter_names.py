@@ -11,13 +11,13 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from ..record import InputFile, InputRecord
 from ..storage.location import options_for
 from ..storage.redaction import is_redacted
 from .columns import text_columns
 from .files import unpack_schema
+from .row_group import open_row_group
 
 _ROW_GROUPS_READ = 64
 
@@ -58,9 +58,9 @@ def _names_in(
 ) -> dict[str, set[str]]:
     """Per column that the file has, the wanted names among its values."""
     fs, path = fsspec.core.url_to_fs(file.url, **options_for(file.url, storage_options))
-    with fs.open(path, "rb") as handle, pq.ParquetFile(handle) as parquet:
-        own = [column for column in columns if column in parquet.schema_arrow.names]
-        table = parquet.read_row_group(row_group, columns=own)
+    with fs.open(path, "rb") as handle, open_row_group(handle, row_group, columns) as rows:
+        own = [column for column in columns if column in rows.file.schema_arrow.names]
+        table = rows.table().select(own)
     return {
         column: set(pc.unique(values.filter(pc.is_in(values, wanted))).to_pylist())
         for column in own

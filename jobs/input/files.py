@@ -23,6 +23,7 @@ from ..errors import JobRequestError
 from ..record import InputFile
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason
+from .row_group import MAX_ROW_GROUP_ROWS
 
 _WEB = ("http://", "https://")
 _GLOB_SIGNS = "*?["
@@ -258,13 +259,20 @@ def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
         return f"input file {name!r}: not a readable Parquet file ({error}). Write it again or leave it out."
     except Exception as error:
         return f"input file {name!r}: {storage_reason(error, found.options, found.url)}"
+    row_group_rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+    wrong = next((i for i, num_rows in enumerate(row_group_rows) if not 0 <= num_rows <= MAX_ROW_GROUP_ROWS), None)
+    if wrong is not None:
+        return (
+            f"input file {name!r}, row group {wrong}: {row_group_rows[wrong]} rows, expected at most "
+            f"{MAX_ROW_GROUP_ROWS}. Write it in smaller row groups or leave it out."
+        )
     return Footer(
         InputFile(
             url=redacted_url(found.address(path)),
             name=name,
             size_bytes=size,
             footer_sha256=hashlib.sha256(footer).hexdigest(),
-            row_group_rows=tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)),
+            row_group_rows=row_group_rows,
         ),
         metadata.schema.to_arrow_schema(),
         found.folder(path),

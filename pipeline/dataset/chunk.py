@@ -14,13 +14,13 @@ from typing import Any
 import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ...engine.request import SamplingParams
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.input.files import footer_sha256, unpack_schema
+from ...jobs.input.row_group import OversizedRowGroupError, open_row_group
 from ...jobs.record import AdapterRecord, JobRecord, PartitionValues, index_key
 from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS, JobSpec
 from ...jobs.storage.location import options_for
@@ -38,7 +38,8 @@ from .row_checks import (
     sampling_overrides,
 )
 
-_READ_ROWS = 1024
+_TOGETHER_CHARACTERS = 4 << 20
+_REPAIR = "Repair the file or leave it out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,10 @@ class DamagedChunkError(Exception):
 
 
 def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
-    """The rows of a chunk, a thousand at a time, cast to the job's schema. Page checksums are verified.
+    """The rows of a chunk, at most a thousand and 64 MiB at a time, cast to the job's schema. Page checksums are
+    verified.
 
-    Raises `DamagedChunkError`.
+    Raises `DamagedChunkError`, also for a row group that takes too much memory.
     """
     schema = unpack_schema(schema_ipc)
     options = options_for(chunk.file_url, storage_options)
@@ -117,32 +119,33 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
                     f"input file {chunk.file_name!r}: has changed since the job was started. Put back what it was, or "
                     "start over with --overwrite."
                 )
-            with pq.ParquetFile(handle, pre_buffer=True, page_checksum_verification=True) as file:
-                for batch in file.iter_batches(batch_size=_READ_ROWS, row_groups=[chunk.row_group]):
+            with open_row_group(handle, chunk.row_group, verify=True) as rows:
+                for batch in rows.batches():
                     num_rows += batch.num_rows
                     yield _fitted(batch, schema, chunk.partition)
+    except OversizedRowGroupError as error:
+        raise DamagedChunkError(f"{_place(chunk)}: {error}. Write it in smaller row groups or leave it out.") from None
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         reason = storage_reason(error, options, chunk.file_url)
-        raise DamagedChunkError(_refusal(chunk, f"cannot be read ({reason})")) from None
+        raise DamagedChunkError(f"{_place(chunk)}: cannot be read ({reason}). {_REPAIR}") from None
     if num_rows != chunk.num_rows:
-        raise DamagedChunkError(_refusal(chunk, f"holds {num_rows} rows, its footer says {chunk.num_rows}"))
+        found = f"holds {num_rows} rows, its footer says {chunk.num_rows}"
+        raise DamagedChunkError(f"{_place(chunk)}: {found}. {_REPAIR}")
 
 
 def read_column(chunk: ChunkRef, column: str, storage_options: Mapping[str, Any]) -> pa.Array:
     """One column of a chunk, numbers or text; null where the file lacks it. Raises what pyarrow and storage raise."""
     fs, path = fsspec.core.url_to_fs(chunk.file_url, **options_for(chunk.file_url, storage_options))
-    with fs.open(path, "rb") as handle, pq.ParquetFile(handle, pre_buffer=True) as file:
-        if column not in file.schema_arrow.names:
+    with fs.open(path, "rb") as handle, open_row_group(handle, chunk.row_group, [column]) as rows:
+        if column not in rows.file.schema_arrow.names:
             return pa.nulls(chunk.num_rows)
-        values = file.read_row_group(chunk.row_group, columns=[column]).column(column).combine_chunks()
+        values = rows.table().column(column).combine_chunks()
     return values.cast(pa.int64() if pa.types.is_integer(values.type) else pa.string())
 
 
-def _refusal(chunk: ChunkRef, what: str) -> str:
-    return (
-        f"input file {chunk.file_name!r}, row group {chunk.row_group} (rows {chunk.first_row} to "
-        f"{chunk.first_row + chunk.num_rows - 1}): {what}. Repair the file or leave it out."
-    )
+def _place(chunk: ChunkRef) -> str:
+    last_row = chunk.first_row + chunk.num_rows - 1
+    return f"input file {chunk.file_name!r}, row group {chunk.row_group} (rows {chunk.first_row} to {last_row})"
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema, partition: PartitionValues) -> pa.RecordBatch:
@@ -204,13 +207,11 @@ class ChunkRows:
         cuts = [np.arange(start, end, prepared.BATCH_ROWS) for start, end in zip(starts, ends, strict=True)]
         return order, np.append(np.concatenate(cuts), len(order))
 
-    def prepared_batches(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[pa.RecordBatch]:
+    def prepared_batches(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> Iterator[pa.RecordBatch]:
         """The rows as the chunk file holds them."""
         table = pa.Table.from_batches(self._batches).unify_dictionaries().combine_chunks()
-        return [
-            table.take(pa.array(order[start:end])).combine_chunks().to_batches()[0]
-            for start, end in pairwise(offsets.tolist())
-        ]
+        for start, end in pairwise(offsets.tolist()):
+            yield table.take(pa.array(order[start:end])).combine_chunks().to_batches()[0]
 
     def index(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> pa.Table:
         """The numbers of the rows, in the same order, with the place of each: record batch and row in it."""
@@ -288,10 +289,11 @@ class ChunkRows:
             if draft.text is not None:
                 waiting.setdefault(self._tokenizer(adapter), []).append(draft)
         for tokenizer, texts_of in waiting.items():
-            texts = [draft.text or "" for draft in texts_of]
-            encoded = tokenizer.encode_batch(texts, is_rendered=self._prompt_role == "messages")
-            for draft, tokens in zip(texts_of, encoded, strict=True):
-                draft.tokens, draft.text = tokens, None
+            for together in _together(texts_of):
+                texts = [draft.text or "" for draft in together]
+                encoded = tokenizer.encode_batch(texts, is_rendered=self._prompt_role == "messages")
+                for draft, tokens in zip(together, encoded, strict=True):
+                    draft.tokens, draft.text = tokens, None
 
     def _append(self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None]) -> None:
         first = self._num_rows
@@ -315,6 +317,21 @@ class ChunkRows:
             columns.append(pa.array(values, column.type))
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
         self._numbers.append(_numbers(drafts, adapters))
+
+
+def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
+    """Rows whose texts are tokenised at once: a tokenizer takes many times the memory of its texts."""
+    together: list[RowDraft] = []
+    characters = 0
+    for draft in drafts:
+        size = len(draft.text or "")
+        if together and characters + size > _TOGETHER_CHARACTERS:
+            yield together
+            together, characters = [], 0
+        together.append(draft)
+        characters += size
+    if together:
+        yield together
 
 
 def _numbers(drafts: list[RowDraft], adapters: list[str | None]) -> pa.RecordBatch:

@@ -93,11 +93,14 @@ def _tokenizer(folder: Path, base: Path | None, now: str) -> Tokenizer:
     return Tokenizer.from_folder(folder, base=base, now=datetime.fromisoformat(now))
 
 
-def _ipc_bytes(batches: list[pa.RecordBatch]) -> memoryview:
+def _ipc_bytes(batches: Iterable[pa.RecordBatch]) -> memoryview:
+    waiting = iter(batches)
+    first = next(waiting)
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(sink, batches[0].schema, options=options) as writer:
-        for batch in batches:
+    with pa.ipc.new_file(sink, first.schema, options=options) as writer:
+        writer.write_batch(first)
+        for batch in waiting:
             writer.write_batch(batch)
     return memoryview(sink.getvalue())
 

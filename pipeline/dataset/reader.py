@@ -14,12 +14,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ...engine.request import Request
+from ...jobs.errors import StorageError
 from ...jobs.record import JobRecord, adapter_problem
-from ...jobs.store import JobStore
+from ...jobs.store import JobStore, part_name
 from . import schema as prepared
 from .row_checks import row_sampling
 
 _REMOTE_READS = 8
+# Each row group has less; a shard takes rows of many.
+_MAX_SHARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int) -> ShardRows:
     with prepared.arrow_file(store.plan_source()) as plan:
         references = plan.get_batch(shard_id)
     chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
-    table = _gather(store, chunk, batch, row)
+    table = _gather(store, shard_id, chunk, batch, row)
     return ShardRows(
         shard_id=shard_id,
         table=table,
@@ -72,14 +75,26 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int) -> ShardRows:
     )
 
 
-def _gather(store: JobStore, chunk: NDArray[np.int32], batch: NDArray[np.int32], row: NDArray[np.int32]) -> pa.Table:
+def _gather(
+    store: JobStore, shard_id: int, chunk: NDArray[np.int32], batch: NDArray[np.int32], row: NDArray[np.int32]
+) -> pa.Table:
     """The referenced rows, in the order of the references."""
     by_place = np.lexsort((row, batch, chunk))
     chunks, starts = np.unique(chunk[by_place], return_index=True)
     pieces = np.split(by_place, starts[1:])
 
+    num_bytes = 0
+
     def read(piece: NDArray[np.int64]) -> list[pa.RecordBatch]:
-        return _read_chunk(store, int(chunk[piece[0]]), batch[piece], row[piece])
+        nonlocal num_bytes
+        found = _read_chunk(store, int(chunk[piece[0]]), batch[piece], row[piece])
+        num_bytes += sum(part.nbytes for part in found)
+        if num_bytes > _MAX_SHARD_BYTES:
+            raise StorageError(
+                f"{part_name(shard_id)}: its {len(row)} rows take more than {_MAX_SHARD_BYTES / 1e9:.1f} GB in memory. "
+                "Start over with fewer --rows-per-shard."
+            )
+        return found
 
     if store.location.is_local or len(chunks) == 1:
         found = [read(piece) for piece in pieces]

@@ -1,0 +1,268 @@
+"""Opens row groups of Parquet files within a limit of what they take in memory.
+
+The headers of their pages bound it. A row group that they do not clear is decoded once by a child process with limits
+of its own (`engine/confinement.py`), which counts; one that is too large is refused before it is read here.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ...engine.confinement import ConfinedError, confined
+from .pages import decoded_bytes
+
+MAX_ROW_GROUP_BYTES = 2 << 30
+#: The most rows of a row group: what is kept for each of them takes memory too.
+MAX_ROW_GROUP_ROWS = 1 << 24
+_BATCH_BYTES = 64 << 20
+_MAX_BATCH_ROWS = 1024
+_COUNTED_ROWS = 256
+_COUNT_CPU_S = 60
+_COUNT_TASK = "jobs.input.row_group"
+# Ranges of a file that lie this close are read as one.
+_GAP_BYTES = 1 << 20
+_FIXED_BYTES = _LIST_BYTES = 8
+_VARIABLE = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+# Readers of files of old writers look so far beyond a column chunk.
+_PADDING_BYTES = 100
+
+
+class OversizedRowGroupError(ValueError):
+    """The row group takes more memory than is allowed; the message names the column that takes most of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """An open row group. `num_bytes`: the most that its rows take in memory."""
+
+    file: pq.ParquetFile
+    number: int
+    columns: Sequence[str] | None
+    num_rows: int
+    num_bytes: int
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Its rows, at most a thousand at a time and, single rows apart, at most 64 MiB."""
+        row_bytes = max(self.num_bytes // max(self.num_rows, 1), 1)
+        num_rows = min(max(_BATCH_BYTES // row_bytes, 1), _MAX_BATCH_ROWS)
+        for batch in self.file.iter_batches(num_rows, [self.number], columns=self.columns):
+            yield from _pieces(batch)
+
+    def table(self) -> pa.Table:
+        """All its rows."""
+        return self.file.read_row_group(self.number, columns=self.columns)
+
+
+@contextmanager
+def open_row_group(
+    handle: BinaryIO,
+    number: int,
+    columns: Sequence[str] | None = None,
+    *,
+    verify: bool = False,
+    max_bytes: int = MAX_ROW_GROUP_BYTES,
+) -> Iterator[RowGroup]:
+    """A row group of an open file, or some of its columns. `verify`: check the checksums of pages. `max_bytes`: that
+    its rows may take in memory.
+
+    Raises `OversizedRowGroupError`, `ValueError` for damage, and what pyarrow and storage raise.
+    """
+    metadata = pq.read_metadata(handle)
+    size = handle.seek(0, io.SEEK_END)
+    group = metadata.row_group(number)
+    chunks = [
+        (i, *_extent(group.column(i), size))
+        for i in range(group.num_columns)
+        if columns is None or _is_of(group.column(i).path_in_schema, columns)
+    ]
+    source = _RowGroupFile(handle, size, _ranges([(start, end) for _, start, end in chunks], size, max_bytes))
+    num_bytes = _cleared_bytes(metadata, number, chunks, source, max_bytes)
+    with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=verify) as file:
+        yield RowGroup(file, number, columns, group.num_rows, num_bytes)
+
+
+def _is_of(path: str, columns: Sequence[str]) -> bool:
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
+def _extent(column: pq.ColumnChunkMetaData, size: int) -> tuple[int, int]:
+    """Where a column chunk lies in its file of `size` bytes."""
+    start = column.data_page_offset
+    if column.has_dictionary_page and 0 < (column.dictionary_page_offset or 0) < start:
+        start = column.dictionary_page_offset
+    end = start + column.total_compressed_size
+    if not 0 <= start <= end <= size:
+        raise ValueError(f"column {column.path_in_schema!r}: bytes {start} to {end} of a file of {size}")
+    return start, end
+
+
+def _ranges(extents: list[tuple[int, int]], size: int, max_bytes: int) -> list[tuple[int, int]]:
+    """The parts of the file to read: without overlaps, and without small gaps."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted((start, min(end + _PADDING_BYTES, size)) for start, end in extents):
+        if found and start <= found[-1][1] + _GAP_BYTES:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    num_bytes = sum(end - start for start, end in found)
+    if num_bytes > max_bytes:
+        raise OversizedRowGroupError(f"has {_size(num_bytes)} in its file, expected at most {_size(max_bytes)}")
+    return found
+
+
+class _RowGroupFile(io.RawIOBase):
+    """A file of which some ranges are held in memory; the rest of it is read where it is."""
+
+    def __init__(self, handle: BinaryIO, size: int, ranges: list[tuple[int, int]]) -> None:
+        self._handle = handle
+        self._size = size
+        self._position = 0
+        self.held: list[tuple[int, memoryview]] = []
+        for start, end in ranges:
+            handle.seek(start)
+            data = handle.read(end - start)
+            if len(data) < end - start:
+                raise ValueError(f"ends at byte {start + len(data)} of {size}")
+            self.held.append((start, memoryview(data)))
+
+    def part(self, start: int, end: int) -> memoryview | None:
+        """These bytes, if they are held."""
+        for first, data in self.held:
+            if first <= start and end <= first + len(data):
+                return data[start - first : end - first]
+        return None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def read(self, size: int = -1) -> Any:
+        start = self._position
+        end = self._size if size < 0 else min(start + size, self._size)
+        found = self.part(start, end)
+        if found is None:
+            self._handle.seek(start)
+            found = self._handle.read(max(end - start, 0))
+        self._position = start + len(found)
+        return found
+
+
+def _cleared_bytes(
+    metadata: pq.FileMetaData,
+    number: int,
+    chunks: Sequence[tuple[int, int, int]],
+    source: _RowGroupFile,
+    max_bytes: int,
+) -> int:
+    """The most that the rows take in memory. Raises `OversizedRowGroupError` when that is too much."""
+    group = metadata.row_group(number)
+    if group.num_rows > MAX_ROW_GROUP_ROWS:
+        raise OversizedRowGroupError(f"holds {group.num_rows} rows, expected at most {MAX_ROW_GROUP_ROWS}")
+    for exact in (False, True):
+        bounds: dict[str, int] = {}
+        for i, start, end in chunks:
+            stored = source.part(start, end)
+            assert stored is not None
+            column = metadata.schema.column(i)
+            name = column.path.partition(".")[0]
+            bounds[name] = bounds.get(name, 0) + decoded_bytes(group.column(i), column, stored, exact=exact)
+        if sum(bounds.values()) <= max_bytes:
+            return sum(bounds.values())
+    return _counted_bytes(number, bounds, source, max_bytes)
+
+
+def _counted_bytes(number: int, bounds: dict[str, int], source: _RowGroupFile, max_bytes: int) -> int:
+    """As a child process counts them that decodes the row group, the largest columns first."""
+    largest = sorted(bounds, key=bounds.__getitem__, reverse=True)
+    with tempfile.NamedTemporaryFile(prefix="lorabatch-rows-") as copy:
+        _write_copy(copy, source)
+        try:
+            found = confined().run(_COUNT_TASK, [copy.name, number, largest, max_bytes], _COUNT_CPU_S)
+        except ConfinedError as error:
+            raise OversizedRowGroupError(f"column {largest[0]!r} cannot be decoded within limits: {error}") from None
+    total = sum(found.values())
+    if total > max_bytes:
+        column = max(found, key=found.__getitem__)
+        raise OversizedRowGroupError(
+            f"column {column!r} takes {_size(found[column])} or more in memory, expected at most {_size(max_bytes)} "
+            "for all columns"
+        )
+    return int(total)
+
+
+def _write_copy(copy: Any, source: _RowGroupFile) -> None:
+    """The held ranges and the footer, where they are in the file; holes between them."""
+    size = source.seek(-8, io.SEEK_END) + 8
+    footer_bytes = int.from_bytes(source.read(4), "little") + 8
+    source.seek(size - footer_bytes)
+    for start, data in [*source.held, (size - footer_bytes, source.read(footer_bytes))]:
+        copy.seek(start)
+        copy.write(data)
+    copy.flush()
+
+
+def run(payload: list[Any]) -> dict[str, int]:
+    """The child's task: column -> bytes that it takes in memory, until they are too many."""
+    path, number, columns, max_bytes = payload
+    pa.set_memory_pool(pa.system_memory_pool())  # others reserve more address space than is allowed here
+    found: dict[str, int] = {}
+    # Values of dictionaries are counted, not repeated.
+    leaves = pq.read_metadata(path).schema
+    texts = [leaf.path for leaf in map(leaves.column, range(len(leaves))) if leaf.physical_type == "BYTE_ARRAY"]
+    with pq.ParquetFile(path, read_dictionary=texts) as file:
+        for column in columns:
+            found[column] = 0
+            for batch in file.iter_batches(_COUNTED_ROWS, [number], columns=[column], use_threads=False):
+                found[column] += sum(map(memory_bytes, batch.columns))
+                if sum(found.values()) > max_bytes:
+                    return found
+    return found
+
+
+def memory_bytes(array: pa.Array) -> int:
+    """What an array's values take one by one: those of a dictionary count as often as they stand there."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return memory_bytes(array.storage)
+    if pa.types.is_dictionary(kind):
+        if not any(is_kind(kind.value_type) for is_kind in _VARIABLE):
+            return len(array) * _FIXED_BYTES
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return int(array.indices.nbytes) + (pc.sum(lengths).as_py() or 0)
+    if pa.types.is_struct(kind):
+        return sum(map(memory_bytes, array.flatten()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return len(array) * _LIST_BYTES + memory_bytes(array.flatten())
+    return int(array.nbytes)
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The batch in pieces of bounded size, as far as its rows allow."""
+    if batch.num_rows < 2 or sum(map(memory_bytes, batch.columns)) <= _BATCH_BYTES:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from _pieces(batch.slice(0, half))
+    yield from _pieces(batch.slice(half))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
