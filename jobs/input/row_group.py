@@ -22,7 +22,7 @@ from .pages import decoded_bytes
 
 MAX_ROW_GROUP_BYTES = 2 << 30
 #: The most rows of a row group: what is kept for each of them takes memory too.
-MAX_ROW_GROUP_ROWS = 1 << 24
+MAX_ROW_GROUP_ROWS = 1 << 22
 _BATCH_BYTES = 64 << 20
 _MAX_BATCH_ROWS = 1024
 _COUNTED_ROWS = 256
@@ -157,12 +157,14 @@ class _RowGroupFile(io.RawIOBase):
     def read(self, size: int = -1) -> Any:
         start = self._position
         end = self._size if size < 0 else min(start + size, self._size)
-        found = self.part(start, end)
-        if found is None:
-            self._handle.seek(start)
-            found = self._handle.read(max(end - start, 0))
-        self._position = start + len(found)
-        return found
+        held = self.part(start, end)
+        if held is not None:
+            self._position = end
+            return held
+        self._handle.seek(start)
+        read = self._handle.read(max(end - start, 0))
+        self._position = start + len(read)
+        return read
 
 
 def _cleared_bytes(
