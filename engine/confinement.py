@@ -1,7 +1,7 @@
 """Runs small tasks on untrusted data in a child process with limits of CPU time and memory.
 
 For what a stranger's data can make endless or enormous where nothing cheaper bounds it: regular expressions that
-backtrack, tokenizers. One child serves the process that asks; one that breaks a limit is replaced.
+backtrack, chat templates. One child serves the process that asks; one that breaks a limit is replaced.
 
 A task is a function `run(payload)` of a module of lorabatch; payload and answer are JSON. CPU time is limited, not time
 on the clock, so that a busy machine refuses nobody. The child ends when its standard input closes.
@@ -23,6 +23,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from .errors import NoProcessError
 from .untrusted import printable, shortened
 
 MEMORY_BYTES = 3 << 30
@@ -33,6 +34,7 @@ _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MA
 )
 _MAX_MESSAGE_CHARACTERS = 500
 _LEAVING_S = 5.0
+_READY = b"ready\n"
 
 
 class ConfinedError(Exception):
@@ -46,14 +48,22 @@ class ConfinedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
 
-    def run(self, task: str, payload: Any, cpu_s: int) -> Any:
-        """What `run(payload)` of the module `task` (below `lorabatch`) returns. Raises `ConfinedError`."""
+    def run(self, task: str, payload: Any, cpu_s: int, memory_bytes: int = MEMORY_BYTES) -> Any:
+        """What `run(payload)` of the module `task` (below `lorabatch`) returns. Values of the payload that JSON has no
+        word for, such as dates, arrive as text.
+
+        Raises `ConfinedError`, and `NoProcessError` when the machine cannot start the child.
+        """
+        try:
+            question = json.dumps([task, payload, cpu_s, memory_bytes], default=str).encode()
+        except RecursionError:
+            raise ConfinedError("it nests too deeply") from None
         with self._turn:
-            process = self._process = self._alive()
+            process = self._alive()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(json.dumps([task, payload, cpu_s]).encode() + b"\n")
+                process.stdin.write(question + b"\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
             except BrokenPipeError:
@@ -63,8 +73,10 @@ class ConfinedProcess:
                 self._end()
                 raise
             if not answer.endswith(b"\n"):
-                raise ConfinedError(_how_it_ended(self._end(), cpu_s))
+                raise ConfinedError(_how_it_ended(self._end(), cpu_s, memory_bytes))
         kind, value = json.loads(answer)
+        if kind == "unable":
+            raise _no_process(value)
         if kind == "error":
             raise ConfinedError(value)
         return value
@@ -78,14 +90,21 @@ class ConfinedProcess:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
-        return subprocess.Popen(
-            [sys.executable, "-m", f"{_PACKAGE}.engine.confinement"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | _ENVIRONMENT,
-            start_new_session=True,  # Ctrl-C reaches the whole foreground group; the parent decides
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{_PACKAGE}.engine.confinement"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | _ENVIRONMENT,
+                start_new_session=True,  # Ctrl-C reaches the whole foreground group; the parent decides
+            )
+        except OSError as error:
+            raise _no_process(error.strerror or str(error)) from None
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != _READY:
+            raise _no_process(f"it ends at once, exit code {self._end()}")
+        return self._process
 
     def _end(self) -> int:
         """Its exit code; negative for a signal that ended it before this call did."""
@@ -104,10 +123,23 @@ class ConfinedProcess:
         return code
 
 
-def _how_it_ended(code: int, cpu_s: int) -> str:
+def _no_process(reason: str) -> NoProcessError:
+    return NoProcessError(
+        f"cannot start the process in which patterns and templates are read ({reason}). This machine lacks memory, or "
+        "may start no more processes: free some, or raise the limit."
+    )
+
+
+def _how_it_ended(code: int, cpu_s: int, memory_bytes: int) -> str:
     if code == -signal.SIGXCPU:
         return f"it takes more than {cpu_s} s of computing"
-    return f"it needs more than {MEMORY_BYTES >> 30} GiB of memory, or crashes what reads it (exit code {code})"
+    if code == -signal.SIGKILL:
+        return "the process that reads it was killed from outside, as by a machine that runs out of memory"
+    return f"{_needs_more(memory_bytes)}, or crashes what reads it (exit code {code})"
+
+
+def _needs_more(memory_bytes: int) -> str:
+    return f"it needs more than {memory_bytes >> 30} GiB of memory"
 
 
 @cache
@@ -121,24 +153,42 @@ def confined() -> ConfinedProcess:
 
 
 def _serve() -> None:
-    """Answer one line with one line until the input ends."""
+    """Say that it is ready; then answer one line with one line until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most_bytes = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, most_bytes))
+    _answer(_READY)
     for line in sys.stdin.buffer:
-        task, payload, cpu_s = json.loads(line)
-        _, most_s = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, most_s))
+        task, payload, cpu_s, memory_bytes = json.loads(line)
         try:
-            answer = ["answer", import_module(f"{_PACKAGE}.{task}").run(payload)]
+            run = import_module(f"{_PACKAGE}.{task}").run
+        except Exception as error:
+            _answer(json.dumps(["unable", _shown_error(error)]).encode() + b"\n")
+            return
+        _limit(resource.RLIMIT_AS, memory_bytes)
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
+        try:
+            answer = json.dumps(["answer", run(payload)])
         except MemoryError:
-            answer = ["error", f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"]
+            answer = json.dumps(["error", _needs_more(memory_bytes)])
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            answer = ["error", shortened(printable(f"{type(error).__name__}: {error}"), _MAX_MESSAGE_CHARACTERS)]
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+            answer = json.dumps(["error", _shown_error(error)])
+        _answer(answer.encode() + b"\n")
+
+
+def _limit(kind: int, amount: int) -> None:
+    """This process may use so much, or less where the user's limits are lower."""
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(kind, (amount if most == resource.RLIM_INFINITY else min(amount, most), most))
+
+
+def _answer(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+def _shown_error(error: BaseException) -> str:
+    return shortened(printable(f"{type(error).__name__}: {error}"), _MAX_MESSAGE_CHARACTERS)
 
 
 if __name__ == "__main__":

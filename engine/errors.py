@@ -7,7 +7,8 @@
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
     ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
     ├── ExactModeError          mode `exact` would promise nothing on this device
-    └── PoolExhaustedError      one request needs more pages than the whole pool holds
+    ├── PoolExhaustedError      one request needs more pages than the whole pool holds
+    └── NoProcessError          no process can be started to read untrusted data in; no fault of the data
 
 Each message names the field or file, its value, what was expected, and what to do next.
 """
@@ -49,3 +50,7 @@ class ExactModeError(EngineError):
 
 class PoolExhaustedError(EngineError):
     """A single request cannot fit into an empty pool."""
+
+
+class NoProcessError(EngineError):
+    """The machine cannot start the process in which untrusted data is read; the data is not at fault."""

@@ -13,8 +13,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from .errors import NoProcessError
+
 #: What a handler of everything that bad data can raise lets pass.
-STOPS = (KeyboardInterrupt, SystemExit, MemoryError)
+STOPS = (KeyboardInterrupt, SystemExit, MemoryError, NoProcessError)
 #: The largest JSON file of real models is the index of their shards, 10 MB.
 MAX_JSON_BYTES = 64 << 20
 # Tokenizers of transformers hold numbers of 31 digits.

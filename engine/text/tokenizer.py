@@ -88,8 +88,14 @@ class Tokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt that asks the assistant to answer `messages`. Raises `ChatTemplateError`."""
         if self._chat_template is None:
-            raise ChatTemplateError("this model has no chat template; give a prompt instead of messages")
+            raise _no_template()
         return self._chat_template.render(messages)
+
+    def render_all(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | ChatTemplateError]:
+        """The prompt of each of many conversations, or what `render` raises."""
+        if self._chat_template is None:
+            return [_no_template() for _ in conversations]
+        return self._chat_template.render_all(conversations)
 
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
         """Tokens of many texts, on all cores.
@@ -143,6 +149,10 @@ class Detokenizer:
         self._num_context_chars = len(self._tokenizer.decode(self._context))
         self._pending = []
         return text
+
+
+def _no_template() -> ChatTemplateError:
+    return ChatTemplateError("this model has no chat template; give a prompt instead of messages")
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

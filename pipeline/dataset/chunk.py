@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...engine.errors import ChatTemplateError
 from ...engine.request import SamplingParams
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
@@ -29,11 +30,13 @@ from . import schema as prepared
 from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens
 from .row_checks import (
     ErrorKind,
+    PromptProblem,
     RowDraft,
     check_length,
-    check_messages,
+    check_rendered,
     check_text,
     check_token_ids,
+    read_messages,
     read_sampling,
     sampling_overrides,
 )
@@ -240,6 +243,9 @@ class ChunkRows:
         self, columns: Mapping[str, list[Any]], adapters: list[str | None], undecodable: Mapping[int, list[str]]
     ) -> list[RowDraft]:
         own = [name for name in SAMPLING_COLUMNS if name in columns]
+        prompts = columns[self._prompt_role]
+        if self._prompt_role == "messages":
+            prompts = self._rendered(prompts, adapters)
         drafts = []
         for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
@@ -252,7 +258,7 @@ class ChunkRows:
                 continue  # other columns of the row may be null only because they could not be decoded
             if row_id is None:
                 draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
-            self._check_prompt(draft, columns[self._prompt_role][row], adapter)
+            self._check_prompt(draft, prompts[row], adapter)
             for problem in problems:
                 draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
         return drafts
@@ -271,10 +277,22 @@ class ChunkRows:
         if self._prompt_role == "prompt":
             check_text(draft, value)
         elif self._prompt_role == "messages":
-            check_messages(draft, value, self._job.system_prompt, self._tokenizer(adapter).render)
+            check_rendered(draft, value)
         else:
             apart = self._job.prepared_apart.get(adapter or "")
             check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)
+
+    def _rendered(self, values: list[Any], adapters: list[str | None]) -> list[str | PromptProblem]:
+        """What chat templates make of each row's messages, all rows of one template at once."""
+        found: list[Any] = [read_messages(value, self._job.system_prompt) for value in values]
+        waiting: dict[Tokenizer, list[int]] = {}
+        for row, messages in enumerate(found):
+            if not isinstance(messages, PromptProblem):
+                waiting.setdefault(self._tokenizer(adapters[row]), []).append(row)
+        for tokenizer, rows in waiting.items():
+            for row, prompt in zip(rows, tokenizer.render_all([found[row] for row in rows]), strict=True):
+                found[row] = PromptProblem.of_template(prompt) if isinstance(prompt, ChatTemplateError) else prompt
+        return found
 
     def _tokenizer(self, adapter: str | None) -> Tokenizer:
         own = adapter if adapter in self._job.prepared_apart else None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -46,6 +46,18 @@ class RowDraft:
         self.problems.append(problem.encode("utf-8", "backslashreplace").decode())
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProblem:
+    """Why messages give no prompt, as a sentence."""
+
+    sentence: str
+
+    @classmethod
+    def of_template(cls, error: ChatTemplateError) -> PromptProblem:
+        """What a chat template says about them."""
+        return cls(f"messages: {error}.")
+
+
 def check_text(draft: RowDraft, value: Any) -> None:
     """A `prompt`: text that is not empty."""
     if not isinstance(value, str) or not value:
@@ -56,32 +68,32 @@ def check_text(draft: RowDraft, value: Any) -> None:
     _set_text(draft, "prompt", value)
 
 
-def check_messages(
-    draft: RowDraft, value: Any, system_prompt: str | None, render: Callable[[list[dict[str, Any]]], str]
-) -> None:
-    """`messages`: a list of role and content, or its JSON, which the chat template accepts. `system_prompt`: put before
+def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]] | PromptProblem:
+    """`messages`, a list of role and content or its JSON, as chat templates read them. `system_prompt`: put before
     messages without a system message.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            draft.reject(
-                ErrorKind.PROMPT,
-                f"messages={_shown(value)}: not JSON ({error}). Write a list of objects with role and content.",
+            return PromptProblem(
+                f"messages={_shown(value)}: not JSON ({error}). Write a list of objects with role and content."
             )
-            return
     problem = _messages_problem(value)
     if problem is not None:
-        draft.reject(ErrorKind.PROMPT, problem)
-        return
+        return PromptProblem(problem)
     messages = [message | {"content": _joined(message.get("content"))} for message in value]
     if system_prompt is not None and not any(message["role"] in _SYSTEM_ROLES for message in messages):
         messages.insert(0, {"role": "system", "content": system_prompt})
-    try:
-        _set_text(draft, "messages", render(messages))
-    except ChatTemplateError as error:
-        draft.reject(ErrorKind.PROMPT, f"messages: {error}.")
+    return messages
+
+
+def check_rendered(draft: RowDraft, prompt: str | PromptProblem) -> None:
+    """What the chat template has made of `messages`."""
+    if isinstance(prompt, PromptProblem):
+        draft.reject(ErrorKind.PROMPT, prompt.sentence)
+    else:
+        _set_text(draft, "messages", prompt)
 
 
 def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:

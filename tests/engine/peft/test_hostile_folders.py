@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lorabatch.engine.confinement import confined
+from lorabatch.engine.errors import NoProcessError
 from lorabatch.engine.peft import audit_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -171,3 +174,17 @@ def test_a_hostile_folder_costs_only_itself(
     assert said.replace("\n", "").isprintable()
     assert max(map(len, audits[1].reasons)) < 1000
     json.dumps(audits[1].to_json()).encode()
+
+
+@pytest.mark.parametrize(
+    ("executable", "reason"), [("/nowhere/python", "No such file"), ("/bin/false", "ends at once")]
+)
+def test_a_process_that_cannot_start_is_no_fault_of_the_data(
+    monkeypatch: pytest.MonkeyPatch, plain: Any, executable: str, reason: str
+) -> None:
+    confined.cache_clear()
+    monkeypatch.setattr(sys, "executable", executable)
+    (plain.folder / "adapter_config.json").write_text('{"target_modules": "(q_proj)+"}')
+    with pytest.raises(NoProcessError, match=f"cannot start the process.*{reason}.*This machine lacks memory"):
+        audit_adapters({"innocent": plain.folder}, plain.base.config)
+    confined.cache_clear()

@@ -114,3 +114,64 @@ def test_the_compiler_computes_no_constants(source: str) -> None:
 def test_what_the_compiler_cannot_take_is_no_template(source: str, reason: str) -> None:
     with pytest.raises(ModelFilesError, match=f"chat template: .*{reason}"):
         ChatTemplate(source, SPECIAL)
+
+
+ENDLESS = "{{ 9**(9**9) }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        pytest.param(ENDLESS, "it takes more than 3 s of computing", id="a power"),
+        pytest.param(
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+            "{% endfor %}",
+            "it takes more than 3 s of computing",
+            id="loops in loops",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("{{ 'a' * 10**10 }}", "it needs more than 1 GiB of memory", id="repeated text"),
+        pytest.param("{{ 'a'.ljust(10**10) }}", "it needs more than 1 GiB of memory", id="padded text"),
+        pytest.param("{{ '%09999999999d' % 1 }}", "the chat template", id="formatted number"),
+        pytest.param("{{ [messages] * 10**9 }}", "it needs more than 1 GiB of memory", id="repeated list"),
+        pytest.param(
+            "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+            "it needs more than 1 GiB of memory",
+            id="doubled text",
+        ),
+        pytest.param("{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "makes more than 33554432", id="output"),
+        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth", id="recursion"),
+        pytest.param("{{ raise_exception('\x1b[2J' ~ 'a' * 10000) }}", r"refuses them \(\\x1b\[2Ja+…\)", id="message"),
+    ],
+)
+def test_what_a_template_may_take_has_limits(source: str, reason: str) -> None:
+    with pytest.raises(ChatTemplateError, match=reason) as raised:
+        ChatTemplate(source, SPECIAL).render(MESSAGES)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 600
+
+
+def test_a_prompt_on_which_the_template_breaks_a_limit_costs_no_other_prompt() -> None:
+    source = "{% if messages[0].content == 'bad' %}{{ 'a' * 10**10 }}{% endif %}<{{ messages[0].content }}>"
+    texts = [*map(str, range(700)), "bad", *map(str, range(700, 1000))]
+    prompts = ChatTemplate(source, SPECIAL).render_all([[{"role": "user", "content": text}] for text in texts])
+    assert [prompt for prompt in prompts if isinstance(prompt, str)] == [f"<{number}>" for number in range(1000)]
+    assert isinstance(prompts[700], ChatTemplateError)
+
+
+def test_a_template_that_always_takes_too_long_is_given_up() -> None:
+    template = ChatTemplate("{{ 'a' * 10**10 }}", SPECIAL)
+    reasons = list(map(str, template.render_all([MESSAGES] * 1000)))
+    num_tried = sum("1 GiB" in reason for reason in reasons)
+    assert 1 <= num_tried < 10
+    assert reasons[num_tried:] == ["the chat template has taken too long on others and is not tried again"] * (
+        1000 - num_tried
+    )
+    with pytest.raises(ChatTemplateError, match="not tried again"):
+        template.render(MESSAGES)
+
+
+def test_long_prompts_come_in_several_answers() -> None:
+    text = "a" * (1 << 20)
+    prompts = ChatTemplate("{{ messages[0].content }}", SPECIAL).render_all([[{"content": text}]] * 40)
+    assert prompts == [text] * 40

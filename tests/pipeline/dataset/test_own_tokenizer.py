@@ -19,7 +19,7 @@ from lorabatch.jobs.store import JobStore
 from lorabatch.jobs.validation import check_job
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
-from lorabatch.pipeline.dataset.schema import ADAPTER, TOKENS, arrow_file
+from lorabatch.pipeline.dataset.schema import ADAPTER, ERROR, TOKENS, arrow_file
 
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 
@@ -89,3 +89,23 @@ def test_a_tokenizer_that_numbers_special_tokens_otherwise_is_refused(
     refused = {a.name: a.reasons for a in found.adapters if a.is_refused}
     assert list(refused) == ["own"]
     assert "<|im_end|>" in refused["own"][0]
+
+
+def test_a_template_that_takes_too_much_costs_the_rows_of_its_adapter_only(
+    tiny_llama: Path, folders: Path, record: Callable[[], tuple[JobSpec, JobRecord]]
+) -> None:
+    (folders / "own" / "chat_template.jinja").write_text("{{ 'a' * 10**10 }}")
+    spec, found = record()
+    assert not any(adapter.is_refused for adapter in found.adapters)
+    tokens = tokens_by_adapter(spec, found)
+    with arrow_file(JobStore(spec.output).rows_source(0)) as reader:
+        table = reader.read_all()
+    errors = dict(zip(table.column(ADAPTER).to_pylist(), table.column(ERROR).to_pylist(), strict=True))
+    assert errors == {
+        "own": "messages: the chat template fails on them: it needs more than 1 GiB of memory.",
+        "plain": None,
+        None: None,
+    }
+    base = Tokenizer.from_folder(tiny_llama)
+    rendered = base.render([{"role": "user", "content": "hi"}])
+    assert tokens["plain"] == tokens[None] == base.encode_batch([rendered], is_rendered=True)[0]

@@ -1,0 +1,61 @@
+"""The process that reads untrusted data: what it computes, what ends it, and what is said when it cannot start."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lorabatch.engine.confinement import ConfinedError, ConfinedProcess
+from lorabatch.engine.peft.patterns import PART
+
+PATTERNS = "engine.peft.patterns"
+ENDLESS = [["([a-z]+)+!"], PART, ["a" * 60]]
+
+
+@pytest.fixture
+def process() -> Iterator[ConfinedProcess]:
+    process = ConfinedProcess()
+    yield process
+    process.close()
+
+
+def test_a_process_that_breaks_a_limit_is_replaced(process: ConfinedProcess) -> None:
+    with pytest.raises(ConfinedError, match="it takes more than 1 s of computing"):
+        process.run(PATTERNS, ENDLESS, 1)
+    assert process.run(PATTERNS, [["a+"], PART, ["aa", "b"]], 1) == [["aa", 0, None]]
+
+
+def test_what_a_task_raises_is_said_on_one_line_and_the_process_goes_on(process: ConfinedProcess) -> None:
+    with pytest.raises(ConfinedError, match="error: unterminated character set") as raised:
+        process.run(PATTERNS, [["*\x1b[2J"], PART, ["a"]], 1)
+    assert str(raised.value).isprintable()
+    with pytest.raises(ConfinedError, match="it needs more than 1 GiB of memory"):
+        process.run("engine.text.chat_template", ["{{ 'a' * 2**31 }}", {}, None, [[]]], 5, 1 << 30)
+    assert process.run(PATTERNS, [[], PART, []], 1) == []
+
+
+def test_values_without_a_word_in_json_arrive_as_text_and_endless_nests_not_at_all(process: ConfinedProcess) -> None:
+    task = ["{{ messages[0].at }}", {}, None, [[{"at": datetime.date(2025, 1, 2)}]]]
+    assert process.run("engine.text.chat_template", task, 5)[0] == [[False, "2025-01-02"]]
+    nest: list[Any] = []
+    for _ in range(100_000):
+        nest = [nest]
+    with pytest.raises(ConfinedError, match="it nests too deeply"):
+        process.run("engine.text.chat_template", ["", {}, None, nest], 5)
+    while nest:  # or its destruction would nest as deeply
+        nest = nest.pop()
+
+
+def test_limits_of_the_user_that_are_lower_hold() -> None:
+    code = (
+        "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 31, 1 << 31)); r.setrlimit(r.RLIMIT_CPU, (60, 60));"
+        "from lorabatch.engine.confinement import confined;"
+        f"print(confined().run({PATTERNS!r}, [['(a)+'], {PART!r}, ['aa']], 500))"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert outcome.stdout == "[['aa', 0, None]]\n", outcome.stderr
