@@ -5,7 +5,6 @@ It belongs to a base model (by content), a device, a dtype and a number of CPU t
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.local_cache import default_cache_root
+from ..engine.untrusted import parse_json
 from ..scheduler.cost import CostModel, FitQuality
-from .errors import JobRequestError
+from .errors import MALFORMED, JobRequestError
 
 _FORMAT = 1
 
@@ -52,10 +52,10 @@ class CostProfile:
 def read_profile(path: Path) -> CostProfile:
     """Raises `JobRequestError` when the file cannot be read or is no profile."""
     try:
-        return CostProfile.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return CostProfile.from_json(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise JobRequestError(f"cost_model={str(path)!r}: cannot be read ({error.strerror}). Check the path.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise JobRequestError(
             f"cost_model={str(path)!r}: not a file that `lorabatch profile` wrote ({error}). Run it again."
         ) from None

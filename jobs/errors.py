@@ -13,18 +13,26 @@
         └── JobCancelledError  130   stopped by `lorabatch cancel`
 
 Every message names the field or file, its value, what was expected, and what to do next. No message holds a
-value of `storage_options`. All of them survive pickling, because they travel from Dask workers.
+value of `storage_options`. What a message quotes has its control characters written out. All of them survive pickling,
+because they travel from Dask workers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
+
+from ..engine.untrusted import printable, shown_name
 
 
 class JobError(Exception):
     """Base of everything a job raises on purpose."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(printable(item) if isinstance(item, str) else item for item in args))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """For pickle. An error travels alone: what other libraries raised beneath it may hold signed URLs and requests,
@@ -69,6 +77,24 @@ class MissingFileError(StorageError, FileNotFoundError):
 
 class DamagedRecordError(StorageError):
     """A record under `_lorabatch` cannot be read back."""
+
+
+#: What a record of another shape than ours makes its readers raise.
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+@contextmanager
+def naming_damage(what: str) -> Iterator[None]:
+    """Raise `DamagedRecordError` for records of another shape than ours. `what`: is read inside."""
+    try:
+        yield
+    except JobError:
+        raise
+    except MALFORMED as error:
+        raise DamagedRecordError(
+            f"{what}: cannot be read back ({type(error).__name__}: {shown_name(str(error))}). Was it written by "
+            "something else?"
+        ) from error
 
 
 class ErrorBudgetError(JobError):

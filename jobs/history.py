@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.local_cache import default_cache_root, file_lock
+from ..engine.untrusted import parse_json
 from ..scheduler.cost import CostModel
 from .cost_profile import machine, profile_name
+from .errors import MALFORMED
 
 logger = logging.getLogger(__name__)
 _FORMAT = 1
@@ -101,8 +103,8 @@ def read_history(path: Path | None) -> ModelHistory:
     if path is None or not path.exists():
         return ModelHistory()
     try:
-        return ModelHistory.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return ModelHistory.from_json(parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, *MALFORMED) as error:
         logger.warning("%s: what earlier jobs have measured is not used: %s", path, error)
         return ModelHistory()
 

@@ -21,8 +21,8 @@ class RowTotals:
     @classmethod
     def of_summary(cls, summary: Mapping[str, Any]) -> Self:
         """Of a finished job."""
-        rows, errors = summary["num_rows"], summary["num_errors"]
-        return cls(rows, rows - errors, errors, summary.get("num_reused", 0))
+        rows, errors = int(summary["num_rows"]), int(summary["num_errors"])
+        return cls(rows, rows - errors, errors, int(summary.get("num_reused", 0)))
 
     @property
     def done(self) -> int:

@@ -18,7 +18,8 @@ from unicodedata import normalize
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
-from .errors import DamagedRecordError
+from ..engine.untrusted import parse_json
+from .errors import DamagedRecordError, naming_damage
 from .progress import RowTotals, time_left
 from .spec import TLS_FIELDS, JobSpec
 from .storage.redaction import redacted_url
@@ -132,7 +133,7 @@ class JobRecord(_Frozen):
     def from_json(cls, data: bytes) -> JobRecord:
         """The record that `to_json` wrote. Raises `DamagedRecordError`."""
         try:
-            raw = json.loads(data)
+            raw = parse_json(data)
             if raw.get("format") != RECORD_FORMAT:
                 raise DamagedRecordError(
                     f"job.json format={raw.get('format')!r}: this version reads {RECORD_FORMAT}. "
@@ -146,10 +147,11 @@ class JobRecord(_Frozen):
         """The spec again, with fresh storage options; what `resume` starts from. `overrides`: None is as recorded."""
         given = {name: value for name, value in overrides.items() if value is not None}
         recorded = dict(self.spec)
-        if not (recorded | given)["cluster"].startswith("tls://"):
-            # Those of the cluster it ran on before.
-            recorded |= dict.fromkeys(TLS_FIELDS)
-        return JobSpec(**recorded | {"storage_options": storage_options or {}} | given)
+        with naming_damage("job.json spec"):
+            if not (recorded | given)["cluster"].startswith("tls://"):
+                # Those of the cluster it ran on before.
+                recorded |= dict.fromkeys(TLS_FIELDS)
+            return JobSpec(**recorded | {"storage_options": storage_options or {}} | given)
 
 
 def public_spec(spec: JobSpec) -> dict[str, Any]:
@@ -329,8 +331,10 @@ class JobState:
     def from_json(cls, data: bytes) -> JobState:
         """The state that `to_json` wrote; keys of newer versions are dropped. Raises `DamagedRecordError`."""
         try:
-            return _JOB_STATE.validate_json(data)
-        except ValidationError as error:
+            state = _JOB_STATE.validate_json(data)
+            json.dumps(dataclasses.asdict(state), allow_nan=False)
+            return state
+        except (ValidationError, ValueError) as error:
             raise DamagedRecordError(f"state.json: cannot be read back ({error}).") from None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..engine.untrusted import parse_json
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError
 from .record import JobRecord, JobState
 from .storage.location import Location
@@ -35,7 +36,7 @@ _PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 def _json_object(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -346,7 +347,7 @@ class JobStore:
 
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
-            value = json.loads(self.location.read(name))
+            value = parse_json(self.location.read(name))
         except ValueError as error:
             raise DamagedRecordError(f"{name}: cannot be read back ({error}).") from None
         if not isinstance(value, dict):

@@ -18,11 +18,13 @@ from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...scheduler.cost import CostModel
+from ..untrusted import shown
 
 MessageT = TypeVar("MessageT")
 _Convert = Callable[[Any], Any]
 #: Types that annotations name for type checkers only: importing them takes numpy.
 _NOT_IMPORTED = {"CostModel": CostModel}
+_UNKNOWN_SHOWN = 8
 _PLAIN = (bool, int, float, str, bytes, NoneType, Any)
 
 
@@ -51,10 +53,11 @@ class Codec(Generic[MessageT]):
     def decode(self, plain: Any) -> MessageT:
         """The message that `encode` was given. Raises `MessageError`."""
         if not isinstance(plain, Mapping) or "type" not in plain:
-            raise MessageError(f"{plain!r}: expected a message with its type")
-        kind = self._types.get(plain["type"])
+            raise MessageError(f"{shown(plain)}: expected a message with its type")
+        name = plain["type"]
+        kind = self._types.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise MessageError(f"type={plain['type']!r}: expected one of {', '.join(self._types)}")
+            raise MessageError(f"type={shown(name)}: expected one of {', '.join(self._types)}")
         message: MessageT = from_plain(kind, {name: value for name, value in plain.items() if name != "type"})
         return message
 
@@ -69,10 +72,22 @@ def to_plain(value: Any) -> dict[str, Any]:
 def from_plain(kind: Any, plain: Mapping[str, Any]) -> Any:
     """The dataclass of type `kind` that `to_plain` was given. Raises `MessageError`."""
     _, decoders = _dataclass_converters(kind)
+    if not isinstance(plain, Mapping):
+        raise MessageError(f"{kind.__name__}: {shown(plain)}, expected its fields")
     if plain.keys() != decoders.keys():
-        missing, unknown = sorted(decoders.keys() - plain.keys()), sorted(plain.keys() - decoders.keys())
-        raise MessageError(f"{kind.__name__}: missing fields {missing}, unknown fields {unknown}")
-    return kind(**{name: decode(plain[name]) for name, decode in decoders.items()})
+        missing = sorted(decoders.keys() - plain.keys())
+        unknown = sorted(map(shown, plain.keys() - decoders.keys()))[:_UNKNOWN_SHOWN]
+        raise MessageError(f"{kind.__name__}: missing fields {missing}, unknown fields [{', '.join(unknown)}]")
+    return kind(**{name: _decoded(kind, name, decode, plain[name]) for name, decode in decoders.items()})
+
+
+def _decoded(kind: Any, name: str, decode: _Convert, value: Any) -> Any:
+    try:
+        return decode(value)
+    except MessageError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise MessageError(f"{kind.__name__}.{name}={shown(value)}: not of the field's type ({error})") from None
 
 
 @cache

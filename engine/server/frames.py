@@ -14,6 +14,7 @@ import msgpack
 
 from ..config import EngineConfig
 from ..request import EngineTelemetry, ExportedRow, Result
+from ..untrusted import shown_name
 from .codec import Codec, MessageError
 
 _LENGTH = struct.Struct("<I")
@@ -142,6 +143,15 @@ def encode_frame(codec: Codec[MessageT], message: MessageT) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def unpacked(body: bytes) -> Any:
+    """The plain value of msgpack. Raises `MessageError`."""
+    try:
+        return msgpack.unpackb(body, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        why = shown_name(str(error) or type(error).__name__)
+        raise MessageError(f"a frame of {len(body)} bytes is no msgpack: {why}") from None
+
+
 def write_frame(stream: IO[bytes], codec: Codec[MessageT], message: MessageT) -> None:
     """Write one message and flush. Raises `OSError` when the other side is gone, `MessageError`."""
     stream.write(encode_frame(codec, message))
@@ -157,8 +167,4 @@ def read_frame(stream: IO[bytes], codec: Codec[MessageT]) -> MessageT | None:
     body = stream.read(size)
     if len(body) < size:
         return None
-    try:
-        plain: Any = msgpack.unpackb(body, raw=False, strict_map_key=True)
-    except ValueError as error:
-        raise MessageError(f"a frame of {size} bytes is no msgpack: {error}") from None
-    return codec.decode(plain)
+    return codec.decode(unpacked(body))

@@ -17,7 +17,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ..errors import JobRequestError
+from ..errors import JobRequestError, naming_damage
 from ..input.columns import readable_values
 from ..record import JobRecord
 from ..status.job_status import JobStatus, read_status
@@ -42,6 +42,7 @@ class ErrorRow:
     reason: str
 
 
+@naming_damage("the job's records")
 def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
     """The report of the job in `store`, as HTML. Everything that came from outside is escaped.
 

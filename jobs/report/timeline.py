@@ -8,12 +8,14 @@ several coordinators. All times are seconds since the run began.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
 from typing import Any, Literal
 
 from ...scheduler.scheduler import BEGINNING
+from ..errors import MALFORMED
 from ..status.worker_names import WorkerNames
 
 SpanEnd = Literal["committed", "failed", "recalled", "lost", "open"]
@@ -140,7 +142,9 @@ def read_timelines(records: Iterable[Mapping[str, Any]], ended_at_s: float | Non
         is_beginning = record.get("kind") == BEGINNING
         if not runs or (is_beginning and record.get("run_id", "") != runs[-1].run_id):
             runs.append(_RunReader(record.get("run_id")))
-        runs[-1].read(record)
+        # A line that says something else than ours is passed over, as a torn one is.
+        with suppress(*MALFORMED):
+            runs[-1].read(record)
     closed = [run.closed(ended_at_s if run is runs[-1] else None) for run in runs]
     return [timeline for timeline in closed if timeline.tracks]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ..errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind
+from ..errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind, naming_damage
 from ..progress import RowTotals
 from ..record import BEGINNING_PHASES, JobRecord, JobState
 from ..storage.redaction import redacted_url
@@ -80,7 +80,8 @@ class JobStatus:
     def totals(self) -> RowTotals | None:
         """Its rows; None before its first run."""
         if self.summary and (self.is_finished or self.state is None):
-            return RowTotals.of_summary(self.summary)
+            with naming_damage("summary.json"):
+                return RowTotals.of_summary(self.summary)
         return None if self.state is None else self.state.totals
 
     @property

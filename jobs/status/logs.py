@@ -10,11 +10,13 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from ...scheduler.scheduler import BEGINNING
+from ..errors import MALFORMED, naming_damage
 from ..progress import RowTotals, clock
 from ..store import JobStore
 from .job_status import JobStatus, read_status
@@ -56,7 +58,9 @@ def log_lines(store: JobStore, *, follow: bool = False) -> Iterator[str]:
         # Asked before the logs are read: what is said last is seen.
         status = read_status(store)
         is_last = status.is_resting or not follow
-        yield from (line.to_text() for line in reader.new_lines(status, is_last=is_last))
+        with naming_damage("the job's records"):
+            lines = [line.to_text() for line in reader.new_lines(status, is_last=is_last)]
+        yield from lines
         if is_last:
             return
         time.sleep(interval_s)
@@ -85,7 +89,9 @@ class _LogReader:
         if self.store.has_plan_facts() and self._story.plan is None:
             self._story.plan = self.store.read_plan_facts()
         for record in records:
-            lines += self._story.read(record)
+            # A line that says something else than ours is passed over, as a torn one is.
+            with suppress(*MALFORMED):
+                lines += self._story.read(record)
         for name, text in self.store.read_logs().items():
             lines += self._lines_of(name, text, is_last)
         lines.sort(key=lambda line: line.time_s)

@@ -100,6 +100,10 @@ def decode_journal(journal: bytes) -> Iterator[RowAnswer | BegunRow]:
         body = journal[start : start + size]
         if len(body) < size or zlib.crc32(body) != checksum:
             return
-        values = msgpack.unpackb(body, raw=False, use_list=False)
-        yield BegunRow(**values) if isinstance(values, dict) else RowAnswer(*values)
+        try:
+            values = msgpack.unpackb(body, raw=False, use_list=False)
+            row = BegunRow(**values) if isinstance(values, dict) else RowAnswer(*values)
+        except (TypeError, ValueError, msgpack.UnpackException):
+            return
+        yield row
         start += size

@@ -12,7 +12,9 @@ import msgpack
 from distributed import Worker
 
 from ...engine.request import ExportedRow
-from ...engine.server.codec import Codec
+from ...engine.server.codec import Codec, MessageError
+from ...engine.server.frames import unpacked
+from ...engine.untrusted import printable
 from ..supervisor.open_shard import ServedRow
 
 logger = logging.getLogger(__name__)
@@ -137,9 +139,14 @@ class Peers:
         except Exception as error:
             raise PeerLostError(f"{address} does not answer ({error or type(error).__name__})") from None
         # Dask replies with a string where no such operation is served.
-        reply = _unpacked(_REPLIES, answer["body"]) if isinstance(answer, dict) else Refused("no engine of this run")
+        try:
+            reply = (
+                _unpacked(_REPLIES, answer["body"]) if isinstance(answer, dict) else Refused("no engine of this run")
+            )
+        except MessageError as error:
+            raise PeerLostError(f"{address}: {error}") from None
         if isinstance(reply, Refused):
-            raise PeerLostError(f"{address}: {reply.reason}")
+            raise PeerLostError(f"{address}: {printable(str(reply.reason))}")
         return cast(ReplyT, reply)
 
     def send(self, address: str, request: PeerRequest[Accepted]) -> None:
@@ -179,7 +186,7 @@ def _packed(codec: Codec[Any], message: object) -> bytes:
 
 
 def _unpacked(codec: Codec[Any], body: bytes) -> Any:
-    return codec.decode(msgpack.unpackb(body, raw=False))
+    return codec.decode(unpacked(body))
 
 
 def _op(run_id: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...jobs.errors import DamagedRecordError, InputRowsError
+from ...jobs.errors import InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.record import JobRecord, adapter_problem
 from ...jobs.spec import ErrorBudget
@@ -183,7 +183,7 @@ def serving_adapters(record: JobRecord) -> tuple[AdapterInfo, ...]:
 def read_plan(store: JobStore) -> JobPlan:
     """The plan that `plan_job` wrote. Raises `MissingFileError` or `DamagedRecordError`."""
     facts = store.read_plan_facts() if store.has_plan_facts() else _first_facts(store)
-    try:
+    with naming_damage("plan.json"):
         return JobPlan(
             shards=tuple(Shard.from_json(shard) for shard in facts["shards"]),
             num_rows=facts["num_rows"],
@@ -191,8 +191,6 @@ def read_plan(store: JobStore) -> JobPlan:
             adapter_names=tuple(tuple(names) for names in facts["adapter_names"]),
             predicted_s=facts["predicted_s"],
         )
-    except (KeyError, TypeError) as error:
-        raise DamagedRecordError(f"plan.json: cannot be read back ({error}). Start again with --overwrite.") from None
 
 
 def plan_facts(plan: JobPlan) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ModelFilesError, UnsupportedModelError
+from ...untrusted import shown
 from .file import ARCHITECTURES, GgufFile
 
 # Llama 3.1's rotary factors, precomputed by llama.cpp; they come back as `rope_parameters` in config.json.
@@ -83,7 +84,7 @@ def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
         parameters |= {"rope_type": "linear", "factor": _shortest_float(gguf.require("rope.scaling.factor"))}
     elif kind != "none":
         raise UnsupportedModelError(
-            f"{gguf.path}: rope.scaling.type={kind!r} is not supported. Supported: none, linear."
+            f"{gguf.path}: rope.scaling.type={shown(kind)} is not supported. Supported: none, linear."
         )
     if ROPE_FACTORS in gguf.tensors:
         parameters |= _llama3_rope(gguf, head_dim)

@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...errors import ModelFilesError, UnsupportedModelError
+from ...errors import EngineError, ModelFilesError, UnsupportedModelError
 from ...local_cache import default_cache_root, file_lock
+from ...untrusted import STOPS, shown_name
 from .config import ROPE_FACTORS, model_config, token_id_config
 from .file import GgufFile, open_binary, open_gguf
 from .tokenizer import write_tokenizer
@@ -85,16 +86,10 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) 
     architecture, tensor, rotary setting or tokenizer that would not be converted exactly.
     """
     gguf = open_gguf(gguf_path)
-    names = _checkpoint_names(gguf)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        dtype = _storage_dtype(gguf)
-        _write_json(scratch / "config.json", model_config(gguf, dtype))
-        _write_json(scratch / "generation_config.json", token_id_config(gguf))
-        write_tokenizer(gguf.metadata, scratch)
-        _write_weights(gguf, names, dtype, scratch, shard_bytes)
-        _make_readable(scratch)
+        _convert(gguf, scratch, shard_bytes)
         try:
             os.replace(scratch, folder)
         except OSError:
@@ -102,6 +97,25 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) 
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int) -> None:
+    try:
+        names = _checkpoint_names(gguf)
+        dtype = _storage_dtype(gguf)
+        _write_json(scratch / "config.json", model_config(gguf, dtype))
+        _write_json(scratch / "generation_config.json", token_id_config(gguf))
+        write_tokenizer(gguf.metadata, scratch)
+        _write_weights(gguf, names, dtype, scratch, shard_bytes)
+        _make_readable(scratch)
+    except (*STOPS, EngineError, OSError):
+        raise
+    except BaseException as error:
+        # Text where a number should be, a vocabulary without tokens, a panic of the tokenizer library.
+        raise ModelFilesError(
+            f"{gguf.path}: its metadata or tensors do not fit together ({type(error).__name__}: "
+            f"{shown_name(str(error))}). Fetch the file again."
+        ) from None
 
 
 def _make_readable(folder: Path) -> None:
@@ -115,13 +129,19 @@ def _checkpoint_names(gguf: GgufFile) -> dict[str, str]:
     """GGUF tensor name -> checkpoint tensor name, for every tensor; missing and unknown ones are refused."""
     of_block = {**_BLOCK_TENSORS, **(_QWEN2_BIASES if gguf.architecture == "qwen2" else {})}
     names = dict(_TOP_TENSORS)
-    for block in range(int(gguf.require("block_count"))):
+    num_blocks = int(gguf.require("block_count"))
+    if num_blocks > len(gguf.tensors):
+        raise ModelFilesError(
+            f"{gguf.path}: block_count={num_blocks} and {len(gguf.tensors)} tensors: it is incomplete. Fetch it again."
+        )
+    for block in range(num_blocks):
         names |= {f"blk.{block}.{ours}": f"model.layers.{block}.{theirs}" for ours, theirs in of_block.items()}
     unknown = sorted(gguf.tensors.keys() - names.keys() - {ROPE_FACTORS})
     if unknown:
         raise UnsupportedModelError(
-            f"{gguf.path}: tensors with no place in a {gguf.architecture} model: {', '.join(unknown[:5])}"
-            f"{' …' if len(unknown) > 5 else ''}. Dense models only; give a Hugging Face folder instead."
+            f"{gguf.path}: tensors with no place in a {gguf.architecture} model: "
+            f"{', '.join(map(shown_name, unknown[:5]))}{' …' if len(unknown) > 5 else ''}. "
+            "Dense models only; give a Hugging Face folder instead."
         )
     missing = sorted(names.keys() - gguf.tensors.keys() - {"output.weight"})
     if missing:

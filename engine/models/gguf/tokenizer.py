@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UnsupportedModelError
+from ...untrusted import shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # `tokenizer.ggml.token_type` values (GGUF specification).
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+# Each is cut at every place.
+_MAX_PIECE_CHARACTERS = 1024
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_AND_SPACES
@@ -58,7 +61,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         tokenizer, adds_bos = _sentencepiece(metadata)
     else:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.model={kind!r}: not supported. Supported: 'gpt2', 'llama'. "
+            f"tokenizer.ggml.model={shown(kind)}: not supported. Supported: 'gpt2', 'llama'. "
             "Give the model's Hugging Face folder instead."
         )
     _mark_special_tokens(tokenizer, metadata)
@@ -78,7 +81,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     rules = _RULES.get(name)
     if rules is None:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.pre={name!r}: its splitting rules are not known here. Supported: "
+            f"tokenizer.ggml.pre={shown(name)}: its splitting rules are not known here. Supported: "
             f"{', '.join(sorted(_RULES))}. Give the model's Hugging Face folder instead."
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
@@ -123,6 +126,12 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
 
 def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Every split of a piece into two pieces is a merge; the better the piece's score, the earlier."""
+    longest = max(map(len, vocabulary), default=0)
+    if longest > _MAX_PIECE_CHARACTERS:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.tokens: a token of {longest} characters, expected at most {_MAX_PIECE_CHARACTERS}. "
+            "Give the model's Hugging Face folder instead."
+        )
     ranked: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():
         for cut in range(1, len(piece)):

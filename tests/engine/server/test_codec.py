@@ -98,3 +98,29 @@ def test_missing_and_unknown_fields_are_named() -> None:
 def test_a_type_whose_fields_cannot_travel_is_refused_when_the_codec_is_made(kind: type[Any]) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__}.*cannot travel"):
         Codec(kind)
+
+
+@pytest.mark.parametrize(
+    ("plain", "reason"),
+    [
+        (None, "None: expected a message"),
+        ({"type": ["Draw"]}, r"type=\['Draw'\]: expected one of"),
+        ({"type": "Draw\x1b[2J"}, r"type='Draw\\x1b\[2J': expected one of"),
+        ({"type": "Stop", 7: 1}, r"missing fields \['reason'\], unknown fields \[7\]"),
+        ({"type": "Stop", **dict.fromkeys(map(str, range(10_000)))}, "unknown fields"),
+    ],
+)
+def test_what_is_no_message_is_named_on_one_short_line(plain: Any, reason: str) -> None:
+    with pytest.raises(MessageError, match=reason) as raised:
+        CODEC.decode(plain)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [("points", 7), ("points", [None]), ("points", ["x"]), ("spans", [[1, 2, 3]]), ("origin", 1), ("by_name", [1])],
+)
+def test_values_of_another_type_are_named_with_their_field(field_name: str, value: Any) -> None:
+    with pytest.raises(MessageError, match=f"Draw.{field_name}=|Point: .*expected its fields"):
+        CODEC.decode(CODEC.encode(FULL) | {field_name: value})

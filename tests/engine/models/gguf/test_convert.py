@@ -390,3 +390,47 @@ def test_arrays_in_arrays_are_refused_as_damage(tmp_path):
     path.write_bytes(head + struct.pack("<Q", 1) + b"x" + levels)
     with pytest.raises(ModelFilesError, match="damaged or cut short"):
         convert_gguf(path, tmp_path / "out")
+
+
+def described(*values: bytes, tensors: int = 0) -> bytes:
+    """A GGUF file that is nothing but metadata; `values`: type and content of each."""
+    keys = (struct.pack("<Q", 1) + b"x" + value for value in values)
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, len(values)) + b"".join(keys)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (described(struct.pack("<IIQ", 9, 0, 2**63)), "9223372036854775809 values, expected at most 3000000"),
+        (described(struct.pack("<IIQ", 9, 8, 2**64 - 1)), "18446744073709551616 values, expected"),
+        (described(struct.pack("<IIQ", 9, 6, 2_000_000) + bytes(100)), "a value of 8000000 bytes in a file of"),
+        (described(struct.pack("<IIQ", 9, 9, 1)), "an array in an array"),
+        (described(struct.pack("<IQ", 8, 2**63)), "a value of 9223372036854775808 bytes"),
+        (described(struct.pack("<I", 77)), "a value of type 77"),
+        (described(tensors=2**63), "values, expected at most"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "values, expected at most"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 1), "its metadata ends with the file"),
+    ],
+)
+def test_lengths_that_no_file_can_have_are_refused_before_anything_is_made_of_them(tmp_path, content, reason):
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(ModelFilesError, match=f"damaged or cut short .*{reason}"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_metadata_that_does_not_fit_together_is_refused_by_name(llama, tmp_path):
+    tensors = gguf_tensors(llama, is_llama=True)
+    for number, (key, value, reason) in enumerate(
+        [
+            ("tokenizer.ggml.eos_token_id", "text", "do not fit together"),
+            ("llama.attention.head_count_kv", "\x1b[2J", "do not fit together"),
+            ("llama.block_count", 2**31, "block_count=2147483648 and"),
+            ("tokenizer.ggml.pre", "\x1b[2J", r"pre='\\x1b\[2J'"),
+        ]
+    ):
+        path = write_gguf(tmp_path / f"{number}.gguf", tensors, metadata={key: value})
+        with pytest.raises((ModelFilesError, UnsupportedModelError), match=reason) as raised:
+            convert_gguf(path, tmp_path / "out")
+        assert str(raised.value).isprintable()
+        assert not (tmp_path / "out").exists()
