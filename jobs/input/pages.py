@@ -78,14 +78,18 @@ def _pages(stored: memoryview, num_values: int) -> Iterator[_Page]:
             raise ValueError(f"more than {_MAX_PAGES} pages in one column")
         header, position = _struct(stored, position, 0)
         data = header.get(5) or header.get(8) or header.get(7) or {}
+        if not isinstance(data, dict):
+            raise ValueError("the header of a page is damaged")
         kind, num_bytes, stored_bytes = (header.get(field, 0) for field in (1, 2, 3))
-        page_values = data.get(1, 0)
+        page_values, encoding = data.get(1, 0), data.get(4 if kind == _DATA_2 else 2, 0)
+        # A field of another type is None or a struct here.
+        if not all(isinstance(number, int) for number in (kind, num_bytes, stored_bytes, page_values, encoding)):
+            raise ValueError("the header of a page is damaged")
         if min(num_bytes, stored_bytes, page_values) < 0 or position + stored_bytes > len(stored):
             raise ValueError("the header of a page is damaged")
         body = stored[position : position + stored_bytes]
         position += stored_bytes
         if kind in (_DATA, _DATA_2, _DICTIONARY):
-            encoding = data.get(4 if kind == _DATA_2 else 2, 0)
             yield _Page(kind, page_values, max(num_bytes, stored_bytes), encoding, body)
         if kind in (_DATA, _DATA_2):
             num_values -= page_values

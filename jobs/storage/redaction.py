@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...engine.untrusted import printable
+
 _MASK = "***"
 _SCHEME = r"[a-zA-Z][a-zA-Z0-9+._-]*"
 # What stands before an "@" may hold any sign, a quote or a bracket too.
@@ -99,7 +101,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url: str = "") -> str:
     """One plain sentence for what storage answered about `url`, and what to do. Free of secrets."""
-    detail = scrubbed(str(error), storage_options, url) or type(error).__name__
+    detail = printable(scrubbed(str(error), storage_options, url) or type(error).__name__)
     kind = type(error).__name__
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
         return f"access was refused ({detail}). Check the permissions of the file and of the folders above it."

@@ -97,9 +97,10 @@ def _fuzz(name: str, seconds: float, seed: int, save: Path) -> None:
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
 
-    import lorabatch.engine.peft.patterns as patterns
+    from lorabatch.engine.peft import patterns
+    from lorabatch.engine.text import chat_template
 
-    patterns.CPU_S = 1
+    patterns.CPU_S = chat_template.CPU_S = 1
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, most))
     target, began_s = TARGETS[name], time.monotonic()

@@ -15,6 +15,8 @@ from fuzz_values import Raw, changed, damaged, scalars
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.request import EngineTelemetry
 from lorabatch.engine.server.codec import MessageError, to_plain
 from lorabatch.engine.server.frames import FROM_ENGINE, TO_ENGINE, FromEngine, ToEngine, read_frame, unpacked
 from lorabatch.pipeline.messages import CoordinatorStarted, PublishedState, StopRun, WorkerReport
@@ -25,7 +27,11 @@ from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 
 def _messages(*kinds: Any) -> SearchStrategy[Any]:
     """Messages with fields of the types that they should have."""
-    st.register_type_strategy(type(CPU_SMOLLM2_135M), st.just(CPU_SMOLLM2_135M))
+    counts, costs = st.none() | st.integers(1, 2**40), st.none() | st.just(CPU_SMOLLM2_135M)
+    st.register_type_strategy(EngineConfig, st.builds(EngineConfig, max_batch_rows=counts, cost=costs))
+    st.register_type_strategy(
+        EngineTelemetry, st.builds(EngineTelemetry, num_running=st.integers(), busy_s=st.floats())
+    )
     return st.sampled_from([kind for given in kinds for kind in (get_args(given) or (given,))]).flatmap(st.builds)
 
 

@@ -36,7 +36,7 @@ from lorabatch.jobs.history import AnswerLengths, ModelHistory, read_history
 from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema
 from lorabatch.jobs.report.page import write_report
-from lorabatch.jobs.spec import JobSpec, read_job_file
+from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
 from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
@@ -263,13 +263,9 @@ _YAML_LINES = (
 
 
 def _read_job(folder: Path) -> Iterator[str]:
-    path = folder / "job.yaml"
-    spec, problems, _ = JobSpec.as_far_as_valid(read_job_file(path, {}))
-    yield from problems
-    if not problems:
-        yield repr(spec)
-        spec.with_absolute_paths()
-    requested_job({}, path)
+    spec = requested_job({}, folder / "job.yaml")
+    yield repr(spec)
+    spec.with_absolute_paths()
 
 
 # Records
