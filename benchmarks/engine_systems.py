@@ -143,12 +143,12 @@ def run_gemm_ceiling(workload: EngineWorkload, *, is_packed: bool) -> Measured:
     shapes = model.linear_shapes()
     head = Linear(torch.randn(shapes.pop("lm_head")), None, is_packed=is_packed)
     linears = [Linear(torch.randn(shape), None, is_packed=is_packed) for shape in shapes.values()]
-    inputs = {n: torch.randn(512, n) for n in {linear.pristine.shape[1] for linear in [*linears, head]}}
+    inputs = {n: torch.randn(512, n) for n in {linear.shape[1] for linear in [*linears, head]}}
 
     def multiply(rows: int, sampled: int) -> None:
         for linear in linears:
-            linear(inputs[linear.pristine.shape[1]][:rows])
-        head(inputs[head.pristine.shape[1]][:sampled])
+            linear(inputs[linear.shape[1]][:rows])
+        head(inputs[head.shape[1]][:sampled])
 
     lengths = sorted(row.num_tokens for row in workload.rows)
     with torch.inference_mode():

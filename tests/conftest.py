@@ -21,8 +21,9 @@ settings.load_profile("short")
 # set their numbers themselves. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Jobs of tests neither use what others have measured nor keep it.
+# Jobs of tests neither use what others have measured or packed, nor keep it.
 os.environ["LORABATCH_HISTORY"] = "off"
+os.environ["LORABATCH_WEIGHT_CACHE"] = "off"
 
 # Triton reads this when it is imported, so it stands before any test module is. TRITON_INTERPRET=0 tests the
 # kernels on a GPU instead.

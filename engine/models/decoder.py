@@ -5,12 +5,14 @@ Legend: T tokens of the step, H query heads, K key/value heads, D head_dim. `poo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ...kernels.packed_weight import PackedWeight
 from ...kernels.paged_attention.cpu import paged_attention
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSegment, PreparedLora
@@ -37,6 +39,9 @@ class Decoder:
 
     `linears` holds the head and projections by checkpoint name, `tensors` what is no linear layer. Both, and the
     layers' linears, may be replaced between two steps.
+
+    `weights`: by checkpoint name, taken out one by one. `packed`: linear layers that were packed before, by
+    `joined_name`; their plain weights need not be in `weights`. `is_packed`: all others are packed now.
     """
 
     #: Steps are built so that what a row computes depends on that row alone.
@@ -44,14 +49,22 @@ class Decoder:
     #: All plain LoRA pairs merge in one launch, into buffers whose addresses stay.
     merges_by_kernel: ClassVar[bool] = False
 
-    def __init__(self, model: ModelConfig, weights: dict[str, Tensor], *, is_packed: bool) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        weights: dict[str, Tensor],
+        *,
+        is_packed: bool,
+        packed: Mapping[str, PackedWeight] | None = None,
+    ) -> None:
         self.model = model
+        source = _Weights(weights, packed or {}, is_packed)
         embeddings = weights[f"{model.names.embedding}.weight"]
         ropes: list[RopeConfig] = []
         self.layers = [
             DecoderLayer(
                 index,
-                {site: _packed_linear(model, weights, index, site, is_packed) for site in PACKED_SITES},
+                {site: source.linear(modules_of_site(model, index, site)) for site in PACKED_SITES},
                 _full_names(model, index),
                 _number_of(rope, ropes),
             )
@@ -59,12 +72,12 @@ class Decoder:
         ]
         self._ropes = [Rope(rope, embeddings.device) for rope in ropes]
         self.linears = {
-            module: Linear(weights.pop(f"{module}.weight"), None, is_packed=is_packed)
+            module: source.whole(module)
             for module in (model.names.project_in, model.names.project_out, None if model.is_tied else HEAD)
             if module is not None
         }
         if model.is_tied:
-            self.linears[HEAD] = Linear(embeddings, None, is_packed=is_packed)
+            self.linears[HEAD] = source.whole(HEAD, embeddings)
         self.tensors = dict(weights)
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
@@ -158,15 +171,42 @@ class Decoder:
         return self._with_lora(layer, "down", active, batch.spans)
 
 
-def _packed_linear(
-    model: ModelConfig, weights: dict[str, Tensor], layer: int, site: PackedSite, is_packed: bool
-) -> Linear:
-    """Join the members' weights (taken out of `weights`) into one layer."""
-    modules = [member.module for member in packed_members(model, layer, site)]
-    weight = torch.cat([weights.pop(f"{module}.weight") for module in modules])
-    biases = [weights.pop(f"{module}.bias") for module in modules if f"{module}.bias" in weights]
-    assert len(biases) in (0, len(modules)), f"{site}: {len(biases)} of {len(modules)} members have a bias"
-    return Linear(weight, torch.cat(biases) if biases else None, is_packed=is_packed)
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Makes linear layers of a base's weights, see `Decoder`."""
+
+    plain: dict[str, Tensor]
+    packed: Mapping[str, PackedWeight]
+    is_packed: bool
+
+    def linear(self, modules: Sequence[str]) -> Linear:
+        """One layer of the modules' weights, joined, and their biases (taken out of `plain`)."""
+        biases = [self.plain.pop(f"{module}.bias") for module in modules if f"{module}.bias" in self.plain]
+        assert len(biases) in (0, len(modules)), f"{modules}: {len(biases)} of {len(modules)} members have a bias"
+        bias = torch.cat(biases) if biases else None
+        packed = self.packed.get(joined_name(modules))
+        if packed is not None:
+            return Linear.of_packed(packed, bias)
+        weight = torch.cat([self.plain.pop(f"{module}.weight") for module in modules])
+        return Linear(weight, bias, is_packed=self.is_packed)
+
+    def whole(self, module: str, weight: Tensor | None = None) -> Linear:
+        """A layer of one module in no decoder layer. `weight`: it shares this one with another."""
+        packed = self.packed.get(joined_name([module]))
+        if packed is not None:
+            return Linear.of_packed(packed, None)
+        weight = self.plain.pop(f"{module}.weight") if weight is None else weight
+        return Linear(weight, None, is_packed=self.is_packed)
+
+
+def modules_of_site(model: ModelConfig, layer: int, site: PackedSite) -> list[str]:
+    """The modules whose weights are joined at a site, in order."""
+    return [member.module for member in packed_members(model, layer, site)]
+
+
+def joined_name(modules: Sequence[str]) -> str:
+    """The name of one linear layer of these modules' weights."""
+    return "+".join(modules)
 
 
 def _full_names(model: ModelConfig, layer: int) -> LayerNorms:

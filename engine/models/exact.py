@@ -10,13 +10,14 @@ take one row at a time. Seen with torch 2.13 on AVX-512; `tests/engine/test_exac
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels.native import native_build
-from ...kernels.packed_weight import can_pack
+from ...kernels.packed_weight import PackedWeight, can_pack
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.segment_lora import LoraSegment, add_lora_
 from ..errors import ExactModeError
@@ -34,8 +35,15 @@ class ExactDecoder(Decoder):
 
     is_exact = True
 
-    def __init__(self, model: ModelConfig, weights: dict[str, Tensor], *, is_packed: bool) -> None:
-        super().__init__(model, weights, is_packed=is_packed)
+    def __init__(
+        self,
+        model: ModelConfig,
+        weights: dict[str, Tensor],
+        *,
+        is_packed: bool,
+        packed: Mapping[str, PackedWeight] | None = None,
+    ) -> None:
+        super().__init__(model, weights, is_packed=is_packed, packed=packed)
         self._is_compiled = native_build() is not None and self._dtype == torch.float32
         if model.activation != "relu" and not (model.activation == "silu" and self._is_compiled):
             self._activation = _row_by_row(self._activation)

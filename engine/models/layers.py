@@ -1,8 +1,9 @@
 """The layers of a decoder: linear layers with replaceable weights, activations and norms.
 
-A linear layer's `pristine` weight is never written to. On CPU in fp32 the layer computes with a packed copy; replacing
-means packing another weight, restoring means taking the packed pristine copy again. Elsewhere the layer computes with
-`pristine` itself until the first replacement, then with a live buffer of a fixed address.
+A linear layer's `pristine` weight is never written to. On CPU in fp32 the layer has a packed copy, and a plain one once
+an adapter was merged into it; replacing means packing another weight, restoring means taking the packed pristine copy
+again. Elsewhere the layer computes with `pristine` itself until the first replacement, then with a live buffer of a
+fixed address.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from ...kernels.packed_weight import PackedWeight, pack
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
 from ..model_config.model import Activation, ModelConfig
 
+# Stands for the plain weight of a packed layer.
+_NO_WEIGHT = torch.empty(0)
 Activate = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor, str], Tensor]
 _FUNCTIONS: Mapping[Activation, Activate] = {
@@ -32,16 +35,44 @@ _FUNCTIONS: Mapping[Activation, Activate] = {
 class Linear:
     """`y = x W^T + bias`, `x` [num_tokens, in_features], W [out_features, in_features].
 
-    `is_packed`: only for weights that `can_pack`.
+    `is_packed`: only for weights that `can_pack`. `weight` itself is not kept then.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, is_packed: bool) -> None:
-        self.pristine = weight
+        self._hold(None if is_packed else weight, pack(weight) if is_packed else None, bias)
+
+    @classmethod
+    def of_packed(cls, packed: PackedWeight, bias: Tensor | None) -> Linear:
+        """A layer whose weight was packed before."""
+        linear = cls.__new__(cls)
+        linear._hold(None, packed, bias)
+        return linear
+
+    def _hold(self, plain: Tensor | None, packed: PackedWeight | None, bias: Tensor | None) -> None:
+        """Either a plain weight or a packed one."""
+        self._plain_pristine = _NO_WEIGHT if plain is None else plain
+        self._live = self._plain_pristine
+        self._packed_pristine = packed
+        self._packed = packed
         self.pristine_bias = bias
         self.bias = bias
-        self._live = weight
-        self._packed_pristine: PackedWeight | None = pack(weight) if is_packed else None
-        self._packed = self._packed_pristine
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features] of the pristine weight."""
+        if self._packed_pristine is not None:
+            return self._packed_pristine.shape
+        out_features, in_features = self._plain_pristine.shape
+        return out_features, in_features
+
+    @property
+    def pristine(self) -> Tensor:
+        """The base's weight in the plain layout, never to be written to. Of a packed one a copy is made when it is
+        first asked for, and kept: a layer that an adapter was merged into will see others.
+        """
+        if self._packed_pristine is not None and self._plain_pristine is _NO_WEIGHT:
+            self._plain_pristine = self._packed_pristine.dense()
+        return self._plain_pristine
 
     @property
     def live(self) -> Tensor:
@@ -55,8 +86,8 @@ class Linear:
         """The buffer that the layer computes with from now on, to be filled with a merged weight. Its address stays."""
         assert self._packed is None, "a packed weight has no plain buffer"
         self.bias = self.pristine_bias
-        if self._live is self.pristine or self._live.shape != self.pristine.shape:
-            self._live = torch.empty_like(self.pristine)
+        if self._live is self._plain_pristine or self._live.shape != self._plain_pristine.shape:
+            self._live = torch.empty_like(self._plain_pristine)
         return self._live
 
     def replace(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -65,7 +96,7 @@ class Linear:
         if self._packed is not None:
             self._packed = pack(weight)
             return
-        if self._live is self.pristine or self._live.shape != weight.shape:
+        if self._live is self._plain_pristine or self._live.shape != weight.shape:
             # an adapter with a resized vocabulary has a head of another height
             self._live = torch.empty_like(weight)
         self._live.copy_(weight)
@@ -75,10 +106,10 @@ class Linear:
         self.bias = self.pristine_bias
         if self._packed is not None:
             self._packed = self._packed_pristine
-        elif self._live.shape != self.pristine.shape:
-            self._live = self.pristine
-        elif self._live is not self.pristine:
-            self._live.copy_(self.pristine)
+        elif self._live.shape != self._plain_pristine.shape:
+            self._live = self._plain_pristine
+        elif self._live is not self._plain_pristine:
+            self._live.copy_(self._plain_pristine)
 
 
 def activation_of(model: ModelConfig) -> Activate:

@@ -40,8 +40,10 @@ def load_weights(
     return read_weights(folder, model, dtype, device)
 
 
-def read_weights(folder: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """All parameters of a model folder in `dtype` on `device`.
+def read_weights(
+    folder: Path, model: ModelConfig, dtype: torch.dtype | None, device: torch.device
+) -> dict[str, Tensor]:
+    """All parameters of a model folder in `dtype` on `device`. Without `dtype` as they are stored, mapped from files.
 
     Raises `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
     """
@@ -85,7 +87,7 @@ def _named(name: str, problems: list[str]) -> bool:
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
@@ -94,7 +96,8 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise ModelFilesError(f"{path}: not a readable safetensors file ({error}). Fetch it again.") from None
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises `ModelFilesError` when there are none."""
     index_path = folder / "model.safetensors.index.json"
     if not index_path.exists():
         single = folder / "model.safetensors"

@@ -94,7 +94,7 @@ class LiveWeights:
     def _whole_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
         """The head and projections: linear layers of one member, in no decoder layer."""
         for module, linear in self._decoder.linears.items():
-            yield (PackedMember(module, 0, linear.pristine.shape[0]),), linear
+            yield (PackedMember(module, 0, linear.shape[0]),), linear
 
     def _packed_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
         for index, layer in enumerate(self._decoder.layers):

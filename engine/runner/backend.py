@@ -30,6 +30,7 @@ from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixe
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import load_weights
 from ..models.merge import LiveWeights
+from ..models.weight_cache import Packed, WeightCache
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
@@ -70,11 +71,15 @@ class Backend(ABC):
             torch.cuda.set_device(self.device)  # where kernels are launched
         if config.mode == "exact":
             check_exact_promise(model, self.device, self.dtype)
-        self.decoder = self.build_decoder(load_weights(model_folder, model, config, self.device, self.dtype))
+        self.decoder = self.build_decoder(*self.load(model_folder))
+
+    def load(self, model_folder: Path) -> tuple[dict[str, Tensor], Packed]:
+        """Weights, and linear layers that are packed already."""
+        return load_weights(model_folder, self.model, self.config, self.device, self.dtype), {}
 
     @abstractmethod
-    def build_decoder(self, weights: dict[str, Tensor]) -> Decoder:
-        """A decoder of `weights` (by checkpoint name, taken out one by one)."""
+    def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> Decoder:
+        """A decoder of `weights` (by checkpoint name, taken out one by one) and `packed`, see `Decoder`."""
 
     @property
     @abstractmethod
@@ -114,10 +119,22 @@ class Backend(ABC):
 class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
-    def build_decoder(self, weights: dict[str, Tensor]) -> Decoder:
+    def load(self, model_folder: Path) -> tuple[dict[str, Tensor], Packed]:
+        """See `Backend`."""
+        if self.config.load_format == "auto" and self.dtype == torch.float32 and has_panels():
+            cached = self.weight_cache().weights(model_folder, self.model)
+            if cached is not None:
+                return cached
+        return super().load(model_folder)
+
+    def weight_cache(self) -> WeightCache:
+        """Where weights in panels are kept."""
+        return WeightCache.of_this_host()
+
+    def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> Decoder:
         """See `Backend`."""
         decoder = ExactDecoder if self.config.mode == "exact" else Decoder
-        return decoder(self.model, weights, is_packed=can_pack(self.device, self.dtype))
+        return decoder(self.model, weights, is_packed=can_pack(self.device, self.dtype), packed=packed)
 
     @property
     def traits(self) -> KernelTraits:
@@ -153,7 +170,7 @@ class GpuBackend(Backend):
         is_arithmetic_fixed=False,
     )
 
-    def build_decoder(self, weights: dict[str, Tensor]) -> GpuDecoder:
+    def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> GpuDecoder:
         """See `Backend`."""
         return GpuDecoder(self.model, weights, is_packed=False)
 

@@ -18,6 +18,10 @@ from .panels import PanelWeight, has_panels
 class PackedWeight(Protocol):
     """A weight W [out_features, in_features] in fp32."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features]."""
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x W^T + bias`, `x` [num_tokens, in_features] in fp32, bias [out_features]."""
 

@@ -15,7 +15,13 @@ class OneDnnWeight:
     """See `PackedWeight`. The operators are torch's but not documented."""
 
     def __init__(self, weight: Tensor) -> None:
+        self._out_features, self._in_features = weight.shape
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_HINT_ROWS)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `PackedWeight`."""
+        return self._out_features, self._in_features
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `PackedWeight`."""

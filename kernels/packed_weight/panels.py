@@ -11,6 +11,8 @@ from torch import Tensor
 from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in cpu.c
+#: To be raised when the same weight is packed into other numbers: panels are kept in files (`engine/models`).
+PANELS_VERSION = 1
 
 
 def has_panels() -> bool:
@@ -29,6 +31,20 @@ class PanelWeight:
         pack_weight = native_function("pack_weight", ADDRESS, ADDRESS, COUNT, COUNT)
         assert pack_weight is not None, "compiled kernels are not there"
         pack_weight(self._panels.data_ptr(), plain.data_ptr(), *plain.shape)
+
+    @classmethod
+    def of_panels(cls, panels: Tensor, shape: tuple[int, int]) -> PanelWeight:
+        """A weight of `shape` [out_features, in_features] whose panels (flat, fp32) were written by `pack_rows_`."""
+        assert panels.numel() == shape[0] * shape[1], f"{panels.numel()} numbers for {shape}"
+        assert panels.dtype == torch.float32, f"panels hold fp32, not {panels.dtype}"
+        packed = cls.__new__(cls)
+        packed._panels, (packed._out_features, packed._in_features) = panels, shape
+        return packed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `PackedWeight`."""
+        return self._out_features, self._in_features
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `PackedWeight`."""

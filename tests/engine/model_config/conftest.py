@@ -16,6 +16,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.step_batch import StepBatch
+from lorabatch.engine.models.weight_cache import Packed
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import CpuBackend
@@ -58,8 +59,9 @@ class Changed(CpuBackend):
         self._changes = changes
         super().__init__(folder, config, model)
 
-    def build_decoder(self, weights: dict[str, torch.Tensor]) -> Decoder:
-        return Decoder(replace(self.model, **self._changes), weights, is_packed=can_pack(self.device, self.dtype))
+    def build_decoder(self, weights: dict[str, torch.Tensor], packed: Packed) -> Decoder:
+        model = replace(self.model, **self._changes)
+        return Decoder(model, weights, is_packed=can_pack(self.device, self.dtype), packed=packed)
 
 
 class Comparison:

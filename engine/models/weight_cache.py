@@ -1,0 +1,269 @@
+"""`WeightCache`: a base model's weights as CPU engines use them, packed, in files of this host that engines map.
+
+Packing a model takes longer than all else of an engine's start. A mapped file takes nothing but a look at its numbers,
+and the engines of a host share its memory. A file is private to its user, whole or absent, and bears what it was made
+of: the weight files' names, sizes and times, the model's configuration, the processor's vectors, versions.
+
+Layout: blocks of fp32, each filled up to 64 bytes; an index in JSON; its SHA-256, its length (8 bytes, little-endian).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...kernels.native import native_build
+from ...kernels.packed_weight import PackedWeight
+from ...kernels.packed_weight.panels import PANELS_VERSION, PanelWeight, pack_rows_
+from ...version import __version__
+from ..local_cache import default_cache_root, file_lock
+from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
+from .decoder import joined_name, modules_of_site
+from .load import read_weights, weight_files
+
+logger = logging.getLogger(__name__)
+Packed = Mapping[str, PackedWeight]
+# Names another folder, or `off`.
+_VARIABLE = "LORABATCH_WEIGHT_CACHE"
+_OFF = "off"
+_MAX_BYTES = 16 << 30
+# Smaller models are packed in a moment.
+_MIN_BYTES = 32 << 20
+_SUFFIX = ".panels"
+_SCRATCH_PREFIX = ".packing-"
+# What a process that was killed has left is removed after so long.
+_SCRATCH_S = 3600.0
+_CPU = torch.device("cpu")
+_ITEM_BYTES = 4
+# Of a cache line: blocks begin at multiples.
+_BLOCK_ITEMS = 16
+_TAIL_BYTES = 32 + 8
+_MAX_INDEX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One tensor of a file. `total`: sum of its block's 8-byte words, modulo 2 ** 64."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_packed: bool
+    total: int
+
+    @property
+    def num_items(self) -> int:
+        """Numbers of the block, with those that fill it up."""
+        return _filled_up(math.prod(self.shape))
+
+
+class WeightCache:
+    """The packed weights below `folder` (None: there are none), at most `max_bytes`, the least recently used leaving
+    first. Models of less than `min_bytes` are not kept.
+    """
+
+    def __init__(self, folder: Path | None, max_bytes: int = _MAX_BYTES, min_bytes: int = _MIN_BYTES) -> None:
+        #: Where files are.
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._min_bytes = min_bytes
+
+    @classmethod
+    def of_this_host(cls) -> WeightCache:
+        """The cache that the environment names."""
+        folder = os.environ.get(_VARIABLE)
+        if folder == _OFF:
+            return cls(None)
+        return cls(Path(folder) if folder else default_cache_root() / "packed")
+
+    def weights(self, model_folder: Path, model: ModelConfig) -> tuple[dict[str, Tensor], Packed] | None:
+        """What a `Decoder` of the model computes with in fp32: plain weights, and packed ones by `joined_name`. They
+        are packed and kept now unless they were before.
+
+        None when they cannot be kept. Raises `ModelFilesError` for files that are not the model's.
+        """
+        num_bytes = _ITEM_BYTES * sum(math.prod(shape) for shape in model.parameter_shapes().values())
+        if self.folder is None or not self._min_bytes <= num_bytes <= self._max_bytes:
+            return None
+        try:
+            _make_private(self.folder)
+            key = _key(model_folder, model)
+            name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+            path = self.folder / f"{name}{_SUFFIX}"
+            found = _mapped(path, key)
+            if found is None:
+                # Engines that start together wait for the first.
+                with file_lock(self.folder / ".lock"):
+                    found = _mapped(path, key)
+                    if found is None:
+                        self._make_room(num_bytes)
+                        _write(path, key, _tensors(model_folder, model))
+                        found = _mapped(path, key)
+            return found if _key(model_folder, model) == key else None
+        except OSError as error:
+            logger.warning("%s: packed weights are not kept here: %s", self.folder, error)
+            return None
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what was not used for the longest time. Raises OSError when the disk would be half full of it."""
+        assert self.folder is not None, "a cache that is off needs no room"
+        for left in self.folder.glob(f"{_SCRATCH_PREFIX}*"):
+            if time.time() - left.stat().st_mtime > _SCRATCH_S:
+                left.unlink(missing_ok=True)
+        kept = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        total = num_bytes + sum(path.stat().st_size for path in kept)
+        for path in kept:
+            if total <= self._max_bytes:
+                break
+            total -= path.stat().st_size
+            path.unlink(missing_ok=True)  # engines that have mapped it keep it
+        if shutil.disk_usage(self.folder).free < 2 * num_bytes:
+            raise OSError(errno.ENOSPC, f"less than {2 * num_bytes} bytes are free")
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder. Raises PermissionError when others than this user may write there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder.stat())
+
+
+def _check_owner(facts: os.stat_result) -> None:
+    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "it must be this user's, and writable by no one else")
+
+
+def _key(model_folder: Path, model: ModelConfig) -> dict[str, Any]:
+    """What packed weights depend on. Files as `jobs` remembers digests of: ctime cannot be set by a program."""
+    files = []
+    for path in weight_files(model_folder):
+        facts = path.stat()
+        times = [facts.st_mtime_ns, facts.st_ctime_ns]
+        files.append([str(path.resolve()), facts.st_size, facts.st_ino, *times])
+    versions = [__version__, PANELS_VERSION, native_build()]
+    return {"files": files, "model": repr(model), "versions": versions}
+
+
+def _tensors(model_folder: Path, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], bool, Tensor]]:
+    """Name, shape, whether it is packed, and numbers (flat, fp32) of all that a decoder needs."""
+    weights = read_weights(model_folder, model, None, _CPU)
+    linears = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in PACKED_SITES]
+    whole = [module for module in (model.names.project_in, model.names.project_out, HEAD) if module is not None]
+    for modules in [*linears, *([module] for module in whole)]:
+        if modules == [HEAD] and model.is_tied:
+            parts = [weights[f"{model.names.embedding}.weight"]]
+        else:
+            parts = [weights.pop(f"{module}.weight") for module in modules]
+        num_rows, depth = sum(map(len, parts)), parts[0].shape[1]
+        panels = torch.empty(num_rows * depth)
+        first_row = 0
+        for part in parts:
+            pack_rows_(panels, first_row, num_rows, part)
+            first_row += len(part)
+        yield joined_name(modules), (num_rows, depth), True, panels
+    for name, tensor in weights.items():
+        yield name, tuple(tensor.shape), False, tensor.to(torch.float32, copy=True).flatten()
+
+
+def _write(path: Path, key: Mapping[str, Any], tensors: Iterator[tuple[str, tuple[int, ...], bool, Tensor]]) -> None:
+    """Write a file under another name, and rename it when it is whole."""
+    descriptor, scratch = tempfile.mkstemp(prefix=_SCRATCH_PREFIX, dir=path.parent)  # readable by this user alone
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            blocks = []
+            for name, shape, is_packed, numbers in tensors:
+                filled = pad(numbers, (0, _filled_up(len(numbers)) - len(numbers)))
+                file.write(filled.numpy().data)
+                blocks.append(asdict(_Block(name, shape, is_packed, _total(filled))))
+            index = json.dumps({"key": key, "blocks": blocks}).encode()
+            file.write(index + hashlib.sha256(index).digest() + len(index).to_bytes(8, "little"))
+        os.replace(scratch, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(scratch)
+        raise
+
+
+def _mapped(path: Path, key: Mapping[str, Any]) -> tuple[dict[str, Tensor], Packed] | None:
+    """The weights in a file; None where there is none, or one that is damaged, someone else's or of other weights."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            _check_owner(os.fstat(descriptor))
+            found = _tensors_of(file, key)
+        except (ValueError, KeyError, TypeError, PermissionError) as error:
+            logger.warning("%s: weights are packed again: %s", path, error)
+            return None
+    with suppress(OSError):
+        os.utime(path)  # for `_make_room`
+    return found
+
+
+def _tensors_of(file: BinaryIO, key: Mapping[str, Any]) -> tuple[dict[str, Tensor], Packed]:
+    """Map an open file. Raises ValueError when its numbers are not those that were written."""
+    blocks = _read_index(file, key)
+    # Private: should anything be written to the tensors, neither the file nor other engines see it.
+    mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    plain: dict[str, Tensor] = {}
+    packed: dict[str, PackedWeight] = {}
+    first = 0
+    for block in blocks:
+        numbers = torch.frombuffer(mapping, dtype=torch.float32, count=block.num_items, offset=first * _ITEM_BYTES)
+        if _total(numbers) != block.total:
+            raise ValueError(f"the numbers of {block.name} have changed")
+        first += block.num_items
+        numbers = numbers[: math.prod(block.shape)]
+        if block.is_packed:
+            out_features, in_features = block.shape
+            packed[block.name] = PanelWeight.of_panels(numbers, (out_features, in_features))
+        else:
+            plain[block.name] = numbers.view(block.shape)
+    return plain, packed
+
+
+def _read_index(file: BinaryIO, key: Mapping[str, Any]) -> list[_Block]:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _TAIL_BYTES))
+    tail = file.read()
+    num_bytes = int.from_bytes(tail[32:], "little")
+    start = size - _TAIL_BYTES - num_bytes
+    if num_bytes > _MAX_INDEX_BYTES or start < 0:
+        raise ValueError("it is cut off")
+    file.seek(start)
+    text = file.read(num_bytes)
+    if hashlib.sha256(text).digest() != tail[:32]:
+        raise ValueError("its index has changed")
+    index = json.loads(text)
+    if index["key"] != key:
+        raise ValueError("it is of other weights")
+    blocks = [_Block(raw["name"], tuple(raw["shape"]), raw["is_packed"], raw["total"]) for raw in index["blocks"]]
+    if _ITEM_BYTES * sum(block.num_items for block in blocks) != start:
+        raise ValueError("its size is another")
+    return blocks
+
+
+def _filled_up(num_items: int) -> int:
+    return num_items + -num_items % _BLOCK_ITEMS
+
+
+def _total(numbers: Tensor) -> int:
+    return int(numbers.view(torch.int64).sum())
