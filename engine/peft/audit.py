@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import AdapterRefusedError
 from ..model_config.model import ModelConfig
-from ..untrusted import STOPS, shown_name
+from ..untrusted import STOPS, printable, shown_name
 from .config import AdapterConfig, judge_keys, read_adapter_config
 from .content import Changes, ParameterChange, check_all_values, find_changes
 from .findings import Ledger, Verdict
@@ -107,7 +107,7 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
         folder=folder,
         verdict=ledger.verdict,
         reasons=ledger.reasons(),
-        notes=tuple(ledger.notes),
+        notes=tuple(map(printable, ledger.notes)),
         content_sha256=None if ledger.is_refused else found.content_sha256,
         sites=found.sites,
         changes=found.changes.by_parameter,

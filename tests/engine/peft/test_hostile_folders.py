@@ -188,3 +188,11 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_data(
     with pytest.raises(NoProcessError, match=f"cannot start the process.*{reason}.*This machine lacks memory"):
         audit_adapters({"innocent": plain.folder}, plain.base.config)
     confined.cache_clear()
+
+
+def test_notes_have_no_control_characters(plain: Any) -> None:
+    configured(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "\x1b[2J", "\ud800"])(plain.folder)
+    (audit,) = audit_adapters({"noted": plain.folder}, plain.base.config)
+    assert r"\x1b[2J" in "".join(audit.notes)
+    assert r"\ud800" in "".join(audit.notes)
+    assert "".join(audit.notes).isprintable()
