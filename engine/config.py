@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .errors import ModelFilesError
 from .model_config import parse_model_config
 from .model_config.model import ModelConfig
-from .untrusted import parse_json, read_regular
+from .untrusted import MALFORMED, parse_json, read_regular, shown_name
 
 if TYPE_CHECKING:
     from ..scheduler.cost import CostModel
@@ -104,4 +104,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     raw = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    return parse_model_config(raw, generation)
+    try:
+        return parse_model_config(raw, generation)
+    except MALFORMED as error:
+        raise ModelFilesError(
+            f"{folder / 'config.json'}: values of other types than expected ({type(error).__name__}: "
+            f"{shown_name(str(error))}). Fetch the model again, or check --model."
+        ) from error

@@ -17,6 +17,8 @@ from .errors import NoProcessError
 
 #: What a handler of everything that bad data can raise lets pass.
 STOPS = (KeyboardInterrupt, SystemExit, MemoryError, NoProcessError)
+#: What data of another shape than is expected makes its readers raise, where they do not look at every value.
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 #: The largest JSON file of real models is the index of their shards, 10 MB.
 MAX_JSON_BYTES = 64 << 20
 # Tokenizers of transformers hold numbers of 31 digits.

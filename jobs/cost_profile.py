@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.local_cache import default_cache_root
-from ..engine.untrusted import parse_json
+from ..engine.untrusted import MALFORMED, parse_json
 from ..scheduler.cost import CostModel, FitQuality
-from .errors import MALFORMED, JobRequestError
+from .errors import JobRequestError
 
 _FORMAT = 1
 

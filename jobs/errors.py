@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from ..engine.untrusted import printable, shown_name
+from ..engine.untrusted import MALFORMED, printable, shown_name
 
 
 class JobError(Exception):
@@ -77,10 +77,6 @@ class MissingFileError(StorageError, FileNotFoundError):
 
 class DamagedRecordError(StorageError):
     """A record under `_lorabatch` cannot be read back."""
-
-
-#: What a record of another shape than ours makes its readers raise.
-MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @contextmanager

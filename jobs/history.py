@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.local_cache import default_cache_root, file_lock
-from ..engine.untrusted import parse_json
+from ..engine.untrusted import MALFORMED, parse_json
 from ..scheduler.cost import CostModel
 from .cost_profile import machine, profile_name
-from .errors import MALFORMED
 
 logger = logging.getLogger(__name__)
 _FORMAT = 1

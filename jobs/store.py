@@ -33,12 +33,24 @@ _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
 _PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
-def _json_object(line: bytes) -> dict[str, Any] | None:
+# Of the fields that readers of events sort, count or look up by.
+_NUMBER = (int, float)
+_EVENT_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "kind": str, "time_s": _NUMBER, "at_s": _NUMBER, "replica_id": str, "from_replica_id": str, "to_replica_id": str,
+    "adapter": str, "reason": str, "run_id": str, "coordinator": str, "shard_id": int, "attempt": int,
+    "batch_rows": int, "num_rows": int, "running_rows": int, "open_rows": int, "tokens_per_s": _NUMBER,
+}  # fmt: skip
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """One line of the events; None where it is torn, or of another shape than ours."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return value if all(isinstance(value[name], kind) for name, kind in _EVENT_TYPES.items() if name in value) else None
 
 
 def part_name(shard_id: int) -> str:
@@ -308,7 +320,7 @@ class JobStore:
         """Events and commands after the first `num_bytes`, and how many bytes whole lines have by now."""
         data = self.location.read_journal(_EVENTS)[num_bytes:]
         whole = data[: data.rfind(b"\n") + 1]
-        records = [record for line in whole.split(b"\n") if (record := _json_object(line)) is not None]
+        records = [record for line in whole.split(b"\n") if (record := _event(line)) is not None]
         return records, num_bytes + len(whole)
 
     def append_log(self, source: str, text: str) -> None:

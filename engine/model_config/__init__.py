@@ -48,5 +48,7 @@ def _refuse_variants(raw: RawConfig) -> None:
         if raw.get(key):
             raw.refuse(key, "expected none: mixtures of experts are not computed")
     architectures = raw.get("architectures") or []
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+    if not isinstance(architectures, list):
+        raw.damage("architectures", "expected a list of names")
+    elif architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
         raw.refuse("architectures", "expected a model that generates text, named …ForCausalLM")

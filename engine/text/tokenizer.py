@@ -208,8 +208,8 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
             raise ModelFilesError(f"{path}: not UTF-8 text ({error}). Fetch the model again.") from None
     named = config.get("chat_template")
     if isinstance(named, list):
-        templates = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, Mapping)}
-        named = templates.get("default")
+        entries = (entry for entry in named if isinstance(entry, Mapping))
+        named = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
     if named is not None and not isinstance(named, str):
         raise ModelFilesError(
             f"{folder / 'tokenizer_config.json'} chat_template: expected a string, or a list of "

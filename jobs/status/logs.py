@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ...engine.untrusted import MALFORMED
 from ...scheduler.scheduler import BEGINNING
-from ..errors import MALFORMED, naming_damage
+from ..errors import naming_damage
 from ..progress import RowTotals, clock
 from ..store import JobStore
 from .job_status import JobStatus, read_status

@@ -152,7 +152,7 @@ def _fuzz(name: str, seconds: float, seed: int, save: Path) -> None:
         while time.monotonic() - began_s < seconds:
             seed += 1
             rules = settings(
-                max_examples=500, deadline=None, database=None, phases=[Phase.generate],
+                max_examples=100, deadline=None, database=None, phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
             )  # fmt: skip
             seeded(seed)(rules(given(target.cases())(one)))()

@@ -220,6 +220,13 @@ def test_a_damaged_record_says_what_to_do(store: JobStore, record: Record) -> No
     store.location.write("_lorabatch/state.json", b"[]")
     with pytest.raises(DamagedRecordError, match=r"state\.json"):
         store.read_state()
+    store.location.write("_lorabatch/state.json", b'{"phase": "running", "updated_at_s": 1e999}')
+    with pytest.raises(DamagedRecordError, match=r"state\.json"):
+        store.read_state()
+    for name in ("job", "plan"):
+        store.location.write(f"_lorabatch/{name}.json", b'{"x": ' + b"[" * 100_000)
+        with pytest.raises(DamagedRecordError, match="it nests too deeply"):
+            store.read_record() if name == "job" else store.read_plan_facts()
 
 
 def test_a_store_travels_to_workers_and_shows_no_secret(store: JobStore) -> None:

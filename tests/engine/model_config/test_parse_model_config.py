@@ -205,6 +205,16 @@ def test_a_folder_without_configuration_or_with_a_broken_one_says_so(tmp_path: P
         read_model_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("architectures", 7), ("architectures", True), ("rope_scaling", {"rope_type": [1]}), ("model_type", {})],
+)
+def test_values_of_other_types_are_the_folders_fault(tmp_path: Path, key: str, value: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SIZES | {key: value}))
+    with pytest.raises((ModelFilesError, UnsupportedModelError), match=key):
+        read_model_config(tmp_path)
+
+
 @pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
 def test_every_linear_layer_has_a_place_among_the_parameters(model_type: str) -> None:
     model = parse(model_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,11 @@ def test_the_demo_model_tokenises_as_transformers_does() -> None:
         expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert ours.encode_batch([ours.render(messages)], is_rendered=True)[0] == expected
     assert ours.eos_token_ids == (oracle.eos_token_id,)
+
+
+def test_named_templates_whose_names_are_no_names_are_passed_over(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    templates = [{"name": {}, "template": "a"}, 7, {"name": "default", "template": "b"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer.from_folder(folder).render(MESSAGES) == "b"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
 from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.report.page import save_report, write_report
 from lorabatch.jobs.store import JobStore
@@ -140,3 +140,21 @@ def test_reused_prompts_are_a_number_of_the_job_where_they_were_counted(store: J
 def test_a_place_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(JobRequestError, match=r"cannot be written .*Name a file in a folder"):
         save_report("page", tmp_path / "missing" / "report.html")
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {"num_rows": "many", "num_errors": 0},
+        {"num_rows": 3},
+        {"num_rows": 3, "num_errors": 1, "errors": [{"kind": "prompt"}]},
+        {"num_rows": 3, "num_errors": 1, "adapters": 7},
+    ],
+)
+def test_records_of_another_shape_are_named(store: JobStore, summary: dict[str, object]) -> None:
+    append(store, {"kind": "MigrateRows", "shard_id": {}}, {"kind": "Progress", "replica_id": []})
+    store.write_summary(summary)
+    store.mark_success()
+    with pytest.raises(DamagedRecordError, match="cannot be read back") as raised:
+        write_report(store)
+    assert str(raised.value).isprintable()

@@ -144,3 +144,17 @@ def test_who_follows_sees_each_line_once_until_the_end(store: JobStore) -> None:
     ]
     assert sum("engine ready" in line for line in lines) == 1
     assert lines[-2].endswith("done: 7 of 7 rows answered")
+
+
+def test_lines_of_another_shape_are_passed_over(store: JobStore) -> None:
+    other = [
+        {"kind": "ReplicaJoined", "replica_id": 7, "batch_rows": None},
+        {"kind": "MigrateRows", "num_rows": "many", "shard_id": [], "from_replica_id": A, "to_replica_id": {}},
+        {"kind": "ShardFailed", "shard_id": 1},
+        {"kind": "WorkersSeen", "worker_ids": 3},
+        {"kind": "SchedulerStarted", "at_s": "now", "phases": 5},
+        {"kind": ["x"], "time_s": {}},
+    ]
+    append(store, beginning(BEGAN_S), *other, WorkersSeen(0.0, (A,)), ReplicaJoined(1.0, A, 8))
+    store.append_events(b"[" * 100_000 + b"\n")
+    assert [text for _, text in said(store) if "engine ready" in text] == ["engine ready, 8 rows at once"]

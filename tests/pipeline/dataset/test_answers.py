@@ -6,7 +6,10 @@ Which part of all prompts was copied instead of computed: counted by rows, added
 from __future__ import annotations
 
 import struct
+import zlib
 
+import msgpack
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,3 +112,11 @@ def test_shards_count_by_their_tokens() -> None:
 def test_without_a_prompt_there_is_no_share() -> None:
     assert PromptReuse().share is None
     assert PromptReuse(10, 0).share == 0.0
+
+
+@pytest.mark.parametrize("other", [[1, 2], {"fingerprint": b"x"}, 7, None, "text", {1: 2}])
+def test_a_journal_ends_at_a_frame_of_another_shape(other: object) -> None:
+    row = BegunRow(b"f" * 16, None, (1,), ())
+    body = msgpack.packb(other)
+    frame = struct.pack("<II", len(body), zlib.crc32(body)) + body
+    assert list(decode_journal(encode_begun([row]) + frame + encode_begun([row]))) == [row]
