@@ -1,4 +1,4 @@
-"""Locks files among the processes of this machine: the operating system ends a lock with the process that holds it."""
+"""The cache of this user on this machine: where it is, who may read it, and locks among the processes that fill it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ def default_cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lorabatch"
 
 
+def make_private(folder: Path) -> None:
+    """Create a folder and what is missing above it, for this user only. What is there keeps its permissions."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Hold the lock of this name within the block; other processes and threads wait. The file is there meanwhile only.
+    The operating system ends a lock with the process that holds it.
 
     Where no lock can be had (a file system without them, a folder of another user) the block runs without one.
     """
     descriptor = None
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         descriptor = _locked(path)
     try:
         yield
@@ -35,7 +43,7 @@ def file_lock(path: Path) -> Iterator[None]:
 def _locked(path: Path) -> int:
     """An open and locked file that is the one at `path`."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_at(descriptor, path):

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..engine.local_cache import default_cache_root, file_lock
+from ..engine.local_cache import default_cache_root, file_lock, make_private
 from ..engine.untrusted import MALFORMED, parse_json
 from ..scheduler.cost import CostModel
 from .cost_profile import machine, profile_name
@@ -122,7 +122,7 @@ def add_to_history(path: Path | None, cost: CostModel | None, lengths: Mapping[s
 
 
 def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -11,8 +11,10 @@ from distributed import Client
 from ..jobs.errors import JobRequestError
 from ..jobs.record import JobState
 from ..jobs.spec import TlsFiles
-from .cluster.background import find_cluster, state_file
-from .cluster.connect import existing, security_of
+from .cluster.background import find_cluster
+from .cluster.background_state import background_security, state_file
+from .cluster.connect import existing
+from .cluster.security import security_of
 from .cluster.versions import check_scheduler
 from .messages import job_of_run
 from .monitoring.topics import STATES
@@ -45,12 +47,13 @@ def list_jobs(
     problems = files.problems(address or "local")
     if problems:
         raise JobRequestError(*problems)
+    security = security_of(files)
     if address is None:
         found = find_cluster(cluster_file or state_file())
         if found is None:
             return []
-        address = found.address
-    with existing(address, security_of(files)) as client:
+        address, security = found.address, found.security
+    with existing(address, security or background_security(address)) as client:
         check_scheduler(client)
         workers: dict[str, str] = client.run_on_scheduler(_coordinators)
         return [_listed(client, run_id, worker) for run_id, worker in sorted(workers.items())]

@@ -12,7 +12,8 @@ from distributed import Client
 from ..jobs.opening import open_job
 from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
-from .cluster.background import background_client, state_file
+from .cluster.background import background_client
+from .cluster.background_state import state_file
 from .cluster.connect import connected, num_embedded_workers
 from .cluster.versions import check_versions
 from .messages import ENGINE_FACTORY

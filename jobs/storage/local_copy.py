@@ -22,7 +22,7 @@ from typing import Any
 
 import fsspec
 
-from ...engine.local_cache import default_cache_root, file_lock
+from ...engine.local_cache import default_cache_root, file_lock, make_private
 from ...engine.models.gguf.convert import resolve_gguf
 from ..errors import StorageError
 from .location import options_for
@@ -106,7 +106,7 @@ def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:
     """Copy into a temporary folder, then rename: the folder is whole or absent."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
     scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
     try:
         for file in files:
@@ -177,7 +177,7 @@ def _file_sha256(path: Path, digests: Path) -> str:
 def _remember(path: Path, text: str) -> None:
     """Best effort: a cache that cannot be written costs time, nothing else."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(descriptor, "w") as file:
             file.write(text)

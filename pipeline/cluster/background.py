@@ -1,28 +1,26 @@
 """Runs an embedded cluster as a process of its own, for jobs that outlive the command that submitted them.
 
-There is one per user and machine. It writes its address into a state file, and ends itself when it has been idle for a
-while: `python -m lorabatch.pipeline.cluster.background STATE_FILE NUM_WORKERS`.
+There is one per user and machine. It writes its address and its key into a state file, and ends itself when it has been
+idle for a while: `python -m lorabatch.pipeline.cluster.background STATE_FILE NUM_WORKERS`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distributed import Client
 
-from ...engine.local_cache import default_cache_root, file_lock
+from ...engine.local_cache import file_lock, make_private
 from ...jobs.errors import JobFailedError
+from .background_state import BackgroundCluster
 from .connect import embedded, existing, open_client, page_address
 
 # Without a job for so long, the cluster ends.
@@ -30,21 +28,6 @@ IDLE_LIMIT_S = 60.0
 _LOOK_INTERVAL_S = 2.0
 _START_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT = "5s"
-
-
-@dataclass(frozen=True, slots=True)
-class BackgroundCluster:
-    """Where the cluster is. `dashboard`: "" when there is none."""
-
-    address: str
-    dashboard: str
-    pid: int
-    num_workers: int
-
-
-def state_file() -> Path:
-    """Where the cluster of this user on this machine writes its address."""
-    return default_cache_root() / "clusters" / f"{platform.node() or 'local'}.json"
 
 
 @contextmanager
@@ -57,15 +40,15 @@ def background_client(path: Path, num_workers: int) -> Iterator[tuple[Background
     with ExitStack() as connection:
         with file_lock(_lock_file(path)):
             found = find_cluster(path) or start_cluster(path, num_workers)
-            client = connection.enter_context(existing(found.address))
+            client = connection.enter_context(existing(found.address, found.security))
         yield found, client
 
 
 def find_cluster(path: Path) -> BackgroundCluster | None:
     """The cluster of a state file, if it still answers."""
     try:
-        found = _read_state(path)
-        with open_client(found.address, timeout=_CONNECT_TIMEOUT):
+        found = BackgroundCluster.read(path)
+        with open_client(found.address, timeout=_CONNECT_TIMEOUT, security=found.security):
             return found
     except (OSError, ValueError, TypeError):
         return None
@@ -73,10 +56,10 @@ def find_cluster(path: Path) -> BackgroundCluster | None:
 
 def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
     """Start one and wait until it is ready. Raises `JobFailedError` when it does not start."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     path.unlink(missing_ok=True)
     log_path = path.with_suffix(".log")
-    with log_path.open("ab") as log:
+    with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(path), str(num_workers)],
             stdin=subprocess.DEVNULL,
@@ -90,7 +73,7 @@ def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
     give_up_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < give_up_s and process.poll() is None:
         if path.exists():
-            return _read_state(path)
+            return BackgroundCluster.read(path)
         time.sleep(0.1)
     process.kill()
     raise JobFailedError(f"cluster='local': the background cluster did not start; {log_path} says why.")
@@ -99,12 +82,16 @@ def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
 def serve(path: Path, num_workers: int, idle_limit_s: float = IDLE_LIMIT_S) -> None:
     """Run the cluster until it has been idle for `idle_limit_s`."""
     with embedded(num_workers) as client:
+        security = client.security
         found = BackgroundCluster(
-            client.scheduler_info(n_workers=0)["address"], page_address(client), os.getpid(), num_workers
+            address=client.scheduler_info(n_workers=0)["address"],
+            dashboard=page_address(client),
+            pid=os.getpid(),
+            num_workers=num_workers,
+            certificate=security.tls_client_cert,
+            key=security.tls_client_key,
         )
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(asdict(found)))
-        scratch.replace(path)
+        found.write(path)
         busy_s = time.monotonic()
         while time.monotonic() - busy_s < idle_limit_s or not withdraw(path, found, client):
             time.sleep(_LOOK_INTERVAL_S)
@@ -121,14 +108,9 @@ def withdraw(path: Path, own: BackgroundCluster, client: Client) -> bool:
             return False
         # Another cluster may have taken the place of one that did not answer.
         with suppress(OSError, ValueError, TypeError):
-            if _read_state(path) == own:
+            if BackgroundCluster.read(path) == own:
                 path.unlink()
         return True
-
-
-def _read_state(path: Path) -> BackgroundCluster:
-    """Reads a state file. Raises OSError, ValueError or TypeError."""
-    return BackgroundCluster(**json.loads(path.read_text()))
 
 
 def _lock_file(path: Path) -> Path:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import active_children
-from typing import Any, cast
+from typing import Any
 
 import dask
-from distributed import Client, LocalCluster, Worker
+from distributed import Client
 from distributed.core import Status
+from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
 
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
-from ...jobs.spec import JobSpec, TlsFiles
-from .late_dashboard import WITHOUT_PAGES, LateDashboard
+from ...jobs.spec import JobSpec
+from .background_state import background_security
+from .embedded_cluster import EmbeddedCluster
+from .security import security_of
 from .versions import check_versions
-from .worker_process import SPARE_THREADS, VISIBLE_DEVICES, EmbeddedNanny, visible_gpus
+from .worker_process import SPARE_THREADS, VISIBLE_DEVICES, visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,6 @@ _WORKER_PROCESS = "Dask Worker process"
 _NANNY_ERRORS = (RuntimeError, TimeoutError, AssertionError)
 # Workers send heartbeats every few seconds, in big clusters less often.
 _ALIVE_WITHIN_S = 10.0
-# Index tasks use one thread each; shard tasks secede and do not count.
-_TASK_THREADS = 1
 # For clusters of our own. Stealing would move shards behind the scheduler's back; a shard whose workers died is
 # not to blame; a job without workers must end some day.
 _SETTINGS: dict[str, Any] = {
@@ -48,6 +48,8 @@ _SETTINGS: dict[str, Any] = {
     # closed as lost for good.
     "distributed.deploy.lost-worker-timeout": "10m",
     "distributed.comm.timeouts.connect": CONNECT_TIMEOUT,
+    # The scheduler's dashboard is enough, and has a token.
+    "distributed.worker.http.routes": [],
     "distributed.worker.preload": ["lorabatch.pipeline.cluster.worker_process"],
     # Engines want the cores. Dask's own looking after itself, idle, takes 2 % of one for each of its processes.
     "distributed.worker.profile.enabled": False,
@@ -123,7 +125,7 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
         return
     connection: AbstractContextManager[Client]
     if client is None:
-        connection = existing(spec.cluster, security_of(spec.tls_files))
+        connection = existing(spec.cluster, security_of(spec.tls_files) or background_security(spec.cluster))
     else:
         connection = open_client(client.scheduler_info(n_workers=0)["address"], security=client.security)
     with connection as own:
@@ -161,26 +163,9 @@ def embedded(
     """A cluster that lives as long as the block. `spare_threads`: of the spare engine process that each worker starts;
     None for no such process. Raises `JobFailedError` when it cannot be started.
     """
-    with dask.config.set(_settings(spare_threads)), _environment(_WORKER_LOGGING), warnings.catch_warnings():
-        # another dashboard on the default port is no reason to worry a user
-        warnings.filterwarnings("ignore", message="Port .* is already in use")
+    with dask.config.set(_settings(spare_threads)), _environment(_WORKER_LOGGING):
         before = _child_pids()
-        cluster = start_local_cluster(
-            LocalCluster,
-            worker_class=EmbeddedNanny,
-            n_workers=num_workers,
-            threads_per_worker=_TASK_THREADS,
-            processes=True,
-            host="127.0.0.1",
-            dashboard_address="127.0.0.1:0",
-            scheduler_kwargs=WITHOUT_PAGES,
-            memory_limit=None,
-            silence_logs=False,
-            # a worker that hangs while it starts must not hang the command
-            death_timeout=worker_start_limit_s,
-        )
-        assert cluster.scheduler is not None, "a started cluster has a scheduler"
-        LateDashboard(cluster.scheduler)
+        cluster = start_local_cluster(EmbeddedCluster, num_workers, worker_start_limit_s)
         is_done = False
         try:
             with open_client(cluster) as client:
@@ -199,14 +184,14 @@ def _settings(spare_threads: int | None) -> dict[str, Any]:
     return _SETTINGS | {"distributed.worker.preload": preload, SPARE_THREADS: spare_threads}
 
 
-def start_local_cluster(cluster_type: type[LocalCluster], **options: Any) -> LocalCluster:
+def start_local_cluster(cluster_type: type[SpecCluster], *arguments: Any) -> SpecCluster:
     """Start the workers' processes; one that dies or hangs while it starts fails the whole cluster, so try again."""
     reason = ""
     for _ in range(_CLUSTER_STARTS):
         before = _child_pids()
         cluster = cluster_type.__new__(cluster_type)
         try:
-            cluster_type.__init__(cluster, **options)
+            cluster_type.__init__(cluster, *arguments)
             return cluster
         except _NANNY_ERRORS as error:
             reason = str(error) or type(error).__name__
@@ -220,14 +205,14 @@ def start_local_cluster(cluster_type: type[LocalCluster], **options: Any) -> Loc
     )
 
 
-def _let_go(cluster: LocalCluster, before: set[int | None]) -> None:
+def _let_go(cluster: SpecCluster, before: set[int | None]) -> None:
     """Kill workers that have nothing left to do: ending their interpreters takes longer than all else at the end."""
     for nanny in cluster.workers.values():
         nanny.close_gracefully()  # so that it starts no other worker
     _kill_workers(before)
 
 
-def _end(cluster: LocalCluster, before: set[int | None]) -> None:
+def _end(cluster: SpecCluster, before: set[int | None]) -> None:
     """Close the cluster. What happens to its workers meanwhile is no error of the job, which has ended."""
     try:
         cluster.close()
@@ -278,28 +263,6 @@ def existing(address: str, security: Security | None = None, timeout: str = CONN
         ) from None
     with client:
         yield client
-
-
-def security_of(files: TlsFiles) -> Security | None:
-    """Dask's own security object; None leaves it to Dask's configuration."""
-    if files.tls_ca is None:
-        return None
-    return Security(
-        tls_ca_file=files.tls_ca, tls_client_cert=files.tls_cert, tls_client_key=files.tls_key, require_encryption=True
-    )
-
-
-def client_security(worker: Worker) -> Security:
-    """For a client inside a worker: workers often have certificates for their own role only."""
-    own: Any = worker.security
-    if own.tls_ca_file is None or own.tls_client_cert is not None:
-        return cast(Security, own)
-    return Security(
-        tls_ca_file=own.tls_ca_file,
-        tls_client_cert=own.tls_worker_cert,
-        tls_client_key=own.tls_worker_key,
-        require_encryption=own.require_encryption,
-    )
 
 
 def _usable_cores() -> int:

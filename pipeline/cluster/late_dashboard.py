@@ -15,17 +15,19 @@ from distributed import Scheduler
 from tornado import web
 
 logger = logging.getLogger(__name__)
-#: Options of a `LocalCluster` whose scheduler serves no pages by itself.
+#: Options of a scheduler that serves no pages by itself.
 WITHOUT_PAGES = {"dashboard": False}
 
 
 class LateDashboard(web.Application):
     """Takes every request for a page that a scheduler started with `WITHOUT_PAGES` does not know.
 
-    The first adds the dashboard. Without Bokeh, pages are not found from then on.
+    The first adds the dashboard. Without Bokeh, pages are not found from then on. `prefix`: what stands before all of
+    the scheduler's paths, as `/prefix`; "" for nothing.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, prefix: str = "") -> None:
+        self.prefix = prefix
         super().__init__([(r".*", _FirstPage, {"connect": self._connect})])
         self._scheduler = scheduler
         self._add_pages: list[Callable[[], None]] = []
@@ -50,7 +52,7 @@ class LateDashboard(web.Application):
             try:
                 # in a thread: the scheduler goes on meanwhile
                 dashboard = await asyncio.to_thread(importlib.import_module, "distributed.dashboard.scheduler")
-                dashboard.connect(scheduler.http_application, scheduler.http_server, scheduler)
+                dashboard.connect(scheduler.http_application, scheduler.http_server, scheduler, prefix=self.prefix)
                 for add_page in self._add_pages:
                     add_page()
             except Exception as error:
@@ -65,4 +67,5 @@ class _FirstPage(web.RequestHandler):
     async def get(self) -> None:
         await self._connect()
         # one slash: with two it would name another host
-        self.redirect("/" + (self.request.uri or "").lstrip("/"))
+        query = f"?{self.request.query}" if self.request.query else ""
+        self.redirect("/" + self.request.path.lstrip("/") + query)

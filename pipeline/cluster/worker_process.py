@@ -42,12 +42,13 @@ def dask_setup(worker: Worker) -> None:
     """Write to a log file instead of the terminal, leave Ctrl-C to the command, keep to one GPU, and be light."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_out_pandas()
+    worker.http_server.stop()  # it has no key, and nothing to show: see `_SETTINGS` of `connect`
     gpu = gpu_of_worker(int(worker.name), visible_gpus(os.environ))
     if gpu is not None:
         os.environ[VISIBLE_DEVICES] = gpu  # the engine is a child of this process
     path: Path = worker_log_path(worker)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

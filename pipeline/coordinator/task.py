@@ -23,7 +23,8 @@ from ...scheduler.cost import CostModel
 from ...scheduler.estimates.time_left import PlannedJob
 from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
-from ..cluster.connect import client_security, count_workers, open_client, scheduler_loss_reported
+from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
+from ..cluster.security import client_security
 from ..dataset.chunk import IndexJob
 from ..dataset.index import IndexTotals, index_chunk, list_chunks
 from ..dataset.writer import empty_part

@@ -24,6 +24,7 @@ from typing import Literal
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
+from ...engine.local_cache import make_private
 from ...engine.models.step_batch import StepEntry
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
@@ -76,7 +77,7 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
     profile = _fitted(_measure(folder, config, request), request, threads, model_sha256(folder, with_weights=True))
     cpu_threads = threads if profile.device == "cpu" else None
     path = save or profile_path(profile.model_sha256, profile.device, profile.dtype, cpu_threads)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
     return profile, path
 

@@ -14,7 +14,7 @@ import pytest
 from distributed import Client, LocalCluster
 from echo_job import ECHO_FOLDER, EchoJob
 
-from lorabatch.pipeline.cluster.background import state_file
+from lorabatch.pipeline.cluster.background_state import state_file
 from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
 
 

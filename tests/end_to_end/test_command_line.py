@@ -38,7 +38,7 @@ def test_a_job_runs_to_its_end_and_says_where_the_answers_are(echo_job: EchoJob)
     assert re.search(r"measured [0-9.]+ s, predicted [0-9.]+ s", done.stdout)
     assert "running" in done.stderr
     assert done.stderr.count("1 of 4 adapters is named by no row: rank64\n") == 1
-    assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/lora\n", done.stderr)
+    assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/[\w-]{20,}/lora\n", done.stderr)
     assert "distributed" not in done.stderr + done.stdout
     echo_job.assert_answered(rows)
     assert lorabatch("cancel", str(echo_job.output)).stdout.startswith("No run to stop")

@@ -34,10 +34,12 @@ def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, b
     done = submit(echo_job)
     assert done.returncode == 0, done.stderr
     job_id = echo_job.record.job_id
-    assert f"{job_id} runs on tcp://127.0.0.1" in done.stdout
+    assert f"{job_id} runs on tls://127.0.0.1" in done.stdout
     assert not echo_job.store.is_finished()
     assert submit(echo_job).returncode == 2
     assert job_id in lorabatch("list").stdout
+    address = json.loads(background.read_text())["address"]
+    assert job_id in lorabatch("list", "--cluster", address).stdout
     gate.touch()
     followed = lorabatch("logs", str(echo_job.output), "-f")
     assert "engine process" in followed.stdout

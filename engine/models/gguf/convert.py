@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import EngineError, ModelFilesError, UnsupportedModelError
-from ...local_cache import default_cache_root, file_lock
+from ...local_cache import default_cache_root, file_lock, make_private
 from ...untrusted import STOPS, shown_name
 from .config import ROPE_FACTORS, model_config, token_id_config
 from .file import GgufFile, open_binary, open_gguf
@@ -86,7 +86,7 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) 
     architecture, tensor, rotary setting or tokenizer that would not be converted exactly.
     """
     gguf = open_gguf(gguf_path)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _convert(gguf, scratch, shard_bytes)
@@ -107,7 +107,6 @@ def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int) -> None:
         _write_json(scratch / "generation_config.json", token_id_config(gguf))
         write_tokenizer(gguf.metadata, scratch)
         _write_weights(gguf, names, dtype, scratch, shard_bytes)
-        _make_readable(scratch)
     except (*STOPS, EngineError, OSError):
         raise
     except BaseException as error:
@@ -116,13 +115,6 @@ def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int) -> None:
             f"{gguf.path}: its metadata or tensors do not fit together ({type(error).__name__}: "
             f"{shown_name(str(error))}). Fetch the file again."
         ) from None
-
-
-def _make_readable(folder: Path) -> None:
-    """Scratch folders and safetensors files are born private; a cache may be shared between users."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
 
 
 def _checkpoint_names(gguf: GgufFile) -> dict[str, str]:

@@ -1,0 +1,73 @@
+"""Certificates of clusters: temporary ones of clusters of our own, and those of clusters that run already."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+from distributed import Worker
+from distributed.security import Security
+
+from ...jobs.spec import TlsFiles
+
+_NAME = "lorabatch"
+# The key is forgotten with its cluster, whose clocks may differ or be set while it runs.
+_VALID_SINCE, _VALID_FOR = timedelta(days=7), timedelta(days=3650)
+
+
+def temporary_security() -> Security:
+    """A new key, its certificate, and that nobody speaks to a cluster who does not have both. They are in memory only.
+
+    As `Security.temporary()`, with a key on an elliptic curve: that takes a millisecond, one for RSA half a second.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _VALID_SINCE)
+        .not_valid_after(now + _VALID_FOR)
+        .sign(key, hashes.SHA256())
+    )
+    key_text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return security_with(certificate.public_bytes(serialization.Encoding.PEM).decode(), key_text.decode())
+
+
+def security_with(certificate: str, key: str) -> Security:
+    """One certificate and its key, as PEM texts, for all processes of a cluster."""
+    roles: dict[str, Any] = {}
+    for role in ("client", "scheduler", "worker"):
+        roles |= {f"tls_{role}_cert": certificate, f"tls_{role}_key": key}
+    return Security(tls_ca_file=certificate, require_encryption=True, **roles)
+
+
+def security_of(files: TlsFiles) -> Security | None:
+    """Dask's own security object; None leaves it to Dask's configuration."""
+    if files.tls_ca is None:
+        return None
+    return Security(
+        tls_ca_file=files.tls_ca, tls_client_cert=files.tls_cert, tls_client_key=files.tls_key, require_encryption=True
+    )
+
+
+def client_security(worker: Worker) -> Security:
+    """For a client inside a worker: workers often have certificates for their own role only."""
+    own: Any = worker.security
+    if own.tls_ca_file is None or own.tls_client_cert is not None:
+        return cast(Security, own)
+    return Security(
+        tls_ca_file=own.tls_ca_file,
+        tls_client_cert=own.tls_worker_cert,
+        tls_client_key=own.tls_worker_key,
+        require_encryption=own.require_encryption,
+    )

@@ -1,0 +1,92 @@
+"""What a process without a cluster's key reaches: `python stranger.py PORT…` tries ports of the loopback.
+
+Prints a JSON list of what it could do there. `as_another_user` is how a test starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import distributed
+from distributed import Client
+from distributed.core import rpc
+from distributed.protocol.pickle import dumps
+from distributed.security import Security
+
+NOBODY = 65534
+PATIENCE_S = 5.0
+PATHS = (
+    "/", "/status", "/lora", "/lora.json", "/lora/metrics", "/metrics", "/health", "/info/main/workers.html",
+    "/json/identity.json", "/json/counts.json", "/sitemap.json", "/eventstream",
+)  # fmt: skip
+
+
+def as_another_user() -> list[str]:
+    """The beginning of a command that runs as another user; as this one, who has no key at hand, where it may not."""
+    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.getuid() == 0 else []
+
+
+def reached(ports: Iterable[int]) -> list[str]:
+    """What a stranger can do at these ports."""
+    command = [*as_another_user(), sys.executable, __file__, *map(str, ports)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+async def by_client(address: str, security: Security) -> str:
+    async with Client(
+        address, asynchronous=True, security=security, timeout=PATIENCE_S, set_as_default=False
+    ) as client:
+        return f"{await client.run_on_scheduler(os.getuid)} {await client.run(os.getuid)}"
+
+
+async def by_message(address: str, security: Security) -> str:
+    """To a worker or a nanny."""
+    async with rpc(address, connection_args=security.get_connection_args("client")) as node:
+        return str(await node.run(function=dumps(os.getuid), args=dumps(()), kwargs=dumps({}), wait=True))
+
+
+async def by_browser(address: str) -> str:
+    def get() -> str:
+        with urllib.request.urlopen(address, timeout=PATIENCE_S) as reply:
+            return f"{reply.status} {reply.url} {reply.read(80)!r}"
+
+    return await asyncio.to_thread(get)
+
+
+async def attempt(name: str, act: Callable[[], Awaitable[str]]) -> str:
+    """What happened, "" for nothing."""
+    try:
+        async with asyncio.timeout(2 * PATIENCE_S):
+            return f"{name}: {await act()}"
+    except Exception:
+        return ""
+
+
+async def main(ports: list[str]) -> list[str]:
+    kinds: list[tuple[str, Security]] = [("tcp", Security()), ("tls", Security.temporary())]
+    attempts = []
+    for address in (f"127.0.0.1:{port}" for port in ports):
+        for scheme, security in kinds:
+            url = f"{scheme}://{address}"
+            calls: tuple[Any, ...] = (by_client, by_message)
+            attempts += [attempt(f"{call.__name__} {url}", lambda c=call, u=url, s=security: c(u, s)) for call in calls]
+        attempts += [attempt("GET", lambda u=f"http://{address}{path}": by_browser(u)) for path in PATHS]
+    return [found for found in await asyncio.gather(*attempts) if found]
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    assert distributed.__file__
+    print(json.dumps(asyncio.run(main(sys.argv[1:]))))
