@@ -13,7 +13,7 @@ from .rope import FULL, WINDOWED, context_tokens, read_ropes
 
 def read_llama_shaped(family: Family, raw: RawConfig, generation: Mapping[str, Any]) -> ModelConfig:
     """Read one file. Raises `UnsupportedModelError` or `ModelFilesError` with all its problems at once."""
-    hidden_size, num_layers = raw.integer("hidden_size"), raw.integer("num_hidden_layers")
+    hidden_size, num_layers = raw.integer("hidden_size"), raw.num_layers("num_hidden_layers")
     num_heads = raw.integer("num_attention_heads")
     num_kv_heads = raw.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:

@@ -8,6 +8,8 @@ from typing import Any
 
 from ..errors import ModelFilesError, UnsupportedModelError
 
+_MAX_LAYERS = 10_000  # the deepest published models have some hundred
+
 
 class RawConfig:
     """Values of one `config.json`. Where it is silent, `defaults` say what transformers assumes for the family.
@@ -48,6 +50,14 @@ class RawConfig:
         if number != int(number):
             self.damage(key, "expected an integer")
         return int(number)
+
+    def num_layers(self, key: str) -> int:
+        """A positive integer that must be there, of things that are listed one by one."""
+        number = self.integer(key)
+        if number <= _MAX_LAYERS:
+            return number
+        self.damage(key, f"expected at most {_MAX_LAYERS}")
+        return 1
 
     def optional_integer(self, key: str) -> int | None:
         """A positive integer, or None where the file says null or nothing."""

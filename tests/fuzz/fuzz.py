@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fuzz_case import Case, Cost, TooLongError, run_case
+from fuzz_targets import TARGETS
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+
+from lorabatch.engine.peft import patterns
+from lorabatch.engine.text import chat_template
+
 HERE = Path(__file__).resolve()
+_STATUS, _CURRENT = "status.json", "current"
+_KEPT = 3
 # A reader that waits or computes outside of Python's reach.
 _STUCK_S = 300.0
 _ADDRESS_BYTES = 8 << 30
@@ -35,14 +44,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, default=Path("fuzz-findings"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        _fuzz(given.child, given.minutes * 60, given.seed, given.save)
+    asked = parser.parse_args()
+    if asked.child:
+        _fuzz(asked.child, asked.minutes * 60, asked.seed, asked.save)
         return 0
-    from fuzz_targets import TARGETS
-
-    names = given.target or list(TARGETS)
-    results = [_supervised(name, given.minutes * 60 / len(names), given.seed, given.save) for name in names]
+    names = asked.target or list(TARGETS)
+    results = [_supervised(name, asked.minutes * 60 / len(names), asked.seed, asked.save) for name in names]
     print(json.dumps(results, indent=1))
     return int(any(result["findings"] for result in results))
 
@@ -53,7 +60,7 @@ def _supervised(name: str, seconds: float, seed: int, save: Path) -> dict[str, A
     total: dict[str, Any] = {"target": name, "cases": 0, "seconds": 0.0, "slowest_s": 0.0, "peak_mb": 0, "findings": {}}
     end_s = time.monotonic() + seconds
     while (left_s := end_s - time.monotonic()) > 1:
-        status = save / "status.json"
+        status = save / _STATUS
         status.unlink(missing_ok=True)
         command = [sys.executable, str(HERE), "--child", name, "--minutes", str(left_s / 60), "--seed", str(seed)]
         process = subprocess.Popen([*command, "--save", str(save)])
@@ -85,78 +92,81 @@ def _supervised(name: str, seconds: float, seed: int, save: Path) -> dict[str, A
 
 
 def _keep_current(save: Path, name: str, why: str) -> None:
-    current = save / "current"
+    current = save / _CURRENT
     if current.exists():
         current.rename(save / f"{name.replace(' ', '-')}-{why}-{time.time_ns()}")
 
 
+@dataclass
+class _Tally:
+    """What a process has run so far, for its supervisor to read at any time."""
+
+    save: Path
+    name: str
+    began_s: float
+    cases: int = 0
+    slowest_s: float = 0.0
+    peak_bytes: int = 0
+    findings: Counter[str] = field(default_factory=Counter)
+    _written_s: float = 0.0
+
+    def add(self, cost: Cost) -> None:
+        """A case that went well."""
+        self.slowest_s, self.peak_bytes = max(self.slowest_s, cost.cpu_s), max(self.peak_bytes, cost.peak_bytes)
+
+    def add_finding(self, case: Case, error: BaseException) -> None:
+        """A case that did not; the first ones of a kind are kept."""
+        key = _key(error)
+        self.findings[key] += 1
+        if self.findings[key] <= _KEPT:
+            _keep(self.save, self.name, key, case, error, self.findings[key])
+
+    def write(self, every_s: float = 0.0) -> None:
+        """Write it down, unless that was done less than `every_s` ago."""
+        now_s = time.monotonic()
+        if now_s - self._written_s < every_s:
+            return
+        self._written_s = now_s
+        seen = {"cases": self.cases, "seconds": round(now_s - self.began_s, 1), "findings": self.findings}
+        seen |= {"slowest_s": round(self.slowest_s, 2), "peak_mb": self.peak_bytes >> 20}
+        temporary = self.save / "status.tmp"
+        temporary.write_text(json.dumps(seen))
+        temporary.replace(self.save / _STATUS)
+
+
 def _fuzz(name: str, seconds: float, seed: int, save: Path) -> None:
     """Run cases of one target until the time is over."""
-    from fuzz_case import Case, Cost, TooLongError, run_case
-    from fuzz_targets import TARGETS
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
-
-    from lorabatch.engine.peft import patterns
-    from lorabatch.engine.text import chat_template
-
     patterns.CPU_S = chat_template.CPU_S = 1
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, most))
-    target, began_s = TARGETS[name], time.monotonic()
-    findings: Counter[str] = Counter()
-    slowest, peak, num_cases, written_s = 0.0, 0, 0, 0.0
+    target, tally = TARGETS[name], _Tally(save, name, time.monotonic())
+    end_s = tally.began_s + seconds
 
-    with tempfile.TemporaryDirectory(prefix="lorabatch-fuzz-") as scratch:
-        # Where a case that kills the process is found again.
-        folder = save / "current"
+    def one(case: Case) -> None:
+        if time.monotonic() > end_s:
+            return
+        tally.cases += 1
+        try:
+            # Where a case that kills the process is found again.
+            tally.add(run_case(target, case, save / _CURRENT))
+        except BaseException as error:
+            # Panics of extension modules are no `Exception`.
+            if isinstance(error, KeyboardInterrupt | SystemExit) and not isinstance(error, TooLongError):
+                raise
+            tally.add_finding(case, error)
+        tally.write(every_s=0.5)
 
-        def report() -> None:
-            seconds = round(time.monotonic() - began_s, 1)
-            text = json.dumps(
-                {"cases": num_cases, "seconds": seconds, "slowest_s": round(slowest, 2), "peak_mb": peak >> 20,
-                 "findings": findings}
-            )  # fmt: skip
-            temporary = Path(scratch) / "status"
-            temporary.write_text(text)
-            os.replace(temporary, save / "status.json") if temporary.stat().st_dev == save.stat().st_dev else (
-                save / "status.json"
-            ).write_text(text)
-
-        def one(case: Case) -> None:
-            nonlocal slowest, peak, num_cases, written_s
-            if time.monotonic() - began_s > seconds:
-                return
-            num_cases += 1
-            try:
-                cost = run_case(target, case, folder)
-            except (Exception, TooLongError) as error:
-                key = _key(error)
-                findings[key] += 1
-                if findings[key] <= 3:
-                    _keep(save, name, key, case, error, findings[key])
-                cost = Cost(0.0, 0)
-            except BaseException as error:
-                # Panics of extension modules are no `Exception`.
-                if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-                    raise
-                key = _key(error)
-                findings[key] += 1
-                _keep(save, name, key, case, error, findings[key])
-                cost = Cost(0.0, 0)
-            slowest, peak = max(slowest, cost.cpu_s), max(peak, cost.peak_bytes)
-            if time.monotonic() - written_s > 0.5:
-                written_s = time.monotonic()
-                report()
-
-        while time.monotonic() - began_s < seconds:
-            seed += 1
-            rules = settings(
-                max_examples=100, deadline=None, database=None, phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )  # fmt: skip
-            seeded(seed)(rules(given(target.cases())(one)))()
-        report()
+    while time.monotonic() < end_s:
+        seed += 1
+        rules = settings(
+            max_examples=100,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        seeded(seed)(rules(given(target.cases())(one)))()
+    tally.write()
 
 
 def _key(error: BaseException) -> str:

@@ -207,7 +207,13 @@ def test_a_folder_without_configuration_or_with_a_broken_one_says_so(tmp_path: P
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("architectures", 7), ("architectures", True), ("rope_scaling", {"rope_type": [1]}), ("model_type", {})],
+    [
+        ("architectures", 7),
+        ("architectures", True),
+        ("rope_scaling", {"rope_type": [1]}),
+        ("model_type", {}),
+        ("num_hidden_layers", 2**32),
+    ],
 )
 def test_values_of_other_types_are_the_folders_fault(tmp_path: Path, key: str, value: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SIZES | {key: value}))
