@@ -163,6 +163,9 @@ def _tokenizer_problems(folder: Path, model_folder: Path, audit: AdapterAudit) -
     if not audit.has_own_tokenizer or audit.verdict == "refused":
         return []
     own = Tokenizer.from_folder(folder, base=model_folder)
+    too_long = own.long_token_problem()
+    if too_long is not None:
+        return [f"its tokenizer is refused: {too_long}. Repair it, or take another one."]
     problems = own.conflicts(Tokenizer.from_folder(model_folder))
     if problems:
         shown = "; ".join(problems[:5])

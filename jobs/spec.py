@@ -101,6 +101,9 @@ class JobSpec(_SamplingFields):
         expected="text that is not empty",
         min_length=1,
     )
+    allow_special_tokens: bool = _option(
+        False, "Special tokens inside of messages are control tokens; by default they are text."
+    )
 
     cluster: str = _option(
         "local",

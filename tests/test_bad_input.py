@@ -76,6 +76,7 @@ def write_rows(folder: Path) -> None:
     write("double.parquet", {"id": [1, 2, 1, 3], "prompt": prompts})
     write("empty.parquet", {"id": pa.array([], pa.int64()), "prompt": pa.array([], pa.string())})
     write("long.parquet", {"prompt": ["a", "word " * 400]})
+    write("huge.parquet", {"prompt": ["a", "word " * 2_000_000]})
     write("negative.parquet", {"prompt": prompts, "temperature": [None, -1.0, 0.5, None]})
     write("chats.parquet", {"messages": [json.dumps(chat) for chat in chats]})
     image = [
@@ -253,6 +254,20 @@ TABLE: list[tuple[str, int, list[str]]] = [
         f"plan {RIGHT} --input {{rows}}/long.parquet",
         1,
         ["max_errors=10%: 1 of 2 rows cannot be answered", "together more than the context of 256 tokens"],
+    ),
+    (
+        f"plan {RIGHT} --input {{rows}}/huge.parquet",
+        1,
+        [
+            "1 of 2 rows cannot be answered",
+            "prompt of 10000000 characters: more tokens than the context of 256 tokens.",
+        ],
+    ),
+    (f"plan {RIGHT} --input {{rows}}/chats.parquet", 0, ["special tokens inside of them are text; --allow-special-to"]),
+    (
+        f"plan {RIGHT} --input {{rows}}/chats.parquet --allow-special-tokens",
+        0,
+        ["special tokens inside of them are control tokens (allow_special_tokens)"],
     ),
     (f"plan {RIGHT} --input {{rows}}/negative.parquet", 1, ["1 of 4 rows", "temperature=-1.0: expected 0 (greedy)"]),
     (

@@ -19,6 +19,8 @@ from ..config import read_json
 from ..errors import ChatTemplateError, ModelFilesError
 from ..untrusted import STOPS, read_regular, shown_name
 from .chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from .expansion import expansion_problem, long_token_problem
+from .literal import LiteralText, RenderedMessages
 
 MAX_TOKENIZER_BYTES = 128 << 20  # those of 260,000 tokens have 35 MB
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -27,6 +29,10 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _MAX_PENDING_TOKENS = 4
 _MAX_CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
+# Texts with more characters than this per token of room are looked at in pieces. A beginning has hardly more tokens
+# than the text itself, however its last word is cut.
+_CHARACTERS_PER_TOKEN = 16
+_SPARE_TOKENS = 1000
 
 
 class Tokenizer:
@@ -43,8 +49,9 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self._chat_template = chat_template
         self.eos_token_ids = eos_token_ids
-        added = backend.get_added_tokens_decoder().values()
-        self._special_texts = {token.content for token in added if token.special}
+        added = backend.get_added_tokens_decoder()
+        self._special_texts = {token.content for token in added.values() if token.special}
+        self._literals = LiteralText(backend, {i: token.content for i, token in added.items() if token.special})
 
     @classmethod
     def from_folder(cls, folder: Path, *, base: Path | None = None, now: datetime | None = None) -> Tokenizer:
@@ -79,6 +86,10 @@ class Tokenizer:
         """Tokens, added ones included. A model's embedding may be larger."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def long_token_problem(self) -> str | None:
+        """Why its tokens are too long, as a clause; None when they are not. For tokenizers of strangers."""
+        return long_token_problem(self._backend)
+
     def conflicts(self, other: Tokenizer) -> list[str]:
         """Added and special tokens that stand for another number in `other`, as plain sentences."""
         ours, theirs = ({t.content: i for i, t in x._backend.get_added_tokens_decoder().items()} for x in (self, other))
@@ -97,6 +108,19 @@ class Tokenizer:
             return [_no_template() for _ in conversations]
         return self._chat_template.render_all(conversations)
 
+    def render_messages(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, allow_special_tokens: bool = False
+    ) -> list[RenderedMessages | ChatTemplateError]:
+        """`render_all`. Texts of special tokens in the messages stay text, unless they are allowed."""
+        if allow_special_tokens:
+            rendered = self.render_all(conversations)
+            return [one if isinstance(one, ChatTemplateError) else RenderedMessages(one, {}) for one in rendered]
+        return self._literals.render(conversations, self.render_all)
+
+    def encode_messages(self, rendered: RenderedMessages) -> list[int]:
+        """Tokens of messages whose rendering has stand-ins."""
+        return self._literals.encode(rendered)
+
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
         """Tokens of many texts, on all cores.
 
@@ -105,6 +129,19 @@ class Tokenizer:
         """
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not is_rendered)
         return [list(encoding.ids) for encoding in encodings]
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a very long text certainly has more tokens than this, found out without encoding all of it.
+
+        Its beginning is encoded, then eight times as much and so on, until there are far more tokens than that.
+        """
+        size = _CHARACTERS_PER_TOKEN * max_tokens
+        while size < len(text):
+            encoded = self._backend.encode_batch_fast([text[:size]], add_special_tokens=False)[0]
+            if len(encoded.ids) > 2 * max_tokens + _SPARE_TOKENS:
+                return True
+            size *= 8
+        return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated tokens, without special tokens."""
@@ -174,6 +211,9 @@ def _read_backend(path: Path) -> TokenizerFile:
         raise ModelFilesError(f"{path}: not a tokenizer ({shown_name(str(error))}). Fetch the model again.") from None
     backend.no_truncation()
     backend.no_padding()
+    problem = expansion_problem(backend)
+    if problem is not None:
+        raise ModelFilesError(f"{path}: {problem}. Repair it, or take another tokenizer.")
     return backend
 
 

@@ -30,6 +30,15 @@ def job_notes(record: JobRecord) -> list[str]:
     return notes
 
 
+def messages_note(record: JobRecord) -> tuple[str, ...]:
+    """What becomes of special tokens inside of messages, for a job that has messages."""
+    if "messages" not in record.input.roles:
+        return ()
+    if record.spec.get("allow_special_tokens"):
+        return ("messages: special tokens inside of them are control tokens (allow_special_tokens)",)
+    return ("messages: special tokens inside of them are text; --allow-special-tokens makes them control tokens",)
+
+
 def row_notes(record: JobRecord, rows_per_adapter: Mapping[str, int]) -> tuple[str, ...]:
     """What the index has found: that no row names an adapter, or which adapters no row names.
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import ChatTemplateError
 from ...engine.request import SamplingParams
+from ...engine.text.literal import RenderedMessages
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.input.files import footer_sha256, unpack_schema
@@ -34,6 +35,7 @@ from .row_checks import (
     RowDraft,
     check_length,
     check_rendered,
+    check_size,
     check_text,
     check_token_ids,
     read_messages,
@@ -67,8 +69,8 @@ class IndexJob:
     """What indexing a chunk needs to know. `key`: index files written under another key are stale.
 
     `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
-    `system_prompt`: for rows whose messages have none. `prepared_apart`: adapters with a tokenizer or vocabulary of
-    their own, by name.
+    `system_prompt`: for rows whose messages have none. `allow_special_tokens`: see `JobSpec`. `prepared_apart`:
+    adapters with a tokenizer or vocabulary of their own, by name.
     """
 
     model_url: str
@@ -80,6 +82,7 @@ class IndexJob:
     key: str
     now: str
     system_prompt: str | None = None
+    allow_special_tokens: bool = False
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
 
@@ -96,6 +99,7 @@ class IndexJob:
             key=index_key(record),
             now=record.created_at,
             system_prompt=record.spec.get("system_prompt"),
+            allow_special_tokens=bool(record.spec.get("allow_special_tokens")),
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
         )
@@ -282,7 +286,7 @@ class ChunkRows:
             apart = self._job.prepared_apart.get(adapter or "")
             check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)
 
-    def _rendered(self, values: list[Any], adapters: list[str | None]) -> list[str | PromptProblem]:
+    def _rendered(self, values: list[Any], adapters: list[str | None]) -> list[RenderedMessages | PromptProblem]:
         """What chat templates make of each row's messages, all rows of one template at once."""
         found: list[Any] = [read_messages(value, self._job.system_prompt) for value in values]
         waiting: dict[Tokenizer, list[int]] = {}
@@ -290,7 +294,9 @@ class ChunkRows:
             if not isinstance(messages, PromptProblem):
                 waiting.setdefault(self._tokenizer(adapters[row]), []).append(row)
         for tokenizer, rows in waiting.items():
-            for row, prompt in zip(rows, tokenizer.render_all([found[row] for row in rows]), strict=True):
+            conversations = [found[row] for row in rows]
+            prompts = tokenizer.render_messages(conversations, allow_special_tokens=self._job.allow_special_tokens)
+            for row, prompt in zip(rows, prompts, strict=True):
                 found[row] = PromptProblem.of_template(prompt) if isinstance(prompt, ChatTemplateError) else prompt
         return found
 
@@ -304,8 +310,15 @@ class ChunkRows:
         """All texts of one tokenizer at once."""
         waiting: dict[Tokenizer, list[RowDraft]] = {}
         for draft, adapter in zip(drafts, adapters, strict=True):
-            if draft.text is not None:
-                waiting.setdefault(self._tokenizer(adapter), []).append(draft)
+            if draft.text is None:
+                continue
+            tokenizer = self._tokenizer(adapter)
+            check_size(draft, self._job.max_context_tokens, tokenizer.exceeds)
+            if draft.text is not None and draft.stand_ins:
+                draft.tokens = tokenizer.encode_messages(RenderedMessages(draft.text, draft.stand_ins))
+                draft.text = None
+            elif draft.text is not None:
+                waiting.setdefault(tokenizer, []).append(draft)
         for tokenizer, texts_of in waiting.items():
             for together in _together(texts_of):
                 texts = [draft.text or "" for draft in together]

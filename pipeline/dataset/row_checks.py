@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 from ...engine.errors import ChatTemplateError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
+from ...engine.text.literal import RenderedMessages
 
 _SHOWN_CHARS = 60
 # "developer" is OpenAI's newer name for it.
@@ -31,11 +32,14 @@ class ErrorKind(IntEnum):
 
 @dataclass(slots=True)
 class RowDraft:
-    """One row on its way to a request. `text`: still to be tokenised. `problems`: sentences, all of them."""
+    """One row on its way to a request. `text`: still to be tokenised; `stand_ins`: see `RenderedMessages`. `problems`:
+    sentences, all of them.
+    """
 
     row_id: str | int | None
     sampling: SamplingParams
     text: str | None = None
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
     tokens: list[int] | None = None
     kind: ErrorKind = ErrorKind.NONE
     problems: list[str] = field(default_factory=list)
@@ -88,12 +92,13 @@ def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]]
     return messages
 
 
-def check_rendered(draft: RowDraft, prompt: str | PromptProblem) -> None:
+def check_rendered(draft: RowDraft, prompt: RenderedMessages | PromptProblem) -> None:
     """What the chat template has made of `messages`."""
     if isinstance(prompt, PromptProblem):
         draft.reject(ErrorKind.PROMPT, prompt.sentence)
     else:
-        _set_text(draft, "messages", prompt)
+        _set_text(draft, "messages", prompt.text)
+        draft.stand_ins = prompt.stand_ins
 
 
 def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
@@ -125,6 +130,17 @@ def check_length(draft: RowDraft, max_context_tokens: int) -> None:
             f"prompt of {len(draft.tokens)} tokens and max_tokens={max_tokens}: together more than the context of "
             f"{max_context_tokens} tokens. Shorten the prompt or lower max_tokens.",
         )
+
+
+def check_size(draft: RowDraft, max_context_tokens: int, exceeds: Callable[[str, int], bool]) -> None:
+    """A text that is certainly too long is not tokenised. `exceeds(text, max_tokens)`: whether it is."""
+    if draft.text is not None and exceeds(draft.text, max_context_tokens):
+        draft.reject(
+            ErrorKind.TOO_LONG,
+            f"prompt of {len(draft.text)} characters: more tokens than the context of {max_context_tokens} tokens. "
+            "Shorten the prompt.",
+        )
+        draft.text = None
 
 
 def read_sampling(job: SamplingParams, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:

@@ -18,7 +18,7 @@ from typing import Any
 from ...jobs.opening import OpenedJob, open_job
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
-from ...jobs.status.notes import job_notes, row_notes
+from ...jobs.status.notes import job_notes, messages_note, row_notes
 from ...jobs.validation import requested_job
 from ...scheduler.forecast import Forecast
 from ...scheduler.workload import Workload
@@ -91,7 +91,12 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
             settings.bound(workload, num_workers, slowness).seconds,
             range_s,
             slowness,
-            (*device.notes, *job_notes(job.record), *row_notes(job.record, indexed.rows_per_adapter)),
+            (
+                *device.notes,
+                *job_notes(job.record),
+                *messages_note(job.record),
+                *row_notes(job.record, indexed.rows_per_adapter),
+            ),
         )
 
 

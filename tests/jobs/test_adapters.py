@@ -68,13 +68,20 @@ def test_an_impossible_url_is_explained() -> None:
 
 NESTED = "[" * 100_000 + "]" * 100_000
 PANICKING = {"type": "Precompiled", "precompiled_charsmap": "/////wAA"}
+ONE_TO_MANY = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10_000_000}
+LONG_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False) | {
+    "id": 1,
+    "content": "x" * 100_000,
+}
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer.json", "panicking", "not a tokenizer"),
+        ("tokenizer.json", {"normalizer": PANICKING}, "not a tokenizer"),
+        ("tokenizer.json", {"normalizer": ONE_TO_MANY}, "its normalizer makes 10000000 characters of one"),
+        ("tokenizer.json", {"added_tokens": [LONG_TOKEN]}, "it has a token of 100000 characters"),
         ("tokenizer.json", NESTED, "not a tokenizer"),
         ("tokenizer_config.json", f'{{"x": {NESTED}}}', "it nests too deeply"),
         ("tokenizer_config.json", f'{{"x": 1{"0" * 5000}}}', "a number of 5001 digits"),
@@ -86,14 +93,14 @@ PANICKING = {"type": "Precompiled", "precompiled_charsmap": "/////wAA"}
     ],
 )
 def test_a_hostile_tokenizer_costs_its_adapter_alone(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, name: str, content: str | None, reason: str
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, name: str, content: Any, reason: str
 ) -> None:
     bad = Path(shutil.copytree(tiny_adapters["rank8"], tmp_path / "bad"))
     shutil.copy(tiny_llama / "tokenizer.json", bad)
     if content is None:
         os.mkfifo(bad / name)
-    elif content == "panicking":
-        (bad / name).write_text(json.dumps(json.loads((bad / name).read_text()) | {"normalizer": PANICKING}))
+    elif isinstance(content, dict):
+        (bad / name).write_text(json.dumps(json.loads((bad / name).read_text()) | content))
     else:
         (bad / name).write_text(content)
     adapters = {"bad": str(bad), "good": str(tiny_adapters["rank8"])}

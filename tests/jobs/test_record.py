@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "dummy",
     "rows_per_shard": 10,
+    "allow_special_tokens": True,
     "system_prompt": "Be brief.",
     "policy": "s-lora",
     "placement": "loraserve",

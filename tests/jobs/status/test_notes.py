@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lorabatch.jobs.record import AdapterRecord, JobRecord
-from lorabatch.jobs.status.notes import job_notes, row_notes
+from lorabatch.jobs.status.notes import job_notes, messages_note, row_notes
 
 Record = Callable[..., JobRecord]
 
@@ -34,6 +34,15 @@ def test_files_that_are_left_unread_are_said(record: Record) -> None:
     job = record(adapters=())
     job = job.model_copy(update={"input": job.input.model_copy(update={"unread": ("a.csv", "b.jsonl")})})
     assert job_notes(job) == ["input: 2 files are not read, only Parquet is: a.csv, b.jsonl"]
+
+
+def test_what_special_tokens_in_messages_are_is_said_where_there_are_messages(record: Record) -> None:
+    job = record(adapters=())
+    assert messages_note(job) == ()
+    chat = job.model_copy(update={"input": job.input.model_copy(update={"roles": {"messages": "chat"}})})
+    assert "are text; --allow-special-tokens" in messages_note(chat)[0]
+    allowed = chat.model_copy(update={"spec": chat.spec | {"allow_special_tokens": True}})
+    assert "are control tokens" in messages_note(allowed)[0]
 
 
 def test_adapters_that_no_row_names_are_said_in_one_line(record: Record) -> None:

@@ -1,0 +1,131 @@
+"""Texts of special tokens inside of messages, which are text there: only the chat template writes control tokens.
+
+Before messages are rendered, each such text is replaced by one character that occurs nowhere in them. What the template
+writes is then told apart from what it was given, however the template moves, trims or repeats that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerFile
+
+from ..errors import ChatTemplateError
+
+# Code points for private use, which no text has a reason to hold.
+_FIRST, _LAST = 0xF0000, 0xFFFFD
+_ESCAPED = r"\udb"  # how such a code point begins in JSON of ASCII
+_Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedMessages:
+    """A prompt that a chat template wrote. `stand_ins`: character in `text` -> the text that it stands for."""
+
+    text: str
+    stand_ins: Mapping[str, str]
+
+
+class LiteralText:
+    """Renders and encodes messages that hold the texts of special tokens. `special`: token id -> text."""
+
+    def __init__(self, backend: TokenizerFile, special: Mapping[int, str]) -> None:
+        self._backend = backend
+        self._special = {i: text for i, text in special.items() if text}
+        texts = sorted(set(self._special.values()), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+
+    def render(
+        self,
+        conversations: Sequence[_Messages],
+        template: Callable[[Sequence[_Messages]], list[str | ChatTemplateError]],
+    ) -> list[RenderedMessages | ChatTemplateError]:
+        """What the template writes of each, or an error: also where it writes such texts as escape sequences."""
+        stand_ins = [self._stand_ins(messages) for messages in conversations]
+        given = [
+            [_replaced(message, self._put(characters)) for message in messages] if characters else messages
+            for messages, characters in zip(conversations, stand_ins, strict=True)
+        ]
+        return [
+            rendered if isinstance(rendered, ChatTemplateError) else _kept_apart(rendered, messages, characters)
+            for rendered, messages, characters in zip(template(given), given, stand_ins, strict=True)
+        ]
+
+    def _stand_ins(self, messages: _Messages) -> dict[str, str]:
+        """Text of a special token in the messages -> a character that is not in them."""
+        if self._pattern is None:
+            return {}
+        texts = [text for message in messages for text in _texts(message)]
+        found = {text for part in texts for text in self._pattern.findall(part)}
+        if not found:
+            return {}
+        taken = set().union(*texts)
+        free = (chr(code) for code in range(_FIRST, _LAST) if chr(code) not in taken)
+        return dict(zip(sorted(found), free, strict=False))
+
+    def encode(self, prompt: RenderedMessages) -> list[int]:
+        """Its tokens. What lies between two control tokens of the template is encoded as one text."""
+        assert self._pattern is not None, "no special tokens, hence no stand-ins for them"
+        token_ids: list[int] = []
+        as_usual = ""
+        for part in self._pattern.split(prompt.text):
+            if prompt.stand_ins.keys().isdisjoint(part):
+                as_usual += part
+                continue
+            token_ids += self._encoded(self._backend, as_usual)
+            as_usual = ""
+            token_ids += self._as_text("".join(prompt.stand_ins.get(character, character) for character in part))
+        return token_ids + self._encoded(self._backend, as_usual)
+
+    def _put(self, stand_ins: Mapping[str, str]) -> Callable[[str], str]:
+        assert self._pattern is not None
+        pattern = self._pattern
+        return lambda text: pattern.sub(lambda found: stand_ins[found[0]], text)
+
+    def _as_text(self, text: str) -> list[int]:
+        token_ids = self._encoded(self._text_backend, text)
+        if self._special.keys().isdisjoint(token_ids):
+            return token_ids
+        # Its vocabulary has the text as a word, too: taken apart it is none.
+        assert self._pattern is not None
+        pieces = [piece for i, part in enumerate(self._pattern.split(text)) for piece in (part if i % 2 else [part])]
+        return [i for piece in pieces for i in self._encoded(self._text_backend, piece)]
+
+    @cached_property
+    def _text_backend(self) -> TokenizerFile:
+        """The tokenizer, for which special tokens are text."""
+        backend = TokenizerFile.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    @staticmethod
+    def _encoded(backend: TokenizerFile, text: str) -> list[int]:
+        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids) if text else []
+
+
+def _kept_apart(rendered: str, given: _Messages, characters: Mapping[str, str]) -> RenderedMessages | ChatTemplateError:
+    escaped = _ESCAPED in rendered.lower()
+    if characters and escaped and not any(_ESCAPED in text.lower() for message in given for text in _texts(message)):
+        return ChatTemplateError("the chat template writes texts of special tokens as escape sequences")
+    return RenderedMessages(rendered, {character: text for text, character in characters.items()})
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts in a JSON value, keys too."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for part in pair for text in _texts(part)]
+    return [text for part in value for text in _texts(part)] if isinstance(value, list | tuple) else []
+
+
+def _replaced(value: Any, put: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return put(value)
+    if isinstance(value, Mapping):
+        return {put(key) if isinstance(key, str) else key: _replaced(part, put) for key, part in value.items()}
+    return [_replaced(part, put) for part in value] if isinstance(value, list | tuple) else value
