@@ -1,81 +1,129 @@
-"""One repeated experiment: what was varied, what each policy got, and what the paper says about it."""
+"""One repeated experiment of a paper: what was varied, what each policy got, and what the paper claims."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import matplotlib
+import numpy as np
+from numpy.typing import NDArray
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
+# Student's t, 97.5 %, by degrees of freedom.
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One comparison the paper makes: `worse` over `better` reaches `paper_ratio` (None: an ordering only).
+    """One comparison the paper makes: `worse` over `better` reaches `paper` (None: an ordering only).
 
-    `higher_is_better` turns the ratio round (throughput). The ratio is the largest over the points.
+    `higher_is_better` turns the ratio round (throughput). `least`: where the better policy's value is below it at some
+    seed, the point gives no ratio. `is_parity`: the claim is that the two are equal.
     """
 
     better: str
     worse: str
-    paper_ratio: float | None
+    paper: str
     metric: str
     higher_is_better: bool = False
+    least: float = 0.0
+    is_parity: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`values[metric][policy]`: one number per point of `points`. `note`: why ours may differ."""
+    """One seed's. `values[metric][policy]`: one number per point of `points`."""
 
     name: str
-    title: str
     x_label: str
     points: tuple[float, ...]
     values: dict[str, dict[str, list[float]]]
-    claims: tuple[Claim, ...]
-    note: str
+    claims: tuple[Claim, ...] = ()
 
-    def ratio(self, claim: Claim) -> float:
-        """Our largest ratio over the points where both are finite and above zero."""
-        worse, better = (self.values[claim.metric][name] for name in (claim.worse, claim.better))
-        if claim.higher_is_better:
-            worse, better = better, worse
-        ratios = [w / b for w, b in zip(worse, better, strict=True) if 0 < b < float("inf") and w < float("inf")]
-        return max(ratios, default=float("nan"))
+    def at(self, points: Sequence[float]) -> Figure:
+        """The same at these points."""
+        kept = [self.points.index(point) for point in points]
+        values = {
+            metric: {policy: [numbers[i] for i in kept] for policy, numbers in of_policy.items()}
+            for metric, of_policy in self.values.items()
+        }
+        return replace(self, points=tuple(points), values=values)
 
-    def agreement(self, claim: Claim) -> str:
-        """On how many points the better policy is at least as good (2 % counts as equal)."""
-        worse, better = (self.values[claim.metric][name] for name in (claim.worse, claim.better))
-        if claim.higher_is_better:
-            worse, better = better, worse
-        holds = sum(b <= w * 1.02 for w, b in zip(worse, better, strict=True))
-        if holds < len(better):
-            return f"on {holds} of {len(better)} points"
-        return "yes" if any(w > b * 1.02 for w, b in zip(worse, better, strict=True)) else "no difference"
-
-    def plot(self, folder: Path) -> list[str]:
-        """One picture per metric; returns the file names."""
-        names: list[str] = []
-        for metric, of_policy in self.values.items():
-            figure, axes = pyplot.subplots(figsize=(5, 3.2))
-            for policy, numbers in of_policy.items():
-                axes.plot(self.points, numbers, marker="o", label=policy)
-            axes.set(xlabel=self.x_label, ylabel=metric, title=self.title)
-            if max(map(_top, of_policy.values())) > 20 * max(1e-9, min(map(_low, of_policy.values()))):
-                axes.set_yscale("log")
-            axes.legend(fontsize=8)
-            figure.tight_layout()
-            names.append(f"{self.name.lower().replace(' ', '-').replace('.', '')}-{len(names)}.png")
-            figure.savefig(folder / names[-1], dpi=110)
-            pyplot.close(figure)
-        return names
+    def ratios(self, claim: Claim) -> NDArray[np.float64]:
+        """Worse over better, `[num_points]`; NaN where it says nothing."""
+        worse, better = (np.array(self.values[claim.metric][name]) for name in (claim.worse, claim.better))
+        over, under = (better, worse) if claim.higher_is_better else (worse, better)
+        is_sound = np.isfinite(worse) & np.isfinite(better) & (under > 0) & (better >= claim.least)
+        return np.where(is_sound, over / np.where(is_sound, under, 1.0), np.nan)
 
 
-def _top(numbers: list[float]) -> float:
-    return max((n for n in numbers if n < float("inf")), default=0.0)
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Geometric mean of a ratio over seeds, and its 95 % t-interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ratios: NDArray[np.float64]) -> Interval:
+        """`[num_seeds]`, at least two."""
+        logs = np.log(ratios)
+        half = _T[len(logs) - 1] * float(logs.std(ddof=1)) / np.sqrt(len(logs))
+        return cls(*(float(np.exp(logs.mean() + shift)) for shift in (0.0, -half, half)))
+
+    @property
+    def verdict(self) -> str:
+        """Whether the better policy is better: yes, same (the interval holds 1) or no."""
+        if self.low <= 1.0 <= self.high:
+            return "same"
+        return "yes" if self.low > 1.0 else "no"
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def _low(numbers: list[float]) -> float:
-    return min((n for n in numbers if n > 0), default=1.0)
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A claim over seeds. `whole`: of the geometric mean over the points that are used, None without any. `by_point`:
+    of each point, None where a ratio says nothing.
+    """
+
+    claim: Claim
+    points: tuple[float, ...]
+    whole: Interval | None
+    by_point: tuple[Interval | None, ...]
+
+    @classmethod
+    def of(cls, figures: Sequence[Figure], claim: Claim) -> Finding:
+        """`figures`: the same one of each seed."""
+        ratios = np.array([figure.ratios(claim) for figure in figures])  # [num_seeds, num_points]
+        is_used = np.isfinite(ratios).all(axis=0)
+        whole = Interval.of(np.exp(np.log(ratios[:, is_used]).mean(axis=1))) if is_used.any() else None
+        by_point = tuple(
+            Interval.of(column) if used else None for column, used in zip(ratios.T, is_used.tolist(), strict=True)
+        )
+        return cls(claim, figures[0].points, whole, by_point)
+
+    @property
+    def verdict(self) -> str:
+        """Of the whole. A claim of parity holds unless the interval lies below 1."""
+        if self.whole is None:
+            return "no ratio"
+        if self.claim.is_parity:
+            return "no" if self.whole.verdict == "no" else "yes"
+        return self.whole.verdict
+
+    @property
+    def largest(self) -> str:
+        """The point with the largest ratio, in which papers give theirs."""
+        found = [(one.mean, number) for number, one in enumerate(self.by_point) if one is not None]
+        if not found:
+            return "-"
+        number = max(found)[1]
+        return f"{self.by_point[number]} at {self.points[number]:.3g}"
+
+    @property
+    def points_by_verdict(self) -> str:
+        """How many points say what."""
+        said = [one.verdict if one is not None else "no ratio" for one in self.by_point]
+        return ", ".join(f"{said.count(word)} {word}" for word in ("yes", "same", "no", "no ratio") if word in said)

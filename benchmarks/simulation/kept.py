@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,10 @@ class Kept:
             # Written by this class on this machine.
             found: _T = pickle.loads(path.read_bytes())
             return found
+        start_s = time.process_time()
         made = make()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(pickle.dumps(made))
-        print(f"{name} done", flush=True)
+        print(f"{name} done in {time.process_time() - start_s:.0f} s of the CPU", flush=True)
         return made

@@ -1,4 +1,4 @@
-"""Writes the result page of one run of the simulation benchmarks, with its pictures."""
+"""Writes the result page of one run of the simulation benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from lorabatch.benchmarks.fidelity_results import FidelityResults
 from lorabatch.benchmarks.provenance import cpu_name
 from lorabatch.benchmarks.simulation.decisions import PlacementQuality, PlanningScale, ScaleRow
-from lorabatch.benchmarks.simulation.figure import Figure
 from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead
 from lorabatch.scheduler.simulation.replay import ReplayOutcome
 
@@ -22,7 +21,6 @@ class Results:
     """Everything one run of the command measured."""
 
     lengths_source: str
-    figures: Sequence[Figure]
     comparisons: Sequence[Comparison]
     offline_rows: int
     loads: Sequence[LoadsAhead]
@@ -36,14 +34,13 @@ class Results:
 
 
 def write_report(results: Results, folder: Path) -> Path:
-    """Writes `folder/DATE-simulation.md` and its pictures in `folder/DATE-simulation/`. Returns the file."""
+    """Writes `folder/DATE-simulation.md`. Returns the file."""
     name = f"{datetime.now(UTC):%Y-%m-%d}-simulation"
-    pictures = folder / name
-    pictures.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lines = [
         f"# Simulation, {name[:10]}",
         "",
-        "The scheduler's code on simulated replicas: the papers' experiments, offline jobs, and the time of decisions.",
+        "The scheduler's code on simulated replicas: offline jobs, and the time of decisions.",
         "[docs/simulation.md](../../docs/simulation.md) says which of these results hold for real jobs.",
         "",
         f"Lengths: {results.lengths_source}. Everything but the timings repeats exactly from its seeds.",
@@ -51,41 +48,14 @@ def write_report(results: Results, folder: Path) -> Path:
         f"Made by `{results.command}` with Python {platform.python_version()} on {os.cpu_count()} cores, "
         f"{cpu_name()}, {name[:10]}.",
         "",
-        *_papers(results.figures),
         *_offline(results.comparisons, results.offline_rows),
         *_loads(results.loads),
         *_decisions(results),
         *(results.fidelity.to_lines() if results.fidelity else []),
-        "## The figures",
-        "",
     ]
-    for figure in results.figures:
-        lines += [f"### {figure.name}: {figure.title}", "", figure.note, ""]
-        lines += [f"![{figure.title}]({name}/{picture})" for picture in figure.plot(pictures)] + [""]
-        lines += _numbers(figure)
     path = folder / f"{name}.md"
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return path
-
-
-def _papers(figures: Sequence[Figure]) -> list[str]:
-    lines = [
-        "## The papers' comparisons",
-        "",
-        "`ours`: the largest ratio over the points of a figure, of the worse policy over the better one.",
-        "`ordering`: whether the paper's better policy is at least as good (within 2 %) on every point;",
-        "`no difference`: neither is better by more than 2 % on any point. One seed per figure.",
-        "",
-        "| figure | better | worse | measure | paper's ratio | ours | ordering |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for figure in figures:
-        for claim in figure.claims:
-            paper = f"up to {claim.paper_ratio:g}" if claim.paper_ratio else "ordering only"
-            ours = f"{figure.ratio(claim):.2f}"
-            columns = (figure.name, claim.better, claim.worse, claim.metric, paper, ours, figure.agreement(claim))
-            lines.append("| " + " | ".join(columns) + " |")
-    return [*lines, ""]
 
 
 def _offline(comparisons: Sequence[Comparison], num_rows: int) -> list[str]:
@@ -170,20 +140,3 @@ def _replayed(outcome: ReplayOutcome | None) -> list[str]:
         f"- Replay of a real run (`lorabatch demo`, two workers): its {outcome.num_events:,} recorded events give the "
         f"{outcome.num_commands:,} recorded commands, {found}."
     ]
-
-
-def _numbers(figure: Figure) -> list[str]:
-    lines: list[str] = []
-    for metric, of_policy in figure.values.items():
-        lines += [
-            f"{metric}:",
-            "",
-            f"| {figure.x_label} | " + " | ".join(f"{point:.3g}" for point in figure.points) + " |",
-            "|---|" + "---|" * len(figure.points),
-        ]
-        lines += [
-            f"| {policy} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |"
-            for policy, numbers in of_policy.items()
-        ]
-        lines.append("")
-    return lines

@@ -15,6 +15,9 @@ from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedRep
 from lorabatch.scheduler.simulation.timeline import ServingMetrics, Timeline, serving_metrics
 from lorabatch.scheduler.workload import Workload
 
+# Waiting rows have computed nothing yet, so moving them costs little and small imbalances are worth it.
+MIGRATION = MigrationSettings(gamma=1.02, trigger=1.05, least_gain=0.01)
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -24,6 +27,7 @@ class Policy:
     make_batcher: Callable[[], Batcher]
     make_dispatcher: Callable[[], Dispatcher]
     migrate_every_s: float | None = None
+    migration: MigrationSettings = MIGRATION
     replan: Replan | None = None
     replan_every_s: float | None = None
 
@@ -41,8 +45,7 @@ def serve(
     serving = ServingSettings(
         batch_rows=settings.max_batch_rows,
         migrate_every_s=policy.migrate_every_s,
-        # Waiting rows have computed nothing yet, so moving them costs little and small imbalances are worth it.
-        migration=MigrationSettings(gamma=1.02, trigger=1.05, least_gain=0.01),
+        migration=policy.migration,
         replan_every_s=policy.replan_every_s,
         give_up_s=20 * span if span > 0 else float("inf"),
     )
@@ -56,11 +59,15 @@ def at_rate(workload: Workload, factor: float) -> Workload:
     return replace(workload, release_s=workload.release_s / factor)
 
 
-def sustained_factor(is_within: Callable[[float], bool], *, low: float, high: float, rounds: int = 6) -> float:
-    """The largest rate factor that is still within the objective, by bisection on a logarithmic scale."""
-    if not is_within(low):
-        return low
+def sustained_factor(excess: Callable[[float], float], *, low: float, high: float, rounds: int = 4) -> float:
+    """The rate factor at which a metric reaches its objective (`excess` 1), on logarithmic scales: bisection, and a
+    straight line through the ends of the last interval."""
+    ends = {factor: excess(factor) for factor in (low, high)}
+    if ends[low] >= 1 or ends[high] <= 1:
+        return low if ends[low] >= 1 else high
     for _ in range(rounds):
         middle = float(np.sqrt(low * high))
-        low, high = (middle, high) if is_within(middle) else (low, middle)
-    return low
+        ends[middle] = excess(middle)
+        low, high = (middle, high) if ends[middle] <= 1 else (low, middle)
+    share = 0.5 if np.isinf(ends[high]) else np.log(1 / ends[low]) / np.log(ends[high] / ends[low])
+    return float(low * (high / low) ** share)

@@ -1,47 +1,95 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from lorabatch.benchmarks.fidelity_results import Fidelity, FidelityResults
+from lorabatch.benchmarks.simulation import dlora_figures, loraserve_figures
 from lorabatch.benchmarks.simulation.decisions import PlacementQuality, PlanningScale, scale_row
-from lorabatch.benchmarks.simulation.figure import Claim, Figure
-from lorabatch.benchmarks.simulation.lengths import read_trace, synthetic_lengths
+from lorabatch.benchmarks.simulation.figure import Claim, Figure, Finding, Interval
+from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
 from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead, jobs
+from lorabatch.benchmarks.simulation.papers import Table
 from lorabatch.benchmarks.simulation.report import Results, write_report
 from lorabatch.benchmarks.simulation.serving_run import sustained_factor
 from lorabatch.scheduler.simulation.replay import ReplayOutcome
 
-LATENCY, RATE = Claim("ours", "theirs", 3.0, "s"), Claim("ours", "theirs", None, "per s", higher_is_better=True)
+LATENCY, RATE = Claim("ours", "theirs", "3", "s"), Claim("ours", "theirs", "ordering", "per s", higher_is_better=True)
 
 
 def make_figure(ours=(1.0, 2.0), theirs=(4.0, 2.0)):
     values = {"s": {"ours": list(ours), "theirs": list(theirs)}, "per s": {"ours": [4.0, 6.0], "theirs": [2.0, 5.0]}}
-    return Figure("Paper fig. 1", "A title", "x", (1.0, 2.0), values, (LATENCY, RATE), "A note.")
+    return Figure("Paper 1", "x", (1.0, 2.0), values, (LATENCY, RATE))
 
 
-def test_a_ratio_is_the_largest_over_the_points():
-    assert make_figure().ratio(LATENCY) == 4.0
-    assert make_figure().ratio(RATE) == 2.0
+def over_seeds(*theirs, claim=LATENCY):
+    return Finding.of([make_figure((1.0, 1.0), of_seed) for of_seed in theirs], claim)
 
 
-def test_points_without_an_end_do_not_make_a_ratio():
-    assert make_figure(theirs=(float("inf"), 3.0)).ratio(LATENCY) == 1.5
+def test_a_ratio_is_of_the_worse_over_the_better():
+    assert make_figure().ratios(LATENCY).tolist() == [4.0, 1.0]
+    assert make_figure().ratios(RATE).tolist() == [2.0, 1.2]
 
 
-def test_an_ordering_that_fails_somewhere_is_reported():
-    assert make_figure().agreement(LATENCY) == "yes"
-    assert make_figure(ours=(5.0, 2.0)).agreement(LATENCY) == "on 1 of 2 points"
+def test_points_without_an_end_or_near_zero_make_no_ratio():
+    assert np.isnan(make_figure(theirs=(float("inf"), 3.0)).ratios(LATENCY)).tolist() == [True, False]
+    assert np.isnan(make_figure().ratios(replace(LATENCY, least=1.5))).tolist() == [True, False]
+    found = over_seeds((2.0, 2.0), (2.0, 3.0), claim=replace(LATENCY, least=1.5))
+    assert (found.verdict, found.points_by_verdict, found.largest) == ("no ratio", "2 no ratio", "-")
 
 
-def test_policies_that_do_the_same_are_not_called_an_agreement():
-    assert make_figure(ours=(1.0, 2.0), theirs=(1.01, 1.99)).agreement(LATENCY) == "no difference"
+def test_a_point_that_one_seed_cannot_compare_is_left_out_of_all():
+    found = over_seeds((2.0, 3.0), (2.0, float("inf")))
+    assert found.whole is not None
+    assert found.whole.mean == pytest.approx(2.0)
+    assert found.points_by_verdict == "1 yes, 1 no ratio"
 
 
-def test_the_report_holds_every_claim_and_picture(tmp_path):
+def test_intervals_are_those_of_students_t():
+    # Logs 0, 1 and 2: mean 1, standard error 1 / sqrt(3), t of 97.5 % with two degrees of freedom 4.303.
+    found = Interval.of(np.exp([0.0, 1.0, 2.0]))
+    half = 4.303 / 3**0.5
+    assert (found.mean, found.low, found.high) == pytest.approx(tuple(np.exp([1.0, 1 - half, 1 + half])))
+
+
+@pytest.mark.parametrize(
+    ("of_seeds", "verdict"),
+    [((1.5, 1.6, 1.7), "yes"), ((0.5, 0.6, 0.5), "no"), ((0.8, 1.3, 1.1), "same"), ((1.0, 1.0, 1.0), "same")],
+)
+def test_a_verdict_is_where_the_interval_lies(of_seeds, verdict):
+    found = over_seeds(*((ratio, ratio) for ratio in of_seeds))
+    assert found.verdict == verdict
+    assert found.points_by_verdict == f"2 {verdict}"
+
+
+def test_parity_holds_unless_the_interval_is_below_one():
+    parity = replace(LATENCY, is_parity=True)
+    assert over_seeds((0.5, 0.5), (0.6, 0.6), (0.5, 0.5), claim=parity).verdict == "no"
+    assert over_seeds((0.8, 0.8), (1.3, 1.3), (1.1, 1.1), claim=parity).verdict == "yes"
+
+
+def test_the_table_of_the_papers_has_every_claim_and_tuned_choice():
+    lengths = Lengths(np.full(8, 20, np.int32), np.full(8, 4, np.int32), "short lengths")
+    figures = {}
+    for seed in (0, 1):
+        for make in (dlora_figures.figure_10_and_14, dlora_figures.figure_12, loraserve_figures.figure_22):
+            for figure in make(lengths, 4, seed):
+                figures.setdefault(figure.name, []).append(figure)
+    table = Table(figures)
+    claims, tuned = table.claims()[2:], table.tuned()[2:]
+    assert [line.split(" | ")[0] for line in claims] == [
+        f"| {name}" for name, of_seeds in figures.items() for _ in of_seeds[0].claims
+    ]
+    assert all(line.split(" | ")[6] in ("yes", "same", "no", "no ratio") for line in claims)
+    assert {line.split(" | ")[1] for line in tuned} == {"dLoRA 10", "LoRAServe 22"}
+    assert table.claims() == Table(figures).claims()
+
+
+def test_the_report_holds_every_result(tmp_path):
     results = Results(
         "made-up lengths",
-        [make_figure()],
         [Comparison("a job", {"planner": 10.0, "S-LoRA": 12.0}, 0.5)],
         100,
         [LoadsAhead("a job", (12.0, 0.15), (10.0, 0.01))],
@@ -64,17 +112,12 @@ def test_the_report_holds_every_claim_and_picture(tmp_path):
     )
     page = write_report(results, tmp_path)
     text = page.read_text()
-    assert "| Paper fig. 1 | ours | theirs | s | up to 3 | 4.00 | yes |" in text
     assert "| a job | 10.0 | 12.0 (1.20) | 50% |" in text
     assert "| a job | 12.0 | 15.0% | 10.0 | 1.0% |" in text
     assert "| a job | 10 | 100 | 200 | 11.0 | 10.0 | +10.0% |" in text
     assert "| a third, lengths unknown | 10 |" in text
     assert "known lengths: 6.5%" in text
     assert "its 111 recorded events give the 17 recorded commands, exactly" in text
-    assert sorted(picture.name for picture in page.with_suffix("").iterdir()) == [
-        "paper-fig-1-0.png",
-        "paper-fig-1-1.png",
-    ]
 
 
 def test_the_newest_fidelity_results_are_read_back():
@@ -100,6 +143,9 @@ def test_the_jobs_differ_and_are_sound():
     assert [len(job.workload.adapters) for job in made] == [1, 2, 8, 50, 200, 200]
 
 
-def test_the_sustained_rate_is_found_by_bisection():
-    assert sustained_factor(lambda factor: factor <= 2.5, low=0.5, high=8.0, rounds=12) == pytest.approx(2.5, rel=0.01)
-    assert sustained_factor(lambda factor: False, low=0.5, high=8.0) == 0.5
+def test_the_sustained_rate_is_found_between_steps_of_the_bisection():
+    assert sustained_factor(lambda factor: (factor / 2.5) ** 2, low=0.5, high=8.0, rounds=3) == pytest.approx(2.5)
+    assert sustained_factor(lambda factor: 2.0, low=0.5, high=8.0) == 0.5
+    assert sustained_factor(lambda factor: 0.5, low=0.5, high=8.0) == 8.0
+    steep = sustained_factor(lambda factor: 0.5 if factor < 2.5 else float("inf"), low=0.5, high=8.0, rounds=12)
+    assert steep == pytest.approx(2.5, rel=0.01)
