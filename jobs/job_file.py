@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ..engine.untrusted import read_regular, shown_name
+from ..engine.untrusted import MALFORMED, read_regular, shown_name
 from .errors import JobRequestError
 from .spec import field_name
 
@@ -35,8 +35,8 @@ def read_job_file(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise JobRequestError(f"job file {path}: cannot be read ({error}).") from None
     except RecursionError:
         raise JobRequestError(f"job file {path}: not valid YAML (it nests too deeply).") from None
-    except (yaml.YAMLError, ValueError) as error:
-        # A ValueError: dates and numbers that Python does not make.
+    except (yaml.YAMLError, *MALFORMED) as error:
+        # Dates and numbers that Python does not make; values that are not of their tag's kind.
         raise JobRequestError(f"job file {path}: not valid YAML ({error}).") from None
     if problems:
         raise JobRequestError(*problems)

@@ -308,3 +308,11 @@ def test_a_policy_that_decides_about_merging_refuses_modes_that_do(policy: str, 
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_every_policy_goes_with_mode_auto(policy: str) -> None:
     assert JobSpec(**BASICS, policy=policy, placement="loraserve").policy == policy
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!bool x", "!!int []", "!!float x", "!!binary é", "2020-02-30"])
+def test_values_that_are_not_of_their_tags_kind_are_no_yaml(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: {value}\n")
+    with pytest.raises(JobRequestError, match=r"job file .*job\.yaml: not valid YAML"):
+        read_job_file(path, {})
