@@ -227,12 +227,13 @@ def wait(
 def submit(job_file: Path | None, options: dict[str, Any]) -> None:
     """Start a job that goes on without this command: on a cluster, or on one in the background of this machine."""
     with errors_as_exit_codes():
+        from .console.terminal import echo
         from .jobs.input.without_pandas import leave_out_pandas
         from .jobs.validation import requested_job
         from .pipeline.submit import submit as submit_job
 
         leave_out_pandas()
-        typer.echo(submit_job(requested_job(options, job_file)).to_text())
+        echo(submit_job(requested_job(options, job_file)).to_text())
 
 
 @app.command()
@@ -279,10 +280,11 @@ def logs(
 ) -> None:
     """Tell a job by its time: plan, starts, losses, moves, retries; warnings of client, workers and engines."""
     with errors_as_exit_codes():
+        from .console.terminal import echo
         from .jobs.status.logs import log_lines
 
         for line in log_lines(_store(output, storage_options), follow=follow):
-            typer.echo(line)
+            echo(line)
 
 
 @app.command("list")
@@ -296,11 +298,12 @@ def list_jobs(
 ) -> None:
     """Jobs that a cluster runs or keeps."""
     with errors_as_exit_codes():
+        from .console.terminal import echo
         from .jobs.spec import TlsFiles
         from .pipeline.listing import list_jobs as jobs_of
 
         found = jobs_of(cluster, tls_files=TlsFiles(tls_ca, tls_cert, tls_key))
-        typer.echo("\n".join(job.to_text() for job in found) if found else "No jobs.")
+        echo("\n".join(job.to_text() for job in found) if found else "No jobs.")
 
 
 @app.command()
@@ -348,6 +351,7 @@ def bench_engine(
 def _run(spec: JobSpec, ending: _Ending) -> None:
     """Run a job in the foreground and print its summary, beside the line for machines to standard error."""
     from .console.progress import ConsoleProgress
+    from .console.terminal import echo
     from .jobs.input.without_pandas import leave_out_pandas
     from .pipeline.run import run as run_job
 
@@ -355,7 +359,7 @@ def _run(spec: JobSpec, ending: _Ending) -> None:
     leave_out_pandas()
     with ConsoleProgress() as progress:
         result = run_job(spec, progress=progress)
-    typer.echo(result.to_text(), err=ending.as_json)
+    echo(result.to_text(), err=ending.as_json)
     ending.print()
 
 

@@ -21,7 +21,7 @@ from ..jobs.record import BEGINNING_PHASES, JobState
 from ..jobs.spec import JobSpec
 from ..jobs.status.job_status import JobStatus, Outcome, read_status
 from ..jobs.store import JobStore
-from .terminal import plain_console
+from .terminal import echo, plain_console
 
 _LINE_INTERVAL_S = 5.0
 _ADAPTERS_SHOWN = 4
@@ -158,7 +158,7 @@ def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> Rendera
 
 def print_status(status: JobStatus, *, as_json: bool = False) -> None:
     """Prints where a job stands, as lines of text or as JSON."""
-    typer.echo(json.dumps(status.to_json(), indent=1) if as_json else "\n".join(status_lines(status)))
+    echo(json.dumps(status.to_json(), indent=1) if as_json else "\n".join(status_lines(status)))
 
 
 def print_end(spec: JobSpec | None, message: str, exit_code: int) -> None:

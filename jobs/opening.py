@@ -136,7 +136,9 @@ def make_record(checked: CheckedJob) -> JobRecord:
         storage_option_names=tuple(sorted(spec.storage_options)),
         model=ModelRecord(
             url=redacted_url(spec.model),
-            sha256=model_sha256(checked.model.folder, with_weights=spec.load_format != "dummy"),
+            sha256=model_sha256(
+                checked.model.folder, with_weights=spec.load_format != "dummy", use_remembered=not spec.verify
+            ),
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
         ),

@@ -122,6 +122,7 @@ class JobSpec(_SamplingFields):
     storage_options: dict[str, Any] = _option(
         {}, "JSON object for fsspec (keys, endpoint); never recorded, so given again to resume.", repr=False
     )
+    verify: bool = _option(False, "Hash the base model's weights again, also those whose files look unchanged.")
     overwrite: bool = _option(False, "Remove the job that is in the output and start over.")
     migration: bool = _option(True, "Move running rows from slow workers to idle ones.")
     policy: PolicyName = _option("planner", "How rows are batched, dispatched and moved: planner is this project's.")

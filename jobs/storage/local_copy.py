@@ -145,28 +145,30 @@ def _hub_snapshot(hub_id: str) -> Path:
         ) from None
 
 
-def model_sha256(folder: Path, *, with_weights: bool = True, cache_root: Path | None = None) -> str:
+def model_sha256(
+    folder: Path, *, with_weights: bool = True, use_remembered: bool = True, cache_root: Path | None = None
+) -> str:
     """Hash of configuration, tokenizer and (`with_weights`) safetensors files. Names and paths do not count
     beyond the file's own name, so a copied folder is the same model.
 
     Weights are read once per host: digests are remembered by path, size, inode and times of change, also the one that
-    no program can set (ctime).
+    no program can set (ctime). Without `use_remembered` all are read, for file systems and clocks that are not trusted.
     """
     digests = (cache_root or default_cache_root()) / "digests"
     whole = hashlib.sha256()
     weights = sorted(folder.glob("*.safetensors")) if with_weights else []
     for path in [*(folder / name for name in _IDENTITY_FILES), *weights]:
         if path.exists():
-            whole.update(f"{path.name} {_file_sha256(path, digests)}\n".encode())
+            whole.update(f"{path.name} {_file_sha256(path, digests, use_remembered=use_remembered)}\n".encode())
     return whole.hexdigest()
 
 
-def _file_sha256(path: Path, digests: Path) -> str:
+def _file_sha256(path: Path, digests: Path, *, use_remembered: bool) -> str:
     path = path.resolve()
     facts = path.stat()
     key = f"{path} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
     remembered = digests / hashlib.sha256(key.encode()).hexdigest()
-    if remembered.exists():
+    if use_remembered and remembered.exists():
         return remembered.read_text()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

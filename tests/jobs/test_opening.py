@@ -209,3 +209,15 @@ def test_two_clients_at_the_same_moment_open_one_job(given: dict[str, Any], monk
     monkeypatch.setattr(JobStore, "freeze", late)
     job = open_job(JobSpec(**given))
     assert job.record.job_id == others[0].record.job_id
+
+
+def test_a_job_may_have_its_model_hashed_again(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = open_job(JobSpec(**given)).record.model.sha256
+    for remembered in (tmp_path / "cache" / "lorabatch" / "digests").iterdir():
+        remembered.write_text("0" * 64)
+    with pytest.raises(OutputConflictError, match="the content of"):
+        open_job(JobSpec(**given))
+    assert open_job(JobSpec(**given, verify=True)).record.model.sha256 == before

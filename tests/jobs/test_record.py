@@ -58,6 +58,7 @@ FREE_VALUES: dict[str, Any] = {
     "engine_threads": 1,
     "name": "renamed",
     "migration": False,
+    "verify": True,
     "storage_options": {"key": "x"},
 }
 

@@ -256,6 +256,16 @@ def test_weights_edited_in_place_are_another_model_whatever_their_time_of_change
     assert model_sha256(model, cache_root=tmp_path) != before
 
 
+def test_weights_are_hashed_again_when_what_is_remembered_is_not_trusted(model: Path, tmp_path: Path) -> None:
+    before = model_sha256(model, cache_root=tmp_path)
+    # As if the file had been changed and nothing that the file system says of it.
+    for remembered in (tmp_path / "digests").iterdir():
+        remembered.write_text("0" * 64)
+    assert model_sha256(model, cache_root=tmp_path) != before
+    assert model_sha256(model, use_remembered=False, cache_root=tmp_path) == before
+    assert model_sha256(model, cache_root=tmp_path) == before
+
+
 def test_weights_do_not_count_when_none_are_loaded(model: Path, tmp_path: Path) -> None:
     before = model_sha256(model, with_weights=False, cache_root=tmp_path)
     (model / "a.safetensors").unlink()
