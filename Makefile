@@ -52,19 +52,26 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(INSTALL) 'lorabatch[demo,test]'
 	touch $(VENV)/.demo $@
 
-# Workflow tools, for the examples in docs/: each in an environment of its own, where its versions go before ours.
-TOOLS := airflow dagster prefect snakemake notebook
+# Workflow tools, for the examples in docs/, and other stores: each in an environment of its own, where its versions go
+# before ours.
+TOOLS := airflow dagster prefect snakemake notebook stores
 PACKAGES_airflow := 'apache-airflow>=3.1,<4'
 PACKAGES_dagster := 'dagster>=1.12,<2'
 # Prefect 3.8 does not start with the FastAPI that it lets pip choose.
 PACKAGES_prefect := 'prefect>=3.4,<4' 'fastapi<0.150'
 PACKAGES_snakemake := 'snakemake>=9,<10'
 PACKAGES_notebook := nbclient ipykernel
+PACKAGES_stores := adlfs paramiko asyncssh
 PACKAGES_release := build cyclonedx-bom
 OURS := import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")
 
-$(VENV)/.tools: $(TOOLS:%=$(VENV)/tools/%/.installed)
+$(VENV)/.tools: $(TOOLS:%=$(VENV)/tools/%/.installed) $(VENV)/tools/azurite/.installed
 	touch $@
+
+# Azure's emulator of blobs needs Node.js; without it, its test is skipped.
+$(VENV)/tools/azurite/.installed:
+	if command -v npm >/dev/null; then npm install --silent --no-audit --prefix $(@D) 'azurite@^3'; fi
+	mkdir -p $(@D) && touch $@
 
 $(VENV)/tools/%/.installed: $(VENV)/.test
 	$(PYTHON) -m venv $(VENV)/tools/$*

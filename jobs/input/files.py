@@ -67,7 +67,13 @@ class _Found:
 
     def address(self, path: str) -> str:
         """A file's path on this machine, or its URL."""
-        return path if isinstance(self.fs, LocalFileSystem) else str(self.fs.unstrip_protocol(path))
+        if isinstance(self.fs, LocalFileSystem):
+            return path
+        url, own = self.url.rstrip("/"), str(self.fs._strip_protocol(self.url)).rstrip("/")
+        if own and "::" not in url and url.endswith(own):
+            # `unstrip_protocol` leaves out the server of SFTP and others.
+            return url.removesuffix(own) + path
+        return str(self.fs.unstrip_protocol(path))
 
     def folder(self, path: str) -> str:
         """See `Footer`."""
@@ -247,7 +253,9 @@ def _names(addresses: Sequence[str]) -> list[str]:
 def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
     """The footer, or a sentence that says why the file is refused."""
     try:
-        with found.fs.open(path, "rb") as file:
+        # Not `found.fs`: a connection of SFTP is for one thread.
+        fs, _ = fsspec.core.url_to_fs(found.url, **found.options)
+        with fs.open(path, "rb") as file:
             footer, size = _footer_bytes(file)
         metadata = _parsed(footer)
     except ValueError as error:
@@ -289,7 +297,9 @@ def _parsed(footer: bytes) -> pq.FileMetaData:
 
 def _footer_bytes(file: BinaryIO) -> tuple[bytes, int]:
     """The footer with its length and magic, and the file's size. Raises ValueError."""
-    size = file.seek(0, io.SEEK_END)
+    # Not what `seek` returns: nothing over SFTP.
+    file.seek(0, io.SEEK_END)
+    size = file.tell()
     if size < len(_MAGIC) + _TAIL_BYTES:
         raise ValueError(f"{size} bytes are too few")
     file.seek(size - _TAIL_BYTES)

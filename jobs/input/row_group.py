@@ -77,7 +77,8 @@ def open_row_group(
     Raises `OversizedRowGroupError`, `ValueError` for damage, and what pyarrow and storage raise.
     """
     metadata = pq.read_metadata(handle)
-    size = handle.seek(0, io.SEEK_END)
+    handle.seek(0, io.SEEK_END)
+    size = handle.tell()
     group = metadata.row_group(number)
     chunks = [
         (i, *_extent(group.column(i), size))

@@ -2,11 +2,11 @@
 
 Local folders and object stores differ in what is atomic; the difference is handled here:
 
-| | local | object store |
-|---|---|---|
-| whole file | temporary name, fsync, rename | one PUT, or a multipart upload, seen when whole |
-| create only | temporary name, then a hard link | conditional PUT where the store has it |
-| append | the file itself | one more object, `NAME.<number>-<random>`, read back in order |
+| | local | object store | SFTP |
+|---|---|---|---|
+| whole file | temporary name, fsync, rename | one PUT, or a multipart upload: seen when whole | temporary, rename |
+| create only | temporary name, then a hard link | conditional PUT where the store has it | not exclusive |
+| append | the file itself | one more object, `NAME.<number>-<random>`, read back in order | one more file |
 
 Sorted, the names of a journal's segments are in the order of writing.
 """
@@ -32,13 +32,15 @@ from ..errors import MissingFileError, StorageError
 from .redaction import redacted_url, storage_reason
 
 logger = logging.getLogger(__name__)
+# Servers where a file that is being written is seen, and where a rename replaces another file at once.
+_RENAMING_PROTOCOLS = ("sftp://", "ssh://")
 _BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
 
 
 class Location:
     """One folder and all below it. Names are relative, with `/` between parts. Picklable.
 
-    `scratch`: sub-folder for temporary files; it must be on the same local file system as the rest.
+    `scratch`: sub-folder for temporary files; it must be on the same file system as the rest.
     All methods raise `StorageError`; reading what is not there raises its kind `MissingFileError`.
     """
 
@@ -67,6 +69,10 @@ class Location:
     @property
     def fs(self) -> Any:
         """The fsspec filesystem."""
+        if self.url.startswith(_RENAMING_PROTOCOLS):
+            # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
+            with self._translated("open", ""):
+                return fsspec.core.url_to_fs(self.url, **self.storage_options)[0]
         return self._opened[0]
 
     @property
@@ -87,7 +93,7 @@ class Location:
     def list(self, folder: str = "") -> dict[str, int | None]:
         """Names directly under `folder` -> size in bytes; sub-folders have None. Empty when it is missing."""
         with self._translated("list", folder):
-            self.fs.invalidate_cache(self.path(folder))
+            self._forget(folder)
             try:
                 entries = self.fs.ls(self.path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -103,7 +109,7 @@ class Location:
     def exists(self, name: str) -> bool:
         """Whether the file is there now (no cached listing is asked)."""
         with self._translated("look for", name):
-            self.fs.invalidate_cache(self.path(name))
+            self._forget(name)
             # Not `isfile`, which takes a store that refuses or does not answer for an empty one.
             try:
                 return bool(self.fs.info(self.path(name))["type"] == "file")
@@ -132,6 +138,7 @@ class Location:
     def open(self, name: str) -> BinaryIO:
         """The file, for random access."""
         with self._translated("read", name):
+            self._forget(name)
             return cast(BinaryIO, self.fs.open(self.path(name), "rb"))
 
     def write(self, name: str, data: bytes | memoryview) -> None:
@@ -141,7 +148,7 @@ class Location:
                 with self._temporary_file(data) as temporary:
                     self._rename(temporary, self.local_path(name))
             else:
-                self.fs.pipe_file(self.path(name), bytes(data))
+                self._put(name, bytes(data))
 
     def overwrite(self, name: str, data: bytes) -> bool:
         """Put `data` and blanks into a local file that is there and long enough: that needs no room on the disk. False
@@ -174,7 +181,7 @@ class Location:
                 folder, _, journal = name.rpartition("/")
                 names = self._segment_names.setdefault(folder, SegmentNames())
                 segment = names.next(journal, time.time_ns(), lambda: self.list(folder))
-                self.fs.pipe_file(self.path(f"{folder}/{segment}" if folder else segment), data)
+                self._put(f"{folder}/{segment}" if folder else segment, data)
                 return
             path = self.local_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,12 +198,16 @@ class Location:
         """Remove files and whole folders; those that are gone already are fine."""
         for name in names:
             with self._translated("remove", name), contextlib.suppress(FileNotFoundError):
-                self.fs.invalidate_cache(self.path(name))
+                self._forget(name)
                 self.fs.rm(self.path(name), recursive=True)
 
     def _conditional_put(self, name: str, data: bytes) -> bool:
         if self.exists(name):
             return False
+        if self.url.startswith(_RENAMING_PROTOCOLS):
+            _warn_unconditional(self.url.split("://", 1)[0])
+            self._put(name, data)
+            return True
         try:
             self.fs.pipe_file(self.path(name), data, mode="create")
         except FileExistsError:
@@ -212,6 +223,36 @@ class Location:
             _warn_unconditional(self.url.split("://", 1)[0])
             self.fs.pipe_file(self.path(name), data)
         return True
+
+    def _forget(self, name: str) -> None:
+        """Have fsspec ask for this name and its neighbours again: it takes what an old listing lacks for missing."""
+        path = self.path(name)
+        for listed in (path, path.rpartition("/")[0]):
+            self.fs.invalidate_cache(listed)
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Write or replace a file that is not local."""
+        if not self.url.startswith(_RENAMING_PROTOCOLS):
+            self.fs.pipe_file(self.path(name), data)
+            return
+        path, temporary = self.path(name), self.path(f"{self.scratch}/.{uuid.uuid4().hex}.tmp".lstrip("/"))
+        self._make_folders(temporary, path)
+        try:
+            self.fs.pipe_file(temporary, data)
+            self.fs.mv(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(temporary)
+            raise
+
+    def _make_folders(self, *paths: str) -> None:
+        for folder in {path.rpartition("/")[0] for path in paths}:
+            try:
+                self.fs.makedirs(folder, exist_ok=True)
+            except OSError:
+                # Another process may have made it at the same moment.
+                if not self.fs.isdir(folder):
+                    raise
 
     @contextlib.contextmanager
     def _temporary_file(self, data: bytes | memoryview) -> Iterator[Path]:
