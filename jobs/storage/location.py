@@ -25,9 +25,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from ..errors import MissingFileError, StorageError
 from .redaction import redacted_url, storage_reason
 
@@ -62,6 +59,8 @@ class Location:
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
+        import fsspec  # not needed for the options of commands
+
         with self._translated("open", ""):
             fs, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
         return fs, root.rstrip("/") or root
@@ -78,6 +77,8 @@ class Location:
     @property
     def is_local(self) -> bool:
         """Whether files here can be renamed, appended to and memory-mapped."""
+        from fsspec.implementations.local import LocalFileSystem
+
         return isinstance(self.fs, LocalFileSystem)
 
     def path(self, name: str = "") -> str:
@@ -317,9 +318,11 @@ def paths_as_text(value: Any) -> Any:
 
 def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """The options meant for this URL: `{"s3": {…}, "gs": {…}}` is one mapping per protocol."""
+    from fsspec import available_protocols
+
     protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"
     is_per_protocol = bool(storage_options) and all(
-        isinstance(value, Mapping) and key in fsspec.available_protocols() for key, value in storage_options.items()
+        isinstance(value, Mapping) and key in available_protocols() for key, value in storage_options.items()
     )
     if is_per_protocol:
         return dict(storage_options.get(protocol, {}))
