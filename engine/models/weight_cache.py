@@ -34,7 +34,7 @@ from ...kernels.native import native_build
 from ...kernels.packed_weight import PackedWeight
 from ...kernels.packed_weight.panels import PANELS_VERSION, PanelWeight, pack_rows_
 from ...version import __version__
-from ..local_cache import default_cache_root, file_lock
+from ..local_cache import default_cache_root, file_lock, make_private
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
 from .decoder import joined_name, modules_of_site
 from .load import read_weights, weight_files
@@ -140,7 +140,7 @@ class WeightCache:
 
 def _make_private(folder: Path) -> None:
     """Make the folder. Raises PermissionError when others than this user may write there."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     _check_owner(folder.stat())
 
 

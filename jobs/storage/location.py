@@ -59,6 +59,9 @@ class Location:
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
+        return self._open()
+
+    def _open(self) -> tuple[Any, str]:
         import fsspec  # not needed for the options of commands
 
         with self._translated("open", ""):
@@ -68,11 +71,8 @@ class Location:
     @property
     def fs(self) -> Any:
         """The fsspec filesystem."""
-        if self.url.startswith(_RENAMING_PROTOCOLS):
-            # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
-            with self._translated("open", ""):
-                return fsspec.core.url_to_fs(self.url, **self.storage_options)[0]
-        return self._opened[0]
+        # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
+        return (self._open() if self.url.startswith(_RENAMING_PROTOCOLS) else self._opened)[0]
 
     @property
     def is_local(self) -> bool:
