@@ -76,7 +76,7 @@ def scheduler_loss_reported(client: Client) -> Iterator[None]:
         if client.status == "running":
             raise
         raise JobFailedError(
-            f"The Dask scheduler is gone ({error or type(error).__name__}). Finished rows are kept; run the same "
+            f"The Dask scheduler is gone ({str(error) or type(error).__name__}). Finished rows are kept; run the same "
             "command again to go on."
         ) from error
 
@@ -257,7 +257,7 @@ def existing(address: str, security: Security | None = None, timeout: str = CONN
     except (OSError, ValueError, TimeoutError, TypeError) as error:
         tls = " and, for tls://, that --tls-ca, --tls-cert and --tls-key are the cluster's"
         raise JobRequestError(
-            f"cluster={address!r}: no Dask scheduler answers there ({error or type(error).__name__}). Expected "
+            f"cluster={address!r}: no Dask scheduler answers there ({str(error) or type(error).__name__}). Expected "
             "local or an address such as tcp://10.0.0.5:8786; check that the scheduler runs and can be reached"
             f"{tls if address.startswith('tls') else ''}, or name another one with --cluster."
         ) from None

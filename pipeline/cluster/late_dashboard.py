@@ -56,7 +56,7 @@ class LateDashboard(web.Application):
                 for add_page in self._add_pages:
                     add_page()
             except Exception as error:
-                logger.warning("the dashboard has no pages: %s", error or type(error).__name__)
+                logger.warning("the dashboard has no pages: %s", str(error) or type(error).__name__)
             applications.remove(self)
 
 

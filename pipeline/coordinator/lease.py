@@ -165,7 +165,7 @@ def keep_leases(client: Client) -> None:
     try:
         client.register_plugin(LeasePlugin())
     except Exception as error:
-        logger.warning("silent coordinators are replaced by Dask only: %s", error or type(error).__name__)
+        logger.warning("silent coordinators are replaced by Dask only: %s", str(error) or type(error).__name__)
 
 
 class CoordinatorLease:

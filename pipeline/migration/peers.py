@@ -137,7 +137,7 @@ class Peers:
             async with asyncio.timeout(timeout_s):
                 answer = await call(body=body)
         except Exception as error:
-            raise PeerLostError(f"{address} does not answer ({error or type(error).__name__})") from None
+            raise PeerLostError(f"{address} does not answer ({str(error) or type(error).__name__})") from None
         # Dask replies with a string where no such operation is served.
         try:
             reply = (

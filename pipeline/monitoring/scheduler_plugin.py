@@ -54,7 +54,7 @@ class JobsPlugin(SchedulerPlugin):
             else:
                 _add_page(scheduler, self.view)
         except Exception as error:
-            logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
+            logger.warning("the dashboard has no page about jobs: %s", str(error) or type(error).__name__)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Called by Dask for every event of every topic; most are not ours."""
@@ -80,7 +80,7 @@ def show_jobs(client: Client) -> None:
     try:
         client.register_plugin(JobsPlugin())
     except Exception as error:
-        logger.warning("the dashboard has no page about jobs: %s", error or type(error).__name__)
+        logger.warning("the dashboard has no page about jobs: %s", str(error) or type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True)

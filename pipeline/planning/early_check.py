@@ -76,7 +76,7 @@ class EarlyCheck:
             raise
         except Exception as error:
             self._is_left.set()
-            logger.info("rows are not checked before engines start: %s", error or type(error).__name__)
+            logger.info("rows are not checked before engines start: %s", str(error) or type(error).__name__)
 
     def _run(self) -> None:
         try:

@@ -226,3 +226,15 @@ def test_a_closed_service_replies_to_no_worker(hosts: Callable[..., Host], stora
                 await first.ask(second, FetchAdapter(ALPHA))
 
     asyncio.run(story())
+
+
+def test_a_worker_that_is_too_slow_to_reply_is_lost_for_a_reason_that_is_named(
+    hosts: Callable[..., Host], storage: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with sites(tmp_path, [storage, storage], [hosts(), hosts()]) as (first, second):
+            peers = Peers(first.worker, RUN)
+            with pytest.raises(PeerLostError, match=r"does not answer \(TimeoutError\)"):
+                await peers.ask(second.worker.address, FetchAdapter(ALPHA), timeout_s=0)
+
+    asyncio.run(story())
