@@ -1,6 +1,7 @@
 """What a process without a cluster's key reaches: `python stranger.py PORT…` tries ports of the loopback.
 
-Prints a JSON list of what it could do there. `as_another_user` is how a test starts it.
+Prints a JSON list of what it could do there as another user, or as this one, who has no key at hand, where only root
+could become another. Before, it tries a cluster without a key, where it must reach something.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import distributed
-from distributed import Client
+from distributed import Client, Scheduler
 from distributed.core import rpc
 from distributed.protocol.pickle import dumps
 from distributed.security import Security
@@ -28,14 +28,9 @@ PATHS = (
 )  # fmt: skip
 
 
-def as_another_user() -> list[str]:
-    """The beginning of a command that runs as another user; as this one, who has no key at hand, where it may not."""
-    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.getuid() == 0 else []
-
-
 def reached(ports: Iterable[int]) -> list[str]:
     """What a stranger can do at these ports."""
-    command = [*as_another_user(), sys.executable, __file__, *map(str, ports)]
+    command = [sys.executable, __file__, *map(str, ports)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
@@ -72,21 +67,38 @@ async def attempt(name: str, act: Callable[[], Awaitable[str]]) -> str:
         return ""
 
 
-async def main(ports: list[str]) -> list[str]:
+async def attempts(ports: Iterable[int]) -> list[str]:
     kinds: list[tuple[str, Security]] = [("tcp", Security()), ("tls", Security.temporary())]
-    attempts = []
+    found = []
     for address in (f"127.0.0.1:{port}" for port in ports):
         for scheme, security in kinds:
             url = f"{scheme}://{address}"
             calls: tuple[Any, ...] = (by_client, by_message)
-            attempts += [attempt(f"{call.__name__} {url}", lambda c=call, u=url, s=security: c(u, s)) for call in calls]
-        attempts += [attempt("GET", lambda u=f"http://{address}{path}": by_browser(u)) for path in PATHS]
-    return [found for found in await asyncio.gather(*attempts) if found]
+            found += [attempt(f"{call.__name__} {url}", lambda c=call, u=url, s=security: c(u, s)) for call in calls]
+        found += [attempt("GET", lambda u=f"http://{address}{path}": by_browser(u)) for path in PATHS]
+    return [what for what in await asyncio.gather(*found) if what]
+
+
+def become_another_user() -> None:
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+async def main(ports: Iterable[int]) -> list[str]:
+    async with Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler:
+        without_key = [scheduler.port, scheduler.http_server.port]
+        # The first time imports what another user may have no permission to read.
+        for become in (lambda: None, become_another_user):
+            become()
+            kinds = {what.split()[0] for what in await attempts(without_key)}
+            assert kinds == {"by_client", "by_message", "GET:"}, kinds
+    return await attempts(ports)
 
 
 if __name__ == "__main__":
     import logging
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
-    assert distributed.__file__
-    print(json.dumps(asyncio.run(main(sys.argv[1:]))))
+    print(json.dumps(asyncio.run(main(map(int, sys.argv[1:])))))

@@ -50,9 +50,10 @@ def test_two_workers_answer_as_transformers_and_peft_do(
     assert {row_id: row["completion"] for row_id, row in found.items()} == expected
     assert all(found[row["id"]]["tags"] == row["tags"] for row in rows)
     assert {found[row["id"]]["mode"] for row in rows if row["adapter"] is None} == {"base"}
-    # Engines ran in processes that their workers had started before they knew the job.
+    # Engines ran in processes that their workers had started before they knew the job. One may have answered all rows
+    # before the other was ready.
     logs = [path.read_text() for path in (tmp_path / "output/_lorabatch/logs").glob("worker-*.log")]
-    assert [re.findall(r"ready after [\d.]+ s(.*)", log) for log in logs] == [[", a spare one"]] * 2
+    assert {kind for log in logs for kind in re.findall(r"ready after [\d.]+ s(.*)", log)} == {", a spare one"}
 
 
 def greedy_texts(model_folder: Path, adapters: dict[str, Path], rows: list[dict[str, Any]]) -> dict[str, str]:
