@@ -240,7 +240,7 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
 def resume(
     output: OutputArgument,
     cluster: ClusterOption = None,
-    workers: Annotated[int | None, shared_option("workers")] = None,
+    workers: Annotated[str | None, shared_option("workers")] = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,

@@ -18,19 +18,22 @@ import typer
 from typer.core import TyperCommand
 
 from ..engine.request import SAMPLING_OPTIONS
-from ..jobs.spec import JobSpec
+from ..jobs.spec import JobSpec, in_our_words
 from ..jobs.storage.redaction import scrubbed
+from .terminal import echo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Options that are given several times have the singular as their name on the command line.
 _NAMES = {"columns": "column"}
+_NUMBERS = (int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class JobOption:
     """One option of a job. `name`: on the command line; `key`: field of `JobSpec` and key of the job file.
 
-    `kind`: what the command line parses it to; `JobSpec` checks the value. `default` and `help`: as shown to people.
+    `kind`: of its value. The command line parses switches and lists, and passes numbers on as text: `JobSpec` reads
+    them, so that all problems are said at once. `default` and `help`: as shown to people.
     """
 
     name: str
@@ -43,27 +46,44 @@ class JobOption:
     def parameter(self) -> Any:
         """The option as an annotation that typer reads."""
         text = f"{self.help}  [default: {self.default}]" if self.default else self.help
-        shown = text.replace("[", r"\[")  # square brackets are markup to the printer of helps
+        return Annotated[(str if self.kind in _NUMBERS else self.kind) | None, self.declaration(text)]
+
+    def declaration(self, text: str) -> Any:
+        """The option for typer. `text`: its help."""
         flag = f"--{self.name.replace('_', '-')}"
         flags = f"{flag}/--no{flag[1:]}" if self.kind is bool else flag
-        return Annotated[self.kind | None, typer.Option(flags, help=shown, show_default=False)]
+        metavar = f"<{self.kind.__name__}>" if self.kind in _NUMBERS else None
+        shown = text.replace("[", r"\[")  # square brackets are markup to the printer of helps
+        return typer.Option(flags, help=shown, metavar=metavar, show_default=False)
 
 
 class Command(TyperCommand):
-    """A command whose options are given once, unless they are repeatable: a second value would replace the first."""
+    """A command whose options are given once, unless they are repeatable: a second value would replace the first.
+
+    Values that are not of their option's kind are said as a job's wrong values are.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Ends the command with exit code 2 when options are given twice."""
-        repeated = self._repeated(ctx, args)
+        """Ends the command with exit code 2 when options are given twice, or a value cannot be read."""
+        given = self._given(ctx, args)
+        repeated = {flag: values for flag, values in given.items() if len(values) > 1}
+        for flag, values in repeated.items():
+            shown = scrubbed(", " + " and ".join(values) if all(values) else "", {})
+            echo(f"lorabatch: {flag}: given {len(values)} times{shown}; keep one.", err=True)
         if repeated:
-            for flag, values in repeated.items():
-                shown = scrubbed(", " + " and ".join(values) if all(values) else "", {})
-                typer.secho(f"lorabatch: {flag}: given {len(values)} times{shown}; keep one.", err=True)
             ctx.exit(2)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            flag = error.param.opts[0] if error.param else ""
+            if flag not in given:
+                raise
+            said = in_our_words(error.message.removesuffix("."))
+            echo(f"lorabatch: {flag}={given[flag][0]}: {said}. See `lorabatch {_name(ctx)} --help`.", err=True)
+            ctx.exit(2)
 
-    def _repeated(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:
-        """Option -> its values, of options that are given more than once and keep only one value."""
+    def _given(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:
+        """Option -> its values, of the given options that keep only one value."""
         options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
         once: dict[Any, Any] = {p.name: p for p in options if not (p.multiple or p.is_eager)}
         parser: Any = type(self.make_parser(ctx))(ctx)
@@ -76,7 +96,7 @@ class Command(TyperCommand):
         return {
             once[name].opts[0]: [_as_given(once[name], value) for value in values]
             for name, values in given.items()
-            if name in once and len(values) > 1
+            if name in once and values
         }
 
 
@@ -88,6 +108,11 @@ class Commands(typer.Typer):
     ) -> Callable[[_Function], _Function]:
         """See `typer.Typer.command`."""
         return super().command(name, cls=cls, **settings)
+
+
+def _name(ctx: Any) -> str:
+    """The command's words after `lorabatch`."""
+    return f"{_name(ctx.parent)} {ctx.info_name}".strip() if ctx.parent else ""
 
 
 def _as_given(option: Any, value: Any) -> str:
@@ -125,8 +150,7 @@ def job_command(call: Callable[..., None]) -> Callable[..., None]:
 
 def shared_option(key: str) -> Any:
     """An option of a job for a command that takes no job; no default is shown, as none applies there."""
-    option = JOB_OPTIONS[key]
-    return typer.Option(f"--{option.name.replace('_', '-')}", help=option.help, show_default=False)
+    return JOB_OPTIONS[key].declaration(JOB_OPTIONS[key].help)
 
 
 def _job_options() -> dict[str, JobOption]:
@@ -134,7 +158,7 @@ def _job_options() -> dict[str, JobOption]:
         key: JobOption(
             name=_NAMES.get(key, key),
             key=key,
-            kind=_parsed_kind(field.annotation),
+            kind=_kind(field.annotation),
             default=_shown_default(field.default),
             help=" ".join(filter(None, (field.description, _choices(field.annotation)))),
             is_required=field.is_required(),
@@ -143,11 +167,11 @@ def _job_options() -> dict[str, JobOption]:
     }
 
 
-def _parsed_kind(annotation: Any) -> Any:
-    """What the command line makes of a field's value: numbers and switches as such, lists by repetition, else text."""
+def _kind(annotation: Any) -> Any:
+    """The kind of a field's value on the command line: a number, a switch, a list by repetition, else text."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     for kind in kinds:
-        if kind in (bool, int, float):
+        if kind in (bool, *_NUMBERS):
             return kind
         if kind in (tuple[str, ...], dict[str, str]):
             return list[str]

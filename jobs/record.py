@@ -197,7 +197,8 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
     known = ", ".join(sorted(adapters)[:_NAMES_SHOWN]) + (", …" if len(adapters) > _NAMES_SHOWN else ".")
     if twin := next((other for other in adapters if normalize("NFC", other) == normalize("NFC", name)), None):
         return (
-            f"adapter={name!a}: not among this job's adapters; {twin!a} looks the same, written with other characters"
+            f"adapter={name!a}: not among this job's adapters; {twin!a} looks the same, written with other characters. "
+            "Write both alike."
         )
     hint = f"did you mean {close[0]!r}?" if close else f"known: {known if adapters else 'none.'}"
     return f"adapter={name!r}: not among this job's adapters; {hint}"

@@ -432,8 +432,7 @@ def _value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[s
     sentences = []
     for found in error.errors(include_url=False):
         name = ".".join(str(part) for part in found["loc"][:1])
-        expectation = _expectation(JobSpec.model_fields[name]) or found["msg"].removeprefix("Value error, ")
-        expectation = expectation.replace("Input should be", "expected").replace("greater than or equal to", "at least")
+        expectation = _expectation(JobSpec.model_fields[name]) or in_our_words(found["msg"])
         if found["type"] == "missing":
             option = f"--{name.replace('_', '-')}"
             sentences.append(f"{name}: required and not given. Add {option}, or the key {name} in the job file.")
@@ -443,6 +442,12 @@ def _value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[s
             sentences.append(f"{name}={shortened(repr(values.get(name)), _SHOWN_CHARACTERS)}: {expectation}")
     # values may be URLs
     return [scrubbed(sentence, {}) for sentence in dict.fromkeys(sentences)]
+
+
+def in_our_words(finding: str) -> str:
+    """What pydantic says about a value, as the sentences of this project have it."""
+    finding = finding.removeprefix("Value error, ").partition(", unable to parse")[0]
+    return finding.replace("Input should be", "expected").replace("greater than or equal to", "at least")
 
 
 def _expectation(field: FieldInfo) -> str:

@@ -166,6 +166,26 @@ DUCKDB = "duckdb -c \"COPY (FROM '{rows}/rows.csv') TO 'rows.parquet'\""
 # What is typed behind `lorabatch`, the exit code, and what is printed, in pieces.
 TABLE: list[tuple[str, int, list[str]]] = [
     # Options
+    (
+        "plan --model {model} --input {rows}/none --max-tokens zero --temperature warm --workers -1",
+        2,
+        [
+            "max_tokens='zero': expected a valid integer. See `lorabatch run --help`.",
+            "temperature='warm': expected a valid number. See",
+            "workers='-1': expected at least 1",
+            "none': not found",
+        ],
+    ),
+    (
+        "resume {folder}/taken --workers two",
+        2,
+        ["workers='two': expected a valid integer. See `lorabatch run --help`."],
+    ),
+    ("simulate --rows many", 2, ["--rows='many': ", "valid integer. See `lorabatch simulate --help`."]),
+    ("simulate --rows 0", 2, ["--rows='0': ", " 1. See `lorabatch simulate --help`."]),
+    ("wait {folder}/taken --timeout soon", 2, ["--timeout='soon': ", "See `lorabatch wait --help`."]),
+    ("plan --gpu-hour-price dear", 2, ["--gpu-hour-price='dear': ", "See `lorabatch plan --help`."]),
+    ("bench engine --repeats 1.5", 2, ["--repeats='1.5': ", "See `lorabatch bench engine --help`."]),
     ("run --max-tokens 3 --max-tokens 5", 2, ["--max-tokens: given 2 times, '3' and '5'; keep one."]),
     ("run {folder}/job.yaml", 2, ["max_tokens: given 2 times, line 1 and 3; keep one."]),
     ("run {folder}/list.yaml", 2, ["expected a mapping such as `model: …`, found list"]),
@@ -272,7 +292,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (
         f"plan {RIGHT} --input {{rows}}/images.parquet",
         1,
-        ["messages[0].content[1]: content part of type image_url: only text is supported."],
+        ["messages[0].content[1]: content part of type image_url: only text is supported. Leave the part out."],
     ),
     (f"plan {RIGHT} --input {{rows}}/images.parquet --max-errors 1", 0, ["1 rows cannot be answered (prompt)"]),
     # Adapters
@@ -393,7 +413,10 @@ MISSING: list[tuple[str, str, int, str]] = [
     ("s3fs", f"plan {RIGHT} --input s3://b/rows", 2, "storage is missing: pip install 'lorabatch[s3]'"),
     ("s3fs", f"run {BASE} --output s3://b/out", 2, "storage is missing: pip install 'lorabatch[s3]'"),
     ("s3fs", "status s3://b/out", 1, "storage is missing: pip install 'lorabatch[s3]'"),
-    ("gcsfs", f"plan {RIGHT} --input gs://b/rows", 2, "storage is missing: Please install gcsfs to access Google"),
+    ("gcsfs", f"plan {RIGHT} --input gs://b/rows", 2, "storage is missing: pip install gcsfs"),
+    ("paramiko", f"plan {RIGHT} --input sftp://host/rows", 2, "storage is missing: pip install paramiko"),
+    ("adlfs", f"run {BASE} --output abfs://container/out", 2, "storage is missing: pip install adlfs"),
+    ("smbclient", f"plan {RIGHT} --input smb://host/rows", 2, "storage is missing: pip install smbprotocol"),
     ("huggingface_hub", "plan --model some/model --input i", 2, "from the hub: pip install 'lorabatch[hub]'"),
     (
         "matplotlib",
@@ -410,7 +433,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_has_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     # a class of storage that an earlier test has used is kept there
-    for protocol in ("s3", "gs"):
+    for protocol in ("s3", "gs", "sftp", "abfs", "smb"):
         monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
     done = CliRunner().invoke(app, shlex.split(typed.format_map(places)), env={"COLUMNS": "1000"})
     assert done.exit_code == exit_code, done.output

@@ -9,6 +9,8 @@ from ..untrusted import printable, shown, shown_name
 
 Verdict = Literal["exact", "exact-by-merge", "refused"]
 USED = "used"
+#: Why shapes do not fit, and what to do.
+OTHER_BASE = "The adapter belongs to another base; use the one it was trained on"
 
 
 class Ledger:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..model_config.model import HEAD
-from .findings import Ledger
+from .findings import OTHER_BASE, Ledger
 from .names import LORA_ROLES, Role, TensorName
 from .sites import Contents
 from .targets import is_saved_module, ties_saved
@@ -78,7 +78,7 @@ def _fits_base(contents: Contents, name: TensorName, ledger: Ledger) -> bool:
             why += ", and a classification head does not generate text"
         ledger.refuse_tensors([name.key], "no such parameter", f"{why}. Use the base it was trained on")
     elif shape != expected:
-        why = f"has shape {list(shape)}, expected {list(expected)}. The adapter belongs to another base"
+        why = f"has shape {list(shape)}, expected {list(expected)}. {OTHER_BASE}"
         ledger.refuse_tensors([name.key], "shape", why)
     return shape == expected
 
@@ -275,7 +275,7 @@ def _fits(contents: Contents, module: str, indices: tuple[int, ...], name: Tenso
         ledger.refuse_key(
             "trainable_token_indices",
             outside,
-            f"expected indices below {num_rows}, the rows of {module}. The adapter belongs to another base",
+            f"expected indices below {num_rows}, the rows of {module}. {OTHER_BASE}",
         )
     if shape != (len(indices), hidden_size):
         why = f"has shape {list(shape)}, expected {[len(indices), hidden_size]} by trainable_token_indices"

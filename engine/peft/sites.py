@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..model_config.model import HEAD
 from .config import AdapterConfig
-from .findings import Ledger
+from .findings import OTHER_BASE, Ledger
 from .names import LORA_ROLES, BaseLayout, Renaming, Role, TensorName
 from .targets import targeted, ties_targets, unmatched_targets
 from .tensor_file import TensorEntry
@@ -129,7 +129,7 @@ def _check_shapes(
     for entry, expected in ((a, (stored, in_features)), (b, (out_features, stored))):
         if entry.shape != expected:
             wanted = f"[{', '.join('rank' if n is None else str(n) for n in expected)}]"
-            why = f"has shape {list(entry.shape)}, expected {wanted}. The adapter belongs to another base"
+            why = f"has shape {list(entry.shape)}, expected {wanted}. {OTHER_BASE}"
             ledger.refuse_tensors([entry.key], "shape", why)
     if stored is not None and stored != rank:
         why = (

@@ -24,8 +24,14 @@ _QUERY = re.compile(r"[?#]")
 _PORT = re.compile(r"[^:]*(?::\d*)?|\[.*")
 # Shorter strings ("", "us") are no secrets, and masking them would garble ordinary text.
 _MIN_SECRET_CHARS = 4
-# Packages that storage may need, and the extra of ours that has them.
-_EXTRAS = {"s3fs": "s3", "huggingface_hub": "hub"}
+# Modules that storage may need -> what to install for them, where that has another name. Extras are of this package.
+_INSTALLS = {
+    "s3fs": "'lorabatch[s3]'",
+    "huggingface_hub": "'lorabatch[hub]'",
+    "smbclient": "smbprotocol",
+    "libarchive": "libarchive-c",
+    "webdav4": "'webdav4[fsspec]'",
+}
 
 
 def redacted_url(url: str) -> str:
@@ -117,9 +123,12 @@ def storage_reason(error: BaseException, storage_options: Mapping[str, Any], url
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full. Free some space, then resume."
     if isinstance(error, ImportError):
-        extra = next((extra for package, extra in _EXTRAS.items() if package in detail), None)
-        how = f"pip install 'lorabatch[{extra}]'" if extra else detail
-        return f"a package for this storage is missing: {how}"
+        # fsspec has a sentence of its own in place of the module's name
+        missing = error.__context__ if error.__context__ is not None else error
+        if not isinstance(missing, ModuleNotFoundError) or not missing.name:
+            return f"a package for this storage cannot be imported ({detail}). Install it again."
+        module = missing.name.partition(".")[0]
+        return f"a package for this storage is missing: pip install {_INSTALLS.get(module, module)}"
     if isinstance(error, ValueError) and "rotocol" in detail:
         return f"{detail}. Use a local path or a URL that fsspec knows, such as s3://bucket/folder."
     if isinstance(error, ConnectionError | TimeoutError) or "connect" in detail.lower() or "Timeout" in kind:

@@ -193,7 +193,7 @@ def _content_problem(content: Any, may_be_empty: bool) -> str | None:
             return f"[{position}]={_shown(part)}: expected an object with type and text."
         if part.get("type") != "text":
             kind = str(part.get("type") or "null")[:_SHOWN_CHARS]
-            return f"[{position}]: content part of type {kind}: only text is supported."
+            return f"[{position}]: content part of type {kind}: only text is supported. Leave the part out."
         if not isinstance(part.get("text"), str):
             return f"[{position}].text={_shown(part.get('text'))}: expected text."
     return None

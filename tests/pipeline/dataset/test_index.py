@@ -198,7 +198,7 @@ def test_several_problems_of_one_row_are_reported_together(prepare_job: Callable
         ),
         (parts({"type": "text", "text": None}), "messages[0].content[0].text=null: expected text."),
         (parts("hi"), "messages[0].content[0]='hi': expected an object with type and text."),
-        (parts({"text": "hi"}), "content part of type null: only text is supported."),
+        (parts({"text": "hi"}), "content part of type null: only text is supported. Leave the part out."),
         ('[{"role": "user", "content": "\\ud800"}]', "messages: not valid Unicode text"),
         ("[" * 100_000, "messages="),
         (None, "messages=null"),
