@@ -80,7 +80,7 @@ class Command(TyperCommand):
                 raise
             said = in_our_words(error.message.removesuffix("."))
             echo(f"lorabatch: {flag}={given[flag][0]}: {said}. See `lorabatch {_name(ctx)} --help`.", err=True)
-            ctx.exit(2)
+            raise typer.Exit(2) from None
 
     def _given(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:
         """Option -> its values, of the given options that keep only one value."""

@@ -261,7 +261,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
         2,
         ["'prompt' (prompt): type double, expected string", "'id' (id): type double, expected string or integer"],
     ),
-    (f"plan {BASE} --column prompt=words", 2, ["column prompt='words': the input has no such column; it has id"]),
+    (
+        f"plan {BASE} --column prompt=words",
+        2,
+        ["column prompt='words': the input has no such column. Name one of id, "],
+    ),
     (f"plan {BASE} --column user=id", 2, ["'user' is not a role"]),
     # Rows
     (

@@ -60,7 +60,7 @@ def find_roles(schema: pa.Schema, columns: Mapping[str, str]) -> tuple[dict[str,
     """
     roles = dict(columns)
     problems = [
-        f"column {role}={name!r}: the input has no such column; it has {', '.join(schema.names) or 'none'}. Name one of them."
+        f"column {role}={name!r}: the input has no such column. Name one of {', '.join(schema.names) or 'none'}."
         for role, name in columns.items()
         if name not in schema.names
     ]

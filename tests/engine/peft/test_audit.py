@@ -293,10 +293,8 @@ def test_an_adapter_for_another_base_is_refused_with_one_reason(bases: Any, plai
     wide = replace(plain.base.config, hidden_size=64, embedding_size=64)
     audit = audit_adapter(plain.folder, wide, "zoo")
     (reason,) = audit.reasons
-    assert (
-        "has shape [2, 16], expected [2, 64]. The adapter belongs to another base; use the one it was trained on (and 7 more like it)"
-        in reason
-    )
+    assert "has shape [2, 16], expected [2, 64]. The adapter belongs to another base; use the" in reason
+    assert reason.endswith("one it was trained on (and 7 more like it)"), reason
     assert all(use.startswith("refused: ") for use in audit.tensor_uses.values())
 
 

@@ -102,7 +102,7 @@ def test_names_that_the_output_needs_are_refused(name: str) -> None:
 def test_a_named_column_that_is_not_there_is_said_with_those_that_are() -> None:
     _, problems = find_roles(schema(text=pa.string()), {"prompt": "txt", "seed": "s"})
     assert len(problems) == 2
-    assert "column prompt='txt': the input has no such column; it has text. Name one of them." in problems
+    assert "column prompt='txt': the input has no such column. Name one of text." in problems
 
 
 def test_all_problems_are_found_at_once() -> None:
