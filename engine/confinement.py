@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from .errors import NoProcessError
@@ -50,7 +51,7 @@ class ConfinedProcess:
 
     def run(self, task: str, payload: Any, cpu_s: int, memory_bytes: int = MEMORY_BYTES) -> Any:
         """What `run(payload)` of the module `task` (below `lorabatch`) returns. Values of the payload that JSON has no
-        word for, such as dates, arrive as text.
+        word for, such as dates, arrive as text. `memory_bytes`: of address space, beside what the child has already.
 
         Raises `ConfinedError`, and `NoProcessError` when the machine cannot start the child.
         """
@@ -163,7 +164,7 @@ def _serve() -> None:
         except Exception as error:
             _answer(json.dumps(["unable", _shown_error(error)]).encode() + b"\n")
             return
-        _limit(resource.RLIMIT_AS, memory_bytes)
+        _limit(resource.RLIMIT_AS, _address_bytes() + memory_bytes)
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
         try:
             answer = json.dumps(["answer", run(payload)])
@@ -174,6 +175,14 @@ def _serve() -> None:
         except BaseException as error:
             answer = json.dumps(["error", _shown_error(error)])
         _answer(answer.encode() + b"\n")
+
+
+def _address_bytes() -> int:
+    """What this process has of address space: its modules, and what earlier tasks have left."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def _limit(kind: int, amount: int) -> None:

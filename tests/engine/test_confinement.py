@@ -6,8 +6,11 @@ import datetime
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lorabatch.engine.confinement import ConfinedError, ConfinedProcess
@@ -49,6 +52,16 @@ def test_values_without_a_word_in_json_arrive_as_text_and_endless_nests_not_at_a
         process.run("engine.text.chat_template", ["", {}, None, nest], 5)
     while nest:  # or its destruction would nest as deeply
         nest = nest.pop()
+
+
+def test_what_a_task_has_left_in_memory_is_not_charged_to_the_next(process: ConfinedProcess, tmp_path: Path) -> None:
+    rows = pa.table({"text": pa.array(["a" * 500_000] * 2000)})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    task = [str(tmp_path / "rows.parquet"), 0, ["text"], 500_000_000]
+    assert process.run("jobs.input.row_group", task, 60)["text"] > 500_000_000
+    template = "{{ ('a' * 2**26) | length }}"
+    answers, _ = process.run("engine.text.chat_template", [template, {}, None, [[]]], 5, 1 << 28)
+    assert answers == [[False, str(2**26)]]
 
 
 def test_limits_of_the_user_that_are_lower_hold() -> None:
