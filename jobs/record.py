@@ -237,7 +237,8 @@ def index_key(record: JobRecord) -> str:
     return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()
 
 
-# "queued": handed to a cluster, on which no worker has begun it. "checking" was written up to version 0.1.
+# "starting": of the command, then of the coordinator. "queued": handed to a cluster, on which no worker has begun it.
+# "checking" was written up to version 0.1.
 Phase = Literal[
     "checking", "queued", "starting", "indexing", "planning", "loading engines", "running", "finishing", "done",
     "failed", "cancelled", "interrupted",
@@ -323,6 +324,11 @@ class JobState:
     def is_final(self) -> bool:
         """Whether the run that wrote this has ended."""
         return self.phase in FINAL_PHASES
+
+    @property
+    def is_of_command(self) -> bool:
+        """Whether a command wrote this before any coordinator of its run reported."""
+        return self.phase == "starting" and not self.run_id
 
     def to_json(self) -> bytes:
         """As stored."""

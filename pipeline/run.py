@@ -82,7 +82,7 @@ def run(
     for line in job_notes(job.record):
         watcher.note(line)
     reporter = JobReporter(job.store, watcher.update, job.spec.error_budget, state_before(job))
-    with reporter.ending_recorded(), job_log(job.store):
+    with reporter.ending_recorded(), job_log(job.store), reporter.kept_fresh():
         reporter.begins("starting")
         try:
             # Spare processes import the engine; other factories do not need it.
@@ -182,7 +182,6 @@ def _report_until_done(
         try:
             state = states.get(timeout=_POLL_S)
         except queue.Empty:
-            reporter.still_beginning()
             if future.done():
                 return
             if client.status == "closed":

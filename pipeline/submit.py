@@ -58,15 +58,17 @@ def submit(
         return SubmittedJob(job.record.job_id, shown)
     job.store.clear_cancel()
     reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget, state_before(job))
-    reporter.begins("queued")
+    reporter.begins("starting")
     with (
         reporter.ending_recorded(),
+        reporter.kept_fresh(),
         EarlyCheck(job) as rows,
         _cluster_of(job.spec, cluster_file or state_file(), client) as (own, address, dashboard),
     ):
         launched = launch(own, job, rows, engine_factory)
         # Kept by the scheduler, also when this client is gone.
         own.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
+    reporter.handed_over()
     return SubmittedJob(job.record.job_id, shown, address, dashboard)
 
 

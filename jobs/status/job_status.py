@@ -53,7 +53,7 @@ class JobStatus:
         if self.state is None:
             return "not started"
         if self.is_stale:
-            return "stopped without a word"
+            return "not started, its command ended" if self.state.is_of_command else "stopped without a word"
         if self.is_cancel_requested and not self.state.is_final:
             return "stopping"
         return self.state.phase

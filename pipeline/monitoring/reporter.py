@@ -6,6 +6,7 @@ In the coordinator, to show a state is to publish it: the dashboard's page and t
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ class JobReporter:
         self.notes: tuple[str, ...] = ()
         self.phases: list[tuple[str, float]] = []
         self._is_second = False
+        # `kept_fresh` writes from a thread of its own
+        self._lock = threading.RLock()
         #: The latest state.
         self.latest = before or JobState("starting", time.time())
 
@@ -103,10 +106,32 @@ class JobReporter:
             self._write(replace(self.latest, phase=phase, updated_at_s=time.time()))
             self._show(self.latest)
 
-    def still_beginning(self) -> None:
-        """Report again that the run starts, if so: a state that grows old says that its run was lost."""
-        if self.latest.phase == "starting" and time.time() - self.latest.updated_at_s > _REFRESH_INTERVAL_S:
-            self._write(replace(self.latest, updated_at_s=time.time()))
+    @contextmanager
+    def kept_fresh(self) -> Iterator[None]:
+        """Within the block, report again and again that the run starts, as long as it does: a state that grows old says
+        that its command was lost.
+        """
+        is_over = threading.Event()
+
+        def refresh() -> None:
+            while not is_over.wait(_REFRESH_INTERVAL_S):
+                with self._lock:
+                    if self.latest.phase == "starting" and not self._is_second:
+                        self._write(replace(self.latest, updated_at_s=time.time()))
+
+        thread = threading.Thread(target=refresh, name="job reporter", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def handed_over(self) -> None:
+        """Report that a cluster has the job, unless a coordinator reports already."""
+        found = _read_state(self._store)
+        if found is not None and found.is_of_command:
+            self._write(replace(found, phase="queued", updated_at_s=time.time()))
 
     def check_budget(self, num_errors: int, num_rows: int) -> None:
         """Raise `ErrorBudgetError` when so many errors are too many."""
@@ -147,7 +172,8 @@ class JobReporter:
 
     def received(self, state: JobState) -> None:
         """Show a state that the coordinator has published, and written already."""
-        self.latest, self._is_second = state, False
+        with self._lock:
+            self.latest, self._is_second = state, False
         self._show(state)
 
     @contextmanager
@@ -191,10 +217,11 @@ class JobReporter:
         self._write(last)
 
     def _write(self, state: JobState) -> None:
-        self.latest = state
         try:
-            write = self._store.write_last_state if state.is_final else self._store.write_state
-            write(state)
+            with self._lock:
+                self.latest = state
+                write = self._store.write_last_state if state.is_final else self._store.write_state
+                write(state)
         except StorageError as error:
             # Storage that fails for a moment costs one update; storage that stays away fails the shards, and perhaps
             # that was the end that is reported.

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from echo_job import ECHO_FOLDER, EchoJob, make_rows, wait_until
 
+from lorabatch.engine.local_cache import file_lock
+from lorabatch.jobs.status.job_status import STALE_AFTER_S, read_status
 from lorabatch.jobs.store import JobStore
 
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
@@ -26,11 +28,31 @@ def submit(job: EchoJob) -> subprocess.CompletedProcess[str]:
     return lorabatch("submit", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
 
 
-def test_a_submitted_job_goes_on_when_its_command_has_ended(echo_job: EchoJob, background: Path) -> None:
+def kill_before_a_cluster_has_the_job(job: EchoJob, background: Path) -> None:
+    """Leave a job whose command was killed, and what it then says of itself."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in job.options().items()]
+    # held by whoever starts the background cluster
+    with file_lock(background.with_suffix(".lock")):
+        killed = subprocess.Popen([*CLI, "submit", *options])
+        wait_until(lambda: job.output.exists() and job.store.read_state() is not None)
+        killed.kill()
+        killed.wait(60)
+    state = job.store.read_state()
+    assert state is not None
+    assert read_status(job.store, state.updated_at_s).headline == "starting"
+    left = read_status(job.store, state.updated_at_s + STALE_AFTER_S + 1)
+    assert (left.headline, left.outcome) == ("not started, its command ended", "unknown")
+    assert left.next_step == f"lorabatch resume {job.output}"
+
+
+def test_a_submitted_job_goes_on_when_its_command_has_ended_and_after_one_that_was_killed(
+    echo_job: EchoJob, background: Path
+) -> None:
     rows = make_rows(160)
     echo_job.write_input(rows)
     gate = echo_job.folder / "gate"
     echo_job.set_engine(step_s=0.1, gate=str(gate))
+    kill_before_a_cluster_has_the_job(echo_job, background)
     done = submit(echo_job)
     assert done.returncode == 0, done.stderr
     job_id = echo_job.record.job_id

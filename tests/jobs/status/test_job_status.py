@@ -143,6 +143,7 @@ def test_a_finished_job_is_done_whatever_its_state_says(store: JobStore) -> None
         (state("starting"), "running", 3),
         (state("loading engines"), "running", 3),
         (state("running", age_s=STALE_AFTER_S + 1), "unknown", 4),
+        (state("starting", age_s=STALE_AFTER_S + 1), "unknown", 4),
         (state("failed"), "failed", 1),
         (state("cancelled"), "stopped", 130),
         (state("interrupted"), "stopped", 130),
@@ -158,7 +159,7 @@ def test_a_status_has_a_word_and_an_exit_code_for_programs(
     assert {"outcome": outcome, "exit_code": exit_code}.items() <= status.to_json().items()
     store.mark_success()
     # Unless a run begins on it anew.
-    is_beginning = written is not None and written.phase in BEGINNING_PHASES
+    is_beginning = exit_code == 3 and written is not None and written.phase in BEGINNING_PHASES
     assert read_status(store, NOW_S).exit_code == (3 if is_beginning else 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_a_run_that_cannot_begin_beside_another_one_leaves_its_state_alone(store
     at_work = JobState("running", time.time(), rows=10, rows_done=3)
     store.write_state(at_work)
     reporter = make_reporter(store)
-    reporter.begins("queued")
+    reporter.begins("starting")
     reporter.ended(JobFailedError("no scheduler answers"))
     assert store.read_state() == at_work
     store.write_state(replace(at_work, updated_at_s=time.time() - 100))
@@ -116,6 +117,39 @@ def test_a_run_that_cannot_begin_beside_another_one_leaves_its_state_alone(store
     state = store.read_state()
     assert state is not None
     assert (state.phase, state.message) == ("failed", "no scheduler answers")
+
+
+def test_a_job_that_is_handed_over_is_queued_unless_its_coordinator_reports_already(store: JobStore) -> None:
+    reporter = make_reporter(store)
+    reporter.begins("starting")
+    reporter.handed_over()
+    state = store.read_state()
+    assert state is not None
+    assert state.phase == "queued"
+    for phase in ("starting", "running"):
+        at_work = JobState(phase, time.time(), rows=10, run_id="run-1")
+        store.write_state(at_work)
+        reporter.handed_over()
+        assert store.read_state() == at_work
+
+
+def test_a_state_does_not_grow_old_while_a_command_starts_its_run(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.pipeline.monitoring.reporter._REFRESH_INTERVAL_S", 0.01)
+    reporter = make_reporter(store)
+    reporter.begins("starting")
+    begun = store.read_state()
+    refreshed = threading.Event()
+    written = store.write_state
+    monkeypatch.setattr(store, "write_state", lambda state: (written(state), refreshed.set()))
+    with reporter.kept_fresh():
+        assert refreshed.wait(60)
+        reporter(JobState("running", time.time(), rows=10))
+    state = store.read_state()
+    assert state is not None
+    assert begun is not None
+    assert (begun.phase, state.phase) == ("starting", "running")
 
 
 def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:
