@@ -92,8 +92,9 @@ async def main(ports: Iterable[int]) -> list[str]:
         # The first time imports what another user may have no permission to read.
         for become in (lambda: None, become_another_user):
             become()
-            kinds = {what.split()[0] for what in await attempts(without_key)}
-            assert kinds == {"by_client", "by_message", "GET:"}, kinds
+            kinds: set[str] = set()
+            while kinds != {"by_client", "by_message", "GET:"}:  # a busy machine may take longer than patience
+                kinds |= {what.split()[0] for what in await attempts(without_key)}
     return await attempts(ports)
 
 
