@@ -26,6 +26,7 @@ from ..jobs.storage.redaction import redacted_url
 from .cluster.connect import SCHEDULER_LOST, connected, count_workers, page_address, scheduler_loss_reported
 from .cluster.devices import find_device, find_device_of_workers
 from .coordinator.lease import keep_leases
+from .coordinator.losses import count_losses
 from .coordinator.task import finished_before, run_job
 from .messages import ENGINE_FACTORY, EngineSettings, StopRun, job_key
 from .monitoring.logs import job_log
@@ -130,6 +131,7 @@ def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str
     _refuse_running(client, job)
     show_jobs(client)
     keep_leases(client)
+    count_losses(client)
     num_workers = count_workers(client)
     spec = job.spec
     device = find_device(spec.device) if spec.is_embedded else find_device_of_workers(client, spec.device)

@@ -1,7 +1,8 @@
 """Fans small tasks out over the workers: indexing chunks, counting parts.
 
 Any worker may run a task, even twice. A task that only hung workers have is submitted again, so that none of them holds
-the job up.
+the job up. Tasks that a lost worker had are suspects: they wait until the others are done and then run on workers of
+their own. One that loses a worker there, after it has lost one before, is given up by name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from distributed import Client, Future
+from distributed import Client, Future, KilledWorker
 
 from ..cluster.connect import hung_workers, placement_of_tasks
 from .control import JobControl
+from .losses import losses_of, number_of, task_key
 
 _CHECK_INTERVAL_S = 0.5
 _LOOK_INTERVAL_S = 2.0
@@ -25,53 +27,94 @@ _MAX_SUBMITTED = 3
 
 
 class FanOut:
-    """Runs `function(item, **same)` once per item on the workers. `name`: of the tasks; unique."""
+    """Runs `function(item, **same)` once per item on the workers.
+
+    `name`: for all coordinators of a run; `attempt`: of this one. `deadly`: what to return, or raise, for an item whose
+    workers are lost.
+    """
 
     def __init__(
-        self, client: Client, function: Callable[..., Any], items: Sequence[Any], name: str, **same: Any
+        self,
+        client: Client,
+        function: Callable[..., Any],
+        items: Sequence[Any],
+        name: str,
+        attempt: str,
+        deadly: Callable[[Any], Any],
+        **same: Any,
     ) -> None:
         self._client = client
         self._function = function
         self._items = items
         self._name = name
+        self._attempt = attempt
+        self._deadly = deadly
         self._same = same
         self._ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        # Key of a task -> number of its item; items of hung workers are submitted again under another key.
-        self._numbers: dict[str, int] = {}
         # Of tasks that have not ended; those of the others are released at once.
         self._futures: dict[str, Future[Any]] = {}
         self._waiting = set(range(len(items)))
+        # Of those waiting, not submitted.
+        self._suspects: set[int] = set()
         self._num_submitted: Counter[int] = Counter()
 
     def results(self, control: JobControl) -> Iterator[Any]:
         """Results as they arrive. Raises what a task raises, and what `control` raises."""
-        self._submit(sorted(self._waiting))
+        self._suspects = self._waiting & losses_of(self._client, self._name).keys()
+        self._submit(sorted(self._waiting - self._suspects))
         looked_s = time.monotonic()
         try:
             while self._waiting:
                 control.check()
+                if self._suspects == self._waiting:
+                    yield from self._judged()
                 with suppress(queue.Empty):
-                    future = self._ended.get(timeout=_CHECK_INTERVAL_S)
-                    self._futures.pop(str(future.key), None)
-                    number = self._numbers[str(future.key)]
-                    if number in self._waiting:
-                        result = future.result()
-                        self._waiting.discard(number)
-                        yield result
+                    yield from self._taken(self._ended.get(timeout=_CHECK_INTERVAL_S))
                 if time.monotonic() - looked_s > _LOOK_INTERVAL_S:
                     looked_s = time.monotonic()
                     self._submit(self._held_up())
         finally:
             self._client.cancel(list(self._futures.values()))
 
-    def _submit(self, numbers: Sequence[int]) -> None:
+    def _taken(self, future: Future[Any]) -> Iterator[Any]:
+        """The result of a task that has ended, unless its item is done already or has become a suspect."""
+        self._futures.pop(str(future.key), None)
+        number = number_of(str(future.key))
+        if number not in self._waiting:
+            return
+        try:
+            result = future.result()
+        except KilledWorker:
+            self._suspects.add(number)
+            return
+        self._waiting.discard(number)
+        self._suspects.discard(number)
+        yield result
+
+    def _judged(self) -> Iterator[Any]:
+        """Give up suspects that are deadly, and submit others, each to a worker of its own. Those that have lost two
+        workers run one at a time, since some workers run several tasks.
+        """
+        losses = losses_of(self._client, self._name)
+        for number in sorted(n for n in self._suspects if n in losses and losses[n].is_deadly):
+            self._waiting.discard(number)
+            self._suspects.discard(number)
+            yield self._deadly(self._items[number])
+        hung = hung_workers(self._client)
+        workers = sorted(set(self._client.scheduler_info(n_workers=-1)["workers"]) - hung)
+        once = sorted(n for n in self._suspects if n not in losses or losses[n].num_lost < 2)
+        turn = once[: max(len(workers), 1)] or sorted(self._suspects)[:1]
+        for i, number in enumerate(turn):
+            self._suspects.discard(number)
+            self._submit([number], **({"workers": [workers[i]], "allow_other_workers": True} if workers else {}))
+
+    def _submit(self, numbers: Sequence[int], **where: Any) -> None:
         if not numbers:
             return
         self._num_submitted.update(numbers)
-        keys = [f"{self._name}-{number}-{self._num_submitted[number]}" for number in numbers]
-        self._numbers |= dict(zip(keys, numbers, strict=True))
+        keys = [task_key(self._name, self._attempt, number, self._num_submitted[number]) for number in numbers]
         items = [self._items[number] for number in numbers]
-        where = placement_of_tasks(self._client)
+        where = where or placement_of_tasks(self._client)
         futures = self._client.map(self._function, items, key=keys, retries=_RETRIES, pure=False, **where, **self._same)
         self._futures |= dict(zip(keys, futures, strict=True))
         for future in futures:
@@ -85,6 +128,6 @@ class FanOut:
         processing = self._client.processing()
         found: dict[bool, set[int]] = {True: set(), False: set()}
         for worker, keys in processing.items():
-            found[worker in hung] |= {self._numbers[key] for key in map(str, keys) if key in self._numbers}
+            found[worker in hung] |= {number_of(key) for key in map(str, keys) if key in self._futures}
         held_up = (found[True] - found[False]) & self._waiting
         return sorted(number for number in held_up if self._num_submitted[number] < _MAX_SUBMITTED)

@@ -14,11 +14,12 @@ from typing import Any
 
 from distributed import Reschedule, get_worker, secede
 
-from ...jobs.errors import OutputConflictError
+from ...jobs.errors import JobFailedError, OutputConflictError
 from ...jobs.history import AnswerLengths, add_to_history
 from ...jobs.opening import OpenedJob, changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.redaction import redacted_url
+from ...jobs.store import part_name
 from ...scheduler.cost import CostModel
 from ...scheduler.estimates.time_left import PlannedJob
 from ...scheduler.planning.bound import JobWork, work_bound
@@ -26,7 +27,7 @@ from ...scheduler.policies import make_scheduler
 from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
 from ..cluster.security import client_security
 from ..dataset.chunk import IndexJob
-from ..dataset.index import IndexTotals, index_chunk, list_chunks
+from ..dataset.index import IndexTotals, deadly_chunk, index_chunk, list_chunks
 from ..dataset.writer import empty_part
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor, WorkLeft
@@ -134,9 +135,9 @@ def index_rows(run: JobRun) -> IndexTotals:
     rows = record.input.num_rows
     reporter.phase("indexing", rows)
     chunks = list_chunks(record, run.job.spec.inputs)
-    name = f"lora_index-{run.run_id}-{run.control.coordinator_id}"
-    index_job = IndexJob.from_record(record, run.job.spec)
-    indexing = FanOut(run.client, index_chunk, chunks, name, job=index_job, store=run.job.store)
+    given = {"job": IndexJob.from_record(record, run.job.spec), "store": run.job.store}
+    name, attempt = f"index-{run.run_id}", run.control.coordinator_id
+    indexing = FanOut(run.client, index_chunk, chunks, name, attempt, deadly_chunk, **given)
     totals = IndexTotals()
     for summary in indexing.results(run.control):
         totals.add(summary)
@@ -255,12 +256,20 @@ def _count(run: JobRun, shard_ids: Sequence[int], name: str) -> Account:
     """Count what these parts hold, on the workers. `name`: of this count; Dask keeps results by name."""
     groups = [shard_ids[start : start + _PARTS_PER_COUNT] for start in range(0, len(shard_ids), _PARTS_PER_COUNT)]
     total = Account()
-    key = f"lora_{name}-{run.run_id}-{run.control.coordinator_id}"
+    key, attempt = f"{name}-{run.run_id}", run.control.coordinator_id
     given = {"store": run.job.store, "record": run.job.record, "run_id": run.run_id}
-    counting = FanOut(run.client, account_parts, groups, key, **given)
+    counting = FanOut(run.client, account_parts, groups, key, attempt, _refuse_deadly, **given)
     for account in counting.results(run.control):
         total.add(account)
     return total
+
+
+def _refuse_deadly(shard_ids: Sequence[int]) -> Any:
+    parts = f"{part_name(shard_ids[0])} to {part_name(shard_ids[-1])}"
+    raise JobFailedError(
+        f"output: two workers or more were lost while they counted {parts}. The workers' logs may say more; run the "
+        "same command to go on."
+    )
 
 
 def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seconds: float) -> JobResult:

@@ -63,6 +63,12 @@ class ChunkRef:
     footer_sha256: str
     partition: PartitionValues
 
+    @property
+    def place(self) -> str:
+        """Its file, number and rows, for messages."""
+        last_row = self.first_row + self.num_rows - 1
+        return f"input file {self.file_name!r}, row group {self.row_group} (rows {self.first_row} to {last_row})"
+
 
 @dataclass(frozen=True, slots=True)
 class IndexJob:
@@ -131,13 +137,13 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
                     num_rows += batch.num_rows
                     yield _fitted(batch, schema, chunk.partition)
     except OversizedRowGroupError as error:
-        raise DamagedChunkError(f"{_place(chunk)}: {error}. Write it in smaller row groups or leave it out.") from None
+        raise DamagedChunkError(f"{chunk.place}: {error}. Write it in smaller row groups or leave it out.") from None
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         reason = storage_reason(error, options, chunk.file_url)
-        raise DamagedChunkError(f"{_place(chunk)}: cannot be read ({reason}). {_REPAIR}") from None
+        raise DamagedChunkError(f"{chunk.place}: cannot be read ({reason}). {_REPAIR}") from None
     if num_rows != chunk.num_rows:
         found = f"holds {num_rows} rows, its footer says {chunk.num_rows}"
-        raise DamagedChunkError(f"{_place(chunk)}: {found}. {_REPAIR}")
+        raise DamagedChunkError(f"{chunk.place}: {found}. {_REPAIR}")
 
 
 def read_column(chunk: ChunkRef, column: str, storage_options: Mapping[str, Any]) -> pa.Array:
@@ -148,11 +154,6 @@ def read_column(chunk: ChunkRef, column: str, storage_options: Mapping[str, Any]
             return pa.nulls(chunk.num_rows)
         values = rows.table().column(column).combine_chunks()
     return values.cast(pa.int64() if pa.types.is_integer(values.type) else pa.string())
-
-
-def _place(chunk: ChunkRef) -> str:
-    last_row = chunk.first_row + chunk.num_rows - 1
-    return f"input file {chunk.file_name!r}, row group {chunk.row_group} (rows {chunk.first_row} to {last_row})"
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema, partition: PartitionValues) -> pa.RecordBatch:

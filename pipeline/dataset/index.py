@@ -79,6 +79,16 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
     return _summary(chunk.chunk_id, index)
 
 
+def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
+    """The summary of a chunk whose workers are lost while they index it."""
+    return ChunkSummary(
+        chunk.chunk_id,
+        damage=f"{chunk.place}: two workers or more were lost while they read it. It may end the process that reads it "
+        "or take more memory than a worker has; the workers' logs may say more. Write it in smaller row groups, repair "
+        "it or leave it out; if the workers were ended by something else, run the same command again.",
+    )
+
+
 def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
     """The base's tokenizer, or the adapter's where it ships one."""
     base = local_folder(job.model_url, job.storage_options)
