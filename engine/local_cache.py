@@ -1,9 +1,14 @@
-"""The cache of this user on this machine: where it is, who may read it, and locks among the processes that fill it."""
+"""The cache and the temporary files of this user on this machine: where they are, who may read them, locks among the
+processes that fill the cache, and folders that go with their process.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +25,67 @@ def make_private(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
+
+
+def scratch_folder(parent: Path | str | None = None) -> Path:
+    """A folder for temporary files that no other user may enter, below `parent`, by default the system's folder for
+    temporary files.
+    """
+    parent = Path(parent or tempfile.gettempdir())
+    name = f"lorabatch-{os.getuid()}"
+    parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        (parent / name).mkdir(mode=0o700)
+    # Another user may have taken the name.
+    for folder in (parent / name, *sorted(parent.glob(f"{name}-*"))):
+        with suppress(FileNotFoundError):
+            facts = folder.lstat()
+            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077:
+                return folder
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None, prefix: str = "process-") -> Iterator[Path]:
+    """A new folder that is removed with the block, below `parent`, by default `scratch_folder()`. What processes that
+    were killed have left there under this prefix is removed first.
+    """
+    parent = scratch_folder() if parent is None else parent
+    with suppress(OSError):
+        _remove_left(parent, prefix)
+    folder, descriptor = _held_folder(parent, prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _held_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and the descriptor that holds its lock, where locks can be had: it says that its process lives."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        # Another process that finds it without its lock removes it.
+        with suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, folder):
+                return folder, descriptor
+            os.close(descriptor)
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    """Remove the folders of processes that are gone."""
+    for folder in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(descriptor, folder):
+                    shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ of its own (`engine/confinement.py`), which counts; one that is too large is ref
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ...engine.confinement import ConfinedError, confined
+from ...engine.local_cache import temporary_folder
 from .pages import decoded_bytes
 
 MAX_ROW_GROUP_BYTES = 2 << 30
@@ -195,10 +195,12 @@ def _cleared_bytes(
 def _counted_bytes(number: int, bounds: dict[str, int], source: _RowGroupFile, max_bytes: int) -> int:
     """As a child process counts them that decodes the row group, the largest columns first."""
     largest = sorted(bounds, key=bounds.__getitem__, reverse=True)
-    with tempfile.NamedTemporaryFile(prefix="lorabatch-rows-") as copy:
-        _write_copy(copy, source)
+    with temporary_folder() as folder:
+        copy = folder / "rows.parquet"
+        with copy.open("xb") as file:
+            _write_copy(file, source)
         try:
-            found = confined().run(_COUNT_TASK, [copy.name, number, largest, max_bytes], _COUNT_CPU_S)
+            found = confined().run(_COUNT_TASK, [str(copy), number, largest, max_bytes], _COUNT_CPU_S)
         except ConfinedError as error:
             raise OversizedRowGroupError(f"column {largest[0]!r} cannot be decoded within limits: {error}") from None
     total = sum(found.values())

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import fsspec
 
-from ...engine.local_cache import default_cache_root, file_lock, make_private
+from ...engine.local_cache import default_cache_root, file_lock, make_private, temporary_folder
 from ...engine.models.gguf.convert import resolve_gguf
 from ..errors import StorageError
 from .location import options_for
@@ -107,8 +106,7 @@ def _listing_key(url: str, listing: Mapping[str, Mapping[str, Any]]) -> str:
 def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:
     """Copy into a temporary folder, then rename: the folder is whole or absent."""
     make_private(folder.parent)
-    scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
-    try:
+    with temporary_folder(folder.parent, ".fetch-") as scratch:
         for file in files:
             target = scratch / file.removeprefix(remote).lstrip("/")
             if not target.resolve().is_relative_to(scratch.resolve()):
@@ -124,8 +122,6 @@ def _fetch(fs: Any, remote: str, files: list[str], folder: Path) -> None:
             # Another process was faster; its copy has the same key, hence the same content.
             if not folder.exists():
                 raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _hub_snapshot(hub_id: str) -> Path:

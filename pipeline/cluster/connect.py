@@ -15,6 +15,7 @@ from distributed.core import Status
 from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
 
+from ...engine.local_cache import scratch_folder, temporary_folder
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
 from ...jobs.spec import JobSpec
 from .background_state import background_security
@@ -163,9 +164,11 @@ def embedded(
     """A cluster that lives as long as the block. `spare_threads`: of the spare engine process that each worker starts;
     None for no such process. Raises `JobFailedError` when it cannot be started.
     """
-    with dask.config.set(_settings(spare_threads)), _environment(_WORKER_LOGGING):
+    parent = scratch_folder(dask.config.get("temporary-directory"))
+    settings = dask.config.set(_settings(spare_threads))
+    with settings, _environment(_WORKER_LOGGING), temporary_folder(parent) as folder:
         before = _child_pids()
-        cluster = start_local_cluster(EmbeddedCluster, num_workers, worker_start_limit_s)
+        cluster = start_local_cluster(EmbeddedCluster, num_workers, worker_start_limit_s, folder)
         is_done = False
         try:
             with open_client(cluster) as client:

@@ -7,10 +7,7 @@ browsers open without a key, has a token in its address. Other users of the mach
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
-import stat
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,13 +31,16 @@ _LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
 
 
 class EmbeddedCluster(SpecCluster):
-    """A scheduler in this process and nannies with workers below it. `start_limit_s`: how long a worker may take."""
+    """A scheduler in this process and nannies with workers below it. `start_limit_s`: how long a worker may take.
+    `folder`: for their files. Dask's own, `dask-scratch-space`, is of the first user who needs it, and Python looks for
+    modules in it.
+    """
 
-    def __init__(self, num_workers: int, start_limit_s: float) -> None:
+    def __init__(self, num_workers: int, start_limit_s: float, folder: Path) -> None:
         self._token = secrets.token_urlsafe(16)
         security = temporary_security()
-        folder = str(scratch_folder())
-        common: dict[str, Any] = {"host": _HOST, "protocol": "tls://", "security": security, "local_directory": folder}
+        common: dict[str, Any] = {"host": _HOST, "protocol": "tls://", "security": security}
+        common["local_directory"] = str(folder)
         # a worker that hangs while it starts must not hang the command
         of_workers = {"nthreads": _TASK_THREADS, "memory_limit": None, "death_timeout": start_limit_s}
         worker = {"cls": EmbeddedNanny, "options": common | of_workers}
@@ -110,17 +110,3 @@ class _Refusal(web.RequestHandler):
     def prepare(self) -> None:
         self.set_status(403)
         self.finish("Open the dashboard by the link that lorabatch has printed.\n")
-
-
-def scratch_folder() -> Path:
-    """A folder for temporary files that no other user may enter, below Dask's `temporary-directory`.
-
-    Dask's own there, `dask-scratch-space`, is of the first user who needs it, and Python looks for modules in it.
-    """
-    parent = Path(dask.config.get("temporary-directory") or tempfile.gettempdir())
-    folder = parent / f"lorabatch-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = folder.lstat()
-    if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077:
-        return folder
-    return Path(tempfile.mkdtemp(prefix="lorabatch-", dir=parent))

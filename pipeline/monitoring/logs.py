@@ -6,12 +6,12 @@ While a job runs, no log line of its process reaches the terminal.
 from __future__ import annotations
 
 import logging
-import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...engine.local_cache import temporary_folder
 from ...jobs.errors import StorageError
 from ...jobs.store import JobStore
 
@@ -93,8 +93,8 @@ def job_log(store: JobStore) -> Iterator[None]:
 
     Jobs that a process runs at the same time, in threads of its own, each log all of it.
     """
-    with tempfile.TemporaryDirectory(prefix="lorabatch-log-") as folder:
-        path = Path(folder) / "client.log"
+    with temporary_folder() as folder:
+        path = folder / "client.log"
         handler = _JobHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter(_FORMAT))
         handler.take_loggers()

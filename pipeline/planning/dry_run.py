@@ -7,7 +7,6 @@ job's output and no engine is started.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...engine.local_cache import temporary_folder
 from ...jobs.opening import OpenedJob, open_job
 from ...jobs.record import AdapterRecord
 from ...jobs.spec import JobSpec
@@ -62,9 +62,9 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
     Raises what `open_job` and `check_rows` raise: a job that is refused here would be refused by `run`.
     """
     slowness = None if speeds is None else parse_speeds(speeds)
-    with tempfile.TemporaryDirectory(prefix="lorabatch-plan-") as folder:
+    with temporary_folder() as folder:
         # `output` in a job file is overridden too: a plan must not meet what is there.
-        given = dict(values) | {"output": folder, "overwrite": True}
+        given = dict(values) | {"output": str(folder), "overwrite": True}
         spec = requested_job(given, job_file)
         job = open_job(spec)
         num_workers, device = _workers(spec)

@@ -8,17 +8,16 @@ changed between two runs, `reopen_shards` opens the shards with their rows again
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...engine.local_cache import temporary_folder
 from ...jobs.errors import InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.record import JobRecord, adapter_problem
@@ -249,8 +248,8 @@ class ShardDraft:
     def references(self, metadata: Mapping[bytes, str]) -> Iterator[memoryview]:
         """`plan.arrow`: record batch i tells where the rows of shard i lie; `metadata` stands in its schema."""
         schema = prepared.REFERENCE_SCHEMA.with_metadata(metadata)
-        with tempfile.TemporaryDirectory(prefix="lorabatch-plan-") as folder:
-            path = Path(folder, "plan.arrow")
+        with temporary_folder() as folder:
+            path = folder / "plan.arrow"
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                 for shard, start in zip(self.shards, self._starts, strict=True):
                     places = np.frombuffer(self._file.read(start, shard.num_rows * _PLACE.itemsize), _PLACE)

@@ -12,7 +12,6 @@ import json
 import logging
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +23,7 @@ from typing import Literal
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.local_cache import make_private
+from ...engine.local_cache import make_private, temporary_folder
 from ...engine.models.step_batch import StepEntry
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
@@ -168,9 +167,9 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
 
     Raises what `Engine` raises for a model that cannot be served.
     """
-    with tempfile.TemporaryDirectory(prefix="lorabatch-profile-") as folder:
+    with temporary_folder() as folder:
         began_s = time.perf_counter()
-        bench = _Bench(Engine(model_folder, replace(config, mode="unmerged")), Path(folder))
+        bench = _Bench(Engine(model_folder, replace(config, mode="unmerged")), folder)
         bench.run(Probe(min(4, config.batch_rows), _SHORT_PROMPT_TOKENS, 4, (8,)))
         loads = bench.adapter_loads()
         steps: list[tuple[StepKind, StepSample]] = []

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -85,9 +86,14 @@ def killing_at_random(seed: int) -> Iterator[list[str]]:
 
 
 @pytest.mark.long
-def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_job: EchoJob) -> None:
+def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(
+    echo_job: EchoJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = make_rows(240)
     echo_job.write_input(rows)
+    scratch = echo_job.folder / f"lorabatch-{os.getuid()}"
+    monkeypatch.setenv("TMPDIR", str(echo_job.folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     echo_job.set_engine(step_s=0.05)
     client = start_client(echo_job)
     wait_for_parts(echo_job, client, 2)
@@ -98,7 +104,9 @@ def test_a_killed_client_leaves_no_process_behind_and_the_next_run_goes_on(echo_
     assert alive == []
     committed = echo_job.parts()
     assert 2 <= len(committed) < 15
+    assert list(scratch.glob("process-*"))
     result = echo_job.run()
+    assert list(scratch.rglob("*")) == []
     echo_job.assert_answered(rows)
     assert {name: echo_job.parts()[name] for name in committed} == committed
     assert result.num_reused >= 16 * len(committed)

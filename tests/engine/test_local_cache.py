@@ -1,4 +1,4 @@
-"""The lock among processes: one holder at a time, none for ever."""
+"""The lock among processes: one holder at a time, none for ever. Temporary files, of which none stays for ever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lorabatch.engine import local_cache as module
-from lorabatch.engine.local_cache import file_lock
+from lorabatch.engine.local_cache import file_lock, scratch_folder, temporary_folder
 
 # Adds one to a number in a file, which goes wrong when two do it at once.
 _COUNT = """
@@ -30,6 +30,16 @@ from pathlib import Path
 from lorabatch.engine.local_cache import file_lock
 with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
+    sys.stdin.read()
+"""
+
+_WORK = """
+import sys
+from pathlib import Path
+from lorabatch.engine.local_cache import temporary_folder
+with temporary_folder(Path(sys.argv[1]), "work-") as folder:
+    (folder / "file").touch()
+    print(folder, flush=True)
     sys.stdin.read()
 """
 
@@ -82,3 +92,54 @@ def test_where_no_lock_can_be_had_the_work_is_done_without(tmp_path: Path, monke
     (tmp_path / "file").touch()
     with pytest.raises(ZeroDivisionError), file_lock(tmp_path / "file" / "a.lock"):
         raise ZeroDivisionError
+
+
+def test_a_scratch_folder_that_another_user_has_made_or_may_enter_is_not_used(tmp_path: Path) -> None:
+    own = scratch_folder(tmp_path)
+    assert (own.parent, own.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    assert scratch_folder(tmp_path) == own
+    own.chmod(0o770)
+    other = scratch_folder(tmp_path)
+    assert (other != own, other.stat().st_mode & 0o777) == (True, 0o700)
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    assert scratch_folder(tmp_path) == other
+
+
+def test_a_temporary_folder_goes_with_its_block_or_after_its_process_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "work-file").touch()
+    (tmp_path / "work-link").symlink_to(tmp_path)
+    others = {"work-file", "work-link"}
+    command = [sys.executable, "-c", _WORK, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living,
+    ):
+        assert killed.stdout is not None
+        assert living.stdout is not None
+        left, used = (Path(process.stdout.readline().strip()) for process in (killed, living))
+        killed.kill()
+        killed.wait(60)
+        assert (left / "file").exists()
+        with temporary_folder(tmp_path, "other-") as folder:
+            assert {left, used, folder} <= set(tmp_path.iterdir())
+        with temporary_folder(tmp_path, "work-") as folder:
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert {path.name for path in tmp_path.iterdir()} == others | {used.name, folder.name}
+        assert (used / "file").exists()
+        living.communicate(timeout=60)
+    assert {path.name for path in tmp_path.iterdir()} == others
+
+
+def test_temporary_folders_are_made_and_removed_by_many_processes_at_once(tmp_path: Path) -> None:
+    """Whoever looks for what was left meets folders that are just being made."""
+
+    def use(number: int) -> None:
+        for _ in range(20):
+            with temporary_folder(tmp_path, "work-") as folder:
+                (folder / str(number)).write_text("here")
+                assert (folder / str(number)).read_text() == "here"
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(8)))
+    assert not list(tmp_path.iterdir())

@@ -14,14 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import EngineError, ModelFilesError, UnsupportedModelError
-from ...local_cache import default_cache_root, file_lock, make_private
+from ...local_cache import default_cache_root, file_lock, make_private, temporary_folder
 from ...untrusted import STOPS, shown_name
 from .config import ROPE_FACTORS, model_config, token_id_config
 from .file import GgufFile, open_binary, open_gguf
@@ -87,16 +85,13 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) 
     """
     gguf = open_gguf(gguf_path)
     make_private(folder.parent)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with temporary_folder(folder.parent, f".{folder.name}.tmp-") as scratch:
         _convert(gguf, scratch, shard_bytes)
         try:
             os.replace(scratch, folder)
         except OSError:
             if not (folder / "config.json").exists():
                 raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int) -> None:

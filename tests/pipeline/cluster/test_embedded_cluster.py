@@ -24,7 +24,6 @@ from tornado.websocket import websocket_connect
 
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.cluster.connect import embedded, page_address
-from lorabatch.pipeline.cluster.embedded_cluster import scratch_folder
 from lorabatch.pipeline.cluster.security import temporary_security
 from lorabatch.pipeline.monitoring.reporter import state_publisher
 from lorabatch.pipeline.monitoring.scheduler_plugin import show_jobs
@@ -174,18 +173,3 @@ def _finds_planted() -> bool:
     import importlib.util
 
     return importlib.util.find_spec("planted_module") is not None
-
-
-def test_a_scratch_folder_that_another_user_has_made_or_may_enter_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = scratch_folder()
-    assert (own.parent, own.stat().st_mode & 0o777) == (tmp_path, 0o700)
-    assert scratch_folder() == own
-    own.chmod(0o770)
-    other = scratch_folder()
-    assert (other != own, other.stat().st_mode & 0o777) == (True, 0o700)
-    own.rmdir()
-    own.symlink_to(tmp_path)
-    assert scratch_folder() not in (own, tmp_path)
