@@ -1,7 +1,7 @@
 """What a process without a cluster's key reaches: `python stranger.py PORT…` tries ports of the loopback.
 
-Prints a JSON list of what it could do there as another user, or as this one, who has no key at hand, where only root
-could become another. Before, it tries a cluster without a key, where it must reach something.
+Prints a JSON list of what it could do there as another user; where only root could become one, as this one without
+a key. Before, it must reach a cluster that needs no key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from distributed import Client, Scheduler
@@ -37,9 +37,9 @@ def reached(ports: Iterable[int]) -> list[str]:
     return found
 
 
-async def by_client(address: str, security: Security) -> str:
+async def by_client(address: str, security: Security, patience_s: float = PATIENCE_S) -> str:
     async with Client(
-        address, asynchronous=True, security=security, timeout=PATIENCE_S, set_as_default=False
+        address, asynchronous=True, security=security, timeout=patience_s, set_as_default=False
     ) as client:
         return f"{await client.run_on_scheduler(os.getuid)} {await client.run(os.getuid)}"
 
@@ -67,11 +67,11 @@ async def attempt(name: str, act: Callable[[], Awaitable[str]]) -> str:
         return ""
 
 
-async def attempts(ports: Iterable[int]) -> list[str]:
-    kinds: list[tuple[str, Security]] = [("tcp", Security()), ("tls", Security.temporary())]
+async def attempts(ports: Iterable[int], kinds: Mapping[str, Security]) -> list[str]:
+    """What could be done at these ports by connections of these kinds, and by a browser."""
     found = []
     for address in (f"127.0.0.1:{port}" for port in ports):
-        for scheme, security in kinds:
+        for scheme, security in kinds.items():
             url = f"{scheme}://{address}"
             calls: tuple[Any, ...] = (by_client, by_message)
             found += [attempt(f"{call.__name__} {url}", lambda c=call, u=url, s=security: c(u, s)) for call in calls]
@@ -86,16 +86,20 @@ def become_another_user() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-async def main(ports: Iterable[int]) -> list[str]:
+async def reach_an_open_cluster() -> None:
+    """Twice, the second time as another user: the first imports what that one may have no permission to read."""
     async with Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler:
-        without_key = [scheduler.port, scheduler.http_server.port]
-        # The first time imports what another user may have no permission to read.
         for become in (lambda: None, become_another_user):
             become()
-            kinds: set[str] = set()
-            while kinds != {"by_client", "by_message", "GET:"}:  # a busy machine may take longer than patience
-                kinds |= {what.split()[0] for what in await attempts(without_key)}
-    return await attempts(ports)
+            await by_client(scheduler.address, Security(), 60.0)
+            await by_message(scheduler.address, Security())
+            await by_browser(f"http://127.0.0.1:{scheduler.http_server.port}/health")
+
+
+async def main(ports: Iterable[int]) -> list[str]:
+    kinds = {"tcp": Security(), "tls": Security.temporary()}
+    await reach_an_open_cluster()
+    return await attempts(ports, kinds)
 
 
 if __name__ == "__main__":
