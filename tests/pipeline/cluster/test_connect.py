@@ -95,7 +95,7 @@ def test_a_worker_that_hangs_while_it_starts_is_ended_and_another_cluster_starte
 @pytest.mark.chaos
 def test_a_worker_that_hangs_while_it_starts_again_keeps_no_command_from_ending() -> None:
     others = active_children()
-    with embedded(1, worker_start_limit_s=5.0) as client:
+    with embedded(1, worker_start_limit_s=20.0) as client:
         first = client.submit(os.getpid).result(timeout=60)
         os.kill(first, signal.SIGKILL)
         pause = threading.Event()
