@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from .adapters import audit_all
 from .errors import DamagedRecordError, OutputConflictError
@@ -118,7 +119,11 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
             f"output={shown!r}: holds another job, {frozen.job_id} of {frozen.created_at}: {'; '.join(reasons)}. "
             "Choose another output, or start over with --overwrite."
         )
-    resumed = frozen.model_copy(update={"adapters": record.adapters, "spec": record.spec})
+    update: dict[str, Any] = {"adapters": record.adapters, "spec": record.spec}
+    if checked.store.has_plan():
+        # Each row is planned by its own hash, so that the files may have been copied or touched meanwhile.
+        update["input"] = record.input
+    resumed = frozen.model_copy(update=update)
     changed = changed_adapters(frozen, record)
     return OpenedJob(checked.spec, checked.store, resumed, checked.model.folder, checked.store.is_finished(), changed)
 

@@ -79,8 +79,20 @@ class AdapterRecord(_Frozen):
 PartitionValues = dict[str, int | str | None]
 
 
+class FileVersion(_Frozen):
+    """What a store says of one file. `tag`: changes with the content; "" where there is none. `modified_s`: by the
+    store's clock, in seconds since the epoch; 0 where it says nothing. `seen_s`: when that was asked, by the client's.
+    """
+
+    tag: str = ""
+    modified_s: float = 0.0
+    seen_s: float = 0.0
+
+
 class InputFile(_Frozen):
-    """One Parquet file. `footer_sha256` covers its schema, sizes, offsets and statistics."""
+    """One Parquet file. `footer_sha256` covers its schema, sizes, offsets and statistics. `version`: which of several
+    that have one footer; None in records of earlier versions.
+    """
 
     url: str
     name: str
@@ -88,6 +100,7 @@ class InputFile(_Frozen):
     footer_sha256: str
     row_group_rows: tuple[int, ...]
     partition: PartitionValues = {}
+    version: FileVersion | None = None
 
 
 class InputRecord(_Frozen):

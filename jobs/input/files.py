@@ -23,6 +23,7 @@ from ..errors import JobRequestError
 from ..record import InputFile
 from ..storage.location import options_for
 from ..storage.redaction import redacted_url, storage_reason
+from .file_version import file_version
 from .row_group import MAX_ROW_GROUP_ROWS
 
 _WEB = ("http://", "https://")
@@ -112,6 +113,7 @@ def _found(url: str, storage_options: Mapping[str, Any], problems: list[str]) ->
     shown, options = redacted_url(url), options_for(url, storage_options)
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
+        fs.invalidate_cache()  # this process may have listed it for another job
         found = _Found(url, fs, options, *_find(fs, path))
     except Exception as error:
         problems.append(f"input={shown!r}: {storage_reason(error, options, url)}")
@@ -255,6 +257,7 @@ def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
     try:
         # Not `found.fs`: a connection of SFTP is for one thread.
         fs, _ = fsspec.core.url_to_fs(found.url, **found.options)
+        version = file_version(fs, path)
         with fs.open(path, "rb") as file:
             footer, size = _footer_bytes(file)
         metadata = _parsed(footer)
@@ -281,6 +284,7 @@ def _read_footer(found: _Found, path: str, name: str) -> Footer | str:
             size_bytes=size,
             footer_sha256=hashlib.sha256(footer).hexdigest(),
             row_group_rows=row_group_rows,
+            version=version,
         ),
         metadata.schema.to_arrow_schema(),
         found.folder(path),

@@ -7,6 +7,7 @@ order; after `order()`, in the order of the chunk file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,9 +22,10 @@ from ...engine.request import SamplingParams
 from ...engine.text.literal import RenderedMessages
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import OversizedRowGroupError, open_row_group
-from ...jobs.record import AdapterRecord, JobRecord, PartitionValues, index_key
+from ...jobs.record import AdapterRecord, FileVersion, JobRecord, PartitionValues, index_key
 from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS, JobSpec
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
@@ -51,7 +53,7 @@ _REPAIR = "Repair the file or leave it out."
 class ChunkRef:
     """A row group. `file_name` is for messages and made-up ids; `first_row` counts from the file's start.
 
-    `footer_sha256`: of the file as it was when the job was frozen. `partition`: columns of the file's folders.
+    `footer_sha256`, `version`: of the file when the job was frozen. `partition`: columns of the file's folders.
     """
 
     chunk_id: int
@@ -62,6 +64,7 @@ class ChunkRef:
     num_rows: int
     footer_sha256: str
     partition: PartitionValues
+    version: FileVersion | None = None
 
     @property
     def place(self) -> str:
@@ -126,24 +129,38 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
     num_rows = 0
     try:
         fs, path = fsspec.core.url_to_fs(chunk.file_url, **options)
+        fs.invalidate_cache(path)
         with fs.open(path, "rb") as handle:
             if footer_sha256(handle) != chunk.footer_sha256:
-                raise DamagedChunkError(
-                    f"input file {chunk.file_name!r}: has changed since the job was started. Put back what it was, or "
-                    "start over with --overwrite."
-                )
+                raise _changed(chunk)
             with open_row_group(handle, chunk.row_group, verify=True) as rows:
                 for batch in rows.batches():
                     num_rows += batch.num_rows
                     yield _fitted(batch, schema, chunk.partition)
+        # Last: it may have been written to while it was read.
+        _check_version(chunk, fs, path)
     except OversizedRowGroupError as error:
         raise DamagedChunkError(f"{chunk.place}: {error}. Write it in smaller row groups or leave it out.") from None
     except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            _check_version(chunk, *fsspec.core.url_to_fs(chunk.file_url, **options))
         reason = storage_reason(error, options, chunk.file_url)
         raise DamagedChunkError(f"{chunk.place}: cannot be read ({reason}). {_REPAIR}") from None
     if num_rows != chunk.num_rows:
         found = f"holds {num_rows} rows, its footer says {chunk.num_rows}"
         raise DamagedChunkError(f"{chunk.place}: {found}. {_REPAIR}")
+
+
+def _check_version(chunk: ChunkRef, fs: Any, path: str) -> None:
+    if chunk.version is not None and has_changed(fs, path, chunk.version):
+        raise _changed(chunk)
+
+
+def _changed(chunk: ChunkRef) -> DamagedChunkError:
+    return DamagedChunkError(
+        f"input file {chunk.file_name!r}: has changed since the job was started. Put back what it was, or start over "
+        "with --overwrite."
+    )
 
 
 def read_column(chunk: ChunkRef, column: str, storage_options: Mapping[str, Any]) -> pa.Array:

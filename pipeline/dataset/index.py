@@ -51,7 +51,7 @@ def list_chunks(record: JobRecord, inputs: Sequence[str] = ()) -> tuple[ChunkRef
         for row_group, num_rows in enumerate(file.row_group_rows):
             if num_rows:
                 place = (url, file.name, row_group, first_row, num_rows)
-                chunks.append(ChunkRef(len(chunks), *place, file.footer_sha256, file.partition))
+                chunks.append(ChunkRef(len(chunks), *place, file.footer_sha256, file.partition, file.version))
             first_row += num_rows
     return tuple(chunks)
 

@@ -13,6 +13,7 @@ import pytest
 
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.input.columns import find_roles
+from lorabatch.jobs.input.file_version import has_changed
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema, unpack_schema, would_read
 
 TABLE = pa.table({"prompt": ["a", "b", "c"]})
@@ -191,6 +192,25 @@ def test_files_in_a_bucket_are_found_and_read(s3_options: dict[str, Any], tmp_pa
     assert (footer.file.url, footer.file.name) == ("s3://input-bucket/data/x.parquet", "x.parquet")
     with pytest.raises(JobRequestError, match="not found"):
         read_footers(["s3://no-such-bucket-here/data"], s3_options)
+
+
+def test_a_bucket_that_this_process_has_listed_before_is_listed_again(
+    s3_options: dict[str, Any], tmp_path: Path
+) -> None:
+    # As another process writes: this one's listings know nothing of it.
+    other = fsspec.filesystem("s3", **s3_options, skip_instance_cache=True)
+    other.mkdir("listed-bucket")
+    other.put(str(write(tmp_path / "x.parquet")), "listed-bucket/data/x.parquet")
+    (first,) = read_footers(["s3://listed-bucket/data"], s3_options).footers
+    fs = fsspec.filesystem("s3", **s3_options)
+    assert first.file.version is not None
+    assert not has_changed(fs, "listed-bucket/data/x.parquet", first.file.version)
+    longer = str(write(tmp_path / "x.parquet", pa.concat_tables([TABLE, TABLE])))
+    for name in ("x", "y"):
+        other.put(longer, f"listed-bucket/data/{name}.parquet")
+    assert has_changed(fs, "listed-bucket/data/x.parquet", first.file.version)
+    again = read_footers(["s3://listed-bucket/data"], s3_options).footers
+    assert [sum(footer.file.row_group_rows) for footer in again] == [2 * TABLE.num_rows] * 2
 
 
 def test_one_schema_holds_the_columns_of_all_files(tmp_path: Path) -> None:

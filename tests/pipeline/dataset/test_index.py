@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -374,10 +376,12 @@ def test_prompts_that_begin_alike_share_a_prefix_hash(prepare_job: Callable[...,
 
 
 def damaged(path: Any, where: float) -> None:
-    data = bytearray(path.read_bytes())
+    """As a disk does it, which changes no times."""
+    data, times = bytearray(path.read_bytes()), path.stat()
     start = int(len(data) * where)
     data[start : start + 64] = bytes(255 - b for b in data[start : start + 64])
     path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_a_file_that_changed_after_the_job_was_frozen_is_not_taken_for_the_one_that_was(
@@ -391,6 +395,42 @@ def test_a_file_that_changed_after_the_job_was_frozen_is_not_taken_for_the_one_t
         "input file 'rows.parquet': has changed since the job was started. Put back what it was, or start over with "
         "--overwrite."
     )
+
+
+def write_plainly(path: Path, prompt: str) -> None:
+    """Two row groups; the footer says nothing of the prompt but its length."""
+    table = pa.table({"id": [1, 2], "prompt": [prompt, prompt]})
+    pq.write_table(table, path, row_group_size=1, use_dictionary=False, compression="none", write_statistics=False)
+
+
+@pytest.mark.parametrize("way", ["replaced", "written in place"])
+def test_a_file_with_the_same_footer_and_other_rows_is_not_taken_for_the_one_that_was(
+    prepare_job: Callable[..., Any], tmp_path: Path, way: str
+) -> None:
+    path = tmp_path / "rows.parquet"
+    write_plainly(path, "old rows")
+    job = prepare_job({}, input=str(path))
+    first, second = list_chunks(job.record)
+    index_job = IndexJob.from_record(job.record, job.spec)
+    assert index_chunk(first, index_job, job.store).num_rows == 1
+    before = path.read_bytes()
+    if way == "replaced":
+        path.unlink()
+    write_plainly(path, "new rows")
+    assert path.read_bytes()[-100:] == before[-100:]
+    said = index_chunk(second, index_job, job.store).damage
+    assert said is not None
+    assert said.startswith("input file 'rows.parquet': has changed since the job was started. Put back what it was")
+
+
+def test_a_copy_of_the_file_that_is_older_than_the_job_is_taken_for_it(
+    prepare_job: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.parquet"
+    write_plainly(path, "the rows")
+    job = prepare_job({}, input=str(path))
+    os.utime(path, (1e9, 1e9))  # as a worker on another machine has it
+    assert [summary.damage for summary in job.index()] == [None, None]
 
 
 def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Callable[..., Any]) -> None:
