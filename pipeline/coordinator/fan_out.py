@@ -2,7 +2,9 @@
 
 Any worker may run a task, even twice. A task that only hung workers have is submitted again, so that none of them holds
 the job up. Tasks that a lost worker had are suspects: they wait until the others are done and then run on workers of
-their own. One that loses a worker there, after it has lost one before, is given up by name.
+their own. One that loses a worker there, after it has lost one before, is given up by name. One that could not reach
+storage is run again on the coordinator's own worker, which does reach it: Dask would choose the worker that has just
+become free, the same one.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from distributed import Client, Future, KilledWorker
+from distributed import Client, Future, KilledWorker, get_worker
 
+from ...jobs.errors import StorageError
 from ..cluster.connect import hung_workers, placement_of_tasks
 from .control import JobControl
 from .losses import losses_of, number_of, task_key
@@ -57,6 +61,7 @@ class FanOut:
         # Of those waiting, not submitted.
         self._suspects: set[int] = set()
         self._num_submitted: Counter[int] = Counter()
+        self._num_failed: Counter[int] = Counter()
 
     def results(self, control: JobControl) -> Iterator[Any]:
         """Results as they arrive. Raises what a task raises, and what `control` raises."""
@@ -87,9 +92,18 @@ class FanOut:
         except KilledWorker:
             self._suspects.add(number)
             return
+        if isinstance(result, StorageError):
+            self._try_again(number, result)
+            return
         self._waiting.discard(number)
         self._suspects.discard(number)
         yield result
+
+    def _try_again(self, number: int, error: StorageError) -> None:
+        self._num_failed[number] += 1
+        if self._num_failed[number] > _RETRIES:
+            raise error
+        self._submit([number], workers=[get_worker().address])
 
     def _judged(self) -> Iterator[Any]:
         """Give up suspects that are deadly, and submit others, each to a worker of its own. Those that have lost two
@@ -115,7 +129,8 @@ class FanOut:
         keys = [task_key(self._name, self._attempt, number, self._num_submitted[number]) for number in numbers]
         items = [self._items[number] for number in numbers]
         where = where or placement_of_tasks(self._client)
-        futures = self._client.map(self._function, items, key=keys, retries=_RETRIES, pure=False, **where, **self._same)
+        task = partial(_result_or_storage_error, self._function, self._same)
+        futures = self._client.map(task, items, key=keys, retries=_RETRIES, pure=False, **where)
         self._futures |= dict(zip(keys, futures, strict=True))
         for future in futures:
             future.add_done_callback(self._ended.put)
@@ -131,3 +146,11 @@ class FanOut:
             found[worker in hung] |= {number_of(key) for key in map(str, keys) if key in self._futures}
         held_up = (found[True] - found[False]) & self._waiting
         return sorted(number for number in held_up if self._num_submitted[number] < _MAX_SUBMITTED)
+
+
+def _result_or_storage_error(function: Callable[..., Any], same: Mapping[str, Any], item: Any) -> Any:
+    """What the function returns, or the error: Dask does not retry what is returned."""
+    try:
+        return function(item, **same)
+    except StorageError as error:
+        return error

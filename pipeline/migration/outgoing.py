@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 import uuid
 
 from ..supervisor.queue import EngineQueue, LentRows
 from ..supervisor.supervisor import EngineHandle
-from .peers import DropRows, FetchResults, LendRows, LoanResults, PeerLostError, Peers, RecallRows, ReceiveRows
+from .peers import (
+    DropRows,
+    FetchResults,
+    LendRows,
+    LoanResults,
+    PeerLostError,
+    Peers,
+    PeerUnreachableError,
+    RecallRows,
+    ReceiveRows,
+)
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -17,6 +29,9 @@ MAX_SILENCES = 3
 _EXPORT_TIMEOUT_S = 30.0
 # The helper may have to fetch adapters first.
 _RECEIVE_TIMEOUT_S = 60.0
+# Rows stay here so long after their helper could not be reached. The coordinator, which may reach both, would have them
+# lent again at once and never computed.
+_AVOIDED_S = 60.0
 
 
 class OutgoingRows:
@@ -31,10 +46,15 @@ class OutgoingRows:
         self._address = address
         self._running: set[asyncio.Task[None]] = set()
         self._is_leaving = False
+        # Helpers that could not be reached, and when.
+        self._unreachable: dict[str, float] = {}
 
     def begin(self, request: LendRows) -> None:
-        """Lend rows of an open shard to another worker, in the background; not when this one leaves."""
-        if self._is_leaving:
+        """Lend rows of an open shard to another worker, in the background; not when this one leaves, or has lately not
+        reached the other.
+        """
+        is_avoided = time.monotonic() - self._unreachable.get(request.helper, -math.inf) < _AVOIDED_S
+        if self._is_leaving or is_avoided:
             return
         task = asyncio.create_task(self.lend(request.shard_id, request.num_rows, request.helper, request.adapter_id))
         self._running.add(task)
@@ -62,6 +82,8 @@ class OutgoingRows:
         try:
             await self._see_through(lent, helper)
         except PeerLostError as error:
+            if isinstance(error, PeerUnreachableError):
+                self._unreachable[helper] = time.monotonic()
             logger.warning("rows of shard %d are taken back: %s", shard_id, error)
         finally:
             self._take_back(lent)

@@ -117,6 +117,10 @@ class PeerLostError(Exception):
     """A worker does not reply, or not as a worker of this run."""
 
 
+class PeerUnreachableError(PeerLostError):
+    """Nothing comes back from a worker: it hangs, or the network between the two is cut."""
+
+
 class Peers:
     """The other workers of a run, as one worker reaches them."""
 
@@ -130,14 +134,14 @@ class Peers:
         return str(self._worker.address)
 
     async def ask(self, address: str, request: PeerRequest[ReplyT], timeout_s: float = _TIMEOUT_S) -> ReplyT:
-        """The reply of another worker. Raises `PeerLostError`."""
+        """The reply of another worker. Raises `PeerLostError`, of the kind `PeerUnreachableError` without a reply."""
         call = getattr(self._worker.rpc(address), _op(self._run_id))
         body = _packed(_REQUESTS, request)
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await call(body=body)
         except Exception as error:
-            raise PeerLostError(f"{address} does not answer ({str(error) or type(error).__name__})") from None
+            raise PeerUnreachableError(f"{address} does not answer ({str(error) or type(error).__name__})") from None
         # Dask replies with a string where no such operation is served.
         try:
             reply = (

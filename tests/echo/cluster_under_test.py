@@ -11,6 +11,7 @@ from typing import Any
 
 import dask
 from distributed import Client, LocalCluster
+from distributed.security import Security
 
 Process = subprocess.Popen[bytes]
 # Any free port: without an address Dask takes 8787, and warns when another process has it.
@@ -64,3 +65,17 @@ def existing_cluster(
                 process.wait(5)
             process.kill()
             process.wait(30)
+
+
+def make_certificates(folder: Path) -> dict[str, str]:
+    """A self-signed certificate and its key, as PEM files, by the names of the options."""
+    made = Security.temporary()
+    texts = {"tls_ca": made.tls_ca_file, "tls_cert": made.tls_client_cert, "tls_key": made.tls_client_key}
+    for name, text in texts.items():
+        (folder / f"{name}.pem").write_text(text)
+    return {name: str(folder / f"{name}.pem") for name in texts}
+
+
+def tls_words(certificates: dict[str, str]) -> list[str]:
+    """What `dask scheduler` and `dask worker` are given, to use these certificates."""
+    return [f"--tls-{name[4:]}{'-file' if name == 'tls_ca' else ''}={path}" for name, path in certificates.items()]

@@ -19,14 +19,20 @@ KEY, SECRET = "AKIAEXAMPLEKEY", "very-secret-value"
 
 @dataclass(frozen=True)
 class Bucket:
-    """How to reach it. `hold`: see `s3_server.py`."""
+    """How to reach it. `hold`: see `s3_server.py`. `own_options`: for the test itself, which no fault concerns."""
 
     options: dict[str, Any]
     hold: Path
+    own_options: dict[str, Any]
+
+    def options_at(self, address: str) -> dict[str, Any]:
+        """The same for processes that reach the server at another address."""
+        endpoint = self.options["client_kwargs"]["endpoint_url"].replace("127.0.0.1", address)
+        return self.options | {"client_kwargs": {"endpoint_url": endpoint}}
 
     @property
     def fs(self) -> Any:
-        return fsspec.filesystem("s3", **self.options)
+        return fsspec.filesystem("s3", **self.own_options)
 
     def put(self, folder: Path, name: str) -> str:
         self.fs.put(str(folder), f"bucket/{name}", recursive=True)
@@ -45,8 +51,9 @@ def s3_server(folder: Path, **environment: str) -> Iterator[Bucket]:
     )
     assert server.stdout is not None
     try:
-        endpoint = f"http://127.0.0.1:{int(server.stdout.readline())}"
-        yield Bucket({"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": endpoint}}, hold)
+        endpoints = [f"http://127.0.0.1:{int(server.stdout.readline())}" for _ in range(2)]
+        options, own = ({"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": url}} for url in endpoints)
+        yield Bucket(options, hold, own)
     finally:
         server.kill()
         server.wait()

@@ -1,21 +1,28 @@
-"""An S3 server as a process of its own: prints its port, serves on loopback until it is killed.
+"""An S3 server as a process of its own: serves on loopback until it is killed. Prints its port, and one for the test
+itself, where nothing of what follows holds.
 
 `python s3_server.py HOLD`: while the file HOLD exists, a request to write `_SUCCESS` waits (HOLD.seen appears) and is
 then refused. That is where a test may kill the client. INITIAL_NO_AUTH_ACTION_COUNT=0 in the environment makes it
 refuse unknown keys. CONDITIONAL_PUT makes it answer conditional PUTs as other stores do, see `CONDITIONAL_PUT_REPLIES`.
+ALSO_AT="NAMESPACE ADDRESS" makes it serve the same port of that network namespace, too. While the file HOLD.fault
+exists, requests have the fault that it names, see `FAULTS`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
+
+from lorabatch.tests.end_to_end.hosts.switch import inside
 
 _POLL_S = 0.02
 #: What stores without conditional PUT answer to one: status line and error code. The last two give no code that a
@@ -26,17 +33,33 @@ CONDITIONAL_PUT_REPLIES = {
     "own-code": ("400 Bad Request", "UnsupportedHeader"),
     "no-body": ("501 Not Implemented", ""),
 }
+#: Answers of a store in trouble. With "lost" the request is carried out, and only its answer is an error; with "silent"
+#: there is no answer until the trouble is over.
+FAULTS = {
+    "500": ("500 Internal Server Error", "InternalError"),
+    "503": ("503 Service Unavailable", "SlowDown"),
+    "lost": ("500 Internal Server Error", "InternalError"),
+    "silent": ("503 Service Unavailable", "ServiceUnavailable"),
+}
 
 
 class OtherStore:
-    """Moto, with one request held back, and perhaps without conditional PUT."""
+    """Moto, with one request held back, perhaps without conditional PUT, and with faults for a while."""
 
     def __init__(self, hold: Path, conditional_put: str) -> None:
-        self._moto = DomainDispatcherApplication(create_backend_app)
+        self.moto = DomainDispatcherApplication(create_backend_app)
         self._hold = hold
         self._refusal = CONDITIONAL_PUT_REPLIES.get(conditional_put)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        fault = self._hold.with_suffix(".fault")
+        with suppress(FileNotFoundError):
+            kind = fault.read_text()
+            while kind == "silent" and fault.exists():
+                time.sleep(_POLL_S)
+            if kind == "lost":
+                list(self.moto(environ, lambda *_: None))
+            return refuse(*FAULTS[kind], start_response)
         is_success = environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith("/_SUCCESS")
         if is_success and self._hold.exists():
             self._hold.with_suffix(".seen").touch()
@@ -45,12 +68,15 @@ class OtherStore:
             start_response("503 Service Unavailable", [])
             return [b""]
         if self._refusal and "HTTP_IF_NONE_MATCH" in environ:
-            status, code = self._refusal
-            start_response(status, [("Content-Type", "application/xml"), ("Connection", "close")])
-            message = "A header you provided implies functionality that is not available"
-            return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode() if code else b""]
-        answer: Iterable[bytes] = self._moto(environ, start_response)
+            return refuse(*self._refusal, start_response)
+        answer: Iterable[bytes] = self.moto(environ, start_response)
         return answer
+
+
+def refuse(status: str, code: str, start_response: Callable[..., Any]) -> Iterable[bytes]:
+    """An error as S3 words it; one without a code has no body."""
+    start_response(status, [("Content-Type", "application/xml"), ("Connection", "close")])
+    return [f"<Error><Code>{code}</Code><Message>Refused by the test</Message></Error>".encode() if code else b""]
 
 
 class Silent(WSGIRequestHandler):
@@ -60,8 +86,20 @@ class Silent(WSGIRequestHandler):
         return
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve until the end."""
     store = OtherStore(Path(sys.argv[1]), os.environ.get("CONDITIONAL_PUT", ""))
     server = make_server("127.0.0.1", 0, store, threaded=True, request_handler=Silent)
-    print(server.port, flush=True)
+    if "ALSO_AT" in os.environ:
+        namespace, address = os.environ["ALSO_AT"].split()
+        with inside(namespace):
+            other = make_server(address, server.port, store, threaded=True, request_handler=Silent)
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+    own = make_server("127.0.0.1", 0, store.moto, threaded=True, request_handler=Silent)
+    threading.Thread(target=own.serve_forever, daemon=True).start()
+    print(server.port, own.port, sep="\n", flush=True)
     server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

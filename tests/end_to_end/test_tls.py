@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from cluster_under_test import make_certificates, tls_words
 from distributed import Client
 from distributed.security import Security
 from echo_job import ECHO_FACTORY, ECHO_FOLDER, EchoJob, make_rows
@@ -18,16 +19,11 @@ from lorabatch.jobs.spec import JobSpec, TlsFiles
 from lorabatch.pipeline.listing import list_jobs
 from lorabatch.pipeline.submit import submit
 
-FILES = ("tls_ca", "tls_cert", "tls_key")
-
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> dict[str, str]:
     """A self-signed certificate and its key, as PEM files."""
-    made = Security.temporary()
-    for name, text in zip(FILES, (made.tls_ca_file, made.tls_client_cert, made.tls_client_key), strict=True):
-        (tmp_path / f"{name}.pem").write_text(text)
-    return {name: str(tmp_path / f"{name}.pem") for name in FILES}
+    return make_certificates(tmp_path)
 
 
 @pytest.fixture
@@ -35,8 +31,16 @@ def tls_cluster(certificates: dict[str, str], tmp_path: Path) -> Iterator[str]:
     """The address of a scheduler with two workers that speak TLS only."""
     address_file = tmp_path / "scheduler.json"
     dask = [sys.executable, "-m", "dask"]
-    tls = [f"--{name.replace('_', '-')}{'-file' if name == 'tls_ca' else ''}={certificates[name]}" for name in FILES]
-    common = [*tls, "--scheduler-file", str(address_file), "--protocol", "tls", "--host", "127.0.0.1", "--no-dashboard"]
+    common = [
+        *tls_words(certificates),
+        "--scheduler-file",
+        str(address_file),
+        "--protocol",
+        "tls",
+        "--host",
+        "127.0.0.1",
+        "--no-dashboard",
+    ]
     worker = [*dask, "worker", *common, "--nthreads", "1", "--local-directory", str(tmp_path)]
     commands = [[*dask, "scheduler", *common, "--port", "0"], worker, worker]
     processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]

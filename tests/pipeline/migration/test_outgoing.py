@@ -21,6 +21,7 @@ from lorabatch.pipeline.migration.peers import (
     LendRows,
     PeerLostError,
     PeerRequest,
+    PeerUnreachableError,
     RecallRows,
     ReceiveRows,
     ReplyT,
@@ -39,7 +40,7 @@ class Line:
     async def ask(self, address: str, request: PeerRequest[ReplyT], timeout_s: float = 4.0) -> ReplyT:
         self.asked.append(type(request))
         if self.is_cut:
-            raise PeerLostError(f"{address} does not answer")
+            raise PeerUnreachableError(f"{address} does not answer")
         try:
             return cast(ReplyT, self._reply_to(request))
         except Exception as error:
@@ -116,6 +117,29 @@ def test_rows_of_a_helper_that_falls_silent_go_on_at_the_owner(hosts: Callable[.
         await finish(shard, 4)
         # The owner does not ask any more: its rows leave the helper's engine.
         await until(lambda: bool(helper.reports) and helper.reports[-1].incoming_rows == 0)
+
+    asyncio.run(story())
+
+
+def test_rows_are_not_lent_again_to_a_helper_that_could_not_be_reached(
+    hosts: Callable[..., Host], tmp_path: Path
+) -> None:
+    async def story() -> None:
+        owner, helper = hosts(gate=str(tmp_path / "gate")), hosts(gate=str(tmp_path / "never"))
+        shard = open_shard(owner, 4)
+        await until(lambda: any(report.running_rows for report in owner.reports))
+        line = Line(IncomingRows(helper.engine))
+        line.is_cut = True
+        outgoing = OutgoingRows(owner.engine, line, "tcp://owner")  # type: ignore[arg-type]
+        await outgoing.lend(7, 3, "tcp://helper")
+        assert line.asked == [ReceiveRows]
+        outgoing.begin(LendRows(7, 3, "tcp://helper"))
+        outgoing.begin(LendRows(7, 3, "tcp://another"))
+        await until(lambda: len(line.asked) > 1)
+        (tmp_path / "gate").touch()
+        await finish(shard, 4)
+        # Only the other one was asked.
+        assert line.asked == [ReceiveRows] * 2
 
     asyncio.run(story())
 
