@@ -2,10 +2,14 @@
 
 Before messages are rendered, each such text is replaced by one character that occurs nowhere in them. What the template
 writes is then told apart from what it was given, however the template moves, trims or repeats that.
+
+Other texts become such a text only in the tokenizer, which may fold letters or blanks. They are known by their tokens:
+a control token that stands for another text than its own is none of the template's.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +40,7 @@ class LiteralText:
     def __init__(self, backend: TokenizerFile, special: Mapping[int, str]) -> None:
         self._backend = backend
         self._special = {i: text for i, text in special.items() if text}
+        self._ids = {text: i for i, text in self._special.items()}
         texts = sorted(set(self._special.values()), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
 
@@ -67,13 +72,21 @@ class LiteralText:
         free = (chr(code) for code in range(_FIRST, _LAST) if chr(code) not in taken)
         return dict(zip(sorted(found), free, strict=False))
 
+    def is_as_usual(self, prompt: RenderedMessages, token_ids: Sequence[int]) -> bool:
+        """Whether the template's control tokens, and no others, are among the tokens that its text usually has."""
+        if prompt.stand_ins or self._pattern is None:
+            return not prompt.stand_ins
+        written = [self._ids[text] for text in self._pattern.findall(prompt.text)]
+        found = [i for i in token_ids if i in self._special]
+        return found == written or self._without_unknown(found) == self._without_unknown(written)
+
     def encode(self, prompt: RenderedMessages) -> list[int]:
         """Its tokens. What lies between two control tokens of the template is encoded as one text."""
         assert self._pattern is not None, "no special tokens, hence no stand-ins for them"
         token_ids: list[int] = []
         as_usual = ""
-        for part in self._pattern.split(prompt.text):
-            if prompt.stand_ins.keys().isdisjoint(part):
+        for i, part in enumerate(self._pattern.split(prompt.text)):
+            if i % 2 or (prompt.stand_ins.keys().isdisjoint(part) and not self._has_control_tokens(part)):
                 as_usual += part
                 continue
             token_ids += self._encoded(self._backend, as_usual)
@@ -86,14 +99,41 @@ class LiteralText:
         pattern = self._pattern
         return lambda text: pattern.sub(lambda found: stand_ins[found[0]], text)
 
+    def _has_control_tokens(self, text: str) -> bool:
+        """Whether the tokenizer makes control tokens of a text that has none of their texts."""
+        return bool(self._without_unknown([i for i in self._encoded(self._backend, text) if i in self._special]))
+
     def _as_text(self, text: str) -> list[int]:
-        token_ids = self._encoded(self._text_backend, text)
-        if self._special.keys().isdisjoint(token_ids):
-            return token_ids
-        # Its vocabulary has the text as a word, too: taken apart it is none.
-        assert self._pattern is not None
-        pieces = [piece for i, part in enumerate(self._pattern.split(text)) for piece in (part if i % 2 else [part])]
-        return [i for piece in pieces for i in self._encoded(self._text_backend, piece)]
+        if not text:
+            return []
+        encoding = self._text_backend.encode(text, add_special_tokens=False)
+        # Its vocabulary may have such a text as a word, too: taken apart it is none.
+        words = [
+            (start, stop) if start < stop else (0, len(text))
+            for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+            if i in self._special and (i != self._unknown or text[start:stop] in self._ids)
+        ]
+        if not words:
+            return list(encoding.ids)
+        token_ids: list[int] = []
+        end = 0
+        for start, stop in words:
+            token_ids += self._as_text(text[end:start])
+            for character in text[max(start, end) : stop]:
+                token_ids += self._encoded(self._text_backend, character)
+            end = max(stop, end)
+        return token_ids + self._as_text(text[end:])
+
+    def _without_unknown(self, token_ids: Sequence[int]) -> list[int]:
+        """Without those of what the vocabulary lacks, which are special in many tokenizers."""
+        return [i for i in token_ids if i != self._unknown]
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        model = json.loads(self._backend.to_str())["model"]
+        by_name = self._backend.token_to_id(model.get("unk_token") or "")
+        found: int | None = model.get("unk_id", by_name)
+        return found
 
     @cached_property
     def _text_backend(self) -> TokenizerFile:

@@ -117,9 +117,17 @@ class Tokenizer:
             return [one if isinstance(one, ChatTemplateError) else RenderedMessages(one, {}) for one in rendered]
         return self._literals.render(conversations, self.render_all)
 
-    def encode_messages(self, rendered: RenderedMessages) -> list[int]:
-        """Tokens of messages whose rendering has stand-ins."""
-        return self._literals.encode(rendered)
+    def encode_messages(
+        self, prompts: Sequence[RenderedMessages], *, allow_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Tokens of many rendered messages, on all cores; see `render_messages`."""
+        encoded = self.encode_batch([prompt.text for prompt in prompts], is_rendered=True)
+        if allow_special_tokens:
+            return encoded
+        return [
+            token_ids if self._literals.is_as_usual(prompt, token_ids) else self._literals.encode(prompt)
+            for prompt, token_ids in zip(prompts, encoded, strict=True)
+        ]
 
     def encode_batch(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int]]:
         """Tokens of many texts, on all cores.

@@ -332,17 +332,18 @@ class ChunkRows:
                 continue
             tokenizer = self._tokenizer(adapter)
             check_size(draft, self._job.max_context_tokens, tokenizer.exceeds)
-            if draft.text is not None and draft.stand_ins:
-                draft.tokens = tokenizer.encode_messages(RenderedMessages(draft.text, draft.stand_ins))
-                draft.text = None
-            elif draft.text is not None:
+            if draft.text is not None:
                 waiting.setdefault(tokenizer, []).append(draft)
         for tokenizer, texts_of in waiting.items():
             for together in _together(texts_of):
-                texts = [draft.text or "" for draft in together]
-                encoded = tokenizer.encode_batch(texts, is_rendered=self._prompt_role == "messages")
-                for draft, tokens in zip(together, encoded, strict=True):
+                for draft, tokens in zip(together, self._encoded(tokenizer, together), strict=True):
                     draft.tokens, draft.text = tokens, None
+
+    def _encoded(self, tokenizer: Tokenizer, drafts: list[RowDraft]) -> list[list[int]]:
+        if self._prompt_role != "messages":
+            return tokenizer.encode_batch([draft.text or "" for draft in drafts], is_rendered=False)
+        rendered = [RenderedMessages(draft.text or "", draft.stand_ins) for draft in drafts]
+        return tokenizer.encode_messages(rendered, allow_special_tokens=self._job.allow_special_tokens)
 
     def _append(self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None]) -> None:
         first = self._num_rows
