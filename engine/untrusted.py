@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import reprlib
 import stat
@@ -82,6 +83,16 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() or sign in _LAYOUT else _written_out(sign) for sign in text)
+
+
+class LogFormatter(logging.Formatter):
+    """Formats log records as printable text. What follows a line's end is indented, so that nothing in a message looks
+    like a record of its own.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return printable(super().format(record)).replace("\n", "\n    ")
 
 
 def _written_out(sign: str) -> str:

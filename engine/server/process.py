@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import queue
 import signal
@@ -24,6 +25,7 @@ from typing import BinaryIO, Protocol
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..request import EngineTelemetry, ExportedRow, Result
+from ..untrusted import LogFormatter
 from .codec import MessageError
 from .frames import (
     FROM_ENGINE,
@@ -256,6 +258,8 @@ def main() -> int:
     # The supervisor decides when it ends: a worker that has to leave first takes back what was generated.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     outlet = claim_stdout()
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogFormatter())  # no other handler is there
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from distributed import Nanny, Worker
 
+from ...engine.untrusted import LogFormatter
 from ...jobs.input.without_pandas import leave_out_pandas
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def dask_setup(worker: Worker) -> None:
     logger = logging.getLogger("lorabatch")
     logger.setLevel(logging.INFO)
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(LogFormatter(_FORMAT))
     logger.addHandler(handler)
 
 
@@ -122,7 +123,7 @@ def keep_warnings(worker: Worker) -> None:
     if not path.exists():
         handler = _WarningsLog(path, encoding="utf-8")
         handler.setLevel(logging.WARNING)
-        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.setFormatter(LogFormatter(_FORMAT))
         package.addHandler(handler)
 
 

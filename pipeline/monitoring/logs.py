@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...engine.local_cache import temporary_folder
+from ...engine.untrusted import LogFormatter, printable
 from ...jobs.errors import StorageError
 from ...jobs.store import JobStore
 
@@ -77,7 +78,9 @@ class LogShipper:
                 # Whole lines only, unless no more of the line will come.
                 end = len(fresh) if self._is_closed.is_set() or is_cut else fresh.rfind(b"\n") + 1
                 if end:
-                    self._store.append_log(name, fresh[:end].decode("utf-8", "replace"))
+                    # Not only records: a process may print anything, and bars of progress end with carriage returns.
+                    text = fresh[:end].decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+                    self._store.append_log(name, printable(text))
                     self._shipped_bytes[name] += end
 
 
@@ -96,7 +99,7 @@ def job_log(store: JobStore) -> Iterator[None]:
     with temporary_folder() as folder:
         path = folder / "client.log"
         handler = _JobHandler(path, encoding="utf-8")
-        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.setFormatter(LogFormatter(_FORMAT))
         handler.take_loggers()
         shipper = LogShipper(store, {"client": path})
         try:

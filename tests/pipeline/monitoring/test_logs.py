@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lorabatch.engine.untrusted import printable
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.monitoring.logs import LogShipper, job_log
 
@@ -81,3 +82,32 @@ def test_jobs_of_one_process_may_overlap_in_any_order(tmp_path: Path) -> None:
     assert (logger.handlers[:], logger.propagate, logger.level) == before
     found = [store.read_logs()["client"] for store in stores]
     assert [text.count("ends") for text in found] == [1, 3, 2]
+
+
+FORGED = "2026-11-23 04:00:00,000 WARNING lorabatch.x: all is lost"
+
+
+def test_nothing_in_a_message_looks_like_a_record_of_its_own_or_moves_the_cursor(store: JobStore) -> None:
+    logger = logging.getLogger("lorabatch.x")
+    with job_log(store):
+        for end in ("\n", "\r\n", "\r", "\x0b", "\x1c", "\x85", "\u2028"):
+            logger.warning("adapter %s", f"cat{end}{FORGED}")
+        try:
+            raise ValueError(f"\x1b[2J\u202edog\n{FORGED}")
+        except ValueError:
+            logger.exception("adapter %s", "\x1b]0;title\x07")
+    text = store.read_logs()["client"]
+    lines = text.splitlines()
+    assert sum(FORGED in line for line in lines) == 8
+    assert not any(line.startswith(FORGED) for line in lines)
+    assert [line for line in text.split("\n") if "cat" in line][-1].endswith(rf"cat\u2028{FORGED}")
+    assert r"\x1b]0;title\x07" in text
+    assert r"ValueError: \x1b[2J\u202edog" in text
+    assert printable(text) == text
+
+
+def test_whatever_a_process_prints_is_shipped_as_text(store: JobStore, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_bytes(b"loading 1/2\rloading 2/2\r\npanicked at \x1b[31m\xffid\n")
+    LogShipper(store, {"engine": log}).close()
+    assert store.read_logs()["engine"] == "loading 1/2\nloading 2/2\npanicked at \\x1b[31m\ufffdid\n"
