@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .adapters import audit_all
-from .errors import DamagedRecordError, OutputConflictError
+from .errors import DamagedRecordError, MissingFileError, OutputConflictError
 from .record import JobRecord, JobState, ModelRecord, differences, public_spec
 from .spec import JobSpec
 from .storage.local_copy import model_sha256
@@ -54,10 +54,13 @@ def open_job(spec: JobSpec) -> OpenedJob:
     has been found right and if it does not run.
     """
     checked = check_job(spec)
+    holder = _holder(checked.store) if checked.output.has_job else None
     record = make_record(checked)
     if checked.output.is_empty or spec.overwrite or _makes_way(checked, record):
         if checked.output.has_records:
             check_silent(checked.store)
+            if not spec.overwrite and _holder(checked.store) != holder:
+                return _resumed(checked, record)  # another command was faster
             # Also what a job left that was never frozen: its plan would be taken for this job's.
             checked.store.overwrite()
         if checked.store.freeze(record):
@@ -87,6 +90,14 @@ def check_silent(store: JobStore, silence_s: float = SILENCE_S) -> None:
                 f"output={shown!r}: the job there is running ({state.phase}, {state.rows_done} of {state.rows} rows). "
                 f"Stop it first with `lorabatch cancel {shown}`, or choose another output."
             )
+
+
+def _holder(store: JobStore) -> str | None:
+    """The job that is frozen in the output, if its record can be read."""
+    try:
+        return store.read_record().job_id
+    except (MissingFileError, DamagedRecordError):
+        return None
 
 
 def _unfinished_state(store: JobStore) -> JobState | None:

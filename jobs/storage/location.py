@@ -5,7 +5,7 @@ Local folders and object stores differ in what is atomic; the difference is hand
 | | local | object store | SFTP |
 |---|---|---|---|
 | whole file | temporary name, fsync, rename | one PUT, or a multipart upload: seen when whole | temporary, rename |
-| create only | temporary name, then a hard link | conditional PUT where the store has it | not exclusive |
+| create only | temporary name, hard link | conditional PUT where the store has it | rename that replaces nothing |
 | append | the file itself | one more object, `NAME.<number>-<random>`, read back in order | one more file |
 
 Sorted, the names of a journal's segments are in the order of writing.
@@ -206,9 +206,7 @@ class Location:
         if self.exists(name):
             return False
         if self.url.startswith(_RENAMING_PROTOCOLS):
-            _warn_unconditional(self.url.split("://", 1)[0])
-            self._put(name, data)
-            return True
+            return self._put(name, data, is_new=True)
         try:
             self.fs.pipe_file(self.path(name), data, mode="create")
         except FileExistsError:
@@ -231,20 +229,34 @@ class Location:
         for listed in (path, path.rpartition("/")[0]):
             self.fs.invalidate_cache(listed)
 
-    def _put(self, name: str, data: bytes) -> None:
-        """Write or replace a file that is not local."""
+    def _put(self, name: str, data: bytes, *, is_new: bool = False) -> bool:
+        """Write or replace a file that is not local. `is_new`: replace nothing. False when one was there."""
         if not self.url.startswith(_RENAMING_PROTOCOLS):
             self.fs.pipe_file(self.path(name), data)
-            return
+            return True
         path, temporary = self.path(name), self.path(f"{self.scratch}/.{uuid.uuid4().hex}.tmp".lstrip("/"))
         self._make_folders(temporary, path)
         try:
             self.fs.pipe_file(temporary, data)
+            if is_new:
+                return self._rename_remote(temporary, name)
             self.fs.mv(temporary, path)
         except BaseException:
             with contextlib.suppress(Exception):
                 self.fs.rm_file(temporary)
             raise
+        return True
+
+    def _rename_remote(self, temporary: str, name: str) -> bool:
+        """Rename over SFTP unless the new name is taken: the protocol's own request, where `mv` asks for POSIX's."""
+        try:
+            self.fs.ftp.rename(temporary, self.path(name))
+        except OSError:
+            if not self.exists(name):
+                raise
+            self.fs.rm_file(temporary)
+            return False
+        return True
 
     def _make_folders(self, *paths: str) -> None:
         for folder in {path.rpartition("/")[0] for path in paths}:

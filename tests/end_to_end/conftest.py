@@ -6,10 +6,13 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from distributed import Client, LocalCluster
 from echo_job import ECHO_FOLDER, EchoJob
@@ -26,6 +29,28 @@ def echo_job(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -
     job = EchoJob(tmp_path)
     job.set_engine()
     return job
+
+
+@pytest.fixture
+def small_job(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`small_job(num_rows, **options)`: options of a small job of prompts on local disk."""
+
+    def make(num_rows: int, **options: Any) -> dict[str, Any]:
+        names = [None, *sorted(tiny_adapters)]
+        prompts = [f"the quick brown fox {i}" for i in range(num_rows)]
+        rows = [{"id": i, "adapter": names[i % len(names)], "prompt": prompt} for i, prompt in enumerate(prompts)]
+        (tmp_path / "input").mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input" / "rows.parquet", row_group_size=16)
+        given = {
+            "model": tiny_llama,
+            "adapters": next(iter(tiny_adapters.values())).parent,
+            "input": tmp_path / "input",
+            "output": tmp_path / "local-output",
+            "mode": "exact",
+        }
+        return given | options
+
+    return make
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from echo_job import ECHO_FOLDER
 
 from lorabatch.tests.end_to_end.bucket import SECRET, Bucket, s3_server
 from lorabatch.tests.end_to_end.chaos.sorted_output import digest
+from lorabatch.tests.end_to_end.stores import command
 
 LORABATCH = [sys.executable, "-m", "lorabatch"]
 LORABATCH_ECHO = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
@@ -25,26 +24,8 @@ AT_ONCE_S = 60
 
 
 @pytest.fixture
-def local_job(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
-    """Options of a small job on local disk."""
-    names = [None, *sorted(tiny_adapters)]
-    rows = [{"id": i, "adapter": names[i % len(names)], "prompt": f"the quick brown fox {i}"} for i in range(40)]
-    (tmp_path / "input").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "input" / "rows.parquet", row_group_size=16)
-    return {
-        "model": tiny_llama,
-        "adapters": next(iter(tiny_adapters.values())).parent,
-        "input": tmp_path / "input",
-        "output": tmp_path / "local-output",
-        "max_tokens": 8,
-        "rows_per_shard": 8,
-        "mode": "exact",
-    }
-
-
-def command(program: list[str], options: dict[str, Any], storage: dict[str, Any] | None = None) -> list[str]:
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    return [*program, "run", *words, *([f"--storage-options={json.dumps(storage)}"] if storage else [])]
+def local_job(small_job: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    return small_job(40, max_tokens=8, rows_per_shard=8)
 
 
 def run(words: list[str], timeout_s: float = 240) -> subprocess.CompletedProcess[str]:

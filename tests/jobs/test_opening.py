@@ -6,12 +6,16 @@ import json
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
 from lorabatch.jobs.opening import changed_adapters, check_silent, open_job
@@ -83,6 +87,43 @@ def test_a_job_that_ended_before_it_had_a_plan_makes_way_for_one_with_corrected_
     assert fresh.store.read_record() == fresh.record
     assert fresh.record.job_id != first.record.job_id
     assert fresh.store.read_state() is None
+
+
+class GatedFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Local files that can be read once the gate is open: `gated:///PATH`."""
+
+    protocol = "gated"
+    root_marker = "/"
+    gate, is_asked = threading.Event(), threading.Event()
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        return LocalFileSystem().ls(self._strip_protocol(path), detail, **options)
+
+    def _open(self, path: str, *_: Any, **__: Any) -> Any:
+        self.is_asked.set()
+        self.gate.wait(300)
+        return open(path, "rb")
+
+
+@pytest.mark.parametrize("left", ["records without a job", "a refused job"])
+def test_of_two_jobs_that_both_could_start_over_the_faster_one_stays(given: dict[str, Any], left: str) -> None:
+    if left == "a refused job":
+        open_job(JobSpec(**given, seed=1)).store.write_state(JobState("failed", 0.0))
+    else:
+        Path(given["output"], "_lorabatch", "logs").mkdir(parents=True)
+    fsspec.register_implementation("gated", GatedFileSystem, clobber=True)
+    GatedFileSystem.gate.clear()
+    GatedFileSystem.is_asked.clear()
+    slow = JobSpec(**(given | {"adapters": f"gated://{given['adapters']}"}), seed=2)
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(open_job, slow)
+        # It has found the output free, and fetches its adapters.
+        assert GatedFileSystem.is_asked.wait(300)
+        fast = open_job(JobSpec(**given, seed=3))
+        GatedFileSystem.gate.set()
+        with pytest.raises(OutputConflictError, match="holds another job"):
+            late.result(300)
+    assert fast.store.read_record() == fast.record
 
 
 @pytest.mark.parametrize("is_running", [True, False])
