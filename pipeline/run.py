@@ -17,7 +17,7 @@ import dask
 from dask.utils import parse_timedelta
 from distributed import Client, Future, KilledWorker
 
-from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError
+from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError, StorageError
 from ..jobs.opening import OpenedJob, open_job
 from ..jobs.record import JobState
 from ..jobs.spec import JobSpec
@@ -96,8 +96,8 @@ def run(
                 if page := page_address(dask):
                     watcher.note(f"dashboard: {page}")
                 return follow(dask, launched, reporter)
-        except JobFailedError:
-            # The connection may be lost to a coordinator that has finished the job.
+        except (JobFailedError, StorageError):
+            # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
             if job.is_finished or not job.store.is_finished():
                 raise
             return finished_before(job)

@@ -15,6 +15,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -125,7 +126,7 @@ class Coordinator:
             # Workers that were set up earlier have reported already.
             self._find_replicas(latest_reports(REPORTS.published(self._client, run_id)))
             while self._outcome is None:
-                self._take_message()
+                self._take_messages()
                 self._keep_time()
         finally:
             REPORTS.unsubscribe(self._client, run_id)
@@ -156,17 +157,23 @@ class Coordinator:
             if report.state == "failed" or self._scheduler.has_replica(report.worker):
                 self._report(report)
 
-    def _take_message(self) -> None:
-        try:
-            message = self._inbox.get(timeout=_WAIT_S)
-        except queue.Empty:
-            message = None
+    def _take_messages(self) -> None:
+        """Handle all that have come: what is due between them writes to storage, which may take longer than the next
+        message, and they would pile up.
+        """
+        messages = []
+        with suppress(queue.Empty):
+            messages.append(self._inbox.get(timeout=_WAIT_S))
+            messages += [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         self._run.control.check()
-        match message:
-            case WorkerReport():
-                self._report(message)
-            case _Attempt():
-                self._ended(message)
+        for message in messages:
+            match message:
+                case WorkerReport():
+                    self._report(message)
+                case _Attempt():
+                    self._ended(message)
+            if self._outcome is not None:
+                return
 
     def _report(self, report: WorkerReport) -> None:
         self._monitor.reported(report, is_tail=not self._scheduler.num_queued)

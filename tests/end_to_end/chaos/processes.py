@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 
 import psutil
-from distributed import Client
 
 from lorabatch.tests.end_to_end.chaos.scenario import Victim
+from lorabatch.tests.end_to_end.hosts.network import Network
 
-MARK = "LORABATCH_TRIAL"
+MARK, HOST = "LORABATCH_TRIAL", "LORABATCH_TRIAL_HOST"
 _POLL_S = 0.1
 _START_LIMIT_S = 300.0
 _GENTLE_END_S = 8.0
+_WAIT_FOR_WORKERS = f"""
+import sys
+from distributed import Client
+with Client(scheduler_file=sys.argv[1], timeout={_START_LIMIT_S}) as client:
+    client.wait_for_workers(int(sys.argv[2]), timeout={_START_LIMIT_S})
+"""
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -42,13 +51,16 @@ def of_kind(processes: Iterable[psutil.Process], kind: Victim) -> list[psutil.Pr
     return [process for _, _, process in sorted(found, key=lambda entry: entry[:2])]
 
 
-def listening_at(processes: Iterable[psutil.Process], address: str) -> list[psutil.Process]:
-    """The one among them that a Dask address such as `tcp://127.0.0.1:1234` belongs to, if it is alive."""
+def listening_at(processes: Iterable[psutil.Process], address: str, host: str | None) -> list[psutil.Process]:
+    """The one among them that a Dask address such as `tcp://127.0.0.1:1234` belongs to, if it is alive. `host`: of its
+    own, by name.
+    """
     port, found = int(address.rpartition(":")[2]), []
     for process in processes:
         with suppress(psutil.Error):
             sockets = process.net_connections(kind="tcp")
-            if any(s.laddr.port == port and s.status == psutil.CONN_LISTEN for s in sockets):
+            is_there = any(s.laddr.port == port and s.status == psutil.CONN_LISTEN for s in sockets)
+            if is_there and process.environ().get(HOST) == host:
                 found.append(process)
     return found
 
@@ -83,31 +95,40 @@ def end_all(processes: Iterable[psutil.Process]) -> None:
 class ExistingCluster:
     """A Dask scheduler and nannied workers as processes of their own, as `docs/deploy.md` says to set them up: only
     the scheduler gives a silent worker up sooner, so that a stopped coordinator does not take a trial's minutes.
+    `net`: the hosts that they are on, each on its own.
     """
 
-    def __init__(self, folder: Path, environment: dict[str, str], num_workers: int) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], num_workers: int, net: Network | None = None) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
         self._environment = environment | {"DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "20s"}
+        self._net = net
+        self._hosts = cycle(f"worker{place}" for place in range(num_workers))
         self._log = (folder / "dask.log").open("ab")
-        self._processes = [self._start("scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0")]
+        words = ("scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0")
+        self._processes = [self._start("scheduler", words)]
         for _ in range(num_workers):
             self.start_nanny()
-        with Client(scheduler_file=str(folder / "scheduler.json"), set_as_default=False, timeout="300s") as client:
-            client.wait_for_workers(num_workers, timeout=_START_LIMIT_S)
-            self.address = str(client.scheduler_info(n_workers=0)["address"])
+        file = folder / "scheduler.json"
+        wait = [sys.executable, "-c", _WAIT_FOR_WORKERS, str(file), str(num_workers)]
+        command = wait if net is None else net.command("client", wait)
+        subprocess.run(command, check=True, env=environment, timeout=2 * _START_LIMIT_S)
+        self.address = str(json.loads(file.read_text())["address"])
 
     def start_nanny(self) -> None:
         """One more worker, with its nanny, unless the cluster has ended."""
         if self._log.closed:
             return
         options = ("--nthreads", "1", "--local-directory", str(self._folder), "--no-dashboard")
-        self._processes.append(self._start("worker", *options))
+        self._processes.append(self._start(next(self._hosts), ("worker", *options)))
 
-    def _start(self, role: str, *options: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "dask", role, "--scheduler-file", str(self._folder / "scheduler.json")]
-        command += ["--host", "127.0.0.1", *options]
-        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
+    def _start(self, host: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dask", *words, "--scheduler-file", str(self._folder / "scheduler.json")]
+        if self._net is None:
+            command += ["--host", "127.0.0.1"]
+            return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
+        command = self._net.command(host, [*command, "--host", self._net.address(host)])
+        return subprocess.Popen(command, env=self._environment | {HOST: host}, stdout=self._log, stderr=self._log)
 
     @property
     def is_whole(self) -> bool:
@@ -143,5 +164,15 @@ def send(process: psutil.Process, name: str) -> bool:
     try:
         os.kill(process.pid, getattr(signal, f"SIG{name}"))
     except ProcessLookupError:
+        return False
+    return True
+
+
+def give_no_more_memory(process: psutil.Process) -> bool:
+    """Have the process get no memory beyond what it has; False when it is gone."""
+    try:
+        has = process.memory_info().vms
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (has, has))
+    except (psutil.Error, ProcessLookupError):
         return False
     return True

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Uneven: echo engines of which one is slow, so that rows move from it to the others.
 EngineKind = Literal["echo", "uneven", "real"]
-ClusterKind = Literal["embedded", "existing"]
+# Hosts: an existing cluster whose processes have a host of their own each.
+ClusterKind = Literal["embedded", "existing", "hosts"]
+# Where the output is: a local disk, one so small that it can be filled, or an S3 server.
+StoreKind = Literal["disk", "small disk", "s3"]
 # Coordinator: the worker that runs the job's coordinator. Owner and helper: those at the two ends of a loan of rows.
-Victim = Literal["client", "worker", "coordinator", "nanny", "engine", "scheduler", "owner", "helper"]
-Signal = Literal["KILL", "TERM", "STOP"]
+Victim = Literal["client", "worker", "coordinator", "nanny", "engine", "scheduler", "owner", "helper", "store"]
+# FULL: the disk is. MEMORY: an engine gets no more. CUT: nothing passes between a host and its opposite (see `Trial`).
+# The last four are what an S3 server does, see `s3_server.FAULTS`.
+Signal = Literal["KILL", "TERM", "STOP", "FULL", "MEMORY", "CUT", "500", "503", "lost", "silent"]
+Trouble = Literal["full", "memory", "store", "partition"]
 
 # Which processes can be hit: an embedded cluster's scheduler and nannies live inside the client.
 _VICTIMS: dict[ClusterKind, tuple[Victim, ...]] = {
@@ -25,6 +31,13 @@ _MAX_BLOWS = 4
 _MAX_ENGINE_BLOWS = 3
 _SHARD_ROWS = (8, 16, 32)
 _ENGINES: tuple[EngineKind, ...] = ("echo", "echo", "echo", "uneven", "uneven", "real")
+# What else befalls a job, besides signals, and for how long.
+_TROUBLES: tuple[Trouble, ...] = ("full", "memory", "store", "partition")
+_STORE_FAULTS: tuple[Signal, ...] = ("500", "503", "lost", "silent")
+_CUT_OFF: tuple[Victim, ...] = ("worker", "coordinator", "client")
+_TROUBLE_S = (0.5, 5.0, 20.0)
+# Beyond the 30 s after which a connection over which nothing passes is broken; None: to the end of the job.
+_PARTITION_S = (0.5, 5.0, 20.0, 45.0, None)
 _MAX_DELAY_S = 0.6
 _LONGEST_START_S = 4.0
 
@@ -33,7 +46,8 @@ _LONGEST_START_S = 4.0
 class Blow:
     """`victim` gets `signal`, `delay_s` after so large a share of the parts is committed (0: after the client's start).
 
-    `pick` chooses among the victims there are. A stopped process goes on after `stopped_s` seconds; None: never.
+    `pick` chooses among the victims there are. A stopped process goes on after `stopped_s` seconds, and so does a store
+    or a network in trouble; None: never.
     """
 
     share: float
@@ -55,6 +69,7 @@ class Scenario:
     rows_per_shard: int
     blows: tuple[Blow, ...]
     is_held_up: bool = False
+    store: StoreKind = "disk"
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -73,8 +88,47 @@ def make_scenario(seed: int) -> Scenario:
     is_held_up = engine == "real" and num_workers > 1 and luck.random() < 0.5
     if is_held_up:
         blows.append(_make_blow(luck, ("owner", "helper")))
+    drawn = luck.sample(_TROUBLES, luck.choice((0, 1, 1, 2)))
+    store: StoreKind = "s3" if "store" in drawn else "small disk" if "full" in drawn else "disk"
+    if "partition" in drawn:
+        cluster = "hosts"
+    moves_rows = engine == "uneven" or is_held_up
+    # A worker must be left: none is cut off for good where others may be gone for good.
+    may_last = num_workers > 1 and not any(
+        blow.victim == "nanny" or (blow.signal == "STOP" and blow.stopped_s is None) for blow in blows
+    )
+    more = [_make_trouble(luck, trouble, moves_rows, may_last, len(engine_blows)) for trouble in sorted(drawn)]
+    # A disk of a store cannot be filled.
+    blows += [blow for blow in more if blow is not None and not (blow.signal == "FULL" and store == "s3")]
     in_order = tuple(sorted(blows, key=lambda blow: blow.share))
-    return Scenario(seed, engine, cluster, num_workers, rows_per_shard, in_order, is_held_up)
+    return Scenario(seed, engine, cluster, num_workers, rows_per_shard, in_order, is_held_up, store)
+
+
+def troubles(scenario: Scenario) -> set[Trouble]:
+    """What befalls a job besides signals."""
+    kinds: dict[Signal, Trouble] = {"FULL": "full", "MEMORY": "memory", "CUT": "partition"}
+    kinds |= dict.fromkeys(_STORE_FAULTS, "store")
+    return {kinds[blow.signal] for blow in scenario.blows if blow.signal in kinds}
+
+
+def _make_trouble(
+    luck: random.Random, trouble: Trouble, moves_rows: bool, may_last: bool, num_engine_blows: int
+) -> Blow | None:
+    """A blow of another kind than signals, at the moments at which signals come; None: one engine blow too many."""
+    drawn = _make_blow(luck, ("engine",))
+    stopped_s: float | None = luck.choice(_TROUBLE_S)
+    match trouble:
+        case "full":
+            return replace(drawn, victim="store", signal="FULL", stopped_s=stopped_s)
+        case "store":
+            return replace(drawn, victim="store", signal=luck.choice(_STORE_FAULTS), stopped_s=stopped_s)
+        case "memory":
+            is_too_many = num_engine_blows >= _MAX_ENGINE_BLOWS
+            return None if is_too_many else replace(drawn, signal="MEMORY", stopped_s=None)
+        case "partition":
+            victim = luck.choice(_CUT_OFF + (("owner", "helper") if moves_rows else ()))
+            seconds = luck.choice(_PARTITION_S if may_last else _PARTITION_S[:-1])
+            return replace(drawn, victim=victim, signal="CUT", stopped_s=seconds)
 
 
 def _make_blow(luck: random.Random, victims: Sequence[Victim]) -> Blow:

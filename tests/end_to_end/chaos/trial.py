@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,15 @@ from typing import Any
 
 import psutil
 
-from lorabatch.jobs.store import JobStore
 from lorabatch.scheduler.scheduler import BEGINNING
 from lorabatch.tests.end_to_end.chaos.material import Material
+from lorabatch.tests.end_to_end.chaos.place import Place, make_place
 from lorabatch.tests.end_to_end.chaos.processes import (
+    HOST,
     MARK,
     ExistingCluster,
     end_all,
+    give_no_more_memory,
     listening_at,
     marked,
     of_kind,
@@ -31,6 +33,7 @@ from lorabatch.tests.end_to_end.chaos.processes import (
 )
 from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario, Victim
 from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output
+from lorabatch.tests.end_to_end.hosts.network import Network, network, why_no_hosts
 
 _POLL_S = 0.05
 _LOOK_AGAIN_S = 0.2
@@ -77,7 +80,8 @@ class Trial:
         self._mark = uuid.uuid4().hex
         self._environment = material.environment() | {MARK: self._mark, "TMPDIR": str(folder / "tmp")}
         self._model = folder / "model"
-        self._output = folder / "output"
+        self._place: Place
+        self._net: Network | None = None
         self._clusters = 0
         self._cluster: ExistingCluster | None = None
         self._waiting: list[Blow] = list(scenario.blows)
@@ -88,6 +92,8 @@ class Trial:
         self._paused: list[psutil.Process] = []
         self._ending: list[psutil.Process] = []
         self._held_up: psutil.Process | None = None
+        # Pairs of hosts that are cut off from each other.
+        self._cuts: list[tuple[str, str]] = []
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
         self._outcome = Outcome(scenario)
@@ -99,15 +105,31 @@ class Trial:
         self._material.model_of_one_job(self._scenario.engine, self._model)
         if self._scenario.is_held_up:
             self._later(0.0, self._hold_up)
+        with ExitStack() as stack:
+            self._net = stack.enter_context(self._hosts())
+            self._place = stack.enter_context(make_place(self._scenario.store, self._folder, self._net))
+            self._finish_and_judge(began_s + TIME_LIMIT_S)
+        self._outcome.seconds = time.monotonic() - began_s
+        return self._outcome
+
+    @contextmanager
+    def _hosts(self) -> Iterator[Network | None]:
+        """Those of the processes, where each has one and this machine can make them."""
+        if self._scenario.cluster != "hosts" or why_no_hosts():
+            yield None
+            return
+        workers = (f"worker{place}" for place in range(self._scenario.num_workers))
+        with network("scheduler", "client", "store", *workers) as net:
+            yield net
+
+    def _finish_and_judge(self, give_up_s: float) -> None:
         try:
-            self._finish_job(began_s + TIME_LIMIT_S)
-            end_all(self._stopped)
-            for process in self._paused:
-                send(process, "CONT")
-            self._let_go()
+            self._finish_job(give_up_s)
+            self._end_blows()
             self._check_leftovers("engine", "the job is done")
-            self._outcome.faults += faults_of_output(self._output, self._material, self._scenario)
-            events = Counter(event["kind"] for event in JobStore(str(self._output)).read_events())
+            output, store = self._place.fetched(), self._place.store
+            self._outcome.faults += faults_of_output(output, store, self._material, self._scenario)
+            events = Counter(event["kind"] for event in store.read_events())
             self._outcome.num_loans = events["MigrateRows"]
             self._outcome.num_coordinators = events[BEGINNING]
             self._close_cluster()
@@ -117,40 +139,58 @@ class Trial:
         finally:
             self._close_cluster()
             end_all(marked(self._mark))
-        self._outcome.seconds = time.monotonic() - began_s
-        return self._outcome
+
+    def _end_blows(self) -> None:
+        """The job is done: what was stopped for good is killed, everything else goes on."""
+        end_all(self._stopped)
+        for process in self._paused:
+            send(process, "CONT")
+        self._let_go()
+        self._place.relieve()
+        self._mend(*self._cuts)
 
     def _finish_job(self, give_up_s: float) -> None:
-        while not (self._output / "_SUCCESS").exists() or not self._outcome.num_starts:
+        while not self._place.store.is_finished() or not self._outcome.num_starts:
             if self._outcome.num_starts >= _MAX_STARTS:
                 raise TrialError(f"not done after {_MAX_STARTS} starts")
             self._outcome.num_starts += 1
             with self._client() as client:
                 self._disturb(client, give_up_s)
                 self._judge_exit(client)
+            # Its user makes room, waits until the store is back, or mends the own connection.
+            self._place.relieve()
+            self._mend(*(pair for pair in self._cuts if "client" in pair))
 
     @contextmanager
     def _client(self) -> Iterator[subprocess.Popen[bytes]]:
         """`lorabatch run` in a process of its own, its words in a log."""
         command = [sys.executable, *self._material.command_line(self._scenario.engine), *self._arguments()]
-        self._may_fail = False
+        environment = self._environment
+        if self._net is not None:
+            command, environment = self._net.command("client", command), environment | {HOST: "client"}
+        self._may_fail = self._has_trouble
         with (self._folder / "client.log").open("ab") as log:
             log.write(f"--- start {self._outcome.num_starts}\n".encode())
             log.flush()
-            client = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+            client = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             yield client
         finally:
             client.kill()
             client.wait()
 
+    @property
+    def _has_trouble(self) -> bool:
+        """Whether a client may rightly fail now, whatever the processes do."""
+        return self._place.is_in_trouble or bool(self._cuts)
+
     def _arguments(self) -> list[str]:
         options: dict[str, Any] = self._material.options(self._scenario.engine) | {
             "model": self._model,
-            "output": str(self._output),
             "rows_per_shard": self._scenario.rows_per_shard,
         }
-        if self._scenario.cluster == "existing":
+        options |= self._place.options()
+        if self._scenario.cluster != "embedded":
             options["cluster"] = self._address()
         else:
             options["workers"] = self._scenario.num_workers
@@ -162,9 +202,10 @@ class Trial:
         psutil.wait_procs(self._ending, timeout=_GONE_AFTER_S)
         if self._cluster is None or not self._cluster.is_whole:
             self._close_cluster()
+            self._mend(*self._cuts)
             self._clusters += 1
             folder = self._folder / f"cluster-{self._clusters}"
-            self._cluster = ExistingCluster(folder, self._environment, self._scenario.num_workers)
+            self._cluster = ExistingCluster(folder, self._environment, self._scenario.num_workers, self._net)
         return self._cluster.address
 
     def _close_cluster(self) -> None:
@@ -189,20 +230,26 @@ class Trial:
 
     def _arm(self) -> None:
         """Blows whose share of parts is committed fall due after their delay."""
-        num_parts = sum(1 for _ in self._output.glob("part-*.parquet")) if self._waiting else 0
+        num_parts = len(self._place.store.committed_parts()) if self._waiting else 0
         share = num_parts / self._material.num_parts(self._scenario)
         for blow in [blow for blow in self._waiting if blow.share <= share]:
             self._waiting.remove(blow)
             self._later(blow.delay_s, partial(self._strike, blow))
 
     def _strike(self, blow: Blow) -> None:
+        if blow.victim == "store":
+            self._trouble_store(blow)
+            return
         candidates = self._victims(blow.victim)
         if not candidates:
             # It has not started yet, or is just being replaced; or no rows have moved yet.
             self._later(_LOOK_AGAIN_S, partial(self._strike, blow))
             return
         process = candidates[blow.pick % len(candidates)]
-        if not send(process, blow.signal):
+        if blow.signal == "CUT":
+            self._cut_off(blow, process)
+            return
+        if not (give_no_more_memory(process) if blow.signal == "MEMORY" else send(process, blow.signal)):
             return
         self._outcome.blows.append(f"{blow.signal} {blow.victim}")
         # A client cannot go on without its scheduler.
@@ -214,13 +261,60 @@ class Trial:
         elif blow.victim == "nanny" and self._cluster is not None:
             self._later(_REPLACED_AFTER_S, self._cluster.start_nanny)
 
+    def _trouble_store(self, blow: Blow) -> None:
+        if self._place.strike(blow.signal):
+            self._may_fail = True
+            self._outcome.blows.append(f"{blow.signal} store")
+            assert blow.stopped_s is not None
+            self._later(blow.stopped_s, self._place.relieve)
+
+    def _cut_off(self, blow: Blow, process: psutil.Process) -> None:
+        """Let nothing pass between a process's host and its opposite: of owner and helper the other one, of a worker
+        whose `pick` is odd the store, and else the scheduler.
+        """
+        try:
+            host = process.environ()[HOST]
+        except (psutil.Error, KeyError):
+            # It has just ended; or this machine has no hosts.
+            return
+        assert self._net is not None
+        opposite = "scheduler"
+        if blow.victim in ("owner", "helper"):
+            opposite = self._host_named_in_journal("helper" if blow.victim == "owner" else "owner")
+        elif blow.victim == "worker" and blow.pick % 2 and self._scenario.store == "s3":
+            opposite = "store"
+        self._outcome.blows.append(f"CUT {blow.victim} from {opposite}")
+        self._may_fail = True
+        self._cuts.append((host, opposite))
+        self._net.set_weather(*self._cuts)
+        if blow.stopped_s is not None:
+            self._later(blow.stopped_s, partial(self._mend, (host, opposite)))
+
+    def _mend(self, *pairs: tuple[str, str]) -> None:
+        self._cuts = [pair for pair in self._cuts if pair not in pairs]
+        if self._net is not None:
+            self._net.set_weather(*self._cuts)
+
     def _victims(self, kind: Victim) -> list[psutil.Process]:
         processes = marked(self._mark)
         if kind not in _NAMED_IN_JOURNAL:
             return of_kind(processes, kind)
+        address = self._named_in_journal(kind)
+        if address is None:
+            return []
+        host = None if self._net is None else self._net.host_of(address)
+        return listening_at(of_kind(processes, "worker"), address, host)
+
+    def _named_in_journal(self, kind: Victim) -> str | None:
         event_kind, name = _NAMED_IN_JOURNAL[kind]
-        events = [event for event in JobStore(str(self._output)).read_events() if event["kind"] == event_kind]
-        return listening_at(of_kind(processes, "worker"), events[-1][name]) if events else []
+        events = [event for event in self._place.store.read_events() if event["kind"] == event_kind]
+        return str(events[-1][name]) if events else None
+
+    def _host_named_in_journal(self, kind: Victim) -> str:
+        address = self._named_in_journal(kind)
+        assert self._net is not None
+        assert address is not None
+        return self._net.host_of(address)
 
     def _stop(self, blow: Blow, process: psutil.Process) -> None:
         if blow.stopped_s is not None:
@@ -235,7 +329,7 @@ class Trial:
     def _hold_up(self) -> None:
         """Stop the oldest engine for a while, once two workers have rows; and then again."""
         self._later(_HELD_UP_S + _RUNS_S, self._hold_up)
-        state = JobStore(str(self._output)).read_state()
+        state = self._place.store.read_state()
         if state is None or sum(worker.running_rows > 0 for worker in state.workers) < 2:
             return
         struck = self._stopped + self._paused

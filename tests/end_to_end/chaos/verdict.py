@@ -18,13 +18,16 @@ from lorabatch.tests.end_to_end.chaos.sorted_output import digest, sorted_output
 _ONLY_WHILE_RUNNING = ("rows", "wip", "tmp")
 
 
-def faults_of_output(output: Path, material: Material, scenario: Scenario) -> list[str]:
-    """Everything that is wrong with a finished job's output, as sentences; empty when nothing is."""
+def faults_of_output(output: Path, store: JobStore, material: Material, scenario: Scenario) -> list[str]:
+    """Everything that is wrong with a finished job's output, as sentences; empty when nothing is. `output`: as a local
+    folder; `store`: where the job has it.
+    """
     try:
         table = sorted_output(output)
     except (OSError, pa.ArrowException) as error:
         return [f"the output cannot be read: {error}"]
-    faults = [*_lost_and_repeated(table, material, scenario), *_wrong(table, material, scenario), *_leftovers(output)]
+    faults = [*_lost_and_repeated(table, material, scenario), *_wrong(table, material, scenario)]
+    faults += _leftovers(output, store)
     if not faults and digest(output) != material.undisturbed_digest(scenario.engine):
         faults.append("the sorted output differs from that of an undisturbed run")
     return faults
@@ -61,7 +64,7 @@ def _wrong(table: pa.Table, material: Material, scenario: Scenario) -> Iterator[
         yield f"{len(changed)} rows lost their columns: {changed[:5]}"
 
 
-def _leftovers(output: Path) -> Iterator[str]:
+def _leftovers(output: Path, store: JobStore) -> Iterator[str]:
     """Files of a running job, or halves of files, in the output of a finished one."""
     ours = output / "_lorabatch"
     left = [name for name in _ONLY_WHILE_RUNNING if (ours / name).exists()]
@@ -71,7 +74,7 @@ def _leftovers(output: Path) -> Iterator[str]:
     for path in (*ours.glob("*.json"),):
         json.loads(path.read_text())
     # Torn lines would raise.
-    JobStore(str(output)).read_events()
-    state = JobStore(str(output)).read_state()
+    store.read_events()
+    state = store.read_state()
     if state is None or state.phase != "done":
         yield f"state.json says {state.phase if state else 'nothing'} of a job that is done"

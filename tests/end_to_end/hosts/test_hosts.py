@@ -128,6 +128,25 @@ def test_a_coordinator_without_storage_ends_the_job_with_a_sentence_and_a_resume
     assert_done(echo_job, rows, max_tokens=4)
 
 
+def test_a_job_is_done_whose_coordinator_loses_storage_at_its_very_end(
+    echo_job: EchoJob, cluster: HostCluster, on_s3: OnS3
+) -> None:
+    rows = make_rows(128)
+    echo_job.write_input(rows)
+    client = on_s3.start()
+    coordinator = on_s3.coordinator()
+    # Slow enough that what comes after `_SUCCESS` is still to be done when it is seen here.
+    cluster.net.set_weather(delay_s=0.2)
+    wait_until(on_s3.store.is_finished)
+    cluster.net.set_weather((coordinator, "store"))
+    end_of(client)
+    state = on_s3.store.read_state()
+    assert state is not None
+    assert state.phase == "done"
+    on_s3.fetch()
+    assert_done(echo_job, rows, max_tokens=4)
+
+
 @pytest.mark.parametrize("healed_after_s", [5.0, 60.0, None])
 def test_a_coordinator_that_is_cut_off_is_replaced_or_goes_on(
     echo_job: EchoJob, cluster: HostCluster, healed_after_s: float | None

@@ -1,0 +1,141 @@
+"""Where a trial's output is, and the trouble it may have: a disk that is full, a store that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lorabatch.jobs.store import JobStore
+from lorabatch.tests.end_to_end.bucket import Bucket, s3_server
+from lorabatch.tests.end_to_end.chaos.scenario import StoreKind
+from lorabatch.tests.end_to_end.hosts.network import Network
+
+_BALLAST = ".ballast"
+_DISK_BYTES = 64 << 20
+
+
+class LocalPlace:
+    """A folder; `disk`: of a small file system of its own, which can be filled."""
+
+    def __init__(self, folder: Path, disk: Path | None = None) -> None:
+        self._output = folder
+        self._disk = disk
+        self.store = JobStore(str(folder))
+
+    def options(self) -> dict[str, Any]:
+        """Of the job, to write there."""
+        return {"output": str(self._output)}
+
+    def fetched(self) -> Path:
+        """The output as a local folder."""
+        return self._output
+
+    def strike(self, _signal: str) -> bool:
+        """Fill the disk to its last byte; False where that is not possible."""
+        if self._disk is None:
+            return False
+        with suppress(OSError), (self._disk / _BALLAST).open("ab", buffering=0) as ballast:
+            while True:
+                ballast.write(bytes(1 << 16))
+        with suppress(OSError), (self._disk / _BALLAST).open("ab", buffering=0) as ballast:
+            while True:
+                ballast.write(b"0")
+        return True
+
+    def relieve(self) -> None:
+        """Make room again."""
+        if self._disk is not None:
+            (self._disk / _BALLAST).unlink(missing_ok=True)
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether it is full."""
+        return self._disk is not None and (self._disk / _BALLAST).exists()
+
+
+class S3Place:
+    """A bucket of a server that fails for a while. `address`: where the job's processes reach it, if not here."""
+
+    def __init__(self, bucket: Bucket, folder: Path, address: str | None) -> None:
+        self._bucket = bucket
+        self._folder = folder
+        self._options = bucket.options_at(address) if address else bucket.options
+        self._fault = bucket.hold.with_suffix(".fault")
+        self.store = JobStore("s3://bucket/output", bucket.own_options)
+
+    def options(self) -> dict[str, Any]:
+        """Of the job, to write there."""
+        return {"output": "s3://bucket/output", "storage_options": json.dumps(self._options)}
+
+    def fetched(self) -> Path:
+        """The output as a local folder."""
+        self._bucket.fs.invalidate_cache()
+        self._bucket.fs.get("bucket/output/", str(self._folder), recursive=True)
+        return self._folder
+
+    def strike(self, signal: str) -> bool:
+        """Begin a fault."""
+        whole = self._fault.with_suffix(".new")
+        whole.write_text(signal)
+        whole.rename(self._fault)
+        return True
+
+    def relieve(self) -> None:
+        """End it."""
+        self._fault.unlink(missing_ok=True)
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether there is a fault now."""
+        return self._fault.exists()
+
+
+Place = LocalPlace | S3Place
+
+
+@contextmanager
+def make_place(kind: StoreKind, folder: Path, net: Network | None) -> Iterator[Place]:
+    """An empty one in a trial's folder."""
+    output = folder / "output"
+    if kind == "s3":
+        also = {"ALSO_AT": f"{net.namespace('store')} {net.address('store')}"} if net is not None else {}
+        with s3_server(folder, **also) as bucket:
+            bucket.fs.mkdir("bucket")
+            yield S3Place(bucket, output, net.address("store") if net is not None else None)
+    elif kind == "small disk" and can_mount():
+        disk = folder / "disk"
+        disk.mkdir()
+        with mounted(disk):
+            yield LocalPlace(disk / "output", disk)
+    else:
+        yield LocalPlace(output)
+
+
+@contextmanager
+def mounted(folder: Path) -> Iterator[None]:
+    """A small file system there, gone at the end whoever still uses it."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "trial", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@cache
+def can_mount() -> bool:
+    """Whether this process may mount file systems."""
+    if os.geteuid() != 0:
+        return False
+    with TemporaryDirectory() as folder:
+        words = ["mount", "-t", "tmpfs", "trial", folder]
+        is_possible = subprocess.run(words, capture_output=True, check=False).returncode == 0
+        if is_possible:
+            subprocess.run(["umount", folder], check=True)
+    return is_possible
