@@ -22,7 +22,8 @@ from .row_checks import row_sampling
 
 _REMOTE_READS = 8
 # Each row group has less; a shard takes rows of many.
-_MAX_SHARD_BYTES = 4 << 30
+# In one array Arrow counts bytes of text by 31 bits.
+_MAX_SHARD_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,16 @@ class ShardRows:
         return {r.request_id: f for r, f in zip(self.requests, self.fingerprints, strict=True)}
 
 
-def read_shard(store: JobStore, record: JobRecord, shard_id: int) -> ShardRows:
-    """The rows of one shard.
+def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: int = _MAX_SHARD_BYTES) -> ShardRows:
+    """The rows of one shard. `max_bytes`: that they may take in memory.
 
-    Raises `StorageError`, and its kinds `MissingFileError` and `DamagedRecordError` when the prepared rows or
-    the plan are gone or damaged.
+    Raises `StorageError` when they take more, and its kinds `MissingFileError` and `DamagedRecordError` when the
+    prepared rows or the plan are gone or damaged.
     """
     with prepared.arrow_file(store.plan_source()) as plan:
         references = plan.get_batch(shard_id)
     chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
-    table = _gather(store, shard_id, chunk, batch, row)
+    table = _gather(store, shard_id, chunk, batch, row, max_bytes)
     return ShardRows(
         shard_id=shard_id,
         table=table,
@@ -76,7 +77,12 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int) -> ShardRows:
 
 
 def _gather(
-    store: JobStore, shard_id: int, chunk: NDArray[np.int32], batch: NDArray[np.int32], row: NDArray[np.int32]
+    store: JobStore,
+    shard_id: int,
+    chunk: NDArray[np.int32],
+    batch: NDArray[np.int32],
+    row: NDArray[np.int32],
+    max_bytes: int,
 ) -> pa.Table:
     """The referenced rows, in the order of the references."""
     by_place = np.lexsort((row, batch, chunk))
@@ -89,9 +95,9 @@ def _gather(
         nonlocal num_bytes
         found = _read_chunk(store, int(chunk[piece[0]]), batch[piece], row[piece])
         num_bytes += sum(part.nbytes for part in found)
-        if num_bytes > _MAX_SHARD_BYTES:
+        if num_bytes > max_bytes:
             raise StorageError(
-                f"{part_name(shard_id)}: its {len(row)} rows take more than {_MAX_SHARD_BYTES / 1e9:.1f} GB in memory. "
+                f"{part_name(shard_id)}: its {len(row)} rows take more than {max_bytes / 1e9:.1f} GB in memory. "
                 "Start over with fewer --rows-per-shard."
             )
         return found

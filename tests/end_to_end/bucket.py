@@ -34,6 +34,12 @@ class Bucket:
     def fs(self) -> Any:
         return fsspec.filesystem("s3", **self.own_options)
 
+    def fail(self, *faults: str) -> None:
+        """Have the server answer with these faults from now on: see `s3_server.py`. None ends them."""
+        path = self.hold.with_suffix(".fault")
+        path.with_suffix(".new").write_text("\n".join(faults))
+        path.with_suffix(".new").replace(path)
+
     def put(self, folder: Path, name: str) -> str:
         self.fs.put(str(folder), f"bucket/{name}", recursive=True)
         return f"s3://bucket/{name}"

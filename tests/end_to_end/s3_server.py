@@ -5,16 +5,19 @@ itself, where nothing of what follows holds.
 then refused. That is where a test may kill the client. INITIAL_NO_AUTH_ACTION_COUNT=0 in the environment makes it
 refuse unknown keys. CONDITIONAL_PUT makes it answer conditional PUTs as other stores do, see `CONDITIONAL_PUT_REPLIES`.
 ALSO_AT="NAMESPACE ADDRESS" makes it serve the same port of that network namespace, too. While the file HOLD.fault
-exists, requests have the fault that it names, see `FAULTS`.
+exists, requests have the faults that its lines name, see `FAULTS`. After a fault's name may stand which requests have
+it: a method, a beginning of the path, and which share of them, as in "503 PUT /bucket/output/ 0.2".
 """
 
 from __future__ import annotations
 
 import os
+import random
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 from lorabatch.tests.end_to_end.hosts.switch import inside
 
 _POLL_S = 0.02
+LATE_S = 5.0
 #: What stores without conditional PUT answer to one: status line and error code. The last two give no code that a
 #: client could look up.
 CONDITIONAL_PUT_REPLIES = {
@@ -34,8 +38,10 @@ CONDITIONAL_PUT_REPLIES = {
     "no-body": ("501 Not Implemented", ""),
 }
 #: Answers of a store in trouble. With "lost" the request is carried out, and only its answer is an error; with "silent"
-#: there is no answer until the trouble is over.
+#: there is no answer until the trouble is over. With "late", files are missing from listings for seconds.
 FAULTS = {
+    "403": ("403 Forbidden", "AccessDenied"),
+    "429": ("429 Too Many Requests", "TooManyRequests"),
     "500": ("500 Internal Server Error", "InternalError"),
     "503": ("503 Service Unavailable", "SlowDown"),
     "lost": ("500 Internal Server Error", "InternalError"),
@@ -50,16 +56,21 @@ class OtherStore:
         self.moto = DomainDispatcherApplication(create_backend_app)
         self._hold = hold
         self._refusal = CONDITIONAL_PUT_REPLIES.get(conditional_put)
+        self._written_s: dict[str, float] = {}
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        fault = self._hold.with_suffix(".fault")
-        with suppress(FileNotFoundError):
-            kind = fault.read_text()
-            while kind == "silent" and fault.exists():
+        if environ["REQUEST_METHOD"] == "PUT":
+            self._written_s[environ["PATH_INFO"].split("/", 2)[-1]] = time.monotonic()
+        for kind in self._faults(environ):
+            if kind == "late" and "list-type" in environ.get("QUERY_STRING", ""):
+                return self._listed_late(environ, start_response)
+            while kind == "silent" and self._hold.with_suffix(".fault").exists():
                 time.sleep(_POLL_S)
             if kind == "lost":
                 list(self.moto(environ, lambda *_: None))
-            return refuse(*FAULTS[kind], start_response)
+            if kind in FAULTS:
+                status, code = FAULTS[kind]
+                return refuse(status, "" if environ["REQUEST_METHOD"] == "HEAD" else code, start_response)
         is_success = environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith("/_SUCCESS")
         if is_success and self._hold.exists():
             self._hold.with_suffix(".seen").touch()
@@ -71,6 +82,27 @@ class OtherStore:
             return refuse(*self._refusal, start_response)
         answer: Iterable[bytes] = self.moto(environ, start_response)
         return answer
+
+    def _faults(self, environ: dict[str, Any]) -> Iterator[str]:
+        """Of this request."""
+        with suppress(FileNotFoundError):
+            for line in self._hold.with_suffix(".fault").read_text().splitlines():
+                kind, method, path, share = (*line.split(), *("any", "/", "1")[len(line.split()) - 1 :])
+                is_method = method in ("any", environ["REQUEST_METHOD"])
+                if is_method and environ["PATH_INFO"].startswith(path) and random.random() < float(share):
+                    yield kind
+
+    def _listed_late(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        begun: list[Any] = []
+        body = b"".join(self.moto(environ, lambda *words: begun.extend(words))).decode()
+
+        def shown(found: re.Match[str]) -> str:
+            return found[0] if time.monotonic() - self._written_s.get(found[1], 0.0) > LATE_S else ""
+
+        body = re.sub(r"<Contents>\s*<Key>(.*?)</Key>.*?</Contents>", shown, body, flags=re.DOTALL)
+        headers = [(name, value) for name, value in begun[1] if name.lower() != "content-length"]
+        start_response(begun[0], [*headers, ("Content-Length", str(len(body.encode())))])
+        return [body.encode()]
 
 
 def refuse(status: str, code: str, start_response: Callable[..., Any]) -> Iterable[bytes]:

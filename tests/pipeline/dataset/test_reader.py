@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.text.tokenizer import Tokenizer
-from lorabatch.jobs.errors import DamagedRecordError, MissingFileError
+from lorabatch.jobs.errors import DamagedRecordError, MissingFileError, StorageError
 from lorabatch.jobs.store import JobStore
-from lorabatch.pipeline.dataset.reader import RowError, read_shard
+from lorabatch.pipeline.dataset.reader import RowError, ShardRows, read_shard
 from lorabatch.pipeline.dataset.schema import arrow_file
 
 
@@ -175,3 +176,40 @@ def test_prepared_rows_that_are_gone_or_damaged_are_named(prepare_job: Callable[
     job.store.clean_up()
     with pytest.raises(MissingFileError, match="chunk-00000"):
         read_shard(JobStore(job.store.url), job.record, 0)
+
+
+@pytest.mark.parametrize("place", ["local", "remote"])
+def test_a_shard_that_takes_too_much_memory_is_named(
+    prepare_job: Callable[..., Any], tmp_path: Path, place: str
+) -> None:
+    output = str(tmp_path / "out") if place == "local" else f"memory://{tmp_path}/out"
+    table = pa.table({"id": range(40), "prompt": ["a"] * 40, "note": ["x" * 10_000] * 40})
+    job = prepare_job(table, row_group_rows=10, rows_per_shard=40, output=output)
+    job.plan()
+    with pytest.raises(StorageError) as refusal:
+        read_shard(job.store, job.record, 0, max_bytes=399_000)
+    sentence = (
+        "part-00000.parquet: its 40 rows take more than 0.0 GB in memory. Start over with fewer --rows-per-shard."
+    )
+    assert str(refusal.value) == sentence
+    assert read_shard(job.store, job.record, 0, max_bytes=500_000).num_rows == 40
+
+
+@pytest.mark.long
+def test_the_largest_shard_is_read_and_a_larger_one_is_refused(
+    prepare_job: Callable[..., Any],
+) -> None:
+    def half(start: int, num_rows: int) -> pa.Table:
+        notes = pa.DictionaryArray.from_arrays(pa.array([0] * num_rows, pa.int32()), pa.array(["x" * 1_000_000]))
+        ids = range(start, start + num_rows)
+        return pa.table({"id": ids, "prompt": ["a"] * num_rows, "note": notes.cast(pa.string())})
+
+    def shard_of(num_rows: int) -> ShardRows:
+        n = num_rows // 2
+        job = prepare_job({"a.parquet": half(0, n), "b.parquet": half(n, n)}, n, rows_per_shard=num_rows)
+        job.plan()
+        return read_shard(job.store, job.record, 0)
+
+    assert shard_of(2100).num_rows == 2100
+    with pytest.raises(StorageError, match=r"its 2160 rows take more than 2\.1 GB in memory"):
+        shard_of(2160)
