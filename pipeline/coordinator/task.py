@@ -114,7 +114,8 @@ def _stages(run: JobRun, began_s: float) -> JobResult:
     done = coordinate(run, plan)
     unregister_plugin(run.client, run.run_id)
     account = count_rows(run, plan)
-    return finish(run, plan, account, done, time.time() - began_s)
+    # Clocks may be set back meanwhile.
+    return finish(run, plan, account, done, max(time.time() - began_s, done.working_s or 0.0))
 
 
 def _forgive(dask_scheduler: Any, key: Any) -> None:

@@ -251,6 +251,29 @@ def test_files_that_disagree_on_a_type_are_named_with_both_types(tmp_path: Path)
         unified_schema(read_footers([str(tmp_path)], {}).footers)
 
 
+def nested(depth: int) -> bytes:
+    """A file without rows and with one column, in so many structs: its footer in Thrift's compact protocol."""
+    group = b"\x35\x02\x18\x01a\x15\x02\x00"  # optional, named "a", with one child
+    leaf = b"\x15\x0c\x25\x02\x18\x01v\x00"  # a BYTE_ARRAY, optional, named "v"
+    count, size = depth + 1, b""
+    while count > 127:
+        size, count = size + bytes([count & 127 | 128]), count >> 7
+    schema = b"\x19\xfc" + size + bytes([count]) + group * depth + leaf
+    footer = b"\x15\x02" + schema + b"\x16\x00\x19\x0c\x00"
+    return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+@pytest.mark.parametrize("depth", [2_000, 100_000])
+def test_a_schema_that_nests_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "x.parquet"
+    path.write_bytes(nested(50))
+    (footer,) = read_footers([str(path)], {}).footers
+    assert footer.schema.names == ["a"]
+    path.write_bytes(nested(depth))
+    with pytest.raises(JobRequestError, match=r"'x\.parquet': not a readable Parquet file \(Parquet schema too deeply"):
+        read_footers([str(path)], {})
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     doubled = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["prompt", "prompt"])
     write(tmp_path / "a.parquet", doubled)
