@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..errors import JobError, JobFailedError, JobRequestError, MissingFileError, error_of_kind, naming_damage
@@ -190,7 +190,8 @@ def wait_for_end(
     while True:
         status = read_status(store)
         if status.state is not None:
-            show(status.state)
+            # The job is finished before its state says so.
+            show(replace(status.state, phase="done") if status.is_finished else status.state)
         if status.has_ended or time.monotonic() >= give_up_s:
             return status
         time.sleep(max(0.0, min(interval_s, give_up_s - time.monotonic())))

@@ -112,6 +112,11 @@ def test_states_are_shown_while_their_end_is_waited_for(store: JobStore) -> None
     store.write_state(replace(state(), updated_at_s=time.time()))
     assert wait_for_end(store, show=show).headline == "done"
     assert shown == ["running", "done"]
+    shown.clear()
+    store.write_state(replace(state("finishing"), updated_at_s=time.time()))
+    store.mark_success()
+    wait_for_end(store, show=lambda found: shown.append(found.phase))
+    assert shown == ["done"]
 
 
 def test_resume_is_not_named_where_it_cannot_help_and_notes_are_shown(store: JobStore) -> None:
