@@ -186,7 +186,7 @@ def wait_for_end(
     Raises what `read_status` raises.
     """
     give_up_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    interval_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_WAIT_INTERVAL_S
+    began_s = time.monotonic()
     while True:
         status = read_status(store)
         if status.state is not None:
@@ -194,7 +194,11 @@ def wait_for_end(
             show(replace(status.state, phase="done") if status.is_finished else status.state)
         if status.has_ended or time.monotonic() >= give_up_s:
             return status
-        time.sleep(max(0.0, min(interval_s, give_up_s - time.monotonic())))
+        now_s = time.monotonic()
+        # A job that has just begun may be a short one.
+        most_s = _FOLLOW_INTERVAL_S if store.location.is_local else _REMOTE_WAIT_INTERVAL_S
+        interval_s = min(most_s, max(_FOLLOW_INTERVAL_S, (now_s - began_s) / 4))
+        time.sleep(max(0.0, min(interval_s, give_up_s - now_s)))
 
 
 def request_cancel(store: JobStore) -> bool:

@@ -26,6 +26,7 @@ def logs(job: EchoJob) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 def test_logs_tell_of_a_lost_worker_by_the_name_that_it_has_everywhere(echo_job: EchoJob) -> None:
     rows = make_rows(160)

@@ -76,7 +76,7 @@ def test_nothing_moves_when_the_job_says_so(echo_job: EchoJob, shared_client: Cl
 @pytest.mark.parametrize(
     ("sent", "victim"),
     [
-        (signal.SIGKILL, "owner"),
+        pytest.param(signal.SIGKILL, "owner", marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, "helper", marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, "owner", marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, "helper", marks=pytest.mark.long),

@@ -105,6 +105,7 @@ def test_files_outside_the_output_are_for_their_owner_alone(
     assert part.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
+@pytest.mark.long
 def test_an_output_is_as_private_as_the_umask_of_the_command_that_opens_it(
     echo_job: EchoJob, background: Path, scratch: Path, tmp_path: Path
 ) -> None:

@@ -59,7 +59,8 @@ def test_a_job_on_s3_gives_the_bytes_of_the_job_on_local_disk(
     assert SECRET not in there.stdout + there.stderr
 
 
-@pytest.mark.parametrize("reply", ["not-implemented", pytest.param("invalid-argument", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("reply", ["not-implemented", "invalid-argument"])
 def test_a_job_on_a_store_without_conditional_put_gives_the_bytes_of_the_job_on_local_disk(
     reply: str, local_job: dict[str, Any], tmp_path: Path
 ) -> None:

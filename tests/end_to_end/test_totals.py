@@ -23,6 +23,7 @@ CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 PHASES = ["starting", "indexing", "planning", "loading engines", "running", "finishing", "done"]
 
 
+@pytest.mark.long
 def test_totals_of_a_resumed_job_agree_everywhere(echo_job: EchoJob, shared_client: Client) -> None:
     rows = make_rows(160)
     for i in (3, 90, 150):
