@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lorabatch.benchmarks.engine_systems import run_ours
-from lorabatch.benchmarks.engine_workload import ALL_LENGTHS, EngineWorkload, Lengths, make_workload
+from lorabatch.benchmarks.engine_workload import EngineWorkload, Lengths, make_workload
 
 
 def test_long_tailed_answers_are_short_but_for_a_few(tiny_llama: Path, tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_long_tailed_answers_are_short_but_for_a_few(tiny_llama: Path, tmp_path:
     assert sum(lengths[-40:]) > 0.25 * sum(lengths), "a tenth of the rows holds more than a quarter of the tokens"
 
 
-@pytest.mark.parametrize("lengths", ALL_LENGTHS)
+@pytest.mark.parametrize("lengths", ["uniform", pytest.param("long-tailed", marks=pytest.mark.long)])
 def test_rows_end_at_their_lengths_whether_known_or_not(tiny_llama: Path, tmp_path: Path, lengths: Lengths) -> None:
     workload = make_workload(tiny_llama, tmp_path, 6, 2, lengths)
     if workload.limit_tokens is not None:  # the tiny model's context is short

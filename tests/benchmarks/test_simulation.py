@@ -70,6 +70,7 @@ def test_parity_holds_unless_the_interval_is_below_one():
     assert over_seeds((0.8, 0.8), (1.3, 1.3), (1.1, 1.1), claim=parity).verdict == "yes"
 
 
+@pytest.mark.long
 def test_the_table_of_the_papers_has_every_claim_and_tuned_choice():
     lengths = Lengths(np.full(8, 20, np.int32), np.full(8, 4, np.int32), "short lengths")
     figures = {}

@@ -60,6 +60,7 @@ def test_without_a_package_index_the_message_says_what_to_do(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.real_model
 def test_the_real_base_speaks_english():
     import torch

@@ -14,6 +14,7 @@ from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.run import run
 
 
+@pytest.mark.long
 @pytest.mark.real_model
 def test_the_base_answers_plainly_and_the_adapter_in_its_own_way(tmp_path: Path) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]

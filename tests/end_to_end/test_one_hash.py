@@ -1,6 +1,6 @@
 """Mode `exact` on the real engine: any number of workers, any size of shards, migration or not, one output.
 
-`make test` runs two jobs, `make test-all` eighteen; `python -m pytest -s tests/end_to_end/test_one_hash.py` prints a
+`make test-all` runs them; `python -m pytest -s tests/end_to_end/test_one_hash.py` prints a
 line for each.
 """
 
@@ -71,7 +71,7 @@ def variants_of(num_workers: int) -> list[Variant]:
 @pytest.mark.parametrize(
     "variants",
     [
-        pytest.param([Variant(1, 24, False), Variant(2, 5, True)], id="two jobs"),
+        pytest.param([Variant(1, 24, False), Variant(2, 5, True)], id="two jobs", marks=pytest.mark.long),
         pytest.param(
             [v for n in (1, 2, 4) for v in variants_of(n)],
             id="eighteen jobs",

@@ -75,7 +75,8 @@ def open_to_others(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("command", ["run", pytest.param("submit", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["run", "submit"])
 def test_other_users_run_nothing_on_a_clusters_ports_and_read_nothing_there(
     echo_job: EchoJob, background: Path, scratch: Path, command: str
 ) -> None:

@@ -45,6 +45,7 @@ def kill_before_a_cluster_has_the_job(job: EchoJob, background: Path) -> None:
     assert left.next_step == f"lorabatch resume {job.output}"
 
 
+@pytest.mark.long
 def test_a_submitted_job_goes_on_when_its_command_has_ended_and_after_one_that_was_killed(
     echo_job: EchoJob, background: Path
 ) -> None:

@@ -33,6 +33,7 @@ def test_a_process_that_breaks_a_limit_is_replaced(process: ConfinedProcess) -> 
     assert process.run(PATTERNS, [["a+"], PART, ["aa", "b"]], 1) == [["aa", 0, None]]
 
 
+@pytest.mark.long
 def test_what_a_task_raises_is_said_on_one_line_and_the_process_goes_on(process: ConfinedProcess) -> None:
     with pytest.raises(ConfinedError, match="error: unterminated character set") as raised:
         process.run(PATTERNS, [["*\x1b[2J"], PART, ["a"]], 1)

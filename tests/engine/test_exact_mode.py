@@ -85,7 +85,7 @@ def test_whatever_happens_around_a_row_it_has_the_same_bits(
             assert results[request.request_id] == alone.of(renamed(request, list(folders)))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_shared_beginnings_are_computed_once_and_give_the_same_bits(
     kernels: str, tiny_llama: Path, folders: dict[str, Path], alone: Alone, num_threads: int
 ) -> None:

@@ -182,6 +182,7 @@ def test_merging_by_the_kernel_and_parameter_by_parameter(
     assert [result.mode for result in results] == ["base", "merged", "merged", "merged"]
 
 
+@pytest.mark.long
 def test_any_number_of_switches_leaves_the_weights_bit_for_bit(
     tiny_llama: Path, tiny_adapters: dict[str, Path]
 ) -> None:

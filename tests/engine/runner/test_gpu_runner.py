@@ -63,6 +63,7 @@ def by_id(results: list[Result]) -> dict[str, Result]:
     return {result.request_id: result for result in results}
 
 
+@pytest.mark.long
 def test_rows_beside_a_merged_adapter_take_it_out_again(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
     names = ["rank8", "rank20"]
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -100,6 +101,7 @@ class Noting(EagerExecutor):
         super().run(key, work)
 
 
+@pytest.mark.long
 def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> None:
     noting = Noting()
 
@@ -231,6 +233,7 @@ def test_launching_waits_for_nothing(
     assert launched[-2:] == [3, 3]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns
 def test_a_row_whose_numbers_overflow_is_an_error_and_the_rows_beside_it_go_on(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path

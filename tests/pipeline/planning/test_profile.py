@@ -43,6 +43,7 @@ def test_a_measured_machine_is_found_by_jobs_of_that_model_and_those_threads(tin
     assert all(word in text for word in ("R²", "decode_row_s", "merge_s", "1 engines at once on cpu"))
 
 
+@pytest.mark.long
 def test_a_profile_given_by_name_is_used_whatever_it_was_measured_for(tiny_llama: Path, tmp_path: Path) -> None:
     request = ProfileRequest(str(tiny_llama), 1, 1, batch_rows=4, step_tokens=32, max_seconds=0.0)
     profile, path = profile_model(request, tmp_path / "mine.json")
