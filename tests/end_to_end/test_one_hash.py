@@ -1,7 +1,6 @@
 """Mode `exact` on the real engine: any number of workers, any size of shards, migration or not, one output.
 
-`make test-all` runs them; `python -m pytest -s tests/end_to_end/test_one_hash.py` prints a
-line for each.
+`python -m pytest -s tests/end_to_end/test_one_hash.py` prints a line for each job.
 """
 
 from __future__ import annotations
