@@ -40,8 +40,9 @@ class Decoder:
     `linears` holds the head and projections by checkpoint name, `tensors` what is no linear layer. Both, and the
     layers' linears, may be replaced between two steps.
 
-    `weights`: by checkpoint name, taken out one by one. `packed`: linear layers that were packed before, by
-    `joined_name`; their plain weights need not be in `weights`. `is_packed`: all others are packed now.
+    `weights`: by checkpoint name, taken out one by one; in `dtype` or, where linear layers are packed, as they are
+    stored. `dtype`: number format of computing. `packed`: linear layers that were packed before, by `joined_name`;
+    their plain weights need not be in `weights`. `is_packed`: all others are packed now.
     """
 
     #: Steps are built so that what a row computes depends on that row alone.
@@ -53,12 +54,15 @@ class Decoder:
         self,
         model: ModelConfig,
         weights: dict[str, Tensor],
+        dtype: torch.dtype,
         *,
         is_packed: bool,
         packed: Mapping[str, PackedWeight] | None = None,
     ) -> None:
         self.model = model
-        source = _Weights(weights, packed or {}, is_packed)
+        #: Of computing, and of what is stored in the pool.
+        self.dtype = dtype
+        source = _Weights(weights, packed or {}, dtype, is_packed)
         embeddings = weights[f"{model.names.embedding}.weight"]
         ropes: list[RopeConfig] = []
         self.layers = [
@@ -78,19 +82,19 @@ class Decoder:
         }
         if model.is_tied:
             self.linears[HEAD] = source.whole(HEAD, embeddings)
-        self.tensors = dict(weights)
+        looked_up = {f"{name}.weight" for name in (model.names.embedding, model.names.positions)}
+        self.tensors = {name: weight if name in looked_up else weight.to(dtype) for name, weight in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
-        self._dtype = embeddings.dtype
         self._lora_spans: tuple[AdapterSpan, ...] = ()
         self._prepared_lora: dict[tuple[int, PackedSite], PreparedLora] = {}
         # rounded to the dtype first, as the families that scale define it
-        self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=self._dtype))
+        self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=dtype))
 
     def forward(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in `pool`."""
         x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
-        rotaries = [rope.tables(batch.positions, batch.row_lengths, self._dtype) for rope in self._ropes]
+        rotaries = [rope.tables(batch.positions, batch.row_lengths, self.dtype) for rope in self._ropes]
         kv_rows = batch.kv_rows.clone()
         for layer in self.layers:
             norms = layer.norms
@@ -106,7 +110,7 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         model, names = self.model, self.model.names
-        x = self.tensors[f"{names.embedding}.weight"][token_ids]
+        x = self.tensors[f"{names.embedding}.weight"][token_ids].to(self.dtype)
         if model.embedding_scale != 1.0:
             x *= self._embedding_scale
         if names.project_in is not None:
@@ -177,13 +181,14 @@ class _Weights:
 
     plain: dict[str, Tensor]
     packed: Mapping[str, PackedWeight]
+    dtype: torch.dtype
     is_packed: bool
 
     def linear(self, modules: Sequence[str]) -> Linear:
         """One layer of the modules' weights, joined, and their biases (taken out of `plain`)."""
         biases = [self.plain.pop(f"{module}.bias") for module in modules if f"{module}.bias" in self.plain]
         assert len(biases) in (0, len(modules)), f"{modules}: {len(biases)} of {len(modules)} members have a bias"
-        bias = torch.cat(biases) if biases else None
+        bias = torch.cat(biases).to(self.dtype) if biases else None
         packed = self.packed.get(joined_name(modules))
         if packed is not None:
             return Linear.of_packed(packed, bias)

@@ -39,12 +39,13 @@ class ExactDecoder(Decoder):
         self,
         model: ModelConfig,
         weights: dict[str, Tensor],
+        dtype: torch.dtype,
         *,
         is_packed: bool,
         packed: Mapping[str, PackedWeight] | None = None,
     ) -> None:
-        super().__init__(model, weights, is_packed=is_packed, packed=packed)
-        self._is_compiled = native_build() is not None and self._dtype == torch.float32
+        super().__init__(model, weights, dtype, is_packed=is_packed, packed=packed)
+        self._is_compiled = native_build() is not None and dtype == torch.float32
         if model.activation != "relu" and not (model.activation == "silu" and self._is_compiled):
             self._activation = _row_by_row(self._activation)
 

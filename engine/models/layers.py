@@ -1,9 +1,9 @@
 """The layers of a decoder: linear layers with replaceable weights, activations and norms.
 
-A linear layer's `pristine` weight is never written to. On CPU in fp32 the layer has a packed copy, and a plain one once
-an adapter was merged into it; replacing means packing another weight, restoring means taking the packed pristine copy
-again. Elsewhere the layer computes with `pristine` itself until the first replacement, then with a live buffer of a
-fixed address.
+A linear layer's `pristine` weight is never written to. On CPU in fp32 the layer has a packed copy, in the checkpoint's
+own number format, and a plain one in fp32 once an adapter was merged into it; replacing means packing another weight,
+restoring means taking the packed pristine copy again. Elsewhere the layer computes with `pristine` itself until the
+first replacement, then with a live buffer of a fixed address.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ class LiveWeights:
         run_merge(adapter, jobs)
         self._decoder.tensors.update(self._pristine_tensors)
         for name in touched & self._pristine_tensors.keys():
-            self._decoder.tensors[name] = adapter.effective(name, self._pristine_tensors[name])
+            pristine = self._pristine_tensors[name].to(self._decoder.dtype)
+            self._decoder.tensors[name] = adapter.effective(name, pristine)
 
     def _restore_all_but(self, kept: list[Linear]) -> None:
         for linear in self._replaced_linears:

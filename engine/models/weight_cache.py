@@ -4,7 +4,7 @@ Packing a model takes longer than all else of an engine's start. A mapped file t
 and the engines of a host share its memory. A file is private to its user, whole or absent, and bears what it was made
 of: the weight files' names, sizes and times, the model's configuration, the processor's vectors, versions.
 
-Layout: blocks of fp32, each filled up to 64 bytes; an index in JSON; its SHA-256, its length (8 bytes, little-endian).
+Layout: tensors, each filled up to 64 bytes; an index in JSON; its SHA-256; its length (8 bytes, little-endian).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,12 +33,12 @@ from torch.nn.functional import pad
 
 from ...kernels.native import native_build
 from ...kernels.packed_weight import PackedWeight
-from ...kernels.packed_weight.panels import PANELS_VERSION, PanelWeight, pack_rows_
+from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION, PanelWeight, pack_rows_, panels_dtype
 from ...version import __version__
 from ..local_cache import default_cache_root, file_lock, make_private
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
 from .decoder import joined_name, modules_of_site
-from .load import read_weights, weight_files
+from .load import read_weights, stored_shapes, weight_files
 
 logger = logging.getLogger(__name__)
 Packed = Mapping[str, PackedWeight]
@@ -52,26 +53,27 @@ _SCRATCH_PREFIX = ".packing-"
 # What a process that was killed has left is removed after so long.
 _SCRATCH_S = 3600.0
 _CPU = torch.device("cpu")
-_ITEM_BYTES = 4
 # Of a cache line: blocks begin at multiples.
-_BLOCK_ITEMS = 16
+_LINE_BYTES = 64
 _TAIL_BYTES = 32 + 8
 _MAX_INDEX_BYTES = 64 << 20
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PANEL_TYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One tensor of a file. `total`: sum of its block's 8-byte words, modulo 2 ** 64."""
+    """One tensor of a file. `dtype`: its name in torch; `total`: sum of its block's 8-byte words, modulo 2 ** 64."""
 
     name: str
     shape: tuple[int, ...]
+    dtype: str
     is_packed: bool
     total: int
 
     @property
-    def num_items(self) -> int:
-        """Numbers of the block, with those that fill it up."""
-        return _filled_up(math.prod(self.shape))
+    def num_bytes(self) -> int:
+        """Bytes of the block, with those that fill it up."""
+        return _filled_up(math.prod(self.shape) * _DTYPES[self.dtype].itemsize)
 
 
 class WeightCache:
@@ -99,8 +101,10 @@ class WeightCache:
 
         None when they cannot be kept. Raises `ModelFilesError` for files that are not the model's.
         """
-        num_bytes = _ITEM_BYTES * sum(math.prod(shape) for shape in model.parameter_shapes().values())
-        if self.folder is None or not self._min_bytes <= num_bytes <= self._max_bytes:
+        if self.folder is None:
+            return None
+        num_bytes = _packed_bytes(model_folder, model)
+        if not self._min_bytes <= num_bytes <= self._max_bytes:
             return None
         try:
             _make_private(self.folder)
@@ -149,6 +153,15 @@ def _check_owner(facts: os.stat_result) -> None:
         raise PermissionError(errno.EPERM, "it must be this user's, and writable by no one else")
 
 
+def _packed_bytes(model_folder: Path, model: ModelConfig) -> int:
+    """About what the weights take here: as much as in their own files, and a tied head beside its embedding."""
+    stored, held = (
+        sum(math.prod(shape) for shape in shapes.values())
+        for shapes in (stored_shapes(model), model.parameter_shapes())
+    )
+    return sum(path.stat().st_size for path in weight_files(model_folder)) * held // stored
+
+
 def _key(model_folder: Path, model: ModelConfig) -> dict[str, Any]:
     """What packed weights depend on. Files as `jobs` remembers digests of: ctime cannot be set by a program."""
     files = []
@@ -161,7 +174,7 @@ def _key(model_folder: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def _tensors(model_folder: Path, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], bool, Tensor]]:
-    """Name, shape, whether it is packed, and numbers (flat, fp32) of all that a decoder needs."""
+    """Name, shape, whether it is packed, and numbers (flat) of all that a decoder needs, as they are stored."""
     weights = read_weights(model_folder, model, None, _CPU)
     linears = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in PACKED_SITES]
     whole = [module for module in (model.names.project_in, model.names.project_out, HEAD) if module is not None]
@@ -171,14 +184,15 @@ def _tensors(model_folder: Path, model: ModelConfig) -> Iterator[tuple[str, tupl
         else:
             parts = [weights.pop(f"{module}.weight") for module in modules]
         num_rows, depth = sum(map(len, parts)), parts[0].shape[1]
-        panels = torch.empty(num_rows * depth)
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+        panels = torch.empty(num_rows * depth, dtype=panels_dtype(dtype, depth))
         first_row = 0
         for part in parts:
-            pack_rows_(panels, first_row, num_rows, part)
+            pack_rows_(panels, first_row, num_rows, part.to(dtype))
             first_row += len(part)
         yield joined_name(modules), (num_rows, depth), True, panels
     for name, tensor in weights.items():
-        yield name, tuple(tensor.shape), False, tensor.to(torch.float32, copy=True).flatten()
+        yield name, tuple(tensor.shape), False, tensor.flatten()
 
 
 def _write(path: Path, key: Mapping[str, Any], tensors: Iterator[tuple[str, tuple[int, ...], bool, Tensor]]) -> None:
@@ -188,9 +202,11 @@ def _write(path: Path, key: Mapping[str, Any], tensors: Iterator[tuple[str, tupl
         with os.fdopen(descriptor, "wb") as file:
             blocks = []
             for name, shape, is_packed, numbers in tensors:
-                filled = pad(numbers, (0, _filled_up(len(numbers)) - len(numbers)))
+                data = numbers.view(torch.uint8)
+                filled = pad(data, (0, _filled_up(len(data)) - len(data)))
                 file.write(filled.numpy().data)
-                blocks.append(asdict(_Block(name, shape, is_packed, _total(filled))))
+                dtype = str(numbers.dtype).removeprefix("torch.")
+                blocks.append(asdict(_Block(name, shape, dtype, is_packed, _total(filled))))
             index = json.dumps({"key": key, "blocks": blocks}).encode()
             file.write(index + hashlib.sha256(index).digest() + len(index).to_bytes(8, "little"))
         os.replace(scratch, path)
@@ -227,11 +243,11 @@ def _tensors_of(file: BinaryIO, key: Mapping[str, Any]) -> tuple[dict[str, Tenso
     packed: dict[str, PackedWeight] = {}
     first = 0
     for block in blocks:
-        numbers = torch.frombuffer(mapping, dtype=torch.float32, count=block.num_items, offset=first * _ITEM_BYTES)
-        if _total(numbers) != block.total:
+        data = torch.frombuffer(mapping, dtype=torch.uint8, count=block.num_bytes, offset=first)
+        if _total(data) != block.total:
             raise ValueError(f"the numbers of {block.name} have changed")
-        first += block.num_items
-        numbers = numbers[: math.prod(block.shape)]
+        first += block.num_bytes
+        numbers = data.view(_DTYPES[block.dtype])[: math.prod(block.shape)]
         if block.is_packed:
             out_features, in_features = block.shape
             packed[block.name] = PanelWeight.of_panels(numbers, (out_features, in_features))
@@ -255,15 +271,15 @@ def _read_index(file: BinaryIO, key: Mapping[str, Any]) -> list[_Block]:
     index = json.loads(text)
     if index["key"] != key:
         raise ValueError("it is of other weights")
-    blocks = [_Block(raw["name"], tuple(raw["shape"]), raw["is_packed"], raw["total"]) for raw in index["blocks"]]
-    if _ITEM_BYTES * sum(block.num_items for block in blocks) != start:
+    blocks = [_Block(**raw | {"shape": tuple(raw["shape"])}) for raw in index["blocks"]]
+    if sum(block.num_bytes for block in blocks) != start:
         raise ValueError("its size is another")
     return blocks
 
 
-def _filled_up(num_items: int) -> int:
-    return num_items + -num_items % _BLOCK_ITEMS
+def _filled_up(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % _LINE_BYTES
 
 
-def _total(numbers: Tensor) -> int:
-    return int(numbers.view(torch.int64).sum())
+def _total(data: Tensor) -> int:
+    return int(data.view(torch.int64).sum())

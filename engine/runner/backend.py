@@ -28,7 +28,7 @@ from ..model_config.model import ModelConfig
 from ..models.decoder import Decoder
 from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixed
 from ..models.gpu_decoder import GpuDecoder
-from ..models.load import load_weights
+from ..models.load import load_weights, read_weights
 from ..models.merge import LiveWeights
 from ..models.weight_cache import Packed, WeightCache
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
@@ -123,8 +123,7 @@ class CpuBackend(Backend):
         """See `Backend`."""
         if self.config.load_format == "auto" and self.dtype == torch.float32 and has_panels():
             cached = self.weight_cache().weights(model_folder, self.model)
-            if cached is not None:
-                return cached
+            return cached or (read_weights(model_folder, self.model, None, self.device), {})
         return super().load(model_folder)
 
     def weight_cache(self) -> WeightCache:
@@ -134,7 +133,8 @@ class CpuBackend(Backend):
     def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> Decoder:
         """See `Backend`."""
         decoder = ExactDecoder if self.config.mode == "exact" else Decoder
-        return decoder(self.model, weights, is_packed=can_pack(self.device, self.dtype), packed=packed)
+        is_packed = can_pack(self.device, self.dtype)
+        return decoder(self.model, weights, self.dtype, is_packed=is_packed, packed=packed)
 
     @property
     def traits(self) -> KernelTraits:
@@ -172,7 +172,7 @@ class GpuBackend(Backend):
 
     def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> GpuDecoder:
         """See `Backend`."""
-        return GpuDecoder(self.model, weights, is_packed=False)
+        return GpuDecoder(self.model, weights, self.dtype, is_packed=False)
 
     def plan_memory(self) -> MemoryPlan:
         """See `Backend`."""

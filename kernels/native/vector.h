@@ -53,6 +53,18 @@ INLINE void store_first(float *to, vec v, int count)
 }
 #endif
 
+/* The first `count` numbers in fp16, widened; the others are zero and their memory is not touched. */
+INLINE vec widened_halves(const uint16_t *from, int count)
+{
+#if VECTOR_BYTES == 64
+    return (vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), from));
+#else
+    uint16_t halves[WIDTH] = {0};
+    memcpy(halves, from, count * sizeof *from);
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
+#endif
+}
+
 /* Where either is NaN: b. */
 INLINE vec larger_lanes(vec a, vec b)
 {

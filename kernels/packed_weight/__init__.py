@@ -16,7 +16,7 @@ from .panels import PanelWeight, has_panels
 
 
 class PackedWeight(Protocol):
-    """A weight W [out_features, in_features] in fp32."""
+    """A weight W [out_features, in_features], multiplied in fp32. Panels hold it in its own number format."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -26,14 +26,14 @@ class PackedWeight(Protocol):
         """`x W^T + bias`, `x` [num_tokens, in_features] in fp32, bias [out_features]."""
 
     def dense(self) -> Tensor:
-        """W in the plain layout, the same numbers bit for bit."""
+        """W in the plain layout and fp32, the same numbers bit for bit."""
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights of this kind can be packed here."""
+    """Whether weights can be packed here for computing in `dtype`."""
     return device.type == "cpu" and dtype == torch.float32 and (has_panels() or has_onednn())
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """A packed copy of a weight that `can_pack`."""
-    return PanelWeight(weight) if has_panels() else OneDnnWeight(weight)
+    """A packed copy of a weight in fp32, bf16 or fp16, which is widened where it must be."""
+    return PanelWeight(weight) if has_panels() else OneDnnWeight(weight.float())

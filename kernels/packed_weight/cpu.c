@@ -8,8 +8,6 @@
 
 #define NUMBERS_OF_LINE 16
 
-enum { FP32, BF16, FP16 };
-
 INLINE float number(const void *x, int64_t i, const int TYPE)
 {
     if (TYPE == FP32)
@@ -28,52 +26,76 @@ INLINE int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Rows x [num_rows, depth] become rows first_row and so on of a weight of `total` rows. */
-INLINE void pack(float *panels, int64_t first_row, int64_t total, const void *x, int64_t num_rows, int64_t depth,
-                 const int TYPE)
+/* Where the number k along the depth of a column is, in a panel of `width` columns. */
+INLINE int64_t place_of(int64_t k, int64_t column, int64_t width, const int TYPE)
+{
+    return TYPE == BF16 ? (k / 2 * width + column) * 2 + k % 2 : k * width + column;
+}
+
+/* Rows x [num_rows, depth] of TYPE become rows first_row and so on of a weight of `total` rows, in fp32 or in TYPE. */
+INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t total, const void *x,
+                 int64_t num_rows, int64_t depth, const int TYPE)
 {
     for (int64_t row = 0, next; row < num_rows; row = next) {
         const int64_t start = (first_row + row) / PANEL * PANEL, width = smaller(PANEL, total - start);
-        float *out = panels + start * depth + (first_row + row - start);
+        const int64_t column = first_row + row - start;
         next = smaller(num_rows, start + PANEL - first_row);
         /* line by line: the same place of all rows would share few sets of the cache */
         for (int64_t first = 0, end; first < depth; first = end) {
             end = smaller(depth, first + NUMBERS_OF_LINE);
             for (int64_t r = row; r < next; r++)
-                for (int64_t k = first; k < end; k++)
-                    out[k * width + r - row] = number(x, r * depth + k, TYPE);
+                for (int64_t k = first; k < end; k++) {
+                    const int64_t to = start * depth + place_of(k, column + r - row, width, PANELS_TYPE);
+                    if (PANELS_TYPE == FP32)
+                        ((float *)panels)[to] = number(x, r * depth + k, TYPE);
+                    else
+                        ((uint16_t *)panels)[to] = ((const uint16_t *)x)[r * depth + k];
+                }
         }
     }
 }
 
-/* In the thread that calls: adapters are read beside steps, and a second team of threads would make OpenMP put the
- * steps' own to sleep between loops. */
-void pack_rows(float *panels, int64_t first_row, int64_t total, const void *x, int64_t num_rows, int64_t depth,
-               int64_t type)
+/* `panels_type`: fp32, or that of x. In the thread that calls: adapters are read beside steps, and a second team of
+ * threads would make OpenMP put the steps' own to sleep between loops. */
+void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t total, const void *x, int64_t num_rows,
+               int64_t depth, int64_t type)
 {
-    if (type == FP32)
-        pack(panels, first_row, total, x, num_rows, depth, FP32);
-    else if (type == BF16)
-        pack(panels, first_row, total, x, num_rows, depth, BF16);
-    else
-        pack(panels, first_row, total, x, num_rows, depth, FP16);
+#define CASE(PANELS_TYPE, TYPE)                                                                                        \
+    if (panels_type == PANELS_TYPE && type == TYPE)                                                                    \
+        pack(panels, PANELS_TYPE, first_row, total, x, num_rows, depth, TYPE);
+    CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(BF16, BF16) CASE(FP16, FP16)
+#undef CASE
 }
 
-void pack_weight(float *panels, const float *w, int64_t num_columns, int64_t depth)
+/* All rows of a weight, by all threads. */
+void pack_weight(void *panels, int64_t panels_type, const void *x, int64_t num_columns, int64_t depth, int64_t type)
 {
 #pragma omp parallel for
     for (int64_t start = 0; start < num_columns; start += PANEL)
-        pack(panels, start, num_columns, w + start * depth, smaller(PANEL, num_columns - start), depth, FP32);
+        pack_rows(panels, panels_type, start, num_columns, (const char *)x + start * depth * SIZE_OF(type),
+                  smaller(PANEL, num_columns - start), depth, type);
 }
 
-void unpack_weight(float *w, const float *panels, int64_t num_columns, int64_t depth)
+/* Columns of a panel of `width` columns that begins with number `first` of `panels`, as rows in fp32. */
+INLINE void unpack(float *w, const void *panels, int64_t first, int64_t width, int64_t depth, const int TYPE)
+{
+    for (int64_t c = 0; c < width; c++)
+        for (int64_t k = 0; k < depth; k++)
+            w[c * depth + k] = number(panels, first + place_of(k, c, width, TYPE), TYPE);
+}
+
+/* In fp32, whatever the panels hold. */
+void unpack_weight(float *w, const void *panels, int64_t num_columns, int64_t depth, int64_t type)
 {
 #pragma omp parallel for
     for (int64_t start = 0; start < num_columns; start += PANEL) {
-        const int64_t width = smaller(PANEL, num_columns - start);
-        for (int64_t c = 0; c < width; c++)
-            for (int64_t k = 0; k < depth; k++)
-                w[(start + c) * depth + k] = panels[start * depth + k * width + c];
+        const int64_t first = start * depth, width = smaller(PANEL, num_columns - start);
+        if (type == FP32)
+            unpack(w + first, panels, first, width, depth, FP32);
+        else if (type == BF16)
+            unpack(w + first, panels, first, width, depth, BF16);
+        else
+            unpack(w + first, panels, first, width, depth, FP16);
     }
 }
 
@@ -96,15 +118,15 @@ static void multiply_by_all(const Product *product, int64_t num_rows)
 }
 
 /* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias. */
-void linear_panels(float *y, const float *x, int64_t num_rows, const float *panels, const float *bias,
-                   int64_t num_columns, int64_t depth)
+void linear_panels(float *y, const float *x, int64_t num_rows, const void *panels, const float *bias,
+                   int64_t num_columns, int64_t depth, int64_t type)
 {
-    multiply_by_all(&(Product){y, x, panels, bias, num_columns, depth, depth, num_columns, 1, 0}, num_rows);
+    multiply_by_all(&(Product){y, x, panels, bias, num_columns, depth, depth, num_columns, 1, 0, (int)type}, num_rows);
 }
 
-/* y [num_rows, num_columns] += scaling * x [num_rows, depth] W^T. */
+/* y [num_rows, num_columns] += scaling * x [num_rows, depth] W^T, panels in fp32. */
 void add_linear_panels(float *y, const float *x, int64_t num_rows, const float *panels, int64_t num_columns,
                        int64_t depth, float scaling)
 {
-    multiply_by_all(&(Product){y, x, panels, 0, num_columns, depth, depth, num_columns, scaling, 1}, num_rows);
+    multiply_by_all(&(Product){y, x, panels, 0, num_columns, depth, depth, num_columns, scaling, 1, FP32}, num_rows);
 }

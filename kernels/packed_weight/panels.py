@@ -1,6 +1,7 @@
 """Packs weights into panels of transposed rows, see `../native/panels.h`.
 
-A panel is as wide as two vectors of the processor, so what one machine packs is not for another.
+Panels hold a weight in its own number format; products are in fp32 and have the same bits in every format. A panel is
+as wide as two vectors of the processor, so what one machine packs is not for another.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in cpu.c
+#: Number formats that panels may hold, and their numbers in panels.h.
+PANEL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: To be raised when the same weight is packed into other numbers: panels are kept in files (`engine/models`).
-PANELS_VERSION = 1
+PANELS_VERSION = 2
 
 
 def has_panels() -> bool:
@@ -25,18 +27,19 @@ class PanelWeight:
 
     def __init__(self, weight: Tensor) -> None:
         plain = weight.contiguous()
-        assert plain.dtype == torch.float32, f"panels hold fp32, not {plain.dtype}"
+        self._panels = torch.empty(plain.numel(), dtype=panels_dtype(plain.dtype, plain.shape[1]))
         self._out_features, self._in_features = plain.shape
-        self._panels = torch.empty(plain.numel())
-        pack_weight = native_function("pack_weight", ADDRESS, ADDRESS, COUNT, COUNT)
+        if plain.dtype not in PANEL_TYPES:
+            plain = plain.float()
+        pack_weight = native_function("pack_weight", ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT)
         assert pack_weight is not None, "compiled kernels are not there"
-        pack_weight(self._panels.data_ptr(), plain.data_ptr(), *plain.shape)
+        panels_type, plain_type = PANEL_TYPES[self._panels.dtype], PANEL_TYPES[plain.dtype]
+        pack_weight(self._panels.data_ptr(), panels_type, plain.data_ptr(), *plain.shape, plain_type)
 
     @classmethod
     def of_panels(cls, panels: Tensor, shape: tuple[int, int]) -> PanelWeight:
-        """A weight of `shape` [out_features, in_features] whose panels (flat, fp32) were written by `pack_rows_`."""
+        """A weight of `shape` [out_features, in_features] whose panels (flat) were written by `pack_rows_`."""
         assert panels.numel() == shape[0] * shape[1], f"{panels.numel()} numbers for {shape}"
-        assert panels.dtype == torch.float32, f"panels hold fp32, not {panels.dtype}"
         packed = cls.__new__(cls)
         packed._panels, (packed._out_features, packed._in_features) = panels, shape
         return packed
@@ -46,21 +49,27 @@ class PanelWeight:
         """See `PackedWeight`."""
         return self._out_features, self._in_features
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weight takes."""
+        return self._panels.numel() * self._panels.element_size()
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `PackedWeight`."""
         x = x.contiguous()
         y = torch.empty(len(x), self._out_features)
-        places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT)
+        places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
         linear_panels = native_function("linear_panels", *places)
         assert linear_panels is not None, "compiled kernels are not there"
         linear_panels(
             y.data_ptr(), x.data_ptr(), len(x), self._panels.data_ptr(), None if bias is None else bias.data_ptr(),
-            self._out_features, self._in_features,
+            self._out_features, self._in_features, PANEL_TYPES[self._panels.dtype],
         )  # fmt: skip
         return y
 
     def add_product_(self, y: Tensor, x: Tensor, scaling: float) -> None:
-        """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, in fp32."""
+        """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, all in fp32."""
+        assert self._panels.dtype == torch.float32, f"panels hold {self._panels.dtype}, and fp32 is added"
         assert y.is_contiguous(), "rows must be contiguous"
         assert y.shape == (len(x), self._out_features), f"{y.shape} for {len(x)} rows of {self._out_features}"
         x = x.contiguous()
@@ -76,26 +85,37 @@ class PanelWeight:
         return unpacked(self._panels, self._out_features)
 
 
+def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
+    """What panels of a weight of `dtype` with rows of `depth` numbers hold: the same, or fp32 where there is no such
+    kernel."""
+    is_served = dtype in PANEL_TYPES and not (dtype == torch.bfloat16 and depth % 2)
+    return dtype if is_served else torch.float32
+
+
 def unpacked(panels: Tensor, num_rows: int) -> Tensor:
-    """The weight [num_rows, in_features] that `panels` (flat) hold."""
+    """The weight [num_rows, in_features] that `panels` (flat) hold, in fp32."""
     plain = torch.empty(num_rows, panels.numel() // num_rows)
-    unpack_weight = native_function("unpack_weight", ADDRESS, ADDRESS, COUNT, COUNT)
+    unpack_weight = native_function("unpack_weight", ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
     assert unpack_weight is not None, "compiled kernels are not there"
-    unpack_weight(plain.data_ptr(), panels.data_ptr(), *plain.shape)
+    unpack_weight(plain.data_ptr(), panels.data_ptr(), *plain.shape, PANEL_TYPES[panels.dtype])
     return plain
 
 
 def pack_rows_(panels: Tensor, first_row: int, num_rows: int, rows: Tensor) -> None:
-    """Write `rows` [n, in_features] (fp32, bf16 or fp16) as rows `first_row` and so on of a weight of `num_rows` rows
-    in panels (flat, fp32).
+    """Write `rows` [n, in_features] as rows `first_row` and so on of a weight of `num_rows` rows in panels (flat, in
+    fp32 or as `panels_dtype` says of the rows).
 
     It takes one thread and no lock of the interpreter: made for threads that prepare adapters while others step.
     """
     plain = rows.contiguous()
-    if plain.dtype not in _TYPES:
+    if plain.dtype not in PANEL_TYPES:
         plain = plain.float()
     assert panels.numel() == num_rows * plain.shape[1], f"{panels.numel()} numbers for {num_rows} rows of {plain.shape}"
     assert first_row + len(plain) <= num_rows, f"rows {first_row} to {first_row + len(plain)} of {num_rows}"
-    pack_rows = native_function("pack_rows", ADDRESS, COUNT, COUNT, ADDRESS, COUNT, COUNT, COUNT)
+    assert panels.dtype in (torch.float32, panels_dtype(plain.dtype, plain.shape[1])), (
+        f"{plain.dtype} in {panels.dtype}"
+    )
+    pack_rows = native_function("pack_rows", ADDRESS, COUNT, COUNT, COUNT, ADDRESS, COUNT, COUNT, COUNT)
     assert pack_rows is not None, "compiled kernels are not there"
-    pack_rows(panels.data_ptr(), first_row, num_rows, plain.data_ptr(), *plain.shape, _TYPES[plain.dtype])
+    panels_type, plain_type = PANEL_TYPES[panels.dtype], PANEL_TYPES[plain.dtype]
+    pack_rows(panels.data_ptr(), panels_type, first_row, num_rows, plain.data_ptr(), *plain.shape, plain_type)

@@ -84,7 +84,7 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
             const Segment *segment = &segments[s];
             const Site *site = segment->site;
             const Product shrink = {scratch + segment->start * scratch_stride, x + segment->start * in_features,
-                                    site->a, 0, scratch_stride, in_features, in_features, site->rank, 1, 0};
+                                    site->a, 0, scratch_stride, in_features, in_features, site->rank, 1, 0, FP32};
             multiply(&shrink, take(&share, segment->end - segment->start, in_features, site->rank));
         }
 #pragma omp barrier
@@ -97,7 +97,7 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
                 const Product expand = {y + segment->start * y_stride + member->column_start,
                                         scratch + segment->start * scratch_stride + member->rank_start, member->b, 0,
                                         y_stride, scratch_stride, member->rank_end - member->rank_start, num_columns,
-                                        (float)member->scaling, 1};
+                                        (float)member->scaling, 1, FP32};
                 multiply(&expand, take(&share, segment->end - segment->start, expand.depth, num_columns));
             }
         }

@@ -7,7 +7,7 @@ import torch
 
 from lorabatch.kernels.packed_weight import PackedWeight
 from lorabatch.kernels.packed_weight.onednn import OneDnnWeight, has_onednn
-from lorabatch.kernels.packed_weight.panels import PanelWeight, has_panels, pack_rows_, unpacked
+from lorabatch.kernels.packed_weight.panels import PanelWeight, has_panels, pack_rows_, panels_dtype, unpacked
 
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 Layout = type[PanelWeight] | type[OneDnnWeight]
@@ -47,6 +47,23 @@ def test_the_product_is_that_of_the_plain_weight(
 def test_the_plain_weight_comes_back_bit_for_bit(layout: Layout) -> None:
     for shape in [(1, 7), (37, 33), (96, 64)]:
         assert layout(random(*shape)).dense().equal(random(*shape))
+
+
+@needs_library
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 12, 13, 40])
+@pytest.mark.parametrize("shape", [(1, 8), (24, 16), (37, 34), (50, 33), (96, 64), (45, 2100)], ids=str)
+def test_a_weight_of_16_bits_stays_so_and_is_multiplied_with_the_bits_of_fp32(
+    shape: tuple[int, int], num_rows: int, stored: torch.dtype
+) -> None:
+    exponents = torch.randint(-6, 3, shape, generator=torch.Generator().manual_seed(1))
+    weight, x = (random(*shape) * 10.0**exponents).to(stored), random(num_rows, shape[1])
+    packed, wide = PanelWeight(weight), PanelWeight(weight.float())
+    is_odd_pair = stored == torch.bfloat16 and shape[1] % 2
+    assert packed.num_bytes == weight.numel() * (4 if is_odd_pair else 2)
+    assert packed.dense().equal(weight.float())
+    for bias in (None, random(shape[0])):
+        assert packed.multiply(x, bias).equal(wide.multiply(x, bias))
 
 
 @needs_library
@@ -93,11 +110,13 @@ def test_rows_that_do_not_lie_dense_are_multiplied_too() -> None:
 @needs_library
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", [(1,), (8, 8, 8), (20, 3, 64), (33, 31)], ids=str)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["in fp32", "as stored"])
 def test_parts_of_a_weight_are_packed_one_by_one_whatever_type_they_have(
-    sizes: tuple[int, ...], stored: torch.dtype
+    sizes: tuple[int, ...], is_kept: bool, stored: torch.dtype
 ) -> None:
     parts = [(random(size, 18) * 10.0 ** torch.randint(-7, 4, (size, 18))).to(stored) for size in sizes]
-    around = torch.full((sum(sizes) * 18 + 8,), torch.nan)
+    dtype = panels_dtype(stored, 18) if is_kept else torch.float32
+    around = torch.full((sum(sizes) * 18 + 8,), torch.nan, dtype=dtype)
     first = 0
     for part in parts:
         pack_rows_(around[4:-4], first, sum(sizes), part)
@@ -113,3 +132,5 @@ def test_rows_that_do_not_fit_are_a_mistake_of_ours() -> None:
         pack_rows_(torch.empty(35), 0, 5, torch.empty(2, 8))
     with pytest.raises(AssertionError, match="rows 4 to 6 of 5"):
         pack_rows_(torch.empty(40), 4, 5, torch.empty(2, 8))
+    with pytest.raises(AssertionError, match="float32 in torch"):
+        pack_rows_(torch.empty(40, dtype=torch.bfloat16), 0, 5, torch.empty(5, 8))

@@ -61,7 +61,8 @@ class Changed(CpuBackend):
 
     def build_decoder(self, weights: dict[str, torch.Tensor], packed: Packed) -> Decoder:
         model = replace(self.model, **self._changes)
-        return Decoder(model, weights, is_packed=can_pack(self.device, self.dtype), packed=packed)
+        is_packed = can_pack(self.device, self.dtype)
+        return Decoder(model, weights, self.dtype, is_packed=is_packed, packed=packed)
 
 
 class Comparison:
