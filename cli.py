@@ -153,14 +153,20 @@ def profile(
     batch_rows: Annotated[int, typer.Option(min=1)] = 64,
     step_tokens: Annotated[int, typer.Option(min=16)] = 512,
     max_seconds: Annotated[float, typer.Option(min=1, help="Nothing new is measured after so long.")] = 120.0,
+    dtype: Annotated[str, shared_option("dtype")] = "auto",
+    base_quantization: Annotated[str, shared_option("base_quantization")] = "none",
     save: Annotated[Path | None, typer.Option(help="JSON file; by default where jobs find it.")] = None,
 ) -> None:
     """Measure this machine's cost model: prefill, decode, LoRA by rank, merge, adapter load. About two minutes."""
     with errors_as_exit_codes():
         from .console.tables import print_profile
+        from .jobs.spec import JobSpec
         from .pipeline.planning.profile import ProfileRequest, profile_model
 
-        request = ProfileRequest(model, workers, engine_threads, batch_rows, step_tokens, max_seconds=max_seconds)
+        spec = JobSpec(model=model, input="-", output="-", dtype=dtype, base_quantization=base_quantization)
+        request = ProfileRequest(
+            model, workers, engine_threads, batch_rows, step_tokens, max_seconds, spec.dtype, spec.base_quantization
+        )
         print_profile(*profile_model(request, save))
 
 

@@ -26,7 +26,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.layers import Linear
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
-from lorabatch.kernels.packed_weight import can_pack
+from lorabatch.kernels.packed_weight import Products, can_multiply, pack
 
 PEFT_BATCH = 32
 WARM_BYTES = 3 << 30
@@ -135,14 +135,19 @@ def run_vllm(workload: EngineWorkload) -> Measured:
     return time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs], 0.0
 
 
-def run_gemm_ceiling(workload: EngineWorkload, *, is_packed: bool) -> Measured:
+def run_gemm_ceiling(workload: EngineWorkload, products: Products | None) -> Measured:
     """Nothing but the base model's matrix multiplications for the same tokens, in steps of the same sizes: prompts in
-    steps of 512 rows, answers as one batch that shrinks as rows end. `is_packed`: by the product that our engine uses,
-    otherwise by `torch.nn.functional.linear`."""
+    steps of 512 rows, answers as one batch that shrinks as rows end. `products`: by our engine's kernels, or by
+    `torch.nn.functional.linear`."""
     model = read_model_config(Path(workload.model))
     shapes = model.linear_shapes()
-    head = Linear(torch.randn(shapes.pop("lm_head")), None, is_packed=is_packed)
-    linears = [Linear(torch.randn(shape), None, is_packed=is_packed) for shape in shapes.values()]
+
+    def layer(shape: tuple[int, ...]) -> Linear:
+        weight = torch.randn(shape)
+        return Linear(weight if products is None else pack(weight, products), None, products)
+
+    head = layer(shapes.pop("lm_head"))
+    linears = [layer(shape) for shape in shapes.values()]
     inputs = {n: torch.randn(512, n) for n in {linear.shape[1] for linear in [*linears, head]}}
 
     def multiply(rows: int, sampled: int) -> None:
@@ -177,8 +182,8 @@ SYSTEMS: dict[str, Callable[[EngineWorkload], Measured]] = {
     "PEFT merged": run_peft_merged,
     "PEFT mixed": run_peft_mixed,
     "vLLM": run_vllm,
-    CEILING: lambda w: run_gemm_ceiling(w, is_packed=can_pack(torch.device("cpu"), torch.float32)),
-    TORCH_CEILING: lambda w: run_gemm_ceiling(w, is_packed=False),
+    CEILING: lambda w: run_gemm_ceiling(w, "float32" if can_multiply("float32") else None),
+    TORCH_CEILING: lambda w: run_gemm_ceiling(w, None),
 }
 
 

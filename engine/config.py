@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BATCH_ROWS",
     "DEFAULT_STEP_TOKENS",
+    "BaseQuantization",
     "DeviceKind",
     "EngineConfig",
     "Mode",
@@ -26,6 +27,7 @@ __all__ = [
     "read_model_config",
 ]
 Mode = Literal["auto", "unmerged", "merged", "exact"]
+BaseQuantization = Literal["none", "int8"]
 DeviceKind = Literal["cpu", "cuda"]
 DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
 
@@ -37,6 +39,7 @@ class EngineConfig:
     `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
     included (None for either: see `memory.limits`). `pool_bytes`: size of the page pool (None: a share of free
     memory).
+    `base_quantization`: `int8` multiplies the base model's linear layers in 8 bits, on CPUs that can.
     `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
     `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
     per row. `batcher`: what chooses the steps, a name in `scheduler.batching.BATCHERS` (None: what the mode says).
@@ -54,6 +57,7 @@ class EngineConfig:
     host_tier_bytes: int | None = None
     num_threads: int | None = None
     dtype: str = "auto"
+    base_quantization: BaseQuantization = "none"
     device: str = "auto"
     mode: Mode = "auto"
     batcher: str | None = None
@@ -75,9 +79,13 @@ class EngineConfig:
 
 
 def dtype_on(kind: DeviceKind, asked: str) -> str:
-    """Number format of an engine: bfloat16 on a GPU, float32 on a CPU (where bfloat16 multiplies far more slowly),
-    unless asked otherwise."""
+    """Number format of an engine: bfloat16 on a GPU, float32 on a CPU, unless asked otherwise."""
     return asked if asked != "auto" else "bfloat16" if kind == "cuda" else "float32"
+
+
+def products_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantization) -> str:
+    """Number format in which an engine multiplies, by which step costs are told apart."""
+    return dtype_on(kind, dtype) if base_quantization == "none" else base_quantization
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -29,10 +29,10 @@ _NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
 IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
-    "allow_special_tokens", "policy", "placement",
+    "allow_special_tokens", "policy", "placement", "base_quantization",
 )  # fmt: skip
 # Of these, options that the first version did not have: part of an index's key where they are given.
-_LATER = ("system_prompt", "allow_special_tokens", "policy", "placement")
+_LATER = ("system_prompt", "allow_special_tokens", "policy", "placement", "base_quantization")
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
 

@@ -64,7 +64,8 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
 
     An engine on a GPU measures what its weights leave; here that is estimated.
     """
-    itemsize = ITEM_BYTES[dtype_on(kind, config.dtype)]
+    # the pool of a CPU is in float32 whatever the products are in
+    itemsize = ITEM_BYTES["float32" if kind == "cpu" else dtype_on(kind, config.dtype)]
     if kind == "cpu":
         steps, pool_bytes = cpu_limits(config), config.pool_bytes or default_cpu_pool_bytes(memory_bytes)
     else:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.packed_weight import PackedWeight
+from ...kernels.packed_weight import PackedWeight, Products, pack
 from ...kernels.paged_attention.cpu import paged_attention
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSegment, PreparedLora
@@ -42,7 +42,7 @@ class Decoder:
 
     `weights`: by checkpoint name, taken out one by one; in `dtype` or, where linear layers are packed, as they are
     stored. `dtype`: number format of computing. `packed`: linear layers that were packed before, by `joined_name`;
-    their plain weights need not be in `weights`. `is_packed`: all others are packed now.
+    their plain weights need not be in `weights`. `products`: all others are packed now for such (None: none is).
     """
 
     #: Steps are built so that what a row computes depends on that row alone.
@@ -56,13 +56,13 @@ class Decoder:
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         *,
-        is_packed: bool,
+        products: Products | None,
         packed: Mapping[str, PackedWeight] | None = None,
     ) -> None:
         self.model = model
         #: Of computing, and of what is stored in the pool.
         self.dtype = dtype
-        source = _Weights(weights, packed or {}, dtype, is_packed)
+        source = _Weights(weights, packed or {}, dtype, products)
         embeddings = weights[f"{model.names.embedding}.weight"]
         ropes: list[RopeConfig] = []
         self.layers = [
@@ -182,7 +182,7 @@ class _Weights:
     plain: dict[str, Tensor]
     packed: Mapping[str, PackedWeight]
     dtype: torch.dtype
-    is_packed: bool
+    products: Products | None
 
     def linear(self, modules: Sequence[str]) -> Linear:
         """One layer of the modules' weights, joined, and their biases (taken out of `plain`)."""
@@ -191,17 +191,18 @@ class _Weights:
         bias = torch.cat(biases).to(self.dtype) if biases else None
         packed = self.packed.get(joined_name(modules))
         if packed is not None:
-            return Linear.of_packed(packed, bias)
-        weight = torch.cat([self.plain.pop(f"{module}.weight") for module in modules])
-        return Linear(weight, bias, is_packed=self.is_packed)
+            return Linear(packed, bias, self.products)
+        return self._packed_now(torch.cat([self.plain.pop(f"{module}.weight") for module in modules]), bias)
 
     def whole(self, module: str, weight: Tensor | None = None) -> Linear:
         """A layer of one module in no decoder layer. `weight`: it shares this one with another."""
         packed = self.packed.get(joined_name([module]))
         if packed is not None:
-            return Linear.of_packed(packed, None)
-        weight = self.plain.pop(f"{module}.weight") if weight is None else weight
-        return Linear(weight, None, is_packed=self.is_packed)
+            return Linear(packed, None, self.products)
+        return self._packed_now(self.plain.pop(f"{module}.weight") if weight is None else weight, None)
+
+    def _packed_now(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Linear(weight if self.products is None else pack(weight, self.products), bias, self.products)
 
 
 def modules_of_site(model: ModelConfig, layer: int, site: PackedSite) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels.native import native_build
-from ...kernels.packed_weight import PackedWeight, can_pack
+from ...kernels.packed_weight import PackedWeight, Products, can_multiply
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.segment_lora import LoraSegment, add_lora_
 from ..errors import ExactModeError
@@ -41,10 +41,10 @@ class ExactDecoder(Decoder):
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         *,
-        is_packed: bool,
+        products: Products | None,
         packed: Mapping[str, PackedWeight] | None = None,
     ) -> None:
-        super().__init__(model, weights, dtype, is_packed=is_packed, packed=packed)
+        super().__init__(model, weights, dtype, products=products, packed=packed)
         self._is_compiled = native_build() is not None and dtype == torch.float32
         if model.activation != "relu" and not (model.activation == "silu" and self._is_compiled):
             self._activation = _row_by_row(self._activation)
@@ -88,7 +88,7 @@ def check_exact_promise(model: ModelConfig, device: torch.device, dtype: torch.d
             f"mode='exact', dtype={name!r}: on a CPU products in {name} round by the number of rows beside a row. Use "
             "dtype='float32', or another mode."
         )
-    elif not can_pack(device, dtype):
+    elif not can_multiply("float32"):
         raise ExactModeError(
             "mode='exact': there are no compiled CPU kernels here, and this torch has no oneDNN to stand in for them. "
             "Install lorabatch where a C compiler with OpenMP is at hand, or use another mode."

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
 from ...kernels.gated import silu_gate
-from ...kernels.packed_weight import PackedWeight, pack
+from ...kernels.packed_weight import PackedWeight, Products, pack
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
 from ..model_config.model import Activation, ModelConfig
 
@@ -35,21 +35,13 @@ _FUNCTIONS: Mapping[Activation, Activate] = {
 class Linear:
     """`y = x W^T + bias`, `x` [num_tokens, in_features], W [out_features, in_features].
 
-    `is_packed`: only for weights that `can_pack`. `weight` itself is not kept then.
+    `weight`: packed, or plain where torch or Triton multiply. `products`: how a packed weight is multiplied. Merged
+    weights are never rounded to 8 bits, by more than what adapters change: they are multiplied in fp32.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_packed: bool) -> None:
-        self._hold(None if is_packed else weight, pack(weight) if is_packed else None, bias)
-
-    @classmethod
-    def of_packed(cls, packed: PackedWeight, bias: Tensor | None) -> Linear:
-        """A layer whose weight was packed before."""
-        linear = cls.__new__(cls)
-        linear._hold(None, packed, bias)
-        return linear
-
-    def _hold(self, plain: Tensor | None, packed: PackedWeight | None, bias: Tensor | None) -> None:
-        """Either a plain weight or a packed one."""
+    def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None, products: Products | None = None) -> None:
+        plain, packed = (weight, None) if isinstance(weight, Tensor) else (None, weight)
+        self._merged_products: Products = "float32" if products in (None, "int8") else products
         self._plain_pristine = _NO_WEIGHT if plain is None else plain
         self._live = self._plain_pristine
         self._packed_pristine = packed
@@ -94,7 +86,7 @@ class Linear:
         """Compute with `weight` (and `bias`) from now on."""
         self.bias = bias
         if self._packed is not None:
-            self._packed = pack(weight)
+            self._packed = pack(weight, self._merged_products)
             return
         if self._live is self._plain_pristine or self._live.shape != weight.shape:
             # an adapter with a resized vocabulary has a head of another height

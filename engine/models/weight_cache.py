@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,8 +31,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels.native import native_build
-from ...kernels.packed_weight import PackedWeight
-from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION, PanelWeight, pack_rows_, panels_dtype
+from ...kernels.packed_weight import PACKED_CLASSES, PackedWeight, Products
+from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION
 from ...version import __version__
 from ..local_cache import default_cache_root, file_lock, make_private
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
@@ -57,23 +56,26 @@ _CPU = torch.device("cpu")
 _LINE_BYTES = 64
 _TAIL_BYTES = 32 + 8
 _MAX_INDEX_BYTES = 64 << 20
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PANEL_TYPES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*PANEL_TYPES, torch.uint8)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One tensor of a file. `dtype`: its name in torch; `total`: sum of its block's 8-byte words, modulo 2 ** 64."""
+    """One tensor of a file, or one packed weight of `shape`: `num_items` numbers of `dtype` (its name in torch).
+    `total`: sum of the block's 8-byte words, modulo 2 ** 64.
+    """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
     is_packed: bool
+    num_items: int
+    dtype: str
     total: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the block, with those that fill it up."""
-        return _filled_up(math.prod(self.shape) * _DTYPES[self.dtype].itemsize)
+        return _filled_up(self.num_items * _DTYPES[self.dtype].itemsize)
 
 
 class WeightCache:
@@ -95,9 +97,11 @@ class WeightCache:
             return cls(None)
         return cls(Path(folder) if folder else default_cache_root() / "packed")
 
-    def weights(self, model_folder: Path, model: ModelConfig) -> tuple[dict[str, Tensor], Packed] | None:
-        """What a `Decoder` of the model computes with in fp32: plain weights, and packed ones by `joined_name`. They
-        are packed and kept now unless they were before.
+    def weights(
+        self, model_folder: Path, model: ModelConfig, products: Products
+    ) -> tuple[dict[str, Tensor], Packed] | None:
+        """What a `Decoder` of the model computes with: plain weights, and those packed for `products` by `joined_name`.
+        They are packed and kept now unless they were before.
 
         None when they cannot be kept. Raises `ModelFilesError` for files that are not the model's.
         """
@@ -108,19 +112,19 @@ class WeightCache:
             return None
         try:
             _make_private(self.folder)
-            key = _key(model_folder, model)
+            key = _key(model_folder, model, products)
             name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
             path = self.folder / f"{name}{_SUFFIX}"
-            found = _mapped(path, key)
+            found = _mapped(path, key, products)
             if found is None:
                 # Engines that start together wait for the first.
                 with file_lock(self.folder / ".lock"):
-                    found = _mapped(path, key)
+                    found = _mapped(path, key, products)
                     if found is None:
                         self._make_room(num_bytes)
-                        _write(path, key, _tensors(model_folder, model))
-                        found = _mapped(path, key)
-            return found if _key(model_folder, model) == key else None
+                        _write(path, key, _tensors(model_folder, model, products))
+                        found = _mapped(path, key, products)
+            return found if _key(model_folder, model, products) == key else None
         except OSError as error:
             logger.warning("%s: packed weights are not kept here: %s", self.folder, error)
             return None
@@ -162,7 +166,7 @@ def _packed_bytes(model_folder: Path, model: ModelConfig) -> int:
     return sum(path.stat().st_size for path in weight_files(model_folder)) * held // stored
 
 
-def _key(model_folder: Path, model: ModelConfig) -> dict[str, Any]:
+def _key(model_folder: Path, model: ModelConfig, products: Products) -> dict[str, Any]:
     """What packed weights depend on. Files as `jobs` remembers digests of: ctime cannot be set by a program."""
     files = []
     for path in weight_files(model_folder):
@@ -170,11 +174,13 @@ def _key(model_folder: Path, model: ModelConfig) -> dict[str, Any]:
         times = [facts.st_mtime_ns, facts.st_ctime_ns]
         files.append([str(path.resolve()), facts.st_size, facts.st_ino, *times])
     versions = [__version__, PANELS_VERSION, native_build()]
-    return {"files": files, "model": repr(model), "versions": versions}
+    return {"files": files, "model": repr(model), "products": products, "versions": versions}
 
 
-def _tensors(model_folder: Path, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], bool, Tensor]]:
-    """Name, shape, whether it is packed, and numbers (flat) of all that a decoder needs, as they are stored."""
+def _tensors(
+    model_folder: Path, model: ModelConfig, products: Products
+) -> Iterator[tuple[str, tuple[int, ...], bool, Tensor]]:
+    """Name, shape, whether it is packed, and numbers (flat) of all that a decoder needs."""
     weights = read_weights(model_folder, model, None, _CPU)
     linears = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in PACKED_SITES]
     whole = [module for module in (model.names.project_in, model.names.project_out, HEAD) if module is not None]
@@ -183,14 +189,8 @@ def _tensors(model_folder: Path, model: ModelConfig) -> Iterator[tuple[str, tupl
             parts = [weights[f"{model.names.embedding}.weight"]]
         else:
             parts = [weights.pop(f"{module}.weight") for module in modules]
-        num_rows, depth = sum(map(len, parts)), parts[0].shape[1]
-        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
-        panels = torch.empty(num_rows * depth, dtype=panels_dtype(dtype, depth))
-        first_row = 0
-        for part in parts:
-            pack_rows_(panels, first_row, num_rows, part.to(dtype))
-            first_row += len(part)
-        yield joined_name(modules), (num_rows, depth), True, panels
+        packed = PACKED_CLASSES[products](torch.cat(parts))
+        yield joined_name(modules), packed.shape, True, packed.numbers
     for name, tensor in weights.items():
         yield name, tuple(tensor.shape), False, tensor.flatten()
 
@@ -206,7 +206,7 @@ def _write(path: Path, key: Mapping[str, Any], tensors: Iterator[tuple[str, tupl
                 filled = pad(data, (0, _filled_up(len(data)) - len(data)))
                 file.write(filled.numpy().data)
                 dtype = str(numbers.dtype).removeprefix("torch.")
-                blocks.append(asdict(_Block(name, shape, dtype, is_packed, _total(filled))))
+                blocks.append(asdict(_Block(name, shape, is_packed, len(numbers), dtype, _total(filled))))
             index = json.dumps({"key": key, "blocks": blocks}).encode()
             file.write(index + hashlib.sha256(index).digest() + len(index).to_bytes(8, "little"))
         os.replace(scratch, path)
@@ -216,7 +216,7 @@ def _write(path: Path, key: Mapping[str, Any], tensors: Iterator[tuple[str, tupl
         raise
 
 
-def _mapped(path: Path, key: Mapping[str, Any]) -> tuple[dict[str, Tensor], Packed] | None:
+def _mapped(path: Path, key: Mapping[str, Any], products: Products) -> tuple[dict[str, Tensor], Packed] | None:
     """The weights in a file; None where there is none, or one that is damaged, someone else's or of other weights."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -225,7 +225,7 @@ def _mapped(path: Path, key: Mapping[str, Any]) -> tuple[dict[str, Tensor], Pack
     with os.fdopen(descriptor, "rb") as file:
         try:
             _check_owner(os.fstat(descriptor))
-            found = _tensors_of(file, key)
+            found = _tensors_of(file, key, products)
         except (ValueError, KeyError, TypeError, PermissionError) as error:
             logger.warning("%s: weights are packed again: %s", path, error)
             return None
@@ -234,7 +234,7 @@ def _mapped(path: Path, key: Mapping[str, Any]) -> tuple[dict[str, Tensor], Pack
     return found
 
 
-def _tensors_of(file: BinaryIO, key: Mapping[str, Any]) -> tuple[dict[str, Tensor], Packed]:
+def _tensors_of(file: BinaryIO, key: Mapping[str, Any], products: Products) -> tuple[dict[str, Tensor], Packed]:
     """Map an open file. Raises ValueError when its numbers are not those that were written."""
     blocks = _read_index(file, key)
     # Private: should anything be written to the tensors, neither the file nor other engines see it.
@@ -247,10 +247,10 @@ def _tensors_of(file: BinaryIO, key: Mapping[str, Any]) -> tuple[dict[str, Tenso
         if _total(data) != block.total:
             raise ValueError(f"the numbers of {block.name} have changed")
         first += block.num_bytes
-        numbers = data.view(_DTYPES[block.dtype])[: math.prod(block.shape)]
+        numbers = data.view(_DTYPES[block.dtype])[: block.num_items]
         if block.is_packed:
             out_features, in_features = block.shape
-            packed[block.name] = PanelWeight.of_panels(numbers, (out_features, in_features))
+            packed[block.name] = PACKED_CLASSES[products].of_numbers(numbers, (out_features, in_features))
         else:
             plain[block.name] = numbers.view(block.shape)
     return plain, packed

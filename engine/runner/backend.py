@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.launch import is_interpreted
-from ...kernels.packed_weight import can_pack
+from ...kernels.packed_weight import Products, can_multiply
 from ...kernels.packed_weight.panels import has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
@@ -66,7 +67,7 @@ class Backend(ABC):
     def __init__(self, model_folder: Path, config: EngineConfig, model: ModelConfig) -> None:
         self.config = config
         self.model = model
-        self.device, self.dtype = choose_device(config)
+        self.device, self.dtype, self.products = choose_arithmetic(config)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels are launched
         if config.mode == "exact":
@@ -121,8 +122,8 @@ class CpuBackend(Backend):
 
     def load(self, model_folder: Path) -> tuple[dict[str, Tensor], Packed]:
         """See `Backend`."""
-        if self.config.load_format == "auto" and self.dtype == torch.float32 and has_panels():
-            cached = self.weight_cache().weights(model_folder, self.model)
+        if self.config.load_format == "auto" and self.products is not None and has_panels():
+            cached = self.weight_cache().weights(model_folder, self.model, self.products)
             return cached or (read_weights(model_folder, self.model, None, self.device), {})
         return super().load(model_folder)
 
@@ -133,8 +134,7 @@ class CpuBackend(Backend):
     def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> Decoder:
         """See `Backend`."""
         decoder = ExactDecoder if self.config.mode == "exact" else Decoder
-        is_packed = can_pack(self.device, self.dtype)
-        return decoder(self.model, weights, self.dtype, is_packed=is_packed, packed=packed)
+        return decoder(self.model, weights, self.dtype, products=self.products, packed=packed)
 
     @property
     def traits(self) -> KernelTraits:
@@ -142,7 +142,7 @@ class CpuBackend(Backend):
         return KernelTraits(
             run_pages=RUN_PAGES["cpu"],
             has_block_tables=False,
-            has_lora_panels=self.dtype == torch.float32 and has_panels(),
+            has_lora_panels=has_panels(),
             reads_other_rows=not can_attend_compiled(self.model.head_dim, self.dtype),
             is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device, self.dtype),
         )
@@ -172,7 +172,7 @@ class GpuBackend(Backend):
 
     def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> GpuDecoder:
         """See `Backend`."""
-        return GpuDecoder(self.model, weights, self.dtype, is_packed=False)
+        return GpuDecoder(self.model, weights, self.dtype, products=None)
 
     def plan_memory(self) -> MemoryPlan:
         """See `Backend`."""
@@ -204,8 +204,7 @@ MakeBackend = Callable[[Path, EngineConfig, ModelConfig], Backend]
 
 def choose_backend(model_folder: Path, config: EngineConfig, model: ModelConfig) -> Backend:
     """The backend of the configured device and kernels. Raises what `Backend` and `backend_type` do."""
-    device, _ = choose_device(config)
-    return backend_type(config, device)(model_folder, config, model)
+    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model)
 
 
 def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
@@ -225,10 +224,21 @@ def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
     return GpuBackend
 
 
-def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype: bf16 on a GPU, fp32 on a CPU (where bf16 multiplies far more slowly), unless asked otherwise.
+class Arithmetic(NamedTuple):
+    """Where an engine computes and in what: `dtype` of activations and of the pool, `products` of packed linear layers.
 
-    Raises ValueError for a device that is not there and for an unknown dtype.
+    Without `products` torch or Triton multiply, in `dtype`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    products: Products | None
+
+
+def choose_arithmetic(config: EngineConfig) -> Arithmetic:
+    """bf16 on a GPU and fp32 on a CPU unless asked otherwise. CPUs compute in fp32 all but linear layers.
+
+    Raises ValueError for a device that is not there, and for a number format that it does not multiply in.
     """
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -237,7 +247,32 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
             raise ValueError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    name = dtype_on("cuda" if device.type == "cuda" else "cpu", config.dtype)
-    if name not in dtypes:
+    asked = dtype_on("cuda" if device.type == "cuda" else "cpu", config.dtype)
+    if asked not in dtypes:
         raise ValueError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
-    return device, dtypes[name]
+    if backend_type(config, device) is GpuBackend:
+        if config.base_quantization != "none":
+            raise ValueError(f"base_quantization={config.base_quantization!r}: served on CPUs only. Use none.")
+        return Arithmetic(device, dtypes[asked], None)
+    return Arithmetic(device, torch.float32, _cpu_products(config, asked))
+
+
+def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
+    """How linear layers are multiplied on this CPU. Raises ValueError for what would be slow in silence."""
+    if config.base_quantization == "int8":
+        if dtype != "float32":
+            raise ValueError(f"base_quantization='int8', dtype={dtype!r}: the rest is in float32. Use dtype auto.")
+        if not can_multiply("int8"):
+            raise ValueError(
+                "base_quantization='int8': this processor has no AVX512_VNNI, or the compiled CPU kernels are missing. "
+                "Use base_quantization none."
+            )
+        return "int8"
+    if dtype == "bfloat16" and can_multiply("bfloat16"):
+        return "bfloat16"
+    if dtype != "float32":
+        raise ValueError(
+            f"dtype={dtype!r}: this processor multiplies float32 only (bfloat16 needs AVX512_BF16 and the compiled CPU "
+            "kernels). Use dtype auto: a checkpoint of 16 bits stays so in memory."
+        )
+    return "float32" if can_multiply("float32") else None

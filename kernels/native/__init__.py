@@ -37,6 +37,12 @@ def native_function(name: str, *argument_types: Any) -> Callable[..., None] | No
     return function  # type: ignore[no-any-return]
 
 
+def native_number(name: str) -> int:
+    """What the compiled function of this name, without arguments, returns; 0 where there is no library."""
+    library = _library()
+    return int(getattr(library, name)()) if library is not None else 0
+
+
 def native_build() -> str | None:
     """Instruction set of the library in use ("avx512", "avx2"), or None."""
     return torch.backends.cpu.get_cpu_capability().lower() if _library() is not None else None

@@ -1,39 +1,54 @@
-"""Packs weights of linear layers into the layout that a CPU multiplies with fastest: `pack(weight).multiply(x, bias)`.
+"""Packs weights of linear layers into the layout that a CPU multiplies with fastest: `pack(weight, products)`.
 
-Compiled kernels read panels (`panels.py`); where there are none, torch's oneDNN has a layout of its own
-(`onednn.py`). In both a row's result has the same bits whatever rows are beside it.
+Compiled kernels read panels: of fp32, bf16 or fp16 multiplied in fp32 (`panels.py`), or in bf16 or 8 bits (`dots.py`).
+Where there are none, torch's oneDNN has a layout of its own for fp32 (`onednn.py`). In all of them a row's result has
+the same bits whatever rows are beside it.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from .dots import Bf16Weight, Int8Weight, has_dots
 from .onednn import OneDnnWeight, has_onednn
 from .panels import PanelWeight, has_panels
 
+#: How the numbers of a weight and of its input are multiplied.
+Products = Literal["float32", "bfloat16", "int8"]
+
+
+#: The class of weights that compiled kernels read for such products.
+PACKED_CLASSES: Mapping[Products, type[PanelWeight | Bf16Weight | Int8Weight]] = {
+    "float32": PanelWeight,
+    "bfloat16": Bf16Weight,
+    "int8": Int8Weight,
+}
+
 
 class PackedWeight(Protocol):
-    """A weight W [out_features, in_features], multiplied in fp32. Panels hold it in its own number format."""
+    """A weight W [out_features, in_features]. For products in fp32, panels hold it in its own number format."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """[out_features, in_features]."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x W^T + bias`, `x` [num_tokens, in_features] in fp32, bias [out_features]."""
+        """`x W^T + bias` in fp32, `x` [num_tokens, in_features] in fp32, bias [out_features]."""
 
     def dense(self) -> Tensor:
-        """W in the plain layout and fp32, the same numbers bit for bit."""
+        """W in the plain layout and fp32: the numbers that are multiplied, bit for bit."""
 
 
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights can be packed here for computing in `dtype`."""
-    return device.type == "cpu" and dtype == torch.float32 and (has_panels() or has_onednn())
+def can_multiply(products: Products) -> bool:
+    """Whether there are kernels for such products on this machine."""
+    return has_panels() or has_onednn() if products == "float32" else has_dots(products)
 
 
-def pack(weight: Tensor) -> PackedWeight:
-    """A packed copy of a weight in fp32, bf16 or fp16, which is widened where it must be."""
-    return PanelWeight(weight) if has_panels() else OneDnnWeight(weight.float())
+def pack(weight: Tensor, products: Products) -> PackedWeight:
+    """A packed copy of a weight in fp32, bf16 or fp16, for products that this machine `can_multiply`."""
+    if products == "float32" and not has_panels():
+        return OneDnnWeight(weight.float())
+    return PACKED_CLASSES[products](weight)

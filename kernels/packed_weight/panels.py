@@ -6,6 +6,8 @@ as wide as two vectors of the processor, so what one machine packs is not for an
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -22,67 +24,64 @@ def has_panels() -> bool:
     return native_build() is not None
 
 
-class PanelWeight:
+class StoredWeight:
+    """A packed weight that compiled kernels read: it can be kept in a file and mapped from it.
+
+    `numbers`: flat, in the layout and the type of its class; `shape`: [out_features, in_features].
+    """
+
+    numbers: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of_numbers(cls, numbers: Tensor, shape: tuple[int, int]) -> Self:
+        """The weight whose `numbers` another of this class had."""
+        packed = cls.__new__(cls)
+        packed.numbers, packed.shape = numbers, shape
+        return packed
+
+
+class PanelWeight(StoredWeight):
     """See `PackedWeight`."""
 
     def __init__(self, weight: Tensor) -> None:
         plain = weight.contiguous()
-        self._panels = torch.empty(plain.numel(), dtype=panels_dtype(plain.dtype, plain.shape[1]))
-        self._out_features, self._in_features = plain.shape
+        self.shape = (plain.shape[0], plain.shape[1])
+        self.numbers = torch.empty(plain.numel(), dtype=panels_dtype(plain.dtype, plain.shape[1]))
         if plain.dtype not in PANEL_TYPES:
             plain = plain.float()
         pack_weight = native_function("pack_weight", ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT)
         assert pack_weight is not None, "compiled kernels are not there"
-        panels_type, plain_type = PANEL_TYPES[self._panels.dtype], PANEL_TYPES[plain.dtype]
-        pack_weight(self._panels.data_ptr(), panels_type, plain.data_ptr(), *plain.shape, plain_type)
-
-    @classmethod
-    def of_panels(cls, panels: Tensor, shape: tuple[int, int]) -> PanelWeight:
-        """A weight of `shape` [out_features, in_features] whose panels (flat) were written by `pack_rows_`."""
-        assert panels.numel() == shape[0] * shape[1], f"{panels.numel()} numbers for {shape}"
-        packed = cls.__new__(cls)
-        packed._panels, (packed._out_features, packed._in_features) = panels, shape
-        return packed
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `PackedWeight`."""
-        return self._out_features, self._in_features
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the weight takes."""
-        return self._panels.numel() * self._panels.element_size()
+        panels_type, plain_type = PANEL_TYPES[self.numbers.dtype], PANEL_TYPES[plain.dtype]
+        pack_weight(self.numbers.data_ptr(), panels_type, plain.data_ptr(), *plain.shape, plain_type)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `PackedWeight`."""
         x = x.contiguous()
-        y = torch.empty(len(x), self._out_features)
+        y = torch.empty(len(x), self.shape[0])
         places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
         linear_panels = native_function("linear_panels", *places)
         assert linear_panels is not None, "compiled kernels are not there"
         linear_panels(
-            y.data_ptr(), x.data_ptr(), len(x), self._panels.data_ptr(), None if bias is None else bias.data_ptr(),
-            self._out_features, self._in_features, PANEL_TYPES[self._panels.dtype],
+            y.data_ptr(), x.data_ptr(), len(x), self.numbers.data_ptr(), None if bias is None else bias.data_ptr(),
+            *self.shape, PANEL_TYPES[self.numbers.dtype],
         )  # fmt: skip
         return y
 
     def add_product_(self, y: Tensor, x: Tensor, scaling: float) -> None:
         """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, all in fp32."""
-        assert self._panels.dtype == torch.float32, f"panels hold {self._panels.dtype}, and fp32 is added"
+        assert self.numbers.dtype == torch.float32, f"panels hold {self.numbers.dtype}, and fp32 is added"
         assert y.is_contiguous(), "rows must be contiguous"
-        assert y.shape == (len(x), self._out_features), f"{y.shape} for {len(x)} rows of {self._out_features}"
+        assert y.shape == (len(x), self.shape[0]), f"{y.shape} for {len(x)} rows of {self.shape[0]}"
         x = x.contiguous()
         places = (ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, NUMBER)
         add_linear_panels = native_function("add_linear_panels", *places)
         assert add_linear_panels is not None, "compiled kernels are not there"
-        add_linear_panels(
-            y.data_ptr(), x.data_ptr(), len(x), self._panels.data_ptr(), self._out_features, self._in_features, scaling
-        )
+        add_linear_panels(y.data_ptr(), x.data_ptr(), len(x), self.numbers.data_ptr(), *self.shape, scaling)
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
-        return unpacked(self._panels, self._out_features)
+        return unpacked(self.numbers, self.shape[0])
 
 
 def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:

@@ -21,14 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from ...engine.config import EngineConfig
+from ...engine.config import BaseQuantization, DeviceKind, EngineConfig, products_format
 from ...engine.engine import Engine
 from ...engine.local_cache import make_private, temporary_folder
 from ...engine.models.step_batch import StepEntry
 from ...engine.peft import audit_adapter
 from ...engine.peft.random import write_random_adapter
 from ...engine.request import Request, SamplingParams
-from ...engine.runner.backend import choose_device
+from ...engine.runner.backend import choose_arithmetic
 from ...jobs.cost_profile import CostProfile, machine, profile_path
 from ...jobs.errors import JobFailedError
 from ...jobs.storage.local_copy import local_folder, model_sha256
@@ -58,6 +58,8 @@ class ProfileRequest:
     batch_rows: int = 64
     step_tokens: int = 512
     max_seconds: float = 120.0
+    dtype: str = "auto"
+    base_quantization: BaseQuantization = "none"
 
     @property
     def engines(self) -> int:
@@ -72,7 +74,13 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
     """
     folder = local_folder(request.model, {})
     threads = request.engine_threads or max(1, len(os.sched_getaffinity(0)) // request.engines)
-    config = EngineConfig(max_batch_rows=request.batch_rows, max_step_tokens=request.step_tokens, num_threads=threads)
+    config = EngineConfig(
+        max_batch_rows=request.batch_rows,
+        max_step_tokens=request.step_tokens,
+        num_threads=threads,
+        dtype=request.dtype,
+        base_quantization=request.base_quantization,
+    )
     profile = _fitted(_measure(folder, config, request), request, threads, model_sha256(folder, with_weights=True))
     cpu_threads = threads if profile.device == "cpu" else None
     path = save or profile_path(profile.model_sha256, profile.device, profile.dtype, cpu_threads)
@@ -180,9 +188,10 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
             steps += bench.run(probe)
         del bench
         merging = _Bench(Engine(model_folder, replace(config, mode="merged")), Path(folder))
-        device, dtype = choose_device(config)
-        name = str(dtype).removeprefix("torch.")
-        return EngineProfile(device.type, name, tuple(steps), merging.switches(), loads)
+        device = choose_arithmetic(config).device
+        kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
+        products = products_format(kind, config.dtype, config.base_quantization)
+        return EngineProfile(kind, products, tuple(steps), merging.switches(), loads)
 
 
 class _Bench:

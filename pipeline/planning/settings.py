@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.batching.policy import choose_batcher
-from ...engine.config import DeviceKind, EngineConfig, dtype_on, read_model_config
+from ...engine.config import DeviceKind, EngineConfig, products_format, read_model_config
 from ...engine.memory.limits import EngineLimits, engine_limits
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
@@ -118,13 +118,14 @@ class RunSettings:
             pool_bytes=spec.pool_bytes,
             num_threads=threads,
             dtype=spec.dtype,
+            base_quantization=spec.base_quantization,
             device=spec.device,
-            mode=spec.mode,
+            mode="unmerged" if spec.mode == "auto" and spec.base_quantization != "none" else spec.mode,
             load_format=spec.load_format,
             cost=chosen.cost,
         )
         # whether workers have compiled kernels is seen when their engines start
-        is_fixed = device.kind == "cpu" and dtype_on("cpu", spec.dtype) == "float32"
+        is_fixed = device.kind == "cpu"
         served = [adapter for adapter in job.record.adapters if not adapter.is_refused]
         has_history = chosen.is_guess and before.cost is not None
         names = {adapter.sha256: adapter.name for adapter in served} | {"": ""}
@@ -404,7 +405,8 @@ def choose_cost(
     preset. Raises `JobRequestError` for a `cost_model` that cannot be used."""
     if spec.cost_model is not None:
         return ChosenCost(read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}")
-    path = profile_path(model_sha256, kind, dtype_on(kind, spec.dtype), threads if kind == "cpu" else None)
+    products = products_format(kind, spec.dtype, spec.base_quantization)
+    path = profile_path(model_sha256, kind, products, threads if kind == "cpu" else None)
     if path.exists():
         return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
     return _preset(model, kind, threads)
@@ -424,7 +426,8 @@ def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path |
     """Of the model, the device and what else decides what steps take."""
     name = "cpu" if device.kind == "cpu" else re.sub(r"\W+", "-", device.name)
     threads = threads if device.kind == "cpu" else None
-    return history_path(job.record.model.sha256, name, dtype_on(device.kind, job.spec.dtype), threads)
+    products = products_format(device.kind, job.spec.dtype, job.spec.base_quantization)
+    return history_path(job.record.model.sha256, name, products, threads)
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from lorabatch.engine.models.layers import Linear
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_build, native_function
+from lorabatch.kernels.packed_weight import pack
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +179,7 @@ def test_weights_are_merged_to_the_same_bits_by_any_number_of_threads(
 )
 def test_packed_layers_of_a_real_size_round_alike_for_any_number_of_rows_and_threads(outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    layer = Linear(torch.randn(outputs, inputs, generator=generator), None, is_packed=True)
+    layer = Linear(pack(torch.randn(outputs, inputs, generator=generator), "float32"), None, "float32")
     x = torch.randn(530, inputs, generator=generator)
     torch.set_num_threads(1)
     whole = layer(x)

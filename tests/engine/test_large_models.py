@@ -50,7 +50,7 @@ def test_parameters_are_as_many_as_the_published_models_have(shape: ModelShape, 
 @pytest.mark.parametrize("shape", [LLAMA_3_8B, QWEN_2_5_7B, LLAMA_3_2_1B], ids=lambda shape: shape.name)
 def test_the_decoder_takes_random_weights_of_these_shapes(shape: ModelShape) -> None:
     model, meta = model_of(shape), torch.device("meta")
-    decoder = GpuDecoder(model, dummy_weights(model, torch.bfloat16, meta), torch.bfloat16, is_packed=False)
+    decoder = GpuDecoder(model, dummy_weights(model, torch.bfloat16, meta), torch.bfloat16, products=None)
     layer = decoder.layers[-1].linears
     packed = {site: tuple(linear.pristine.shape) for site, linear in layer.items()}
     expected = [(sum(members), in_features) for in_features, members in shape.sites]

@@ -42,6 +42,7 @@ OTHER_VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "mode": "exact",
     "dtype": "bfloat16",
+    "base_quantization": "int8",
     "load_format": "dummy",
     "rows_per_shard": 10,
     "allow_special_tokens": True,

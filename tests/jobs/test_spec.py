@@ -258,11 +258,13 @@ def test_what_is_not_served_is_refused_and_not_passed_over() -> None:
         JobSpec(model="m", input="i", output="o", tensor_parallel=2)
 
 
-def test_mode_exact_on_a_cpu_is_served_in_float32_only() -> None:
-    assert "mode='exact', dtype='bfloat16': on a CPU" in problems(
-        **BASICS, mode="exact", device="cpu", dtype="bfloat16"
-    )
-    for values in ({"dtype": "float32"}, {"dtype": "auto"}, {"dtype": "bfloat16", "device": "cuda"}):
+def test_number_formats_that_are_not_served_are_refused() -> None:
+    assert "dtype='float16': CPUs multiply in float32 or bfloat16" in problems(**BASICS, device="cpu", dtype="float16")
+    quantised = BASICS | {"base_quantization": "int8"}
+    assert "mode='merged', base_quantization='int8': adapters are not merged" in problems(**quantised, mode="merged")
+    assert "dtype='bfloat16', base_quantization='int8': all but" in problems(**quantised, dtype="bfloat16")
+    assert "base_quantization='int3'" in problems(**BASICS, base_quantization="int3")
+    for values in ({"dtype": "bfloat16"}, {"dtype": "auto"}, {"base_quantization": "int8"}):
         JobSpec(**BASICS | {"mode": "exact", "device": "cpu"} | values)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorabatch.kernels.packed_weight import PackedWeight
+from lorabatch.kernels.packed_weight import PackedWeight, Products, can_multiply, pack
 from lorabatch.kernels.packed_weight.onednn import OneDnnWeight, has_onednn
 from lorabatch.kernels.packed_weight.panels import PanelWeight, has_panels, pack_rows_, panels_dtype, unpacked
 
@@ -60,10 +60,74 @@ def test_a_weight_of_16_bits_stays_so_and_is_multiplied_with_the_bits_of_fp32(
     weight, x = (random(*shape) * 10.0**exponents).to(stored), random(num_rows, shape[1])
     packed, wide = PanelWeight(weight), PanelWeight(weight.float())
     is_odd_pair = stored == torch.bfloat16 and shape[1] % 2
-    assert packed.num_bytes == weight.numel() * (4 if is_odd_pair else 2)
+    assert packed.numbers.nbytes == weight.numel() * (4 if is_odd_pair else 2)
     assert packed.dense().equal(weight.float())
     for bias in (None, random(shape[0])):
         assert packed.multiply(x, bias).equal(wide.multiply(x, bias))
+
+
+@pytest.fixture(params=["bfloat16", "int8"])
+def products(request: pytest.FixtureRequest) -> Products:
+    chosen: Products = request.param
+    if not can_multiply(chosen):
+        pytest.skip(f"this processor has no instructions for products in {chosen}")
+    return chosen
+
+
+def encoded(x: torch.Tensor, products: Products) -> torch.Tensor:
+    """The numbers for which the rows' codes stand, in fp64."""
+    if products == "bfloat16":
+        return x.bfloat16().double()
+    scales = x.abs().amax(1, keepdim=True).double() / 127
+    return (x / scales.float().clamp(min=1e-30)).round().double() * scales
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 12, 13, 40])
+@pytest.mark.parametrize("shape", [(1, 7), (24, 16), (37, 33), (50, 34), (96, 64), (45, 2100)], ids=str)
+def test_dot_products_are_those_of_the_codes_for_any_company_and_number_of_threads(
+    products: Products, shape: tuple[int, int], num_rows: int, stored: torch.dtype
+) -> None:
+    weight, x, bias = random(*shape).to(stored), random(num_rows, shape[1]), random(shape[0])
+    packed, before = pack(weight, products), torch.get_num_threads()
+    plain = packed.dense().double()
+    assert packed.shape == shape
+    assert ((plain - weight.double()).norm(dim=1) <= 0.02 * weight.double().norm(dim=1)).all()
+    expected = encoded(x, products) @ plain.T
+    whole = packed.multiply(x, None)
+    assert torch.allclose(whole.double(), expected, atol=1e-4 * shape[1] ** 0.5)
+    assert torch.allclose(packed.multiply(x, bias).double(), expected + bias, atol=1e-4 * shape[1] ** 0.5)
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            for first, last in ((0, num_rows), (0, 1), (num_rows // 2, num_rows)):
+                assert packed.multiply(x[first:last], None).equal(whole[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_numbers_at_the_edges_of_codes(products: Products) -> None:
+    weight = random(40, 32)
+    weight[3] = 0.0
+    weight[5] *= 1e-38  # a scale below the smallest normal number
+    packed, x = pack(weight, products), random(9, 32)
+    x[1] = 0.0
+    x[2, 7] = 1e30
+    y = packed.multiply(x, None)
+    assert y.isfinite().all()
+    assert not y[:, 3].any()
+    assert not y[1].any()
+    assert torch.allclose(y[2], 1e30 * packed.dense()[:, 7], rtol=0.02, atol=1e27)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_row_that_is_not_finite_gives_nothing_finite_and_spoils_no_other(products: Products, poison: float) -> None:
+    packed, x = pack(random(40, 33), products), random(9, 33)
+    expected = packed.multiply(x, None)
+    x[4, 32] = poison
+    y = packed.multiply(x, None)
+    assert not y[4].isfinite().any()
+    assert torch.cat([y[:4], y[5:]]).equal(torch.cat([expected[:4], expected[5:]]))
 
 
 @needs_library

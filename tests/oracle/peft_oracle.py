@@ -64,11 +64,11 @@ def serve(engine: Engine, requests: Iterable[Request]) -> dict[str, Result]:
 class Oracle:
     """Greedy generation by transformers + PEFT, one row at a time, without batching or caching tricks."""
 
-    def __init__(self, model_folder: Path, adapters: dict[str, Path]) -> None:
+    def __init__(self, model_folder: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32) -> None:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
         self._model = base
         for name, folder in adapters.items():
             if self._model is base:

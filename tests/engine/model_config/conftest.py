@@ -20,7 +20,6 @@ from lorabatch.engine.models.weight_cache import Packed
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import CpuBackend
-from lorabatch.kernels.packed_weight import can_pack
 
 CHUNK_TOKENS = 24
 NUM_NEW = 10
@@ -61,8 +60,7 @@ class Changed(CpuBackend):
 
     def build_decoder(self, weights: dict[str, torch.Tensor], packed: Packed) -> Decoder:
         model = replace(self.model, **self._changes)
-        is_packed = can_pack(self.device, self.dtype)
-        return Decoder(model, weights, self.dtype, is_packed=is_packed, packed=packed)
+        return Decoder(model, weights, self.dtype, products=self.products, packed=packed)
 
 
 class Comparison:

@@ -30,9 +30,9 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_engine_refuses_types_whose_products_round_by_the_number_of_rows(tiny_llama: Path, dtype: str) -> None:
+def test_types_whose_products_round_by_the_number_of_rows_are_refused(tiny_llama: Path, dtype: str) -> None:
     with pytest.raises(ExactModeError, match=f"mode='exact', dtype='{dtype}'.*dtype='float32'"):
-        Engine(tiny_llama, EngineConfig(mode="exact", device="cpu", dtype=dtype, pool_bytes=1 << 20))
+        check_exact_promise(read_model_config(tiny_llama), CPU, getattr(torch, dtype))
 
 
 @compiled

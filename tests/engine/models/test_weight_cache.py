@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.weight_cache import WeightCache
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.backend import CpuBackend
+from lorabatch.kernels.packed_weight import Products, can_multiply
 from lorabatch.kernels.packed_weight.panels import has_panels
 
 pytestmark = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
@@ -39,13 +41,13 @@ class Caching(CpuBackend):
 
 
 @pytest.fixture
-def cached(tmp_path: Path) -> Callable[[Path], Engine]:
+def cached(tmp_path: Path) -> Callable[..., Engine]:
     """Makes engines whose weights are in `tmp_path / "cache"`."""
 
     class Here(Caching):
         folder = tmp_path / "cache"
 
-    return lambda model: Engine(model, CONFIG, make_backend=Here)
+    return lambda model, config=CONFIG: Engine(model, config, make_backend=Here)
 
 
 @pytest.fixture
@@ -89,6 +91,23 @@ def test_mapped_weights_have_the_bits_of_packed_ones(
         for engine in (second, Engine(model, CONFIG))
     ]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("products", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_in_other_formats_are_mapped_too(
+    products: Products, dtype: torch.dtype, tmp_path: Path, make_model: MakeFolder, cached: Any
+) -> None:
+    if not can_multiply(products):
+        pytest.skip(f"this processor has no instructions for products in {products}")
+    settings = {"hidden_size": 56, "intermediate_size": 97, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    model = make_model(tmp_path / "model", "qwen2", **settings)
+    store_as(model, dtype)
+    config = replace(CONFIG, **{"dtype": "bfloat16"} if products == "bfloat16" else {"base_quantization": "int8"})
+    expected = weights_sha256(Engine(model, config))
+    assert weights_sha256(cached(model)) != expected
+    assert weights_sha256(cached(model, config)) == weights_sha256(cached(model, config)) == expected
+    assert len(list((tmp_path / "cache").glob("*.panels"))) == 2
 
 
 def test_merging_into_mapped_weights_and_restoring_them_gives_the_same_bits(
@@ -178,7 +197,7 @@ def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path, mak
     unbounded = WeightCache(folder, min_bytes=0)
     for age, model, config in zip((50, 100), models, configs, strict=False):
         before = set(folder.glob("*.panels"))
-        assert unbounded.weights(model, config) is not None
+        assert unbounded.weights(model, config, "float32") is not None
         (path,) = set(folder.glob("*.panels")) - before
         os.utime(path, (time.time() - age,) * 2)
     first, second = sorted(folder.glob("*.panels"), key=lambda path: -path.stat().st_mtime)
@@ -186,9 +205,9 @@ def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path, mak
     for path in (left, recent):
         path.touch()
     os.utime(left, (0, 0))
-    mapped = unbounded.weights(models[1], configs[1])  # used again
+    mapped = unbounded.weights(models[1], configs[1], "float32")  # used again
     bounded = WeightCache(folder, max_bytes=int(2.5 * first.stat().st_size), min_bytes=0)
-    assert bounded.weights(models[2], configs[2]) is not None
+    assert bounded.weights(models[2], configs[2], "float32") is not None
     assert not first.exists()
     assert second.exists()
     assert recent.exists()
@@ -200,9 +219,9 @@ def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path, mak
 
 def test_models_too_large_or_too_small_are_not_kept(model: Path, tmp_path: Path) -> None:
     config = read_model_config(model)
-    assert WeightCache(tmp_path / "cache").weights(model, config) is None
-    assert WeightCache(tmp_path / "cache", max_bytes=1000, min_bytes=0).weights(model, config) is None
-    assert WeightCache(None, min_bytes=0).weights(model, config) is None
+    assert WeightCache(tmp_path / "cache").weights(model, config, "float32") is None
+    assert WeightCache(tmp_path / "cache", max_bytes=1000, min_bytes=0).weights(model, config, "float32") is None
+    assert WeightCache(None, min_bytes=0).weights(model, config, "float32") is None
     assert not (tmp_path / "cache").exists()
 
 
@@ -242,7 +261,7 @@ from lorabatch.engine.config import read_model_config
 from lorabatch.engine.models.weight_cache import WeightCache
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 model, folder = map(Path, sys.argv[1:])
-assert WeightCache(folder, min_bytes=0).weights(model, read_model_config(model)) is None
+assert WeightCache(folder, min_bytes=0).weights(model, read_model_config(model), "float32") is None
 assert not list(folder.iterdir()), list(folder.iterdir())
 """
 

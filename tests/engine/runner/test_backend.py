@@ -20,8 +20,9 @@ from lorabatch.engine.runner.backend import (
     KernelTraits,
     MakeBackend,
     backend_type,
-    choose_device,
+    choose_arithmetic,
 )
+from lorabatch.kernels.packed_weight import can_multiply
 
 CPU = torch.device("cpu")
 
@@ -63,14 +64,45 @@ def test_a_pool_without_room_for_a_page_is_refused_with_both_sizes(tiny_llama: P
         Engine(tiny_llama, EngineConfig(device="cpu", pool_bytes=10))
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_a_cpu_computes_in_fp32_unless_asked_otherwise(asked: str, dtype: torch.dtype) -> None:
-    assert choose_device(EngineConfig(device="cpu", dtype=asked)) == (CPU, dtype)
+def test_a_cpu_computes_in_fp32_but_for_linear_layers_if_it_is_asked_to() -> None:
+    for asked, products in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        if can_multiply(products):
+            assert choose_arithmetic(EngineConfig(device="cpu", dtype=asked)) == (CPU, torch.float32, products)
+    if can_multiply("int8"):
+        config = EngineConfig(device="cpu", base_quantization="int8")
+        assert choose_arithmetic(config) == (CPU, torch.float32, "int8")
+    interpreted = EngineConfig(device="cpu", dtype="bfloat16", kernels="triton")
+    assert choose_arithmetic(interpreted) == (CPU, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(device="cpu", dtype="float16"), "dtype='float16': this processor multiplies float32 only"),
+        (EngineConfig(device="cpu", dtype="bfloat16"), "dtype='bfloat16': this processor .* AVX512_BF16"),
+        (EngineConfig(device="cpu", base_quantization="int8"), "base_quantization='int8': .* no AVX512_VNNI"),
+        (
+            EngineConfig(device="cpu", base_quantization="int8", dtype="bfloat16"),
+            "base_quantization='int8', dtype='bfloat16': .* Use dtype auto",
+        ),
+        (
+            EngineConfig(device="cpu", base_quantization="int8", kernels="triton"),
+            "base_quantization='int8': served on CPUs only",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_format_that_would_be_slow_in_silence_is_refused(
+    config: EngineConfig, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.kernels.packed_weight.has_dots", lambda products: False)
+    with pytest.raises(ValueError, match=message):
+        choose_arithmetic(config)
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="dtype='int8': must be auto, float32, bfloat16, float16"):
-        choose_device(EngineConfig(device="cpu", dtype="int8"))
+        choose_arithmetic(EngineConfig(device="cpu", dtype="int8"))
 
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
