@@ -6,6 +6,7 @@
     ├── ChatTemplateError       the chat template cannot render these messages
     ├── AdapterRefusedError     an adapter cannot be applied exactly (the audit says why)
     ├── AdapterUnusableError    an adapter passed its audit, but cannot be loaded or merged now; costs its rows only
+    ├── DeviceError             the device is not there, or does not multiply in the number format asked for
     ├── ExactModeError          mode `exact` would promise nothing on this device
     ├── PoolExhaustedError      one request needs more pages than the whole pool holds
     └── NoProcessError          no process can be started to read untrusted data in; no fault of the data
@@ -42,6 +43,10 @@ class AdapterUnusableError(EngineError):
     def __init__(self, adapter_id: str, reason: str) -> None:
         super().__init__(reason)
         self.adapter_id = adapter_id
+
+
+class DeviceError(EngineError):
+    """The device is not there, or does not multiply in the number format that was asked for."""
 
 
 class ExactModeError(EngineError):

@@ -256,7 +256,7 @@ class Scheduler:
         if self._is_over or not self._workers or not self._workers <= self._failed.keys():
             return []
         reason = next(reversed([why for name, why in self._failed.items() if name in self._workers]))
-        return self._fail(f"No engine works: {reason}.")
+        return self._fail(f"No engine works: {reason.removesuffix('.')}.")
 
     def _remove(self, replica_id: str, reason: str, *, is_handed_over: bool = False) -> list[Command]:
         """Queue the shards of a replica again. A shard that was handed over in good order does not count as lost."""

@@ -21,6 +21,7 @@ from ...kernels.packed_weight.panels import has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
 from ..config import EngineConfig, dtype_on
+from ..errors import DeviceError
 from ..memory.allocation import MemoryPlan, plan_pool, zeroed_memory
 from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
 from ..memory.limits import RUN_PAGES, cpu_limits, default_cpu_pool_bytes, gpu_plan, total_host_bytes
@@ -210,14 +211,14 @@ def choose_backend(model_folder: Path, config: EngineConfig, model: ModelConfig)
 def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
     """The Triton kernels on a GPU; elsewhere compiled kernels unless `config.kernels` asks for Triton's interpreter.
 
-    Raises ValueError where the Triton kernels cannot run.
+    Raises DeviceError where the Triton kernels cannot run.
     """
     if device.type == "cuda":
         return GpuBackend
     if config.kernels != "triton":
         return CpuBackend
     if not is_interpreted():
-        raise ValueError(
+        raise DeviceError(
             "kernels='triton': on a CPU they run in Triton's interpreter only. Set TRITON_INTERPRET=1 before the "
             "first import, or leave kernels='auto'."
         )
@@ -238,32 +239,32 @@ class Arithmetic(NamedTuple):
 def choose_arithmetic(config: EngineConfig) -> Arithmetic:
     """bf16 on a GPU and fp32 on a CPU unless asked otherwise. CPUs compute in fp32 all but linear layers.
 
-    Raises ValueError for a device that is not there, and for a number format that it does not multiply in.
+    Raises DeviceError for a device that is not there, and for a number format that it does not multiply in.
     """
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
+            raise DeviceError(f"device={config.device!r}: torch sees no GPU here. Use 'cpu', or a build with CUDA.")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     asked = dtype_on("cuda" if device.type == "cuda" else "cpu", config.dtype)
     if asked not in dtypes:
-        raise ValueError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
+        raise DeviceError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
     if backend_type(config, device) is GpuBackend:
         if config.base_quantization != "none":
-            raise ValueError(f"base_quantization={config.base_quantization!r}: served on CPUs only. Use none.")
+            raise DeviceError(f"base_quantization={config.base_quantization!r}: served on CPUs only. Use none.")
         return Arithmetic(device, dtypes[asked], None)
     return Arithmetic(device, torch.float32, _cpu_products(config, asked))
 
 
 def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
-    """How linear layers are multiplied on this CPU. Raises ValueError for what would be slow in silence."""
+    """How linear layers are multiplied on this CPU. Raises DeviceError for what would be slow in silence."""
     if config.base_quantization == "int8":
         if dtype != "float32":
-            raise ValueError(f"base_quantization='int8', dtype={dtype!r}: the rest is in float32. Use dtype auto.")
+            raise DeviceError(f"base_quantization='int8', dtype={dtype!r}: the rest is in float32. Use dtype auto.")
         if not can_multiply("int8"):
-            raise ValueError(
+            raise DeviceError(
                 "base_quantization='int8': this processor has no AVX512_VNNI, or the compiled CPU kernels are missing. "
                 "Use base_quantization none."
             )
@@ -271,7 +272,7 @@ def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
     if dtype == "bfloat16" and can_multiply("bfloat16"):
         return "bfloat16"
     if dtype != "float32":
-        raise ValueError(
+        raise DeviceError(
             f"dtype={dtype!r}: this processor multiplies float32 only (bfloat16 needs AVX512_BF16 and the compiled CPU "
             "kernels). Use dtype auto: a checkpoint of 16 bits stays so in memory."
         )

@@ -12,7 +12,7 @@ from peft_oracle import POOL_BYTES, prompts, register_all, serve
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.errors import PoolExhaustedError
+from lorabatch.engine.errors import DeviceError, PoolExhaustedError
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.backend import (
     CpuBackend,
@@ -96,12 +96,12 @@ def test_a_format_that_would_be_slow_in_silence_is_refused(
     config: EngineConfig, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorabatch.kernels.packed_weight.has_dots", lambda products: False)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DeviceError, match=message):
         choose_arithmetic(config)
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="dtype='int8': must be auto, float32, bfloat16, float16"):
+    with pytest.raises(DeviceError, match="dtype='int8': must be auto, float32, bfloat16, float16"):
         choose_arithmetic(EngineConfig(device="cpu", dtype="int8"))
 
 
@@ -111,5 +111,5 @@ def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert backend_type(EngineConfig(), CPU) is CpuBackend
     assert backend_type(EngineConfig(), torch.device("cuda")) is GpuBackend
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(DeviceError, match="TRITON_INTERPRET=1"):
         backend_type(EngineConfig(kernels="triton"), CPU)
