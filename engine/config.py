@@ -83,6 +83,12 @@ def dtype_on(kind: DeviceKind, asked: str) -> str:
     return asked if asked != "auto" else "bfloat16" if kind == "cuda" else "float32"
 
 
+def pool_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantization) -> str:
+    """Number format of keys, values and adapters in an engine's pool. Beside a base in 8 bits it is bfloat16 unless
+    float32 is asked for."""
+    return "bfloat16" if base_quantization != "none" and dtype == "auto" else dtype_on(kind, dtype)
+
+
 def products_format(kind: DeviceKind, dtype: str, base_quantization: BaseQuantization) -> str:
     """Number format in which an engine multiplies, by which step costs are told apart."""
     return dtype_on(kind, dtype) if base_quantization == "none" else base_quantization

@@ -66,7 +66,7 @@ class Engine:
                 config, max_batch_rows=plan.limits.batch_rows, max_step_tokens=plan.limits.step_tokens
             )
             memory = backend.allocate(plan.num_pages * plan.layout.page_elements)
-        self._registry = AdapterRegistry(self.model, backend.dtype, backend.device)
+        self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device)
         self._batch = _running_batch(backend, plan, memory, self._registry, config)
         self._live = LiveWeights(backend.decoder)
         self._lengths = LengthEstimator()

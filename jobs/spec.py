@@ -210,17 +210,11 @@ class JobSpec(_SamplingFields):
             )
         if self.device == "cpu" and self.dtype == "float16":
             problems.append(f"dtype={self.dtype!r}: CPUs multiply in float32 or bfloat16. Use dtype auto.")
-        if self.base_quantization != "none":
-            if self.mode == "merged":
-                problems.append(
-                    f"mode={self.mode!r}, base_quantization={self.base_quantization!r}: adapters are not merged into a "
-                    "quantised base, whose rounding is larger than what they change. Use mode auto, unmerged or exact."
-                )
-            if self.dtype not in ("auto", "float32"):
-                problems.append(
-                    f"dtype={self.dtype!r}, base_quantization={self.base_quantization!r}: all but the linear layers is "
-                    "in float32. Use dtype auto."
-                )
+        if self.base_quantization != "none" and self.mode == "merged":
+            problems.append(
+                f"mode={self.mode!r}, base_quantization={self.base_quantization!r}: adapters are not merged into a "
+                "quantised base, whose rounding is larger than what they change. Use mode auto, unmerged or exact."
+            )
         problem = policy_problem(self.policy, self.mode)
         if problem is not None:
             problems.append(problem)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, dtype_on
+from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, pool_format
 from ..model_config.model import PACKED_SITES, ModelConfig
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
+# Compiled attention takes heads of multiples of so many numbers, see `kernels.paged_attention.compiled`.
+_COMPILED_HEADS = 16
 # What torch's allocator cannot use, and room for graphs and compiled kernels.
 _SLACK_SHARE = 0.05
 # Of CUDA, its libraries and the driver.
@@ -64,8 +66,10 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
 
     An engine on a GPU measures what its weights leave; here that is estimated.
     """
-    # the pool of a CPU is in float32 whatever the products are in
-    itemsize = ITEM_BYTES["float32" if kind == "cpu" else dtype_on(kind, config.dtype)]
+    pool = pool_format(kind, config.dtype, config.base_quantization)
+    if kind == "cpu" and model.head_dim % _COMPILED_HEADS:
+        pool = "float32"  # torch attends
+    itemsize = ITEM_BYTES[pool]
     if kind == "cpu":
         steps, pool_bytes = cpu_limits(config), config.pool_bytes or default_cpu_pool_bytes(memory_bytes)
     else:

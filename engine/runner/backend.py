@@ -20,7 +20,7 @@ from ...kernels.packed_weight import Products, can_multiply
 from ...kernels.packed_weight.panels import has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
-from ..config import EngineConfig, dtype_on
+from ..config import EngineConfig, dtype_on, pool_format
 from ..errors import DeviceError
 from ..memory.allocation import MemoryPlan, plan_pool, zeroed_memory
 from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
@@ -68,7 +68,9 @@ class Backend(ABC):
     def __init__(self, model_folder: Path, config: EngineConfig, model: ModelConfig) -> None:
         self.config = config
         self.model = model
-        self.device, self.dtype, self.products = choose_arithmetic(config)
+        self.device, self.dtype, self.products, pool = choose_arithmetic(config)
+        #: Of keys, values and adapters. Where torch attends it is that of queries.
+        self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels are launched
         if config.mode == "exact":
@@ -92,7 +94,7 @@ class Backend(ABC):
         """Size of the pool and limits of a step, here for a pool in host memory. Raises `PoolExhaustedError` when not
         even one page fits."""
         pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes(total_host_bytes())
-        return plan_pool(self._layout(), self.dtype.itemsize, cpu_limits(self.config), pool_bytes)
+        return plan_pool(self._layout(), self.pool_dtype.itemsize, cpu_limits(self.config), pool_bytes)
 
     @abstractmethod
     def runner(
@@ -112,7 +114,7 @@ class Backend(ABC):
 
     def allocate(self, num_elements: int) -> Tensor:
         """The flat pool, all zero."""
-        return torch.zeros(num_elements, dtype=self.dtype, device=self.device)
+        return torch.zeros(num_elements, dtype=self.pool_dtype, device=self.device)
 
     def _layout(self) -> PageLayout:
         return PageLayout.of(self.model, self.config.page_tokens, run_pages=self.traits.run_pages)
@@ -144,13 +146,13 @@ class CpuBackend(Backend):
             run_pages=RUN_PAGES["cpu"],
             has_block_tables=False,
             has_lora_panels=has_panels(),
-            reads_other_rows=not can_attend_compiled(self.model.head_dim, self.dtype),
+            reads_other_rows=not can_attend_compiled(self.model.head_dim, self.pool_dtype),
             is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device, self.dtype),
         )
 
     def allocate(self, num_elements: int) -> Tensor:
         """See `Backend`."""
-        return zeroed_memory(num_elements, self.dtype)
+        return zeroed_memory(num_elements, self.pool_dtype)
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
@@ -181,8 +183,8 @@ class GpuBackend(Backend):
             return super().plan_memory()
         torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        limits, pool_bytes = gpu_plan(free_bytes, self.config, self.model, self.dtype.itemsize)
-        return plan_pool(self._layout(), self.dtype.itemsize, limits, pool_bytes)
+        limits, pool_bytes = gpu_plan(free_bytes, self.config, self.model, self.pool_dtype.itemsize)
+        return plan_pool(self._layout(), self.pool_dtype.itemsize, limits, pool_bytes)
 
     def copies(self) -> AdapterCopies:
         """See `Backend`."""
@@ -226,7 +228,8 @@ def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
 
 
 class Arithmetic(NamedTuple):
-    """Where an engine computes and in what: `dtype` of activations and of the pool, `products` of packed linear layers.
+    """Where an engine computes and in what: `dtype` of activations, `products` of packed linear layers, `pool` of the
+    page pool.
 
     Without `products` torch or Triton multiply, in `dtype`.
     """
@@ -234,10 +237,11 @@ class Arithmetic(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     products: Products | None
+    pool: torch.dtype
 
 
 def choose_arithmetic(config: EngineConfig) -> Arithmetic:
-    """bf16 on a GPU and fp32 on a CPU unless asked otherwise. CPUs compute in fp32 all but linear layers.
+    """bf16 on a GPU and fp32 on a CPU unless asked otherwise. Activations are in fp32 on a CPU.
 
     Raises DeviceError for a device that is not there, and for a number format that it does not multiply in.
     """
@@ -254,15 +258,14 @@ def choose_arithmetic(config: EngineConfig) -> Arithmetic:
     if backend_type(config, device) is GpuBackend:
         if config.base_quantization != "none":
             raise DeviceError(f"base_quantization={config.base_quantization!r}: served on CPUs only. Use none.")
-        return Arithmetic(device, dtypes[asked], None)
-    return Arithmetic(device, torch.float32, _cpu_products(config, asked))
+        return Arithmetic(device, dtypes[asked], None, dtypes[asked])
+    pool = pool_format("cpu", config.dtype, config.base_quantization)
+    return Arithmetic(device, torch.float32, _cpu_products(config, asked), dtypes[pool])
 
 
 def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
     """How linear layers are multiplied on this CPU. Raises DeviceError for what would be slow in silence."""
-    if config.base_quantization == "int8":
-        if dtype != "float32":
-            raise DeviceError(f"base_quantization='int8', dtype={dtype!r}: the rest is in float32. Use dtype auto.")
+    if config.base_quantization == "int8" and dtype != "float16":
         if not can_multiply("int8"):
             raise DeviceError(
                 "base_quantization='int8': this processor has no AVX512_VNNI, or the compiled CPU kernels are missing. "

@@ -5,7 +5,7 @@
  * as what is left. Memory delivers such a stream twice as fast as rows a stride apart.
  *
  * Numbers of a weight are in fp32, bf16 or fp16, and widened to fp32 in registers, which is exact. In bf16 two numbers
- * along the depth stand side by side, so that a shift and a mask widen them; the depth is even then.
+ * along the depth may stand side by side, so that a shift and a mask widen them; the depth is even then.
  *
  * Each output number is one chain of fused multiply-adds over the depth, in order, whatever the number of rows, blocks
  * or threads: a row's result does not depend on the rows beside it, bit for bit.
@@ -34,11 +34,8 @@
 #define STREAM_AHEAD 4096
 #define UNROLLED _Pragma("GCC unroll 12")
 
-/* Numbers of a weight; as in panels.py. */
-enum { FP32, BF16, FP16 };
-#define SIZE_OF(TYPE) ((TYPE) == FP32 ? 4 : 2)
 /* Numbers along the depth that stand side by side. */
-#define GROUP_OF(TYPE) ((TYPE) == BF16 ? 2 : 1)
+#define GROUP_OF(TYPE) ((TYPE) == BF16_PAIRS ? 2 : 1)
 
 /* out[rows, columns] = x[rows, depth] W^T + bias; or, where `adds`, out += scaling * x W^T. */
 typedef struct {
@@ -69,6 +66,13 @@ INLINE vec numbers(const char *w, int column, int n, int count, const int TYPE)
 {
     if (TYPE == FP16)
         return widened_halves((const uint16_t *)w + column, count);
+    if (TYPE == BF16) {
+        uint16_t some[WIDTH] = {0};
+        if (count == WIDTH)
+            return widened_brains((const uint16_t *)w + column);
+        memcpy(some, (const uint16_t *)w + column, count * sizeof *some);
+        return widened_brains(some);
+    }
     const float *from = (const float *)w + column;
     const vec found = count == WIDTH ? load(from) : load_first(from, count);
     if (TYPE == FP32)
@@ -101,7 +105,7 @@ INLINE void tile(const Product *p, Place at, const int ROWS, const int VECTORS, 
                 values[v] = numbers(w, v * WIDTH, n, v < FULL ? WIDTH : lanes, TYPE);
             UNROLLED for (int r = 0; r < ROWS; r++)
                 UNROLLED for (int v = 0; v < VECTORS; v++)
-                    sums[r][v] += x[r * p->x_stride + k + n] * values[v];
+                    sums[r][v] = fused(all_lanes(x[r * p->x_stride + k + n]), values[v], sums[r][v]);
         }
     }
     const float *bias = at.end == p->depth && p->bias ? p->bias + at.column : 0;
@@ -114,7 +118,7 @@ INLINE void tile(const Product *p, Place at, const int ROWS, const int VECTORS, 
             float *to = out + r * p->out_stride + v * WIDTH;
             vec value = sums[r][v];
             if (p->adds)
-                value = (is_full ? load(to) : load_first(to, lanes)) + p->scaling * value;
+                value = fused(all_lanes(p->scaling), value, is_full ? load(to) : load_first(to, lanes));
             else if (bias)
                 value += shift;
             if (is_full)
@@ -189,14 +193,16 @@ INLINE void multiply_as(const Product *p, Part part, const int TYPE)
 }
 
 static void multiply_fp32(const Product *p, Part part) { multiply_as(p, part, FP32); }
+static void multiply_pairs(const Product *p, Part part) { multiply_as(p, part, BF16_PAIRS); }
 static void multiply_bf16(const Product *p, Part part) { multiply_as(p, part, BF16); }
 static void multiply_fp16(const Product *p, Part part) { multiply_as(p, part, FP16); }
 
-/* `adds`: only with panels in fp32. */
 INLINE void multiply(const Product *p, Part part)
 {
     if (p->type == FP32)
         multiply_fp32(p, part);
+    else if (p->type == BF16_PAIRS)
+        multiply_pairs(p, part);
     else if (p->type == BF16)
         multiply_bf16(p, part);
     else

@@ -10,6 +10,10 @@
 #define WIDTH ((int)(VECTOR_BYTES / sizeof(float)))
 #define INLINE static inline __attribute__((always_inline))
 
+/* Number formats. In pairs: of a weight in panels, see panels.h. */
+enum { FP32, BF16_PAIRS, FP16, BF16 };
+#define SIZE_OF(TYPE) ((TYPE) == FP32 ? 4 : 2)
+
 typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vec_of_int __attribute__((vector_size(VECTOR_BYTES)));
 
@@ -23,6 +27,21 @@ INLINE vec load(const float *from)
 INLINE void store(float *to, vec v)
 {
     memcpy(to, &v, sizeof v);
+}
+
+INLINE vec all_lanes(float number)
+{
+    return (vec){0} + number;
+}
+
+/* a * b + c, rounded once. Left to the compiler, some copies of a loop would round twice and others once. */
+INLINE vec fused(vec a, vec b, vec c)
+{
+#if VECTOR_BYTES == 64
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
 }
 
 /* The first `count` lanes; the others are zero and their memory is not touched. */
@@ -62,6 +81,29 @@ INLINE vec widened_halves(const uint16_t *from, int count)
     uint16_t halves[WIDTH] = {0};
     memcpy(halves, from, count * sizeof *from);
     return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
+#endif
+}
+
+/* WIDTH numbers in bf16, widened. */
+INLINE vec widened_brains(const uint16_t *from)
+{
+#if VECTOR_BYTES == 64
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#endif
+}
+
+/* WIDTH numbers rounded to bf16, ties to even; NaN stays. */
+INLINE void store_brains(uint16_t *to, vec v)
+{
+    const vec_of_int bits = (vec_of_int)v, odd = (bits >> 16) & 1, is_nan = v != v;
+    const vec_of_int rounded = (bits + 0x7fff + odd) >> 16, brains = ((is_nan & 0x7fc0) | (~is_nan & rounded)) & 0xffff;
+#if VECTOR_BYTES == 64
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)brains));
+#else
+    const __m256i packed = _mm256_packus_epi32((__m256i)brains, (__m256i)brains);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #endif
 }
 

@@ -29,7 +29,7 @@ INLINE int64_t smaller(int64_t a, int64_t b)
 /* Where the number k along the depth of a column is, in a panel of `width` columns. */
 INLINE int64_t place_of(int64_t k, int64_t column, int64_t width, const int TYPE)
 {
-    return TYPE == BF16 ? (k / 2 * width + column) * 2 + k % 2 : k * width + column;
+    return TYPE == BF16_PAIRS ? (k / 2 * width + column) * 2 + k % 2 : k * width + column;
 }
 
 /* Rows x [num_rows, depth] of TYPE become rows first_row and so on of a weight of `total` rows, in fp32 or in TYPE. */
@@ -55,7 +55,7 @@ INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t
     }
 }
 
-/* `panels_type`: fp32, or that of x. In the thread that calls: adapters are read beside steps, and a second team of
+/* `panels_type`: fp32, or what x is in. In the thread that calls: adapters are read beside steps, and a second team of
  * threads would make OpenMP put the steps' own to sleep between loops. */
 void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t total, const void *x, int64_t num_rows,
                int64_t depth, int64_t type)
@@ -63,7 +63,7 @@ void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t tot
 #define CASE(PANELS_TYPE, TYPE)                                                                                        \
     if (panels_type == PANELS_TYPE && type == TYPE)                                                                    \
         pack(panels, PANELS_TYPE, first_row, total, x, num_rows, depth, TYPE);
-    CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(BF16, BF16) CASE(FP16, FP16)
+    CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16_PAIRS, BF16) CASE(BF16, BF16)
 #undef CASE
 }
 
@@ -92,6 +92,8 @@ void unpack_weight(float *w, const void *panels, int64_t num_columns, int64_t de
         const int64_t first = start * depth, width = smaller(PANEL, num_columns - start);
         if (type == FP32)
             unpack(w + first, panels, first, width, depth, FP32);
+        else if (type == BF16_PAIRS)
+            unpack(w + first, panels, first, width, depth, BF16_PAIRS);
         else if (type == BF16)
             unpack(w + first, panels, first, width, depth, BF16);
         else

@@ -9,20 +9,20 @@
 
 #include "../native/panels.h"
 
-enum { BF16_PAIRS, INT8_QUADS };
+enum { IN_BF16, IN_INT8 };
 #define MOST_CODE 127.0f
 #define WEIGHT_OFFSET 128
 #define WORTH_A_TEAM 131072
 
 #if VECTOR_BYTES == 64
 #define HAS_DOTS __attribute__((target("avx512bf16,avx512vnni")))
-#define NUMBERS_OF(KIND) ((KIND) == INT8_QUADS ? 4 : 2)
+#define NUMBERS_OF(KIND) ((KIND) == IN_INT8 ? 4 : 2)
 
 /* Which kinds this processor has instructions for, as bits. */
 int64_t kinds_of_dots(void)
 {
-    return (__builtin_cpu_supports("avx512bf16") ? 1 << BF16_PAIRS : 0) |
-           (__builtin_cpu_supports("avx512vnni") ? 1 << INT8_QUADS : 0);
+    return (__builtin_cpu_supports("avx512bf16") ? 1 << IN_BF16 : 0) |
+           (__builtin_cpu_supports("avx512vnni") ? 1 << IN_INT8 : 0);
 }
 
 /* A row as codes: `scale` and the sum of its codes only in 8 bits. */
@@ -93,7 +93,7 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, in
             const __m512i of_row = _mm512_set1_epi32(codes[r * p->groups + g]);
             UNROLLED for (int v = 0; v < VECTORS; v++)
                 sums[r][v] =
-                    KIND == INT8_QUADS
+                    KIND == IN_INT8
                         ? (vec_of_int)_mm512_dpbusd_epi32((__m512i)sums[r][v], (__m512i)values[v], of_row)
                         : (vec_of_int)_mm512_dpbf16_ps((__m512)sums[r][v], (__m512bh)values[v], (__m512bh)of_row);
         }
@@ -102,14 +102,14 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, in
         const int64_t first = column + v * WIDTH;
         const int count = v < FULL ? WIDTH : lanes;
         const vec shift = p->bias ? load_first(p->bias + first, count) : (vec){0};
-        const vec scale = KIND == INT8_QUADS ? load_first(p->scales + first, count) : (vec){0};
+        const vec scale = KIND == IN_INT8 ? load_first(p->scales + first, count) : (vec){0};
         UNROLLED for (int r = 0; r < ROWS; r++) {
             vec value = (vec)sums[r][v];
-            if (KIND == INT8_QUADS) {
+            if (KIND == IN_INT8) {
                 const Row of_row = p->rows[row + r];
-                value = __builtin_convertvector(sums[r][v] - WEIGHT_OFFSET * of_row.total, vec) * (scale * of_row.scale);
-            }
-            if (p->bias)
+                const vec total = __builtin_convertvector(sums[r][v] - WEIGHT_OFFSET * of_row.total, vec);
+                value = fused(total, scale * of_row.scale, shift);
+            } else if (p->bias)
                 value += shift;
             store_first(p->out + (row + r) * p->num_columns + first, value, count);
         }
@@ -147,8 +147,8 @@ INLINE HAS_DOTS void multiply_share(const Dots *p, int64_t num_rows, const int K
     }
 }
 
-HAS_DOTS static void multiply_pairs(const Dots *p, int64_t num_rows) { multiply_share(p, num_rows, BF16_PAIRS); }
-HAS_DOTS static void multiply_quads(const Dots *p, int64_t num_rows) { multiply_share(p, num_rows, INT8_QUADS); }
+HAS_DOTS static void multiply_in_bf16(const Dots *p, int64_t num_rows) { multiply_share(p, num_rows, IN_BF16); }
+HAS_DOTS static void multiply_in_int8(const Dots *p, int64_t num_rows) { multiply_share(p, num_rows, IN_INT8); }
 
 /* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias. `codes`: scratch of num_rows * (groups + 2) numbers.
  * `scales` (of columns): only in 8 bits. */
@@ -162,14 +162,14 @@ void linear_dots(float *y, const float *x, int64_t num_rows, const int32_t *w, c
     {
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < num_rows; r++)
-            if (kind == INT8_QUADS)
+            if (kind == IN_INT8)
                 rows[r] = encode_quads(codes + r * groups, x + r * depth, depth, groups);
             else
                 encode_pairs(codes + r * groups, x + r * depth, depth);
-        if (kind == INT8_QUADS)
-            multiply_quads(&dots, num_rows);
+        if (kind == IN_INT8)
+            multiply_in_int8(&dots, num_rows);
         else
-            multiply_pairs(&dots, num_rows);
+            multiply_in_bf16(&dots, num_rows);
     }
 }
 #else

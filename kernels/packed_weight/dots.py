@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..native import ADDRESS, COUNT, native_function, native_number
-from .panels import StoredWeight, unpacked
+from .panels import PANEL_TYPES, StoredWeight, unpack
 
 _PANEL = 32  # columns of a panel, two vectors of 16
 _MOST_CODE = 127
@@ -42,7 +42,8 @@ class Bf16Weight(StoredWeight):
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
-        return unpacked(self.numbers, self.shape[0])[:, : self.shape[1]]
+        depth = self.numbers.numel() // self.shape[0]
+        return unpack(self.numbers, PANEL_TYPES[torch.bfloat16], (self.shape[0], depth))[:, : self.shape[1]]
 
 
 class Int8Weight(StoredWeight):

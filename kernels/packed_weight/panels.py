@@ -13,8 +13,12 @@ from torch import Tensor
 
 from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
 
-#: Number formats that panels may hold, and their numbers in panels.h.
+#: Number formats of weights in panels, and their numbers in vector.h: bf16 in pairs.
 PANEL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Number formats of the page pool, where adapters' panels are too, and their numbers in vector.h.
+POOL_TYPES = {torch.float32: 0, torch.bfloat16: 3}
+# Of plain rows
+_ROW_TYPES = {torch.float32: 0, torch.bfloat16: 3, torch.float16: 2}
 #: To be raised when the same weight is packed into other numbers: panels are kept in files (`engine/models`).
 PANELS_VERSION = 2
 
@@ -52,7 +56,7 @@ class PanelWeight(StoredWeight):
             plain = plain.float()
         pack_weight = native_function("pack_weight", ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT)
         assert pack_weight is not None, "compiled kernels are not there"
-        panels_type, plain_type = PANEL_TYPES[self.numbers.dtype], PANEL_TYPES[plain.dtype]
+        panels_type, plain_type = PANEL_TYPES[self.numbers.dtype], _ROW_TYPES[plain.dtype]
         pack_weight(self.numbers.data_ptr(), panels_type, plain.data_ptr(), *plain.shape, plain_type)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -81,7 +85,7 @@ class PanelWeight(StoredWeight):
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
-        return unpacked(self.numbers, self.shape[0])
+        return unpack(self.numbers, PANEL_TYPES[self.numbers.dtype], self.shape)
 
 
 def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
@@ -92,29 +96,31 @@ def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
 
 
 def unpacked(panels: Tensor, num_rows: int) -> Tensor:
-    """The weight [num_rows, in_features] that `panels` (flat) hold, in fp32."""
-    plain = torch.empty(num_rows, panels.numel() // num_rows)
+    """The weight [num_rows, in_features] that `panels` (flat, written by `pack_rows_`) hold, in fp32."""
+    return unpack(panels, POOL_TYPES[panels.dtype], (num_rows, panels.numel() // num_rows))
+
+
+def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
+    """The weight of `shape` in panels of a type, in fp32."""
+    plain = torch.empty(shape)
     unpack_weight = native_function("unpack_weight", ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
     assert unpack_weight is not None, "compiled kernels are not there"
-    unpack_weight(plain.data_ptr(), panels.data_ptr(), *plain.shape, PANEL_TYPES[panels.dtype])
+    unpack_weight(plain.data_ptr(), panels.data_ptr(), *shape, panels_type)
     return plain
 
 
 def pack_rows_(panels: Tensor, first_row: int, num_rows: int, rows: Tensor) -> None:
-    """Write `rows` [n, in_features] as rows `first_row` and so on of a weight of `num_rows` rows in panels (flat, in
-    fp32 or as `panels_dtype` says of the rows).
+    """Write `rows` [n, in_features] as rows `first_row` and so on of a weight of `num_rows` rows in panels of the page
+    pool (flat).
 
     It takes one thread and no lock of the interpreter: made for threads that prepare adapters while others step.
     """
     plain = rows.contiguous()
-    if plain.dtype not in PANEL_TYPES:
-        plain = plain.float()
+    if panels.dtype != torch.float32 or plain.dtype not in _ROW_TYPES:
+        plain = plain.to(panels.dtype)
     assert panels.numel() == num_rows * plain.shape[1], f"{panels.numel()} numbers for {num_rows} rows of {plain.shape}"
     assert first_row + len(plain) <= num_rows, f"rows {first_row} to {first_row + len(plain)} of {num_rows}"
-    assert panels.dtype in (torch.float32, panels_dtype(plain.dtype, plain.shape[1])), (
-        f"{plain.dtype} in {panels.dtype}"
-    )
     pack_rows = native_function("pack_rows", ADDRESS, COUNT, COUNT, COUNT, ADDRESS, COUNT, COUNT, COUNT)
     assert pack_rows is not None, "compiled kernels are not there"
-    panels_type, plain_type = PANEL_TYPES[panels.dtype], PANEL_TYPES[plain.dtype]
+    panels_type, plain_type = POOL_TYPES[panels.dtype], _ROW_TYPES[plain.dtype]
     pack_rows(panels.data_ptr(), panels_type, first_row, num_rows, plain.data_ptr(), *plain.shape, plain_type)

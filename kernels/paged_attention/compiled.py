@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, NUMBER, native_function
+from ..packed_weight.panels import POOL_TYPES
 from .types import BLOCK_TOKENS, SpanTable
 
 _LANES = 16  # of the widest vectors
 
 
 def can_attend_compiled(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the compiled kernel serves heads of this kind on this machine's processor."""
-    return dtype == torch.float32 and head_dim % _LANES == 0 and _compiled() is not None
+    """Whether the compiled kernel serves heads of this kind, in a pool of `dtype`, on this machine's processor."""
+    return dtype in POOL_TYPES and head_dim % _LANES == 0 and _compiled() is not None
 
 
 def attend_spans(
@@ -28,7 +29,7 @@ def attend_spans(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attend `q` [T, H, D] (rows evenly spaced, heads dense) to the pool (flat); returns [T, H * D]."""
+    """Attend `q` [T, H, D] (rows evenly spaced, heads dense) to the pool (flat, fp32 or bf16); returns [T, H * D]."""
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "a head must be dense"
     assert q.stride(1) == head_dim, "heads must be contiguous"
@@ -40,7 +41,7 @@ def attend_spans(
     scratch = torch.empty(torch.get_num_threads() * BLOCK_TOKENS * per_kv * stride)
     out = torch.empty(num_tokens, num_heads * head_dim)
     compiled(
-        out.data_ptr(), q.data_ptr(), q.stride(0), pool.data_ptr(), table.rows.ctypes.data,
+        out.data_ptr(), q.data_ptr(), q.stride(0), pool.data_ptr(), POOL_TYPES[pool.dtype], table.rows.ctypes.data,
         table.block_starts.ctypes.data, len(table.rows), layer, num_kv_heads, per_kv, head_dim, window or 0,
         scale, softcap or 0.0, scratch.data_ptr(), stride, torch.get_num_threads(),
     )  # fmt: skip
@@ -48,5 +49,5 @@ def attend_spans(
 
 
 def _compiled() -> Callable[..., None] | None:
-    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS)
+    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, ADDRESS)
     return native_function("attend_spans", *places, *(COUNT,) * 6, NUMBER, NUMBER, ADDRESS, COUNT, COUNT)

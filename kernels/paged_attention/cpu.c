@@ -22,8 +22,8 @@ typedef struct {
 typedef struct {
     float *out;         /* [T, H * D] */
     const float *q;     /* [T, H, D], rows `q_stride` apart */
-    const float *pool;
-    int64_t q_stride, layer, num_kv_heads, per_kv, head_dim, window; /* window 0: none */
+    const void *pool;   /* of `type`, FP32 or BF16 */
+    int64_t type, q_stride, layer, num_kv_heads, per_kv, head_dim, window; /* window 0: none */
     float scale, softcap;                                            /* softcap 0: none */
 } Attention;
 
@@ -41,16 +41,23 @@ INLINE vec lane_sums(vec *v)
     return v[0];
 }
 
+/* WIDTH numbers of keys or values, from number `i` on. */
+INLINE vec stored(const void *numbers, int64_t i, const int TYPE)
+{
+    return TYPE == FP32 ? load((const float *)numbers + i) : widened_brains((const uint16_t *)numbers + i);
+}
+
 /* scores[position] = q . key for positions first .. end, WIDTH at a time; more are written up to a whole vector. */
-INLINE void scores_of(float *scores, const float *q, const float *keys, int64_t first, int64_t end, const int64_t D)
+INLINE void scores_of(float *scores, const float *q, const void *keys, int64_t first, int64_t end, const int64_t D,
+                      const int TYPE)
 {
     for (int64_t position = first; position < end; position += WIDTH) {
         vec sums[WIDTH];
         for (int j = 0; j < WIDTH; j++) {
-            const float *key = keys + (position + j < end ? position + j : end - 1) * D;
-            sums[j] = load(q) * load(key);
+            const int64_t key = (position + j < end ? position + j : end - 1) * D;
+            sums[j] = load(q) * stored(keys, key, TYPE);
             for (int64_t d = WIDTH; d < D; d += WIDTH)
-                sums[j] += load(q + d) * load(key + d);
+                sums[j] += load(q + d) * stored(keys, key + d, TYPE);
         }
         store(scores + position, lane_sums(sums));
     }
@@ -85,8 +92,8 @@ static float weigh(float *scores, int64_t first, int64_t end, float scale, float
 }
 
 /* out[row][VECTORS columns] += weight times value over positions first .. end, for ROWS rows. */
-INLINE void mix(float *const *out, const float *const *weights, const float *values, int64_t first, int64_t end,
-                int64_t D, const int ROWS, const int VECTORS)
+INLINE void mix(float *const *out, const float *const *weights, const void *values, int64_t column, int64_t first,
+                int64_t end, int64_t D, const int ROWS, const int VECTORS, const int TYPE)
 {
     vec sums[VALUE_ROWS][VALUE_VECTORS];
     for (int r = 0; r < ROWS; r++)
@@ -94,29 +101,29 @@ INLINE void mix(float *const *out, const float *const *weights, const float *val
             sums[r][v] = load(out[r] + v * WIDTH);
     for (int64_t p = first; p < end; p++)
         for (int v = 0; v < VECTORS; v++) {
-            vec value = load(values + p * D + v * WIDTH);
+            vec value = stored(values, p * D + column + v * WIDTH, TYPE);
             for (int r = 0; r < ROWS; r++)
-                sums[r][v] += weights[r][p] * value;
+                sums[r][v] = fused(all_lanes(weights[r][p]), value, sums[r][v]);
         }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++)
             store(out[r] + v * WIDTH, sums[r][v]);
 }
 
-INLINE void mix_rows(float *const *out, const float *const *weights, const float *values, int64_t first, int64_t end,
-                     int64_t D, int rows, const int VECTORS)
+INLINE void mix_rows(float *const *out, const float *const *weights, const void *values, int64_t column, int64_t first,
+                     int64_t end, int64_t D, int rows, const int VECTORS, const int TYPE)
 {
     switch (rows) {
-    case 1: mix(out, weights, values, first, end, D, 1, VECTORS); break;
-    case 2: mix(out, weights, values, first, end, D, 2, VECTORS); break;
-    case 3: mix(out, weights, values, first, end, D, 3, VECTORS); break;
-    default: mix(out, weights, values, first, end, D, 4, VECTORS);
+    case 1: mix(out, weights, values, column, first, end, D, 1, VECTORS, TYPE); break;
+    case 2: mix(out, weights, values, column, first, end, D, 2, VECTORS, TYPE); break;
+    case 3: mix(out, weights, values, column, first, end, D, 3, VECTORS, TYPE); break;
+    default: mix(out, weights, values, column, first, end, D, 4, VECTORS, TYPE);
     }
 }
 
 /* One tile of values into all columns of a block's rows. */
-static void mix_tile(float *const *out, const float *const *weights, const float *values, int64_t first, int64_t end,
-                     int64_t D, int64_t num_queries)
+INLINE void mix_tile(float *const *out, const float *const *weights, const void *values, int64_t first, int64_t end,
+                     int64_t D, int64_t num_queries, const int TYPE)
 {
     for (int64_t i = 0; i < num_queries; i += VALUE_ROWS) {
         int rows = num_queries - i < VALUE_ROWS ? (int)(num_queries - i) : VALUE_ROWS;
@@ -126,9 +133,9 @@ static void mix_tile(float *const *out, const float *const *weights, const float
                 columns[r] = out[i + r] + d;
             vectors = D - d >= VALUE_VECTORS * WIDTH ? VALUE_VECTORS : 1;
             if (vectors == VALUE_VECTORS)
-                mix_rows(columns, weights + i, values + d, first, end, D, rows, VALUE_VECTORS);
+                mix_rows(columns, weights + i, values, d, first, end, D, rows, VALUE_VECTORS, TYPE);
             else
-                mix_rows(columns, weights + i, values + d, first, end, D, rows, 1);
+                mix_rows(columns, weights + i, values, d, first, end, D, rows, 1, TYPE);
         }
     }
 }
@@ -143,24 +150,25 @@ typedef struct {
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void score_tile(const Query *query, const float *keys, int64_t tile, int64_t D)
+INLINE void score_tile(const Query *query, const void *keys, int64_t tile, int64_t D, const int TYPE)
 {
     int64_t first = larger(query->first, tile), end = smaller(query->end, tile + TILE_KEYS);
     if (D == 64) /* the sizes of most models, with addresses known to the compiler */
-        scores_of(query->scores, query->q, keys, first, end, 64);
+        scores_of(query->scores, query->q, keys, first, end, 64, TYPE);
     else if (D == 128)
-        scores_of(query->scores, query->q, keys, first, end, 128);
+        scores_of(query->scores, query->q, keys, first, end, 128, TYPE);
     else
-        scores_of(query->scores, query->q, keys, first, end, D);
+        scores_of(query->scores, query->q, keys, first, end, D, TYPE);
 }
 
 /* Tokens `token` .. `token_end` of a span at one key head. `scratch`: a row of `stride` numbers per query. */
-static void block(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end, float *scratch,
-                  int64_t stride)
+INLINE void block(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end, float *scratch,
+                  int64_t stride, const int TYPE)
 {
     const int64_t D = a->head_dim, head_stride = span->capacity_tokens * D;
-    const float *keys = a->pool + span->offset + (2 * a->layer * a->num_kv_heads + head) * head_stride;
-    const float *values = keys + a->num_kv_heads * head_stride;
+    const int64_t start = span->offset + (2 * a->layer * a->num_kv_heads + head) * head_stride;
+    const char *keys = (const char *)a->pool + start * SIZE_OF(TYPE);
+    const char *values = keys + a->num_kv_heads * head_stride * SIZE_OF(TYPE);
     const int64_t num_queries = (token_end - token) * a->per_kv, end = span->num_past + token_end;
     Query queries[num_queries];
     float *out[num_queries];
@@ -177,7 +185,7 @@ static void block(const Attention *a, const Span *span, int64_t head, int64_t to
     const int64_t first = queries[0].first;
     for (int64_t tile = first; tile < end; tile += TILE_KEYS)
         for (int64_t i = 0; i < num_queries; i++)
-            score_tile(&queries[i], keys, tile, D);
+            score_tile(&queries[i], keys, tile, D, TYPE);
     float totals[num_queries];
     for (int64_t i = 0; i < num_queries; i++) {
         totals[i] = weigh(queries[i].scores, queries[i].first, queries[i].end, a->scale, a->softcap);
@@ -186,20 +194,32 @@ static void block(const Attention *a, const Span *span, int64_t head, int64_t to
         memset(queries[i].scores + queries[i].end, 0, (end - queries[i].end) * sizeof(float));
     }
     for (int64_t tile = first; tile < end; tile += TILE_KEYS)
-        mix_tile(out, weights, values, tile, smaller(end, tile + TILE_KEYS), D, num_queries);
+        mix_tile(out, weights, values, tile, smaller(end, tile + TILE_KEYS), D, num_queries, TYPE);
     for (int64_t i = 0; i < num_queries; i++)
         for (int64_t d = 0; d < D; d++)
             out[i][d] /= totals[i];
 }
 
+static void block_fp32(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end,
+                       float *scratch, int64_t stride)
+{
+    block(a, span, head, token, token_end, scratch, stride, FP32);
+}
+
+static void block_bf16(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end,
+                       float *scratch, int64_t stride)
+{
+    block(a, span, head, token, token_end, scratch, stride, BF16);
+}
+
 /* Attend all spans. `block_starts` [num_spans + 1]: number of blocks before each span. `scratch`: per thread
  * BLOCK_TOKENS * per_kv rows of `stride` numbers; stride: the longest context and one vector more. */
-void attend_spans(float *out, const float *q, int64_t q_stride, const float *pool, const Span *spans,
+void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool, int64_t type, const Span *spans,
                   const int64_t *block_starts, int64_t num_spans, int64_t layer, int64_t num_kv_heads, int64_t per_kv,
                   int64_t head_dim, int64_t window, float scale, float softcap, float *scratch, int64_t stride,
                   int64_t num_threads)
 {
-    Attention a = {out, q, pool, q_stride, layer, num_kv_heads, per_kv, head_dim, window, scale, softcap};
+    Attention a = {out, q, pool, type, q_stride, layer, num_kv_heads, per_kv, head_dim, window, scale, softcap};
 #pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads)
     for (int64_t item = 0; item < block_starts[num_spans] * num_kv_heads; item++) {
         int64_t low = 0, high = num_spans, number = item / num_kv_heads;
@@ -211,7 +231,8 @@ void attend_spans(float *out, const float *q, int64_t q_stride, const float *poo
                 high = middle;
         }
         int64_t token = (number - block_starts[low]) * BLOCK_TOKENS, end = token + BLOCK_TOKENS;
-        block(&a, &spans[low], item % num_kv_heads, token, end < spans[low].num_tokens ? end : spans[low].num_tokens,
-              scratch + omp_get_thread_num() * BLOCK_TOKENS * per_kv * stride, stride);
+        (type == FP32 ? block_fp32 : block_bf16)(&a, &spans[low], item % num_kv_heads, token,
+                                                 smaller(end, spans[low].num_tokens),
+                                                 scratch + omp_get_thread_num() * BLOCK_TOKENS * per_kv * stride, stride);
     }
 }

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, native_function
+from ..packed_weight.panels import POOL_TYPES
 
-_COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, COUNT)
+_COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT, COUNT)
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -27,8 +28,8 @@ def rotate_and_store_(
     qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, pool: Tensor, kv_rows: Tensor, num_heads: int
 ) -> None:
     """Rotate query and key heads of `qkv` [num_tokens, num_heads + 2 K, head_dim] in place, then copy its key and
-    value heads into `pool` (flat), rows `kv_rows` [num_tokens, 2 K] of head_dim numbers. `rotary`: cosine and sine,
-    or None for layers that do not rotate."""
+    value heads into `pool` (flat), rows `kv_rows` [num_tokens, 2 K] of head_dim numbers, rounded to its number format.
+    `rotary`: cosine and sine, or None for layers that do not rotate."""
     tensors = (qkv, pool, kv_rows, *(rotary or ()))
     is_served = all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and qkv.dtype == torch.float32
     compiled = native_function("rotate_and_store", *_COMPILED_ARGUMENTS) if is_served else None
@@ -39,8 +40,8 @@ def rotate_and_store_(
     cosine, sine, half = (None, None, 0) if rotary is None else (*(t.data_ptr() for t in rotary), rotary[0].shape[-1])
     num_kv_heads = (num_all_heads - num_heads) // 2
     compiled(
-        qkv.data_ptr(), cosine, sine, half, pool.data_ptr(), kv_rows.data_ptr(), num_tokens, num_heads, num_kv_heads,
-        head_dim,
+        qkv.data_ptr(), cosine, sine, half, pool.data_ptr(), POOL_TYPES[pool.dtype], kv_rows.data_ptr(), num_tokens,
+        num_heads, num_kv_heads, head_dim,
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def rotate_and_store_by_torch_(
     num_rotated, head_dim = num_heads + kv_rows.shape[1] // 2, qkv.shape[-1]
     if rotary is not None:
         rotate_(qkv[:, :num_rotated, : 2 * rotary[0].shape[-1]], *rotary)
-    pool.view(-1, head_dim).index_copy_(0, kv_rows.reshape(-1), qkv[:, num_heads:].reshape(-1, head_dim))
+    pool.view(-1, head_dim).index_copy_(0, kv_rows.reshape(-1), qkv[:, num_heads:].reshape(-1, head_dim).to(pool.dtype))
 
 
 def rotary_tables(angles: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ INLINE void rotate(float *head, const float *cosine, const float *sine, int64_t 
 }
 
 /* qkv [num_tokens, num_heads + 2 num_kv_heads, head_dim], changed in place. cosine, sine [num_tokens, half]; half 0:
- * no rotation. Key and value heads of a token go to rows kv_rows[token] [2 num_kv_heads] of head_dim numbers each. */
-void rotate_and_store(float *qkv, const float *cosine, const float *sine, int64_t half, float *pool,
+ * no rotation. Key and value heads of a token go to rows kv_rows[token] [2 num_kv_heads] of head_dim numbers each, in fp32 or bf16. */
+void rotate_and_store(float *qkv, const float *cosine, const float *sine, int64_t half, void *pool, int64_t type,
                       const int64_t *kv_rows, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
                       int64_t head_dim)
 {
@@ -25,8 +25,14 @@ void rotate_and_store(float *qkv, const float *cosine, const float *sine, int64_
         float *heads = qkv + t * all_heads * head_dim;
         for (int64_t h = 0; half && h < num_heads + num_kv_heads; h++)
             rotate(heads + h * head_dim, cosine + t * half, sine + t * half, half);
-        for (int64_t h = 0; h < 2 * num_kv_heads; h++)
-            memcpy(pool + kv_rows[t * 2 * num_kv_heads + h] * head_dim, heads + (num_heads + h) * head_dim,
-                   head_dim * sizeof(float));
+        for (int64_t h = 0; h < 2 * num_kv_heads; h++) {
+            const float *head = heads + (num_heads + h) * head_dim;
+            void *to = (char *)pool + kv_rows[t * 2 * num_kv_heads + h] * head_dim * SIZE_OF(type);
+            if (type == FP32)
+                memcpy(to, head, head_dim * sizeof(float));
+            else
+                for (int64_t i = 0; i < head_dim; i += WIDTH)
+                    store_brains((uint16_t *)to + i, load(head + i));
+        }
     }
 }

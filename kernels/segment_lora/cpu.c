@@ -11,13 +11,13 @@
 /* Written by LoraSiteWeights in __init__.py: int64 fields and addresses. */
 typedef struct {
     int64_t rank_start, rank_end, column_start, column_end;
-    const float *b; /* panels of [out_features of the member, rank] */
+    const void *b; /* panels of [out_features of the member, rank] */
     double scaling;
 } Member;
 
 typedef struct {
-    const float *a; /* panels of [rank, in_features] */
-    int64_t rank, num_members;
+    const void *a; /* panels of [rank, in_features] */
+    int64_t rank, type, num_members; /* type: of panels, FP32 or BF16 */
     Member members[MAX_MEMBERS];
 } Site;
 
@@ -84,7 +84,7 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
             const Segment *segment = &segments[s];
             const Site *site = segment->site;
             const Product shrink = {scratch + segment->start * scratch_stride, x + segment->start * in_features,
-                                    site->a, 0, scratch_stride, in_features, in_features, site->rank, 1, 0, FP32};
+                                    site->a, 0, scratch_stride, in_features, in_features, site->rank, 1, 0, (int)site->type};
             multiply(&shrink, take(&share, segment->end - segment->start, in_features, site->rank));
         }
 #pragma omp barrier
@@ -97,7 +97,7 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
                 const Product expand = {y + segment->start * y_stride + member->column_start,
                                         scratch + segment->start * scratch_stride + member->rank_start, member->b, 0,
                                         y_stride, scratch_stride, member->rank_end - member->rank_start, num_columns,
-                                        (float)member->scaling, 1, FP32};
+                                        (float)member->scaling, 1, (int)segment->site->type};
                 multiply(&expand, take(&share, segment->end - segment->start, expand.depth, num_columns));
             }
         }

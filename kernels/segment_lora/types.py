@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT
+from ..packed_weight.panels import POOL_TYPES
 
 MAX_MEMBERS = 4
 
@@ -31,7 +32,13 @@ class MemberRecord(ctypes.Structure):
 class SiteRecord(ctypes.Structure):
     """`Site` of `cpu.c`: one adapter at one packed layer. Valid as long as the tensors it names."""
 
-    _fields_ = (("a", ADDRESS), ("rank", COUNT), ("num_members", COUNT), ("members", MemberRecord * MAX_MEMBERS))
+    _fields_ = (
+        ("a", ADDRESS),
+        ("rank", COUNT),
+        ("type", COUNT),
+        ("num_members", COUNT),
+        ("members", MemberRecord * MAX_MEMBERS),
+    )
 
     rank: int
 
@@ -40,7 +47,7 @@ class SiteRecord(ctypes.Structure):
         """`members`, at most `MAX_MEMBERS`: rank start and end, column start and end, B, scaling. A and B in panels."""
         assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
         records = [MemberRecord(*places, b.data_ptr(), scaling) for *places, b, scaling in members]
-        return cls(a.data_ptr(), rank, len(records), (MemberRecord * MAX_MEMBERS)(*records))
+        return cls(a.data_ptr(), rank, POOL_TYPES[a.dtype], len(records), (MemberRecord * MAX_MEMBERS)(*records))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,8 @@ class LoraMember:
 class LoraSiteWeights:
     """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
 
-    `in_panels`: A and the transposed B are in panels (`kernels.packed_weight`), flat in fp32, as compiled kernels read
-    them.
+    `in_panels`: A and the transposed B are in panels (`kernels.packed_weight`), flat, in fp32 or bf16, as compiled
+    kernels read them.
     """
 
     a: Tensor

@@ -89,5 +89,5 @@ def test_a_job_of_this_machine_goes_on_with_another_number_of_workers(echo_job: 
     assert echo_job.record.spec["workers"] == 1
     wrong = lorabatch("resume", str(echo_job.output), "--workers", "0", "--max-errors", "few")
     assert wrong.returncode == 2
-    assert "workers=0" in wrong.stderr
+    assert "workers='0'" in wrong.stderr
     assert "max_errors='few'" in wrong.stderr

@@ -22,10 +22,10 @@ MIXED: list[Span] = [(1, 0), (1, 30), (7, 0), (1, 129), (9, 6), (70, 65)]
 class Step:
     """Random queries, and a pool in which places behind each sequence's last token hold NaN."""
 
-    def __init__(self, spans: Sequence[Span], heads: tuple[int, int, int]) -> None:
+    def __init__(self, spans: Sequence[Span], heads: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> None:
         num_heads, self.num_kv_heads, self.head_dim = heads
         extent = NUM_LAYERS * 2 * self.num_kv_heads * CAPACITY * self.head_dim
-        self.pool = torch.randn(len(spans) * extent)
+        self.pool = torch.randn(len(spans) * extent).to(dtype)
         views = self.pool.view(len(spans), NUM_LAYERS, 2, self.num_kv_heads, CAPACITY, self.head_dim)
         self.keys, self.values = views[:, LAYER, 0], views[:, LAYER, 1]
         rows, first = [], 0
@@ -58,16 +58,18 @@ class Step:
         return out
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_decode_and_prefill_in_one_step(window: int | None, softcap: float | None) -> None:
-    step = Step(MIXED, (6, 2, 64))
+def test_decode_and_prefill_in_one_step(window: int | None, softcap: float | None, stored: torch.dtype) -> None:
+    step = Step(MIXED, (6, 2, 64), stored)
     assert (step.attend(window, softcap).double() - step.expected(window, softcap)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (2, 2, 128), (14, 2, 16), (4, 4, 80), (8, 1, 256), (5, 1, 96)])
-def test_groups_and_heads_of_many_sizes(heads: tuple[int, int, int]) -> None:
-    step = Step(MIXED[:5], heads)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_groups_and_heads_of_many_sizes(heads: tuple[int, int, int], stored: torch.dtype) -> None:
+    step = Step(MIXED[:5], heads, stored)
     assert (step.attend().double() - step.expected(None, None)).abs().max() < 1e-5
 
 
@@ -92,7 +94,7 @@ def test_a_row_gets_the_same_bits_alone_and_however_its_prompt_is_cut(window: in
 
 def test_heads_that_the_vectors_do_not_divide_are_left_to_torch() -> None:
     assert not can_attend_compiled(40, torch.float32)
-    assert not can_attend_compiled(64, torch.bfloat16)
+    assert not can_attend_compiled(64, torch.float16)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

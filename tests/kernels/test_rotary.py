@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lorabatch.kernels.native import native_build
 from lorabatch.kernels.rotary import rotary_tables, rotate_and_store_, rotate_and_store_by_torch_
 
 TOKENS, HEADS, KV_HEADS = 5, 4, 2
@@ -37,3 +38,19 @@ def test_queries_and_keys_turn_and_keys_and_values_find_their_places(
     untouched = torch.ones(40, dtype=torch.bool)
     untouched[kv_rows.flatten()] = False
     assert (places[untouched] == 7.0).all(), "a place of another token changed"
+
+
+@pytest.mark.skipif(native_build() is None, reason="compiled kernels were not built on this machine")
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_keys_and_values_are_rounded_to_a_pool_in_bf16(head_dim: int) -> None:
+    qkv = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, head_dim) * 10.0 ** torch.randint(-30, 30, (1, 1, head_dim))
+    odd = [torch.nan, torch.inf, -torch.inf, 3.4e38, -0.0, 1e-42, 1.00390625, 1.01171875]  # halves to even
+    qkv[0, HEADS, : len(odd)] = torch.tensor(odd)
+    qkv[1, HEADS, :2] = torch.tensor([0x7FFFFFFF, 0x7F800001]).to(torch.int32).view(torch.float32)
+    kv_rows = torch.randperm(40)[: TOKENS * 2 * KV_HEADS].view(TOKENS, 2 * KV_HEADS)
+    pool = torch.full((40 * head_dim,), 7.0, dtype=torch.bfloat16)
+    rotate_and_store_(qkv, None, pool, kv_rows, HEADS)
+    assert torch.allclose(pool.view(40, head_dim)[kv_rows], qkv[:, HEADS:].bfloat16(), rtol=0, atol=0, equal_nan=True)
+    untouched = torch.ones(40, dtype=torch.bool)
+    untouched[kv_rows.flatten()] = False
+    assert (pool.view(40, head_dim)[untouched] == 7.0).all()

@@ -17,15 +17,19 @@ IN, OUTS = 24, (40, 8, 37)
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 
 
-def in_panels(site: LoraSiteWeights) -> LoraSiteWeights:
+def in_panels(site: LoraSiteWeights, dtype: torch.dtype = torch.float32) -> LoraSiteWeights:
     """The same adapter as compiled kernels read it."""
-    a, members = torch.empty(site.a.numel()), []
+    a, members = torch.empty(site.a.numel(), dtype=dtype), []
     pack_rows_(a, 0, len(site.a), site.a)
     for member in site.members:
-        b = torch.empty(member.b.numel())
+        b = torch.empty(member.b.numel(), dtype=dtype)
         pack_rows_(b, 0, member.b.shape[1], member.b.t())
         members.append(replace(member, b=b))
     return LoraSiteWeights(a, tuple(members), in_panels=True)
+
+
+def in_bf16_panels(site: LoraSiteWeights) -> LoraSiteWeights:
+    return in_panels(site, torch.bfloat16)
 
 
 def as_it_is(site: LoraSiteWeights) -> LoraSiteWeights:
@@ -35,7 +39,13 @@ def as_it_is(site: LoraSiteWeights) -> LoraSiteWeights:
 Layout = Callable[[LoraSiteWeights], LoraSiteWeights]
 
 
-@pytest.fixture(params=[pytest.param(in_panels, marks=needs_library, id="compiled"), as_it_is])
+@pytest.fixture(
+    params=[
+        pytest.param(in_panels, marks=needs_library, id="compiled"),
+        pytest.param(in_bf16_panels, marks=needs_library, id="compiled, bf16"),
+        as_it_is,
+    ]
+)
 def layout(request: pytest.FixtureRequest) -> Layout:
     chosen: Layout = request.param
     return chosen
@@ -46,13 +56,17 @@ def laid_out(segments: Sequence[LoraSegment], layout: Layout) -> list[LoraSegmen
 
 
 def site(ranks: tuple[int | None, ...], seed: int) -> LoraSiteWeights:
-    """An adapter at a packed layer of three members; None leaves a member alone."""
+    """An adapter at a packed layer of three members, of numbers that bf16 holds; None leaves a member alone."""
     generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16().float()
+
     members, stacked, row, column = [], [], 0, 0
     for rank, out in zip(ranks, OUTS, strict=True):
         if rank is not None:
-            stacked.append(torch.randn(rank, IN, generator=generator))
-            b = torch.randn(rank, out, generator=generator)
+            stacked.append(random(rank, IN))
+            b = random(rank, out)
             members.append(LoraMember(row, row + rank, column, column + out, b, scaling=0.5 * (seed + 1)))
             row += rank
         column += out

@@ -67,12 +67,17 @@ def test_a_pool_without_room_for_a_page_is_refused_with_both_sizes(tiny_llama: P
 def test_a_cpu_computes_in_fp32_but_for_linear_layers_if_it_is_asked_to() -> None:
     for asked, products in (("auto", "float32"), ("bfloat16", "bfloat16")):
         if can_multiply(products):
-            assert choose_arithmetic(EngineConfig(device="cpu", dtype=asked)) == (CPU, torch.float32, products)
+            assert choose_arithmetic(EngineConfig(device="cpu", dtype=asked)) == (
+                CPU,
+                torch.float32,
+                products,
+                getattr(torch, products),
+            )
     if can_multiply("int8"):
         config = EngineConfig(device="cpu", base_quantization="int8")
-        assert choose_arithmetic(config) == (CPU, torch.float32, "int8")
+        assert choose_arithmetic(config) == (CPU, torch.float32, "int8", torch.bfloat16)
     interpreted = EngineConfig(device="cpu", dtype="bfloat16", kernels="triton")
-    assert choose_arithmetic(interpreted) == (CPU, torch.bfloat16, None)
+    assert choose_arithmetic(interpreted) == (CPU, torch.bfloat16, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +87,8 @@ def test_a_cpu_computes_in_fp32_but_for_linear_layers_if_it_is_asked_to() -> Non
         (EngineConfig(device="cpu", dtype="bfloat16"), "dtype='bfloat16': this processor .* AVX512_BF16"),
         (EngineConfig(device="cpu", base_quantization="int8"), "base_quantization='int8': .* no AVX512_VNNI"),
         (
-            EngineConfig(device="cpu", base_quantization="int8", dtype="bfloat16"),
-            "base_quantization='int8', dtype='bfloat16': .* Use dtype auto",
+            EngineConfig(device="cpu", base_quantization="int8", dtype="float16"),
+            "dtype='float16': this processor multiplies float32 only",
         ),
         (
             EngineConfig(device="cpu", base_quantization="int8", kernels="triton"),
