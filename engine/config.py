@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ModelFilesError
-from .model_config import parse_model_config
-from .model_config.model import ModelConfig
 from .untrusted import MALFORMED, parse_json, read_regular, shown_name
 
 if TYPE_CHECKING:
     from ..scheduler.cost import CostModel
+    from .model_config.model import ModelConfig
 
 __all__ = [
     "DEFAULT_BATCH_ROWS",
@@ -21,7 +20,6 @@ __all__ = [
     "DeviceKind",
     "EngineConfig",
     "Mode",
-    "ModelConfig",
     "dtype_on",
     "read_json",
     "read_model_config",
@@ -115,6 +113,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises `UnsupportedModelError` for a family or setting that would not be computed exactly, and
     `ModelFilesError` for a missing or malformed file.
     """
+    from .model_config import parse_model_config  # the command line shows its help without
+
     raw = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}

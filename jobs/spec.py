@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 else:
     _SamplingFields = create_model(
         "_SamplingFields",
+        __config__=ConfigDict(defer_build=True),
         **{name: (o.kind, _option(o.default, o.help)) for name, o in SAMPLING_OPTIONS.items()},
     )
 
@@ -68,7 +69,8 @@ class JobSpec(_SamplingFields):
     The options of sampling are fields too, and `sampling` has them together. `storage_options` are never recorded.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    # built when the first job is read: help is shown without
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True)
 
     model: str = _option(
         ...,
