@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 ADDRESS = ctypes.c_void_p
 COUNT = ctypes.c_int64
 NUMBER = ctypes.c_float
+#: Number formats of the page pool (keys, values, adapters), and their numbers in vector.h.
+POOL_TYPES = {torch.float32: 0, torch.bfloat16: 3}
 # As in version.c; to be raised with every change of a function's arguments: a library built before is not used.
 _VERSION = 6
 

@@ -11,12 +11,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
+from ..native import ADDRESS, COUNT, NUMBER, POOL_TYPES, native_build, native_function
 
 #: Number formats of weights in panels, and their numbers in vector.h: bf16 in pairs.
 PANEL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: Number formats of the page pool, where adapters' panels are too, and their numbers in vector.h.
-POOL_TYPES = {torch.float32: 0, torch.bfloat16: 3}
 # Of plain rows
 _ROW_TYPES = {torch.float32: 0, torch.bfloat16: 3, torch.float16: 2}
 #: To be raised when the same weight is packed into other numbers: panels are kept in files (`engine/models`).

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT, NUMBER, native_function
-from ..packed_weight.panels import POOL_TYPES
+from ..native import ADDRESS, COUNT, NUMBER, POOL_TYPES, native_function
 from .types import BLOCK_TOKENS, SpanTable
 
 _LANES = 16  # of the widest vectors

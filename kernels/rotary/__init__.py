@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT, native_function
-from ..packed_weight.panels import POOL_TYPES
+from ..native import ADDRESS, COUNT, POOL_TYPES, native_function
 
 _COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT, COUNT)
 

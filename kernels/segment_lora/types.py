@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT
-from ..packed_weight.panels import POOL_TYPES
+from ..native import ADDRESS, COUNT, POOL_TYPES
 
 MAX_MEMBERS = 4
 
