@@ -20,6 +20,7 @@ from typing import Any
 
 from lorabatch.benchmarks.engine_result import (
     CEILING,
+    FORMATS,
     MERGED,
     MERGED_ONE,
     NO_LORA,
@@ -27,11 +28,13 @@ from lorabatch.benchmarks.engine_result import (
     UNMERGED,
     Run,
     as_json,
+    in_format,
     tables,
 )
 from lorabatch.benchmarks.engine_workload import ALL_LENGTHS, Lengths, make_workload
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.console.terminal import plain_console
+from lorabatch.kernels.packed_weight import can_multiply
 
 PEERS = {"peft": ("PEFT merged", "PEFT mixed"), "vllm": ("vLLM",)}
 _PACKAGES = ("torch", "transformers", "peft", "vllm", "numpy")
@@ -64,7 +67,12 @@ def main(
     not_run = {s: f"{peer} is not installed{extra.get(peer, '')}" for peer in missing for s in PEERS[peer]}
     peers = [system for peer in vs if peer not in missing for system in PEERS[peer]]
     # what is compared closely runs close together: the machine's speed changes from minute to minute
-    systems = [MERGED_ONE, NO_LORA, UNMERGED, CEILING, TORCH_CEILING, MERGED, *peers]
+    formats = [products for products in FORMATS if can_multiply(products)]
+    in_formats = [in_format(system, products) for products in formats for system in (NO_LORA, UNMERGED)]
+    not_run |= {
+        products: "this processor has no instructions for it" for products in FORMATS if products not in formats
+    }
+    systems = [MERGED_ONE, NO_LORA, UNMERGED, *in_formats, CEILING, TORCH_CEILING, MERGED, *peers]
     model = model or _demo_base()
     facts = provenance(_PACKAGES) | {"model": model.name}
     same = {name: facts[name] for name in ("commit", "machine", "versions", "model")}

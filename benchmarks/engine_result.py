@@ -13,10 +13,18 @@ from typing import Any
 from rich.table import Table
 
 from lorabatch.benchmarks.engine_workload import EngineWorkload
+from lorabatch.kernels.packed_weight import Products
 
 NO_LORA, UNMERGED, MERGED = "lorabatch no LoRA", "lorabatch unmerged", "lorabatch merged"
 MERGED_ONE = "lorabatch merged, all rows of one adapter"
+#: Number formats of products beside fp32, and how much faster whole runs should be: all adapters, and without LoRA.
+FORMATS: Mapping[Products, tuple[float, float]] = {"bfloat16": (1.5, 1.5), "int8": (2.0, 1.9)}
 CEILING, TORCH_CEILING = "GEMM ceiling", "GEMM ceiling, torch's linear"
+
+
+def in_format(system: str, products: Products) -> str:
+    """One of our systems with products in another format."""
+    return f"{system}, {products}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,13 @@ def ratios(runs: Runs) -> list[Ratio]:
         Ratio("unmerged, share of the GEMM ceiling", 0.70, over(CEILING, UNMERGED)),
         Ratio("unmerged, share of the GEMM ceiling of torch's linear", 0.70, over(TORCH_CEILING, UNMERGED)),
     ]
+    for products, (goal, no_lora_goal) in FORMATS.items():
+        lora, no_lora = in_format(UNMERGED, products), in_format(NO_LORA, products)
+        all_ratios += [
+            Ratio(f"{products} against float32, unmerged", goal, over(UNMERGED, lora)),
+            Ratio(f"{products} against float32, no LoRA", no_lora_goal, over(NO_LORA, no_lora)),
+            Ratio(f"{products} unmerged, share of its no-LoRA speed", 0.85, over(no_lora, lora)),
+        ]
     return [ratio for ratio in all_ratios if ratio.values]
 
 
@@ -109,7 +124,7 @@ def tables(lengths: str, result: Mapping[str, Any]) -> list[Table]:
         systems.add_column(column, justify="left" if column == "system" else "right")
     for name, of in result["systems"].items():
         switching_s = statistics.median(of["switching_s"])
-        has_same_rows = name not in (CEILING, TORCH_CEILING, NO_LORA, MERGED_ONE)
+        has_same_rows = name not in (CEILING, TORCH_CEILING, MERGED_ONE) and not name.startswith(NO_LORA)
         systems.add_row(
             name,
             f"{of['median_s']:.2f}",

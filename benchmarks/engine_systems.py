@@ -19,7 +19,16 @@ from typing import Any
 
 import torch
 
-from lorabatch.benchmarks.engine_result import CEILING, MERGED, MERGED_ONE, NO_LORA, TORCH_CEILING, UNMERGED, Run
+from lorabatch.benchmarks.engine_result import (
+    CEILING,
+    MERGED,
+    MERGED_ONE,
+    NO_LORA,
+    TORCH_CEILING,
+    UNMERGED,
+    Run,
+    in_format,
+)
 from lorabatch.benchmarks.engine_workload import RANKS, BenchRow, EngineWorkload
 from lorabatch.engine.config import EngineConfig, Mode, read_model_config
 from lorabatch.engine.engine import Engine
@@ -30,15 +39,26 @@ from lorabatch.kernels.packed_weight import Products, can_multiply, pack
 
 PEFT_BATCH = 32
 WARM_BYTES = 3 << 30
+_FORMATS: dict[Products, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"base_quantization": "int8"},
+}
 _WARM_PROMPT = (100, 101, 102)
 _STATUS, _PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Tokens = list[list[int]]
 Measured = tuple[float, Tokens, float]  # seconds, tokens of each row, seconds spent on merging weights
 
 
-def run_ours(workload: EngineWorkload, mode: Mode, adapter_of: Callable[[BenchRow], str | None]) -> Measured:
+def run_ours(
+    workload: EngineWorkload,
+    mode: Mode,
+    adapter_of: Callable[[BenchRow], str | None],
+    products: Products = "float32",
+) -> Measured:
     """Our engine, all rows in one batch; `adapter_of` says which adapter a row asks, None for the base."""
-    engine = Engine(Path(workload.model), EngineConfig(mode=mode, max_batch_rows=len(workload.rows)))
+    config = EngineConfig(mode=mode, max_batch_rows=len(workload.rows), **_FORMATS[products])
+    engine = Engine(Path(workload.model), config)
     ids: dict[str | None, str | None] = {None: None}
     for name, folder in workload.adapters.items():
         content = audit_adapter(Path(folder), engine.model, name).identity_sha256
@@ -174,7 +194,17 @@ def _run_merged_alone(workload: EngineWorkload) -> Measured:
     return run_ours(workload, "merged", lambda row: largest)
 
 
+def _in_format(products: Products) -> dict[str, Callable[[EngineWorkload], Measured]]:
+    """Rows of the base and of all adapters, with products in another format."""
+    return {
+        in_format(NO_LORA, products): lambda w: run_ours(w, "unmerged", lambda row: None, products),
+        in_format(UNMERGED, products): lambda w: run_ours(w, "unmerged", lambda row: row.adapter, products),
+    }
+
+
 SYSTEMS: dict[str, Callable[[EngineWorkload], Measured]] = {
+    **_in_format("bfloat16"),
+    **_in_format("int8"),
     NO_LORA: lambda w: run_ours(w, "unmerged", lambda row: None),
     UNMERGED: lambda w: run_ours(w, "unmerged", lambda row: row.adapter),
     MERGED: lambda w: run_ours(w, "merged", lambda row: row.adapter),
