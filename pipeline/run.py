@@ -107,6 +107,7 @@ _JOB_PRIORITY = 100
 # Finished rows are flushed and engines stopped meanwhile.
 _STOP_PATIENCE_S = 45.0
 _POLL_S = 0.5
+_ENDING_S, _ENDING_POLL_S = 15.0, 0.1
 # In Dask's configuration of the process that starts the job: how long a coordinator may be silent.
 LEASE_SETTING = "lorabatch.coordinator-lease"
 _LEASE = "20s"
@@ -208,13 +209,20 @@ def _result(future: Future[JobResult]) -> JobResult:
 
 
 def _refuse_running(client: Client, job: OpenedJob) -> None:
-    """Raise `OutputConflictError` when this job runs on the cluster already."""
-    running = client.run_on_scheduler(_unfinished, job_id=job.record.job_id)
-    if running:
-        raise OutputConflictError(
-            f"output={redacted_url(job.spec.output)!r}: this job runs on the cluster already. Follow it with "
-            "`lorabatch status` or `lorabatch logs -f`, or stop it with `lorabatch cancel`."
-        )
+    """Raise `OutputConflictError` when this job runs on the cluster already.
+
+    A run records its end before its task leaves the cluster. Where the latest state is this command's own, because the
+    run before has recorded its end, the task is waited for.
+    """
+    patience_s = time.monotonic() + _ENDING_S
+    while client.run_on_scheduler(_unfinished, job_id=job.record.job_id):
+        state = job.store.read_state()
+        if state is None or not state.is_of_command or time.monotonic() >= patience_s:
+            raise OutputConflictError(
+                f"output={redacted_url(job.spec.output)!r}: this job runs on the cluster already. Follow it with "
+                "`lorabatch status` or `lorabatch logs -f`, or stop it with `lorabatch cancel`."
+            )
+        time.sleep(_ENDING_POLL_S)
 
 
 def _unfinished(dask_scheduler: Any, job_id: str) -> bool:
