@@ -66,13 +66,8 @@ INLINE vec numbers(const char *w, int column, int n, int count, const int TYPE)
 {
     if (TYPE == FP16)
         return widened_halves((const uint16_t *)w + column, count);
-    if (TYPE == BF16) {
-        uint16_t some[WIDTH] = {0};
-        if (count == WIDTH)
-            return widened_brains((const uint16_t *)w + column);
-        memcpy(some, (const uint16_t *)w + column, count * sizeof *some);
-        return widened_brains(some);
-    }
+    if (TYPE == BF16)
+        return widened_brains((const uint16_t *)w + column, count);
     const float *from = (const float *)w + column;
     const vec found = count == WIDTH ? load(from) : load_first(from, count);
     if (TYPE == FP32)

@@ -84,13 +84,23 @@ INLINE vec widened_halves(const uint16_t *from, int count)
 #endif
 }
 
-/* WIDTH numbers in bf16, widened. */
-INLINE vec widened_brains(const uint16_t *from)
+/* The first `count` numbers in bf16, widened; the others are zero and their memory is not touched. */
+INLINE vec widened_brains(const uint16_t *from, int count)
 {
 #if VECTOR_BYTES == 64
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+    const __m256i brains = count == WIDTH ? _mm256_loadu_si256((const __m256i *)from)
+                                          : _mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), from);
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(brains), 16);
 #else
-    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+    if (count == WIDTH)
+        return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+    __m128i brains = _mm_maskload_epi32((const int *)from, _mm256_castsi256_si128(lanes_below(count / 2)));
+    if (count & 1) {
+        uint16_t last[WIDTH] = {0};
+        last[count - 1] = from[count - 1];
+        brains = _mm_or_si128(brains, _mm_loadu_si128((const __m128i *)last));
+    }
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16);
 #endif
 }
 

@@ -21,6 +21,14 @@ INLINE float number(const void *x, int64_t i, const int TYPE)
     return value;
 }
 
+/* A number rounded to bf16, ties to even; NaN stays. */
+INLINE uint16_t brain(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 INLINE int64_t smaller(int64_t a, int64_t b)
 {
     return a < b ? a : b;
@@ -32,7 +40,7 @@ INLINE int64_t place_of(int64_t k, int64_t column, int64_t width, const int TYPE
     return TYPE == BF16_PAIRS ? (k / 2 * width + column) * 2 + k % 2 : k * width + column;
 }
 
-/* Rows x [num_rows, depth] of TYPE become rows first_row and so on of a weight of `total` rows, in fp32 or in TYPE. */
+/* Rows x [num_rows, depth] of TYPE become rows first_row and so on of a weight of `total` rows. */
 INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t total, const void *x,
                  int64_t num_rows, int64_t depth, const int TYPE)
 {
@@ -48,14 +56,16 @@ INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t
                     const int64_t to = start * depth + place_of(k, column + r - row, width, PANELS_TYPE);
                     if (PANELS_TYPE == FP32)
                         ((float *)panels)[to] = number(x, r * depth + k, TYPE);
-                    else
+                    else if (PANELS_TYPE == FP16 || TYPE == BF16)
                         ((uint16_t *)panels)[to] = ((const uint16_t *)x)[r * depth + k];
+                    else
+                        ((uint16_t *)panels)[to] = brain(number(x, r * depth + k, TYPE));
                 }
         }
     }
 }
 
-/* `panels_type`: fp32, or what x is in. In the thread that calls: adapters are read beside steps, and a second team of
+/* `panels_type`: fp32, bf16 or what x is in. In the thread that calls: adapters are read beside steps, and a second team of
  * threads would make OpenMP put the steps' own to sleep between loops. */
 void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t total, const void *x, int64_t num_rows,
                int64_t depth, int64_t type)
@@ -63,7 +73,8 @@ void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t tot
 #define CASE(PANELS_TYPE, TYPE)                                                                                        \
     if (panels_type == PANELS_TYPE && type == TYPE)                                                                    \
         pack(panels, PANELS_TYPE, first_row, total, x, num_rows, depth, TYPE);
-    CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16_PAIRS, BF16) CASE(BF16, BF16)
+    CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16_PAIRS, BF16)
+    CASE(BF16, FP32) CASE(BF16, BF16) CASE(BF16, FP16)
 #undef CASE
 }
 

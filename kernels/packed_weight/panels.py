@@ -114,7 +114,7 @@ def pack_rows_(panels: Tensor, first_row: int, num_rows: int, rows: Tensor) -> N
     It takes one thread and no lock of the interpreter: made for threads that prepare adapters while others step.
     """
     plain = rows.contiguous()
-    if panels.dtype != torch.float32 or plain.dtype not in _ROW_TYPES:
+    if plain.dtype not in _ROW_TYPES:
         plain = plain.to(panels.dtype)
     assert panels.numel() == num_rows * plain.shape[1], f"{panels.numel()} numbers for {num_rows} rows of {plain.shape}"
     assert first_row + len(plain) <= num_rows, f"rows {first_row} to {first_row + len(plain)} of {num_rows}"

@@ -44,7 +44,7 @@ INLINE vec lane_sums(vec *v)
 /* WIDTH numbers of keys or values, from number `i` on. */
 INLINE vec stored(const void *numbers, int64_t i, const int TYPE)
 {
-    return TYPE == FP32 ? load((const float *)numbers + i) : widened_brains((const uint16_t *)numbers + i);
+    return TYPE == FP32 ? load((const float *)numbers + i) : widened_brains((const uint16_t *)numbers + i, WIDTH);
 }
 
 /* scores[position] = q . key for positions first .. end, WIDTH at a time; more are written up to a whole vector. */

@@ -192,6 +192,17 @@ def test_parts_of_a_weight_are_packed_one_by_one_whatever_type_they_have(
 
 
 @needs_library
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
+def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype) -> None:
+    # halfway between two numbers of bf16, above each other; and what is no number
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
+    rows = torch.tensor([ties], dtype=stored)
+    panels = torch.empty(8, dtype=torch.bfloat16)
+    pack_rows_(panels, 0, 1, rows)
+    assert panels.view(torch.int16).equal(rows.to(torch.bfloat16)[0].view(torch.int16))
+
+
+@needs_library
 def test_rows_that_do_not_fit_are_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match="35 numbers for 5 rows"):
         pack_rows_(torch.empty(35), 0, 5, torch.empty(2, 8))
