@@ -33,7 +33,13 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["compiled", pytest.param("torch", marks=pytest.mark.long)])
+NEEDS_LIBRARY = pytest.mark.skipif(native_build() is None, reason="without compiled kernels threads may count")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("compiled", marks=NEEDS_LIBRARY), pytest.param("torch", marks=pytest.mark.long)],
+)
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
@@ -152,7 +158,7 @@ def test_rows_of_every_family_have_the_same_bits_alone_and_in_company(
     assert serve(company, requests) == expected
 
 
-@pytest.mark.skipif(native_build() is None, reason="without compiled kernels threads may count")
+@NEEDS_LIBRARY
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_weights_are_merged_to_the_same_bits_by_any_number_of_threads(
     tmp_path: Path, make_model: Any, make_adapter: Any
