@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned
+from ...kernels.native import adapter_type
 from ...kernels.packed_weight.panels import pack_rows_
 from ...kernels.segment_lora import LoraMember, LoraSiteWeights
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedMember, packed_members
@@ -38,7 +39,7 @@ def pack_adapter(
 ) -> PackedAdapter:
     """Stack what packed layers multiply together: per layer and site one A for all members, then each member's B.
 
-    `in_panels`: as compiled CPU kernels read them, in fp32; otherwise rows of A and of B's transpose one by one.
+    `in_panels`: as compiled CPU kernels read them; otherwise rows of A and of B's transpose one by one.
     `dtype` and `device`: of the memory where they are to go. Raises `AdapterRefusedError` for an adapter that is exact
     by merge only.
     """
@@ -75,13 +76,14 @@ def _pack_site(
     stack = numbers[cursor : cursor + stacked_rank * in_features]
     a = stack if in_panels else stack.view(stacked_rank, in_features)
     cursor += a.numel()
+    panels_type = adapter_type(numbers.dtype, (in_features, *(pair.rank for _, pair in members))) if in_panels else 0
     rank_start, packed = 0, []
     for member, pair in members:
         rank_end, out_features = rank_start + pair.rank, pair.b.shape[0]
         b = numbers[cursor : cursor + pair.b.numel()]
         if in_panels:
-            pack_rows_(a, rank_start, stacked_rank, pair.a)
-            pack_rows_(b, 0, out_features, pair.b)
+            pack_rows_(a, panels_type, rank_start, stacked_rank, pair.a)
+            pack_rows_(b, panels_type, 0, out_features, pair.b)
         else:
             a[rank_start:rank_end].copy_(pair.a)
             b = b.view(pair.rank, out_features)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ COUNT = ctypes.c_int64
 NUMBER = ctypes.c_float
 #: Number formats of the page pool (keys, values, adapters), and their numbers in vector.h.
 POOL_TYPES = {torch.float32: 0, torch.bfloat16: 3}
+_BF16_PAIRS = 1
 # As in version.c; to be raised with every change of a function's arguments: a library built before is not used.
-_VERSION = 6
+_VERSION = 7
 
 
 @cache
@@ -37,6 +38,13 @@ def native_function(name: str, *argument_types: Any) -> Callable[..., None] | No
     function.argtypes = argument_types
     function.restype = None
     return function  # type: ignore[no-any-return]
+
+
+def adapter_type(dtype: torch.dtype, depths: Iterable[int]) -> int:
+    """How panels of an adapter's matrices at one layer hold numbers, as in vector.h: bf16 in pairs where all depths
+    (inputs, ranks) are even."""
+    is_paired = dtype == torch.bfloat16 and not any(depth % 2 for depth in depths)
+    return _BF16_PAIRS if is_paired else POOL_TYPES[dtype]
 
 
 def native_number(name: str) -> int:

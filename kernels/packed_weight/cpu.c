@@ -74,7 +74,7 @@ void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t tot
     if (panels_type == PANELS_TYPE && type == TYPE)                                                                    \
         pack(panels, PANELS_TYPE, first_row, total, x, num_rows, depth, TYPE);
     CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16_PAIRS, BF16)
-    CASE(BF16, FP32) CASE(BF16, BF16) CASE(BF16, FP16)
+    CASE(BF16_PAIRS, FP32) CASE(BF16_PAIRS, FP16) CASE(BF16, FP32) CASE(BF16, BF16) CASE(BF16, FP16)
 #undef CASE
 }
 

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT, NUMBER, POOL_TYPES, native_build, native_function
+from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
 
 #: Number formats of weights in panels, and their numbers in vector.h: bf16 in pairs.
 PANEL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -93,11 +93,6 @@ def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
     return dtype if is_served else torch.float32
 
 
-def unpacked(panels: Tensor, num_rows: int) -> Tensor:
-    """The weight [num_rows, in_features] that `panels` (flat, written by `pack_rows_`) hold, in fp32."""
-    return unpack(panels, POOL_TYPES[panels.dtype], (num_rows, panels.numel() // num_rows))
-
-
 def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
     """The weight of `shape` in panels of a type, in fp32."""
     plain = torch.empty(shape)
@@ -107,9 +102,9 @@ def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
     return plain
 
 
-def pack_rows_(panels: Tensor, first_row: int, num_rows: int, rows: Tensor) -> None:
+def pack_rows_(panels: Tensor, panels_type: int, first_row: int, num_rows: int, rows: Tensor) -> None:
     """Write `rows` [n, in_features] as rows `first_row` and so on of a weight of `num_rows` rows in panels of the page
-    pool (flat).
+    pool (flat). `panels_type`: see `native.adapter_type`.
 
     It takes one thread and no lock of the interpreter: made for threads that prepare adapters while others step.
     """
@@ -120,5 +115,5 @@ def pack_rows_(panels: Tensor, first_row: int, num_rows: int, rows: Tensor) -> N
     assert first_row + len(plain) <= num_rows, f"rows {first_row} to {first_row + len(plain)} of {num_rows}"
     pack_rows = native_function("pack_rows", ADDRESS, COUNT, COUNT, COUNT, ADDRESS, COUNT, COUNT, COUNT)
     assert pack_rows is not None, "compiled kernels are not there"
-    panels_type, plain_type = POOL_TYPES[panels.dtype], _ROW_TYPES[plain.dtype]
+    plain_type = _ROW_TYPES[plain.dtype]
     pack_rows(panels.data_ptr(), panels_type, first_row, num_rows, plain.data_ptr(), *plain.shape, plain_type)

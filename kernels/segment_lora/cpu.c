@@ -1,10 +1,12 @@
 /* Unmerged LoRA on CPUs: shrink and expand of all segments of a step at one packed layer, in one call.
  *
  * A and B are in panels, see ../native/panels.h: adapters are read once per step, so memory decides, not arithmetic.
+ * Pairs in bf16 are multiplied by instructions for them (../native/dots.h) where the processor has those; rows and what
+ * they shrink to are rounded to bf16 then.
  */
 #include <omp.h>
 
-#include "../native/panels.h"
+#include "../native/dots.h"
 
 #define MAX_MEMBERS 4
 
@@ -17,7 +19,7 @@ typedef struct {
 
 typedef struct {
     const void *a; /* panels of [rank, in_features] */
-    int64_t rank, type, num_members; /* type: of panels, FP32 or BF16 */
+    int64_t rank, type, num_members; /* type: of panels */
     Member members[MAX_MEMBERS];
 } Site;
 
@@ -61,44 +63,125 @@ static Share share_of(int64_t total)
     return (Share){total * thread / threads, total * (thread + 1) / threads, 0};
 }
 
-/* y [num_tokens, y_stride] += LoRA of x [num_tokens, in_features]; `scratch` holds the shrunk rows,
- * [num_tokens, scratch_stride], with scratch_stride >= the largest rank of a segment's site. */
+/* What one call works on. `shrunk`: of each row, in fp32 or in bf16. `codes` [num_tokens, in_features]: rows in bf16. */
+typedef struct {
+    float *y;
+    const float *x;
+    float *shrunk;
+    uint16_t *codes;
+    int64_t y_stride, in_features, shrunk_stride;
+} Call;
+
+#if VECTOR_BYTES == 64
+/* Some rows and columns, which begin with a panel. */
+HAS_DOTS static void multiply_dots(const Dots *p, Part part)
+{
+    const int64_t num_rows = part.end_row - part.first_row, blocks = blocks_of(num_rows);
+    for (int64_t column = part.first_column; column < part.end_column; column += PANEL)
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t row = num_rows * b / blocks, next = num_rows * (b + 1) / blocks;
+            const int64_t ahead = blocks == 1 ? STREAM_AHEAD : b == blocks - 1 ? p->groups * PANEL * 4 : 0;
+            tiles_of_dots(p, part.first_row + row, next - row, column, ahead, IN_BF16);
+        }
+}
+
+/* The rows of a segment that are this thread's to encode; threads meet before anyone reads them. */
+HAS_DOTS static void encode(const Call *call, const Segment *segment)
+{
+#pragma omp for schedule(static) nowait
+    for (int64_t row = segment->start; row < segment->end; row++)
+        encode_pairs(call->codes + row * call->in_features, call->x + row * call->in_features, call->in_features);
+}
+
+static void shrink_by_dots(const Call *call, const Segment *segment, Part part)
+{
+    const Site *site = segment->site;
+    const int64_t stride = 2 * call->shrunk_stride, width = call->in_features;
+    const Dots dots = {(uint16_t *)call->shrunk + segment->start * stride, stride,
+                       (const char *)(call->codes + segment->start * width), width * 2, 0, site->a, 0, 0, width / 2,
+                       site->rank, 1, ROUNDED};
+    multiply_dots(&dots, part);
+}
+
+static void expand_by_dots(const Call *call, const Segment *segment, const Member *member, Part part)
+{
+    const int64_t stride = 2 * call->shrunk_stride;
+    const uint16_t *shrunk = (const uint16_t *)call->shrunk + segment->start * stride + member->rank_start;
+    const Dots dots = {call->y + segment->start * call->y_stride + member->column_start, call->y_stride,
+                       (const char *)shrunk, stride * 2, 0, member->b, 0, 0, (member->rank_end - member->rank_start) / 2,
+                       member->column_end - member->column_start, (float)member->scaling, ADDED};
+    multiply_dots(&dots, part);
+}
+#else
+static void encode(const Call *call, const Segment *segment) {}
+static void shrink_by_dots(const Call *call, const Segment *segment, Part part) {}
+static void expand_by_dots(const Call *call, const Segment *segment, const Member *member, Part part) {}
+#endif
+
+static void shrink(const Call *call, const Segment *segment, Part part)
+{
+    const Site *site = segment->site;
+    const Product product = {call->shrunk + segment->start * call->shrunk_stride,
+                             call->x + segment->start * call->in_features, site->a, 0, call->shrunk_stride,
+                             call->in_features, call->in_features, site->rank, 1, 0, (int)site->type};
+    multiply(&product, part);
+}
+
+static void expand(const Call *call, const Segment *segment, const Member *member, Part part)
+{
+    const Product product = {call->y + segment->start * call->y_stride + member->column_start,
+                             call->shrunk + segment->start * call->shrunk_stride + member->rank_start, member->b, 0,
+                             call->y_stride, call->shrunk_stride, member->rank_end - member->rank_start,
+                             member->column_end - member->column_start, (float)member->scaling, 1,
+                             (int)segment->site->type};
+    multiply(&product, part);
+}
+
+/* y [num_tokens, y_stride] += LoRA of x [num_tokens, in_features]. `scratch`: of each row up to the last segment's end
+ * scratch_stride numbers, the largest rank of a segment's site at least, and in_features / 2 more. */
 void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, const Segment *segments,
               int64_t num_segments, float *scratch, int64_t scratch_stride)
 {
-    int64_t shrink_work = 0, expand_work = 0;
+    const int64_t num_rows = segments[num_segments - 1].end, has_dots = dots_of_processor() >> IN_BF16 & 1;
+    const Call call = {y, x, scratch, (uint16_t *)(scratch + num_rows * scratch_stride), y_stride, in_features,
+                       scratch_stride};
+    int64_t shrink_work = 0, expand_work = 0, is_encoded = 0;
     for (int64_t s = 0; s < num_segments; s++) {
         const Site *site = segments[s].site;
-        int64_t num_rows = segments[s].end - segments[s].start;
-        shrink_work += work_of(num_rows, in_features, site->rank);
+        const int64_t rows = segments[s].end - segments[s].start;
+        is_encoded |= has_dots && site->type == BF16_PAIRS;
+        shrink_work += work_of(rows, in_features, site->rank);
         for (int64_t m = 0; m < site->num_members; m++) {
             const Member *member = &site->members[m];
-            expand_work += work_of(num_rows, member->rank_end - member->rank_start,
-                                   member->column_end - member->column_start);
+            expand_work +=
+                work_of(rows, member->rank_end - member->rank_start, member->column_end - member->column_start);
         }
     }
 #pragma omp parallel
     {
+        if (is_encoded) {
+            for (int64_t s = 0; s < num_segments; s++)
+                if (segments[s].site->type == BF16_PAIRS)
+                    encode(&call, &segments[s]);
+#pragma omp barrier
+        }
         Share share = share_of(shrink_work);
         for (int64_t s = 0; s < num_segments; s++) {
             const Segment *segment = &segments[s];
             const Site *site = segment->site;
-            const Product shrink = {scratch + segment->start * scratch_stride, x + segment->start * in_features,
-                                    site->a, 0, scratch_stride, in_features, in_features, site->rank, 1, 0, (int)site->type};
-            multiply(&shrink, take(&share, segment->end - segment->start, in_features, site->rank));
+            const Part part = take(&share, segment->end - segment->start, in_features, site->rank);
+            (has_dots && site->type == BF16_PAIRS ? shrink_by_dots : shrink)(&call, segment, part);
         }
 #pragma omp barrier
         share = share_of(expand_work);
         for (int64_t s = 0; s < num_segments; s++) {
             const Segment *segment = &segments[s];
-            for (int64_t m = 0; m < segment->site->num_members; m++) {
-                const Member *member = &segment->site->members[m];
-                int64_t num_columns = member->column_end - member->column_start;
-                const Product expand = {y + segment->start * y_stride + member->column_start,
-                                        scratch + segment->start * scratch_stride + member->rank_start, member->b, 0,
-                                        y_stride, scratch_stride, member->rank_end - member->rank_start, num_columns,
-                                        (float)member->scaling, 1, (int)segment->site->type};
-                multiply(&expand, take(&share, segment->end - segment->start, expand.depth, num_columns));
+            const Site *site = segment->site;
+            for (int64_t m = 0; m < site->num_members; m++) {
+                const Member *member = &site->members[m];
+                const Part part = take(&share, segment->end - segment->start, member->rank_end - member->rank_start,
+                                       member->column_end - member->column_start);
+                (has_dots && site->type == BF16_PAIRS ? expand_by_dots : expand)(&call, segment, member, part);
             }
         }
     }

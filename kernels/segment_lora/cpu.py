@@ -29,7 +29,8 @@ class SegmentTable:
         assert y.dtype == x.dtype == torch.float32, "compiled kernels take fp32"
         lora_add = native_function("lora_add", ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
         assert lora_add is not None, "compiled kernels are not there"
-        scratch = torch.empty(self._num_rows, self._stride)
+        # what rows shrink to; and the rows in bf16, where they are multiplied so
+        scratch = torch.empty(self._num_rows, self._stride + -(-x.shape[1] // 2))
         table, num_segments = self._table.buffer_info()[0], len(self._records)
         lora_add(
             y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], table, num_segments, scratch.data_ptr(), self._stride

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT, POOL_TYPES
+from ..native import ADDRESS, COUNT, adapter_type
 
 MAX_MEMBERS = 4
 
@@ -46,7 +46,9 @@ class SiteRecord(ctypes.Structure):
         """`members`, at most `MAX_MEMBERS`: rank start and end, column start and end, B, scaling. A and B in panels."""
         assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
         records = [MemberRecord(*places, b.data_ptr(), scaling) for *places, b, scaling in members]
-        return cls(a.data_ptr(), rank, POOL_TYPES[a.dtype], len(records), (MemberRecord * MAX_MEMBERS)(*records))
+        depths = (a.numel() // rank, *(rank_end - rank_start for rank_start, rank_end, *_ in members))
+        panels_type = adapter_type(a.dtype, depths)
+        return cls(a.data_ptr(), rank, panels_type, len(records), (MemberRecord * MAX_MEMBERS)(*records))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class LoraMember:
 class LoraSiteWeights:
     """One adapter at one packed layer: stacked A [sum of ranks, in_features] and the members' B.
 
-    `in_panels`: A and the transposed B are in panels (`kernels.packed_weight`), flat, in fp32 or bf16, as compiled
-    kernels read them.
+    `in_panels`: A and the transposed B are in panels (`kernels.packed_weight`) of their `adapter_type`, flat, as
+    compiled kernels read them.
     """
 
     a: Tensor

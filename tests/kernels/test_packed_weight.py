@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lorabatch.kernels.native import adapter_type
 from lorabatch.kernels.packed_weight import PackedWeight, Products, can_multiply, pack
 from lorabatch.kernels.packed_weight.onednn import OneDnnWeight, has_onednn
-from lorabatch.kernels.packed_weight.panels import PanelWeight, has_panels, pack_rows_, unpacked
+from lorabatch.kernels.packed_weight.panels import PanelWeight, has_panels, pack_rows_, unpack
 
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 Layout = type[PanelWeight] | type[OneDnnWeight]
@@ -176,17 +177,19 @@ def test_rows_that_do_not_lie_dense_are_multiplied_too() -> None:
 @needs_library
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", [(1,), (8, 8, 8), (20, 3, 64), (33, 31)], ids=str)
+@pytest.mark.parametrize("depth", [19, 24])
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_of_a_weight_are_packed_one_by_one_whatever_type_they_have(
-    sizes: tuple[int, ...], pool: torch.dtype, stored: torch.dtype
+    sizes: tuple[int, ...], pool: torch.dtype, depth: int, stored: torch.dtype
 ) -> None:
-    parts = [(random(size, 19) * 10.0 ** torch.randint(-7, 4, (size, 19))).to(stored) for size in sizes]
-    around = torch.full((sum(sizes) * 19 + 8,), torch.nan, dtype=pool)
+    panels_type = adapter_type(pool, [depth])
+    parts = [(random(size, depth) * 10.0 ** torch.randint(-7, 4, (size, depth))).to(stored) for size in sizes]
+    around = torch.full((sum(sizes) * depth + 8,), torch.nan, dtype=pool)
     first = 0
     for part in parts:
-        pack_rows_(around[4:-4], first, sum(sizes), part)
+        pack_rows_(around[4:-4], panels_type, first, sum(sizes), part)
         first += len(part)
-    assert unpacked(around[4:-4], sum(sizes)).equal(torch.cat(parts).to(pool).float())
+    assert unpack(around[4:-4], panels_type, (sum(sizes), depth)).equal(torch.cat(parts).to(pool).float())
     assert around[:4].isnan().all()
     assert around[-4:].isnan().all()
 
@@ -198,7 +201,7 @@ def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype) ->
     ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
     rows = torch.tensor([ties], dtype=stored)
     panels = torch.empty(8, dtype=torch.bfloat16)
-    pack_rows_(panels, 0, 1, rows)
+    pack_rows_(panels, adapter_type(panels.dtype, [1]), 0, 1, rows)
     assert panels.isnan().equal(rows[0].isnan())
     assert panels[:-1].view(torch.int16).equal(rows.to(torch.bfloat16)[0, :-1].view(torch.int16))
 
@@ -206,6 +209,6 @@ def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype) ->
 @needs_library
 def test_rows_that_do_not_fit_are_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match="35 numbers for 5 rows"):
-        pack_rows_(torch.empty(35), 0, 5, torch.empty(2, 8))
+        pack_rows_(torch.empty(35), 0, 0, 5, torch.empty(2, 8))
     with pytest.raises(AssertionError, match="rows 4 to 6 of 5"):
-        pack_rows_(torch.empty(40), 4, 5, torch.empty(2, 8))
+        pack_rows_(torch.empty(40), 0, 4, 5, torch.empty(2, 8))

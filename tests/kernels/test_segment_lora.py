@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from lorabatch.kernels.native import adapter_type, native_number
 from lorabatch.kernels.packed_weight.panels import has_panels, pack_rows_
 from lorabatch.kernels.segment_lora import LoraMember, LoraSegment, LoraSiteWeights, add_lora_
 from lorabatch.kernels.segment_lora.reference import add_lora_reference
@@ -20,10 +21,11 @@ needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels we
 def in_panels(site: LoraSiteWeights, dtype: torch.dtype = torch.float32) -> LoraSiteWeights:
     """The same adapter as compiled kernels read it."""
     a, members = torch.empty(site.a.numel(), dtype=dtype), []
-    pack_rows_(a, 0, len(site.a), site.a)
+    panels_type = adapter_type(dtype, [site.a.shape[1], *(len(member.b) for member in site.members)])
+    pack_rows_(a, panels_type, 0, len(site.a), site.a)
     for member in site.members:
         b = torch.empty(member.b.numel(), dtype=dtype)
-        pack_rows_(b, 0, member.b.shape[1], member.b.t())
+        pack_rows_(b, panels_type, 0, member.b.shape[1], member.b.t())
         members.append(replace(member, b=b))
     return LoraSiteWeights(a, tuple(members), in_panels=True)
 
@@ -37,6 +39,16 @@ def as_it_is(site: LoraSiteWeights) -> LoraSiteWeights:
 
 
 Layout = Callable[[LoraSiteWeights], LoraSiteWeights]
+
+
+def check_near(y: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, layout: Layout) -> None:
+    """In bf16, rows and what they shrink to may have been rounded, to 1/256 each."""
+    error = (y.double() - expected).abs()
+    if layout is in_bf16_panels and native_number("kinds_of_dots"):
+        added = (expected - before.double()).norm(dim=1)
+        assert (error.norm(dim=1) <= added / 128).all()
+    else:
+        assert error.max() < 1e-3
 
 
 @pytest.fixture(
@@ -73,7 +85,7 @@ def site(ranks: tuple[int | None, ...], seed: int) -> LoraSiteWeights:
     return LoraSiteWeights(torch.cat(stacked), tuple(members))
 
 
-@pytest.mark.parametrize("ranks", [(1, 1, 1), (8, None, 8), (20, 3, 64), (None, None, 5)])
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (8, None, 8), (2, 66, 34), (20, 3, 64), (None, None, 5)])
 @pytest.mark.parametrize("sizes", [(1,), (3, 1, 5), (0, 4), (2, 23, 8)])
 def test_each_segment_gets_its_own_adapter(
     ranks: tuple[int | None, ...], sizes: tuple[int, ...], layout: Layout
@@ -86,7 +98,7 @@ def test_each_segment_gets_its_own_adapter(
     expected = add_lora_reference(y, x, segments)
     before = y.clone()
     add_lora_(y, x, laid_out(segments, layout))
-    assert (y.double() - expected).abs().max() < 1e-3
+    check_near(y, expected, before, layout)
     assert torch.equal(y[:2], before[:2]), "rows without an adapter changed"
     assert torch.equal(y[-1], before[-1]), "rows without an adapter changed"
 
@@ -95,9 +107,9 @@ def test_a_row_of_several_segments_gets_what_each_adds(layout: Layout) -> None:
     x, y = torch.randn(12, IN), torch.randn(12, sum(OUTS))
     cuts = [(0, 5), (5, 9), (3, 12), (3, 12)]
     segments = [LoraSegment(*cut, site((8, 20, 3), seed)) for seed, cut in enumerate(cuts)]
-    expected = add_lora_reference(y, x, segments)
+    expected, before = add_lora_reference(y, x, segments), y.clone()
     add_lora_(y, x, laid_out(segments, layout))
-    assert (y.double() - expected).abs().max() < 1e-3
+    check_near(y, expected, before, layout)
 
 
 def test_an_adapter_that_leaves_the_layer_alone_changes_nothing() -> None:
@@ -108,12 +120,13 @@ def test_an_adapter_that_leaves_the_layer_alone_changes_nothing() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("ranks", [(8, 8, 8), (20, 3, 64)])
-def test_compiled_a_row_gets_the_same_bits_whatever_stands_beside_it(ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("panels", [in_panels, in_bf16_panels])
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (20, 6, 64), (20, 3, 64)])
+def test_compiled_a_row_gets_the_same_bits_whatever_stands_beside_it(ranks: tuple[int, ...], panels: Layout) -> None:
     x, y = torch.randn(60, IN), torch.randn(60, sum(OUTS))
     together = y.clone()
     cuts = [(0, 1), (1, 14), (14, 17), (17, 60)]
-    sites = [in_panels(site(ranks, seed)) for seed in range(len(cuts))]
+    sites = [panels(site(ranks, seed)) for seed in range(len(cuts))]
     add_lora_(together, x, [LoraSegment(*cut, s) for cut, s in zip(cuts, sites, strict=True)])
     for (start, end), s in zip(cuts, sites, strict=True):
         for row in range(start, end):
@@ -123,21 +136,25 @@ def test_compiled_a_row_gets_the_same_bits_whatever_stands_beside_it(ranks: tupl
 
 
 @needs_library
+@pytest.mark.parametrize("panels", [in_panels, in_bf16_panels])
+@pytest.mark.parametrize("ranks", [(20, 6, 64), (20, 3, 64)])
 @pytest.mark.parametrize("sizes", [(90,), (1, 70, 3, 33), (17, 16)])
-def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(sizes: tuple[int, ...]) -> None:
+def test_compiled_any_number_of_threads_shares_the_work_without_changing_a_bit(
+    sizes: tuple[int, ...], ranks: tuple[int, ...], panels: Layout
+) -> None:
     x, y = torch.randn(sum(sizes), IN), torch.randn(sum(sizes), sum(OUTS))
     ends = list(accumulate(sizes))
-    segments = [LoraSegment(e - n, e, site((20, 3, 64), i)) for i, (e, n) in enumerate(zip(ends, sizes, strict=True))]
+    segments = [LoraSegment(e - n, e, site(ranks, i)) for i, (e, n) in enumerate(zip(ends, sizes, strict=True))]
     expected = add_lora_reference(y, x, segments)
     results, before = [], torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3, 7):
             torch.set_num_threads(num_threads)
             results.append(y.clone())
-            add_lora_(results[-1], x, laid_out(segments, in_panels))
+            add_lora_(results[-1], x, laid_out(segments, panels))
     finally:
         torch.set_num_threads(before)
-    assert (results[0].double() - expected).abs().max() < 1e-3
+    check_near(results[0], expected, y, panels)
     assert all(torch.equal(result, results[0]) for result in results[1:])
 
 

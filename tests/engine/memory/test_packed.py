@@ -12,7 +12,8 @@ from lorabatch.engine.memory.packed import PackedAdapter, Sites, pack_adapter, p
 from lorabatch.engine.model_config.model import ModelConfig, packed_members
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.weights import AdapterWeights, load_adapter
-from lorabatch.kernels.packed_weight.panels import has_panels, unpacked
+from lorabatch.kernels.native import adapter_type
+from lorabatch.kernels.packed_weight.panels import has_panels, unpack
 
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 
@@ -31,15 +32,16 @@ def copied(packed: PackedAdapter, memory: torch.Tensor, start: int) -> Sites:
     return packed.sites_at(memory, start)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("in_panels", [False, pytest.param(True, marks=needs_library)])
 @pytest.mark.parametrize("name", ["rank1", "rank8", "rank20", "rank64"])
 def test_every_matrix_arrives_where_the_views_say(
-    tiny_adapters: dict[str, Path], model: ModelConfig, name: str, in_panels: bool
+    tiny_adapters: dict[str, Path], model: ModelConfig, name: str, in_panels: bool, dtype: torch.dtype
 ) -> None:
     weights = read(tiny_adapters[name], model)
-    packed = pack_adapter(weights, model, torch.float32, in_panels=in_panels, device=torch.device("cpu"))
+    packed = pack_adapter(weights, model, dtype, in_panels=in_panels, device=torch.device("cpu"))
     assert packed.numbers.numel() == sum(pair.a.numel() + pair.b.numel() for pair in weights.lora.values())
-    memory = torch.full((packed.numbers.numel() + 100,), torch.nan)
+    memory = torch.full((packed.numbers.numel() + 100,), torch.nan, dtype=dtype)
     in_pool = copied(packed, memory, 60)
     back = packed_from(memory[60 : 60 + packed.numbers.numel()].clone(), 60, in_pool)
     memory[60 : 60 + packed.numbers.numel()] = torch.nan
@@ -50,11 +52,14 @@ def test_every_matrix_arrives_where_the_views_say(
             module_at = {member.start: member.module for member in packed_members(model, layer, site)}
             for member in found.members:
                 pair = weights.lora[module_at[member.column_start]]
-                a = unpacked(found.a, found.members[-1].rank_end) if found.in_panels else found.a
-                b = unpacked(member.b, len(pair.b)) if found.in_panels else member.b.t()
+                rank = found.members[-1].rank_end
+                width = found.a.numel() // rank
+                kind = adapter_type(dtype, [width, *(m.rank_end - m.rank_start for m in found.members)])
+                a = unpack(found.a, kind, (rank, width)) if in_panels else found.a
+                b = unpack(member.b, kind, (len(pair.b), pair.rank)) if in_panels else member.b.t()
                 assert found.in_panels == in_panels
-                assert a[member.rank_start : member.rank_end].equal(pair.a)
-                assert b.equal(pair.b)
+                assert a[member.rank_start : member.rank_end].equal(pair.a.to(dtype).to(a.dtype))
+                assert b.equal(pair.b.to(dtype).to(b.dtype))
                 assert member.scaling == pair.scaling
                 seen.add(module_at[member.column_start])
     assert seen == set(weights.lora)
