@@ -209,7 +209,8 @@ def _engines(found: DryRun) -> list[str]:
     device, limits = found.settings.device, found.settings.limits
     lines = [
         f"Engines: {limits.batch_rows} rows and {limits.step_tokens} tokens a step, {limits.pool_bytes / 1e9:.1f} GB "
-        f"for keys, values and adapters ({device.name}, {device.memory_bytes / 1e9:.0f} GB)"
+        f"for keys, values and adapters ({device.title}, {device.memory_bytes / 1e9:.0f} GB); "
+        f"linear layers multiply in {found.settings.products}"
     ]
     if device.assumption:
         lines.append(f"The device is not known: {device.assumption}. Seconds and price depend on it")

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import platform
+import re
 from pathlib import Path
+
+_PROCESSOR = Path("/proc/cpuinfo")
+# By what people call them: flags of Linux. The first two are what kernels are compiled for, see pyproject.toml.
+_INSTRUCTIONS = {
+    "AVX-512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "AVX2": {"avx2", "fma", "f16c"},
+    "AVX512_BF16": {"avx512_bf16"},
+    "AVX512_VNNI": {"avx512_vnni"},
+}
 
 
 def lacks_compiled_kernels() -> bool:
     """Whether the CPU kernels for processors of this kind were not built when the package was installed."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return is_x86 and not any(Path(__file__).parent.glob("native/_avx*.so"))
+
+
+def cpu_instructions() -> tuple[str, ...]:
+    """Instruction sets of this processor that CPU kernels use. Empty where the system does not say."""
+    try:
+        flags = re.search(r"^flags\s*: (.*)$", _PROCESSOR.read_text(), re.MULTILINE)
+    except OSError:
+        return ()
+    has = set(flags[1].split()) if flags else set()
+    return tuple(name for name, needed in _INSTRUCTIONS.items() if needed <= has)

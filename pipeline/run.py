@@ -116,7 +116,7 @@ _LEASE = "20s"
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
     """A job that a cluster runs. `future`: of its coordinator; when no client holds it any more, the job stops.
-    `notes`: on the devices of its engines.
+    `notes`: on its engines.
     """
 
     run_id: str
@@ -144,7 +144,7 @@ def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
     arguments = (job, run_id, time.time(), settings, lease_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
-    return LaunchedJob(run_id, future, device.notes)
+    return LaunchedJob(run_id, future, (*device.notes, *settings.notes))
 
 
 def follow(client: Client, launched: LaunchedJob, reporter: JobReporter) -> JobResult:

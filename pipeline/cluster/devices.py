@@ -18,7 +18,7 @@ from distributed import Client
 
 from ...engine.config import DeviceKind
 from ...engine.memory.limits import total_host_bytes
-from ...kernels import lacks_compiled_kernels
+from ...kernels import cpu_instructions, lacks_compiled_kernels
 from .worker_process import visible_gpus
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _SLOW_KERNELS = (
 @dataclass(frozen=True, slots=True)
 class Device:
     """What an engine runs on. `memory_bytes`: of a GPU, or of the machine. `assumption`: a sentence, when it was not
-    found but assumed. `lacks_compiled_kernels`: of a CPU.
+    found but assumed. `lacks_compiled_kernels`, `instructions`: of a CPU, see `kernels`.
     """
 
     kind: DeviceKind
@@ -44,11 +44,18 @@ class Device:
     memory_bytes: int
     assumption: str = ""
     lacks_compiled_kernels: bool = False
+    instructions: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of it and did not ask."""
         return (_SLOW_KERNELS,) if self.lacks_compiled_kernels else ()
+
+    @property
+    def title(self) -> str:
+        """For people: its name, of a CPU with the vectors that kernels use."""
+        has_vectors = self.instructions and self.instructions[0].startswith("AVX")
+        return f"{self.name} with {self.instructions[0]}" if has_vectors else self.name
 
 
 def device_kind(asked: str) -> DeviceKind:
@@ -61,7 +68,7 @@ def device_kind(asked: str) -> DeviceKind:
 def find_device(asked: str) -> Device:
     """The device of this machine's engines, as `--device` asks. Runs on workers too."""
     if device_kind(asked) == "cpu":
-        return Device("cpu", "CPU", total_host_bytes(), lacks_compiled_kernels=lacks_compiled_kernels())
+        return Device("cpu", "CPU", total_host_bytes(), "", lacks_compiled_kernels(), cpu_instructions())
     found = _gpu(asked)
     if found is not None:
         return found

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.batching.policy import choose_batcher
-from ...engine.config import DeviceKind, EngineConfig, products_format, read_model_config
+from ...engine.config import DeviceKind, EngineConfig, dtype_on, products_format, read_model_config
 from ...engine.memory.limits import EngineLimits, engine_limits
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
@@ -68,6 +68,8 @@ _SAMPLE_ROWS = 4_000
 _LEAST_BATCHES = 24
 # Parameters and threads per engine that the presets stand for.
 _CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 1
+# Of the time in float32, as `bench engine` has measured it.
+_CPU_FORMATS = {"bfloat16": 0.6, "int8": 0.45}
 _GPU_PRESET_PARAMETERS = 8.0e9
 
 
@@ -172,6 +174,18 @@ class RunSettings:
             mode = "auto" if chosen.may_merge else "unmerged"
         engine = replace(self.engine, mode=mode, batcher=chosen.batcher)
         return replace(self, engine=engine, policy=policy, placement=placement)
+
+    @property
+    def products(self) -> str:
+        """Number format in which linear layers multiply."""
+        return products_format(self.device.kind, self.engine.dtype, self.engine.base_quantization)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of engines that compute otherwise than by default."""
+        if self.products == dtype_on(self.device.kind, "auto"):
+            return ()
+        return (f"linear layers multiply in {self.products} ({self.device.title})",)
 
     @property
     def is_dealt(self) -> bool:
@@ -409,14 +423,15 @@ def choose_cost(
     path = profile_path(model_sha256, kind, products, threads if kind == "cpu" else None)
     if path.exists():
         return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
-    return _preset(model, kind, threads)
+    return _preset(model, kind, products, threads)
 
 
-def _preset(model: ModelConfig, kind: DeviceKind, threads: int | None) -> ChosenCost:
+def _preset(model: ModelConfig, kind: DeviceKind, products: str, threads: int | None) -> ChosenCost:
     parameters = sum(rows * columns for rows, columns in model.linear_shapes().values())
     advice = "`lorabatch profile --model …` measures this machine"
     if kind == "cpu":
         factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
+        factor *= _CPU_FORMATS.get(products, 1.0)
         return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}", True)
     factor = parameters / _GPU_PRESET_PARAMETERS
     return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -20,6 +21,16 @@ def test_a_library_that_was_built_for_this_processor_is_used() -> None:
     if not list(Path(native.__file__).parent.glob(f"_{build}.*so")):
         pytest.skip("compiled kernels were not built on this machine")
     assert native.native_build() == build, "built from other sources: build it again"
+
+
+def test_instructions_are_known_without_torch_as_torch_knows_them() -> None:
+    build = torch.backends.cpu.get_cpu_capability()
+    if build not in ("AVX512", "AVX2") or "ATEN_CPU_CAPABILITY" in os.environ:
+        pytest.skip("torch names no vectors that kernels use")
+    found = kernels.cpu_instructions()
+    assert found[0].replace("-", "") == build
+    can = native.native_number("kinds_of_dots")
+    assert (bool(can & 1), bool(can & 2)) == ("AVX512_BF16" in found, "AVX512_VNNI" in found)
 
 
 def test_a_library_built_from_other_sources_is_not_used_and_the_log_says_what_that_costs(

@@ -14,6 +14,7 @@ from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.limits import engine_limits, total_host_bytes
 from lorabatch.jobs.history import AnswerLengths
+from lorabatch.kernels import cpu_instructions
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
 from lorabatch.pipeline.planning.settings import RunSettings, some_of
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
@@ -122,7 +123,9 @@ def test_migration_is_part_of_every_plan_unless_a_job_forbids_it() -> None:
 
 
 def test_the_processor_is_found_and_a_gpu_that_is_not_there_is_assumed() -> None:
-    assert find_device("cpu") == Device("cpu", "CPU", total_host_bytes())
+    here = find_device("cpu")
+    assert (here.kind, here.name, here.memory_bytes, here.assumption) == ("cpu", "CPU", total_host_bytes(), "")
+    assert here.instructions == cpu_instructions()
     gpu = find_device("cuda:77")
     assert gpu.kind == "cuda"
     assert "is assumed" in gpu.assumption
