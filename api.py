@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from .engine.peft.audit import AdapterAudit
+    from .jobs.agreement import Agreement
     from .pipeline.planning.dry_run import DryRun
     from .pipeline.result import JobResult
     from .pipeline.run import Progress
@@ -241,6 +242,20 @@ class Job:
     def cancel(self) -> bool:
         """Ask the job to stop; False when it has ended already. Finished rows are kept. Raises what `status` raises."""
         return request_cancel(self._store)
+
+    def compare(self, rows: int = 32, *, client: Client | None = None, progress: bool | Progress = False) -> Agreement:
+        """Answer some rows of the finished job in its number format and in float32; how the answers agree.
+
+        rows: how many, evenly taken.
+        client, progress: see `run`, which both small jobs are given to.
+
+        Raises `JobRequestError` for a job that has not finished or was computed in float32, and what `run` raises.
+        """
+        from .pipeline.compare import compare
+
+        spec = self.status().record.job_spec(dict(self._store.location.storage_options))
+        with _shown(progress) as shown:
+            return compare(self._store, spec, rows, client=client, progress=shown)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """The job told by its time, as `lorabatch logs` prints it; with `follow`, until the job ends."""

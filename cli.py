@@ -265,6 +265,27 @@ def resume(
 
 
 @app.command()
+def compare(
+    output: OutputArgument,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the job, evenly taken.")] = 32,
+    cluster: ClusterOption = None,
+    storage_options: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer some rows of a finished job in float32, too, and say how its number format changes answers."""
+    with errors_as_exit_codes():
+        from .console.progress import ConsoleProgress, print_agreement
+        from .jobs.status.job_status import read_status
+        from .pipeline.compare import compare as compare_rows
+
+        store = _store(output, storage_options)
+        spec = read_status(store).record.job_spec(_storage_options(storage_options), cluster=cluster)
+        with ConsoleProgress() as progress:
+            found = compare_rows(store, spec, rows, progress=progress)
+        print_agreement(found, as_json=as_json)
+
+
+@app.command()
 def cancel(output: OutputArgument, storage_options: StorageOption = None) -> None:
     """Ask the run of a job to stop. Finished rows are kept; `resume` goes on."""
     with errors_as_exit_codes():

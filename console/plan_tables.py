@@ -210,7 +210,8 @@ def _engines(found: DryRun) -> list[str]:
     lines = [
         f"Engines: {limits.batch_rows} rows and {limits.step_tokens} tokens a step, {limits.pool_bytes / 1e9:.1f} GB "
         f"for keys, values and adapters ({device.title}, {device.memory_bytes / 1e9:.0f} GB); "
-        f"linear layers multiply in {found.settings.products}"
+        f"linear layers multiply in {found.settings.products}",
+        *filter(None, [found.settings.rounding]),
     ]
     if device.assumption:
         lines.append(f"The device is not known: {device.assumption}. Seconds and price depend on it")

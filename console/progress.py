@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..jobs.agreement import Agreement
 from ..jobs.errors import JobError
 from ..jobs.progress import clock
 from ..jobs.record import BEGINNING_PHASES, JobState
@@ -159,6 +160,11 @@ def job_display(state: JobState, elapsed_s: float, rows_per_s: float) -> Rendera
 def print_status(status: JobStatus, *, as_json: bool = False) -> None:
     """Prints where a job stands, as lines of text or as JSON."""
     echo(json.dumps(status.to_json(), indent=1) if as_json else "\n".join(status_lines(status)))
+
+
+def print_agreement(found: Agreement, *, as_json: bool = False) -> None:
+    """Prints how answers agree with those in float32, as a line of text or as JSON."""
+    echo(json.dumps(found.to_json(), indent=1) if as_json else str(found))
 
 
 def print_end(spec: JobSpec | None, message: str, exit_code: int) -> None:

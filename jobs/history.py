@@ -21,6 +21,7 @@ from typing import Any
 from ..engine.local_cache import default_cache_root, file_lock, make_private
 from ..engine.untrusted import MALFORMED, parse_json
 from ..scheduler.cost import CostModel
+from .agreement import Agreement
 from .cost_profile import machine, profile_name
 
 logger = logging.getLogger(__name__)
@@ -90,11 +91,8 @@ class ModelHistory:
 
 def history_path(model_sha256: str, device: str, dtype: str, threads: int | None) -> Path | None:
     """Where the history of this combination is kept; None when none is."""
-    folder = os.environ.get(_VARIABLE)
-    if folder == _OFF:
-        return None
-    root = Path(folder) if folder else default_cache_root() / "history"
-    return root / f"{profile_name(model_sha256, device, dtype, threads)}.json"
+    root = _folder()
+    return None if root is None else root / f"{profile_name(model_sha256, device, dtype, threads)}.json"
 
 
 def read_history(path: Path | None) -> ModelHistory:
@@ -119,6 +117,43 @@ def add_to_history(path: Path | None, cost: CostModel | None, lengths: Mapping[s
             _replace(path, json.dumps(read_history(path).joined(cost, lengths).to_json()))
     except OSError as error:
         logger.warning("%s: what this job has measured is not kept: %s", path, error)
+
+
+def keep_agreement(model_sha256: str, found: Agreement) -> None:
+    """Keep how a format's answers agree with those in float32, for the plans of later jobs on this base model."""
+    path = _agreement_path(model_sha256, found.products)
+    if path is None:
+        return
+    try:
+        _replace(path, json.dumps(found.to_json()))
+    except OSError as error:
+        logger.warning("%s: what was compared is not kept: %s", path, error)
+
+
+def known_agreement(model_sha256: str, products: str) -> Agreement | None:
+    """What was compared last on this base model in this format."""
+    path = _agreement_path(model_sha256, products)
+    if path is None:
+        return None
+    try:
+        return Agreement.from_json(parse_json(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, *MALFORMED) as error:
+        logger.warning("%s: what was compared before is not shown: %s", path, error)
+        return None
+
+
+def _agreement_path(model_sha256: str, products: str) -> Path | None:
+    root = _folder()
+    return None if root is None else root / f"{model_sha256[:16]}-{products}-agreement.json"
+
+
+def _folder() -> Path | None:
+    folder = os.environ.get(_VARIABLE)
+    if folder == _OFF:
+        return None
+    return Path(folder) if folder else default_cache_root() / "history"
 
 
 def _replace(path: Path, text: str) -> None:

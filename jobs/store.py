@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..engine.untrusted import parse_json
+from ..engine.untrusted import MALFORMED, parse_json
+from .agreement import Agreement
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError
 from .record import JobRecord, JobState
 from .storage.location import Location
@@ -27,6 +28,9 @@ _PLAN_FACTS = f"{OURS}/plan.json"
 _STATE = f"{OURS}/state.json"
 _EVENTS = f"{OURS}/events.jsonl"
 _SUMMARY = f"{OURS}/summary.json"
+_AGREEMENT = f"{OURS}/agreement.json"
+#: Where `compare` answers some rows again.
+COMPARISON = f"{OURS}/compare"
 _CANCEL = f"{OURS}/CANCEL"
 _WIP_NAME = re.compile(r"(?P<attempt>[A-Za-z0-9_-]+)\.wip(\..+)?")
 _LOG_NAME = re.compile(r"(?P<source>[A-Za-z0-9_-]+)\.log(\..+)?")
@@ -344,6 +348,17 @@ class JobStore:
     def read_summary(self) -> dict[str, Any] | None:
         """The final account, or None when the job has not ended."""
         return self._read_json(_SUMMARY) if self.location.exists(_SUMMARY) else None
+
+    def write_agreement(self, agreement: Agreement) -> None:
+        """Store how answers agree with those in float32."""
+        self.location.write(_AGREEMENT, json.dumps(agreement.to_json()).encode())
+
+    def read_agreement(self) -> Agreement | None:
+        """How answers agree with those in float32, or None when nothing was compared or the record is damaged."""
+        try:
+            return Agreement.from_json(parse_json(self.location.read(_AGREEMENT).decode()))
+        except (MissingFileError, *MALFORMED):
+            return None
 
     def request_cancel(self) -> None:
         """Ask the run of this job to stop."""

@@ -17,6 +17,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from ..agreement import Agreement
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import readable_values
 from ..record import JobRecord
@@ -74,7 +75,7 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
         headline=status.headline,
         output=status.output,
         message=status.state.message if status.state else "",
-        facts=[*_counts(status, summary), *_times(runs, plan, summary), *_costs(cost, summary)],
+        facts=[*_counts(status, summary, store.read_agreement()), *_times(runs, plan, summary), *_costs(cost, summary)],
         runs=[_phases(run) for run in runs],
         library=Markup(_library() if drawn else ""),
         script=Markup(script),
@@ -104,7 +105,7 @@ def _library() -> str:
     return str(Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render())
 
 
-def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[Fact]:
+def _counts(status: JobStatus, summary: Mapping[str, Any], agreement: Agreement | None) -> Iterator[Fact]:
     if totals := status.totals:
         yield "rows answered", f"{totals.answered:,} of {totals.rows:,}"
         yield "error rows", f"{totals.errors:,}"
@@ -117,6 +118,11 @@ def _counts(status: JobStatus, summary: Mapping[str, Any]) -> Iterator[Fact]:
         yield "generated tokens", f"{summary['completion_tokens']:,}"
         if (fill := summary.get("batch_fill")) is not None:
             yield "of batches full while shards were queued", f"{fill:.1%}"
+    if agreement is not None:
+        yield (
+            f"answers in {agreement.products} as in float32",
+            f"{agreement.num_equal} of {agreement.num_rows} compared",
+        )
     if status.state and status.state.prefix_hit_rate is not None:
         yield "of prompt tokens reused", f"{status.state.prefix_hit_rate:.1%}"
 

@@ -23,9 +23,10 @@ from ...engine.memory.limits import EngineLimits, engine_limits
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
+from ...jobs.agreement import Agreement
 from ...jobs.cost_profile import profile_path, read_profile
 from ...jobs.errors import JobRequestError
-from ...jobs.history import AnswerLengths, history_path, read_history
+from ...jobs.history import AnswerLengths, history_path, known_agreement, read_history
 from ...jobs.opening import OpenedJob
 from ...jobs.spec import JobSpec, policy_problem
 from ...jobs.storage.local_copy import is_remote
@@ -86,7 +87,8 @@ class RunSettings:
     `prices`: what steps take as earlier jobs have measured it (None: as the cost model says). Predictions are made with
     it and no decision, so that engines can be shared and do the same whatever ran before. `lengths`: of the answers of
     adapters in earlier jobs, by name ("": base model). `history`: where both are kept. `is_guess`: nothing on this
-    machine was measured.
+    machine was measured. `agreement`: of answers in this format on this base model with those in float32, as last
+    compared.
     """
 
     engine: EngineConfig
@@ -105,6 +107,7 @@ class RunSettings:
     lengths: Mapping[str, AnswerLengths] = field(default_factory=dict)
     history: Path | None = None
     is_guess: bool = False
+    agreement: Agreement | None = None
 
     @classmethod
     def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
@@ -150,6 +153,8 @@ class RunSettings:
             history=history,
             is_guess=chosen.is_guess and not has_history,
         )
+        if settings.products != "float32":
+            settings = replace(settings, agreement=known_agreement(job.record.model.sha256, settings.products))
         return settings.under(spec.policy, spec.placement)
 
     @classmethod
@@ -185,7 +190,17 @@ class RunSettings:
         """What is to be said of engines that compute otherwise than by default."""
         if self.products == dtype_on(self.device.kind, "auto"):
             return ()
-        return (f"linear layers multiply in {self.products} ({self.device.title})",)
+        note = f"linear layers multiply in {self.products} ({self.device.title})"
+        return (note, self.rounding) if self.rounding else (note,)
+
+    @property
+    def rounding(self) -> str:
+        """What is known of how a CPU's format changes answers; "" for one that does not."""
+        if self.device.kind != "cpu" or self.products == "float32":
+            return ""
+        if self.agreement is None:
+            return f"{self.products} was not compared with float32 yet: `lorabatch compare OUTPUT` does after a job"
+        return f"compared before, {self.agreement}"
 
     @property
     def is_dealt(self) -> bool:

@@ -131,6 +131,7 @@ class EchoEngine:
             finish_reason="length",
             prompt_tokens=len(request.prompt_token_ids),
             mode="unmerged" if request.adapter_id else "base",
+            token_logprobs=(-0.5,) * max_tokens if request.sampling.logprobs else None,
         )
 
     @property

@@ -1,0 +1,77 @@
+"""`Agreement`: how answers in a number format differ from those in float32, measured on rows of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from statistics import fmean
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tokens of an answer, and the log-probability of each."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """`products`: the format in which linear layers multiplied. `num_rows`: answered in both formats; `num_equal`: with
+    the same tokens. `leading_share`: of the tokens in float32, those before an answer's first other token;
+    `logprob_distance`: mean absolute difference of their log-probabilities, in nats (None: there is no such token).
+    """
+
+    job_id: str
+    products: str
+    num_rows: int
+    num_equal: int
+    leading_share: float
+    logprob_distance: float | None
+
+    @classmethod
+    def of(cls, job_id: str, products: str, pairs: Sequence[tuple[Answer, Answer]]) -> Agreement:
+        """Of answers in the format, each beside the one in float32. Raises ValueError without any."""
+        if not pairs:
+            raise ValueError("no answers to compare")
+        leading = [_num_leading(ours.token_ids, reference.token_ids) for ours, reference in pairs]
+        num_tokens = sum(len(reference.token_ids) for _, reference in pairs)
+        distances = [
+            abs(a - b)
+            for (ours, reference), count in zip(pairs, leading, strict=True)
+            for a, b in zip(ours.logprobs[:count], reference.logprobs[:count], strict=True)
+        ]
+        return cls(
+            job_id,
+            products,
+            len(pairs),
+            sum(list(ours.token_ids) == list(reference.token_ids) for ours, reference in pairs),
+            sum(leading) / num_tokens if num_tokens else 1.0,
+            fmean(distances) if distances else None,
+        )
+
+    def __str__(self) -> str:
+        equal = f"{self.num_equal} of {self.num_rows} answers are those of float32"
+        text = f"{self.products}: {equal}, {self.leading_share:.1%} of tokens come before a first difference"
+        if self.logprob_distance is not None:
+            text += f", and their log-probabilities differ by {self.logprob_distance:.4f}"
+        return f"{text} ({self.job_id})"
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Agreement:
+        """What `to_json` wrote. Raises TypeError, ValueError."""
+        found = cls(**raw)
+        if not (isinstance(found.num_rows, int) and found.num_rows > 0 and 0 <= found.leading_share <= 1):
+            raise ValueError(f"{raw}: expected rows that were compared")
+        return found
+
+
+def _num_leading(ours: Sequence[int], reference: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, reference, strict=False)))

@@ -1,0 +1,139 @@
+"""`compare`: answers some rows of a finished job in float32, too, and measures how the answers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from distributed import Client
+
+from ..engine.config import products_format
+from ..jobs.agreement import Agreement, Answer
+from ..jobs.errors import JobRequestError
+from ..jobs.history import keep_agreement
+from ..jobs.input.columns import ANSWER_FIELDS, LOGPROB_FIELDS
+from ..jobs.spec import JobSpec
+from ..jobs.storage.location import Location
+from ..jobs.storage.redaction import redacted_url
+from ..jobs.store import COMPARISON, JobStore
+from .cluster.devices import device_kind
+from .messages import ENGINE_FACTORY
+from .run import Progress, SilentProgress, run
+
+_ROWS = "rows.parquet"
+# Parts that rows are taken from.
+_MOST_PARTS = 16
+# Which of the sampled rows a row is, in the small jobs' input and output.
+_NUMBER = "lorabatch_row"
+_REFERENCE = {"dtype": "float32", "base_quantization": "none"}
+
+
+def compare(
+    store: JobStore,
+    spec: JobSpec,
+    num_rows: int,
+    *,
+    client: Client | None = None,
+    progress: Progress | None = None,
+    engine_factory: str = ENGINE_FACTORY,
+) -> Agreement:
+    """Answer `num_rows` rows of the finished job in `store` in its number format and in float32, by two small jobs with
+    one worker, and keep how they agree beside the job. `spec`: the job's, with which both run.
+
+    Raises `JobRequestError` when there is nothing to compare, and what `run` raises.
+    """
+    record = store.read_record()
+    shown = redacted_url(store.url)
+    if not store.is_finished():
+        raise JobRequestError(f"output={shown!r}: this job has not finished. Wait for it, or `lorabatch resume` it.")
+    products = products_format(device_kind(spec.device), spec.dtype, spec.base_quantization)
+    if products == "float32":
+        raise JobRequestError(f"output={shown!r}: this job was computed in float32, which others are compared with.")
+    rows = _sample(store, num_rows)
+    if not rows.num_rows:
+        raise JobRequestError(f"output={shown!r}: no row of this job has an answer to compare.")
+    options = {"client": client, "progress": progress or SilentProgress(), "engine_factory": engine_factory}
+    with _folder(store) as folder:
+        sink = pa.BufferOutputStream()
+        pq.write_table(rows, sink)
+        folder.write(_ROWS, sink.getvalue())
+        ours = _answers(_small_job(spec, folder.url, "own", {}), options)
+        reference = _answers(_small_job(spec, folder.url, "float32", _REFERENCE), options)
+    both = sorted(ours.keys() & reference.keys())
+    if not both:
+        raise JobRequestError(f"output={shown!r}: none of {rows.num_rows} rows was answered again.")
+    found = Agreement.of(record.job_id, products, [(ours[i], reference[i]) for i in both])
+    store.write_agreement(found)
+    keep_agreement(record.model.sha256, found)
+    return found
+
+
+def _small_job(spec: JobSpec, folder: str, name: str, changes: Mapping[str, str]) -> JobSpec:
+    """The job again, over the sampled rows alone."""
+    given = {
+        "input": f"{folder}/{_ROWS}",
+        "output": f"{folder}/{name}",
+        # Of the job's own format, and for its number of rows.
+        "cost_model": None,
+        "rows_per_shard": None,
+        "logprobs": True,
+        "workers": 1 if spec.is_embedded else spec.workers,
+        **changes,
+    }
+    return JobSpec(**spec.model_dump(exclude=set(given)) | given)
+
+
+def _answers(spec: JobSpec, options: Mapping[str, Any]) -> dict[int, Answer]:
+    """Run a job; its answers by number of the sampled row."""
+    result = run(spec, **options)
+    store = JobStore(spec.output, spec.storage_options)
+    found: dict[int, Answer] = {}
+    for part in range(result.num_parts):
+        with store.open_part(part) as file:
+            rows = pq.read_table(file, columns=[_NUMBER, "error", "token_ids", "token_logprobs"]).to_pylist()
+        found |= {r[_NUMBER]: Answer(r["token_ids"], r["token_logprobs"]) for r in rows if r["error"] is None}
+    return found
+
+
+def _sample(store: JobStore, num_rows: int) -> pa.Table:
+    """Input columns of so many answered rows, evenly taken from some of the parts, numbered."""
+    ours = {field.name for field in (*ANSWER_FIELDS, *LOGPROB_FIELDS)}
+    parts = sorted(store.committed_parts())
+    chosen = [parts[i] for i in _evenly(len(parts), min(num_rows, _MOST_PARTS))]
+    tables: list[pa.Table] = []
+    for number, part in enumerate(chosen):
+        with store.open_part(part) as file:
+            table = pq.read_table(file)
+        table = table.filter(pc.is_null(table["error"]))
+        # those after a part with too few rows give more
+        share = -(-(num_rows - sum(map(len, tables))) // (len(chosen) - number))
+        rows = table.take(pa.array(_evenly(table.num_rows, share), pa.int64()))
+        tables.append(rows.select([name for name in rows.column_names if name not in ours]))
+    sample = pa.concat_tables(tables) if tables else pa.table({})
+    return sample.append_column(_NUMBER, pa.array(range(sample.num_rows), pa.int32())).replace_schema_metadata()
+
+
+def _evenly(length: int, count: int) -> list[int]:
+    """At most `count` places of so many."""
+    count = min(length, count)
+    return [(2 * i + 1) * length // (2 * count) for i in range(count)]
+
+
+@contextmanager
+def _folder(store: JobStore) -> Iterator[Location]:
+    """A folder beside the job's records, which all that reach the output reach; emptied before and after."""
+    folder = Location(f"{store.url}/{COMPARISON}", store.location.storage_options)
+    _remove(folder)
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Location) -> None:
+    with suppress(FileNotFoundError):
+        folder.fs.rm(folder.path(), recursive=True)
