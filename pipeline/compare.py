@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from distributed import Client
 
-from ..engine.config import products_format
+from ..engine.config import DeviceKind, products_format
 from ..jobs.agreement import Agreement, Answer
 from ..jobs.errors import JobRequestError
 from ..jobs.history import keep_agreement
@@ -20,7 +20,8 @@ from ..jobs.spec import JobSpec
 from ..jobs.storage.location import Location
 from ..jobs.storage.redaction import redacted_url
 from ..jobs.store import COMPARISON, JobStore
-from .cluster.devices import device_kind
+from .cluster.connect import connected
+from .cluster.devices import find_device, find_device_of_workers
 from .messages import ENGINE_FACTORY
 from .run import Progress, SilentProgress, run
 
@@ -50,7 +51,7 @@ def compare(
     shown = redacted_url(store.url)
     if not store.is_finished():
         raise JobRequestError(f"output={shown!r}: this job has not finished. Wait for it, or `lorabatch resume` it.")
-    products = products_format(device_kind(spec.device), spec.dtype, spec.base_quantization)
+    products = products_format(_device_kind(spec, client), spec.dtype, spec.base_quantization)
     if products == "float32":
         raise JobRequestError(f"output={shown!r}: this job was computed in float32, which others are compared with.")
     rows = _sample(store, num_rows)
@@ -70,6 +71,14 @@ def compare(
     store.write_agreement(found)
     keep_agreement(record.model.sha256, found)
     return found
+
+
+def _device_kind(spec: JobSpec, client: Client | None) -> DeviceKind:
+    """What the job's engines run on."""
+    if client is None and spec.is_embedded:
+        return find_device(spec.device).kind
+    with connected(spec, client) as dask:
+        return find_device_of_workers(dask, spec.device).kind
 
 
 def _small_job(spec: JobSpec, folder: str, name: str, changes: Mapping[str, str]) -> JobSpec:
