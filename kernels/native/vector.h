@@ -29,9 +29,14 @@ INLINE void store(float *to, vec v)
     memcpy(to, &v, sizeof v);
 }
 
+/* By an instruction: the sum of a vector of zeros and a number is one more addition, since it makes +0 of -0. */
 INLINE vec all_lanes(float number)
 {
-    return (vec){0} + number;
+#if VECTOR_BYTES == 64
+    return (vec)_mm512_set1_ps(number);
+#else
+    return (vec)_mm256_set1_ps(number);
+#endif
 }
 
 /* a * b + c, rounded once. Left to the compiler, some copies of a loop would round twice and others once. */

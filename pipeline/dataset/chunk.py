@@ -6,6 +6,7 @@ order; after `order()`, in the order of the chunk file.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ...engine.errors import ChatTemplateError
 from ...engine.request import SamplingParams
 from ...engine.text.literal import RenderedMessages
 from ...engine.text.tokenizer import Tokenizer
+from ...jobs.errors import StorageError
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
@@ -47,6 +49,16 @@ from .row_checks import (
 
 _TOGETHER_CHARACTERS = 4 << 20
 _REPAIR = "Repair the file or leave it out."
+# What stores that are throttled, busy or away are reported as; Arrow's errors about bad bytes have no number.
+_UNREACHED = {
+    errno.EIO,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +134,8 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
     """The rows of a chunk, at most a thousand and 64 MiB at a time, cast to the job's schema. Page checksums are
     verified.
 
-    Raises `DamagedChunkError`, also for a row group that takes too much memory.
+    Raises `DamagedChunkError`, also for a row group that takes too much memory, and `StorageError` for a store that
+    cannot be reached.
     """
     schema = unpack_schema(schema_ipc)
     options = options_for(chunk.file_url, storage_options)
@@ -145,6 +158,10 @@ def read_chunk(chunk: ChunkRef, schema_ipc: str, storage_options: Mapping[str, A
         with suppress(OSError, ValueError):
             _check_version(chunk, *fsspec.core.url_to_fs(chunk.file_url, **options))
         reason = storage_reason(error, options, chunk.file_url)
+        if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _UNREACHED:
+            raise StorageError(
+                f"{chunk.place}: cannot be read now ({reason}). Resume when the store answers."
+            ) from None
         raise DamagedChunkError(f"{chunk.place}: cannot be read ({reason}). {_REPAIR}") from None
     if num_rows != chunk.num_rows:
         found = f"holds {num_rows} rows, its footer says {chunk.num_rows}"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
@@ -444,6 +449,28 @@ def test_a_damaged_row_group_is_named_and_the_others_are_indexed(prepare_job: Ca
     assert "input file 'rows.parquet', row group 1 (rows 1000 to 1999): cannot be read" in bad[0].damage
     assert sum(summary.num_rows for summary in summaries) == 3000
     assert not job.store.has_index(1)
+
+
+class BusyFileSystem(LocalFileSystem):
+    """Local files behind a store that answers every request with "too many"."""
+
+    protocol = "busy"
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        raise OSError(errno.EIO, "An error occurred (429) when calling the HeadObject operation")
+
+    def open(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        return self.info(path)
+
+
+def test_a_store_that_does_not_answer_says_nothing_of_the_file(prepare_job: Callable[..., Any]) -> None:
+    job = prepare_job(pa.table({"id": [1], "prompt": ["a"]}))
+    index_job, (chunk,) = IndexJob.from_record(job.record, job.spec), list_chunks(job.record)
+    fsspec.register_implementation("busy", BusyFileSystem, clobber=True)
+    busy = replace(chunk, file_url=f"busy://{job.store.location.local_path('../in/rows.parquet')}")
+    with pytest.raises(StorageError, match=r"row group 0 .*cannot be read now .*429.*Resume when the store answers"):
+        index_chunk(busy, index_job, job.store)
+    assert index_chunk(chunk, index_job, job.store).num_rows == 1
 
 
 def test_a_file_that_vanishes_after_the_check_is_named(prepare_job: Callable[..., Any]) -> None:
