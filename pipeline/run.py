@@ -83,24 +83,36 @@ def run(
     for line in job_notes(job.record):
         watcher.note(line)
     reporter = JobReporter(job.store, watcher.update, job.spec.error_budget, state_before(job))
-    with reporter.ending_recorded(), job_log(job.store), reporter.kept_fresh():
-        reporter.begins("starting")
-        try:
-            # Spare processes import the engine; other factories do not need it.
-            has_spares = engine_factory == ENGINE_FACTORY
-            connection = connected(job.spec, client, has_spares=has_spares)
-            with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask):
-                launched = launch(dask, job, rows, engine_factory)
-                for line in launched.notes:
-                    watcher.note(line)
-                if page := page_address(dask):
-                    watcher.note(f"dashboard: {page}")
-                return follow(dask, launched, reporter)
-        except (JobFailedError, StorageError):
-            # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
-            if job.is_finished or not job.store.is_finished():
-                raise
-            return finished_before(job)
+    try:
+        with reporter.ending_recorded(), job_log(job.store), reporter.kept_fresh():
+            reporter.begins("starting")
+            return _run_opened(job, client, watcher, reporter, engine_factory)
+    except (JobFailedError, JobInterruptedError, StorageError):
+        # A coordinator may have finished the job while another end of it was recorded here.
+        if job.is_finished or not job.store.is_finished():
+            raise
+        return finished_before(job)
+
+
+def _run_opened(
+    job: OpenedJob, client: Client | None, watcher: Progress, reporter: JobReporter, engine_factory: str
+) -> JobResult:
+    try:
+        # Spare processes import the engine; other factories do not need it.
+        has_spares = engine_factory == ENGINE_FACTORY
+        connection = connected(job.spec, client, has_spares=has_spares)
+        with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask):
+            launched = launch(dask, job, rows, engine_factory)
+            for line in launched.notes:
+                watcher.note(line)
+            if page := page_address(dask):
+                watcher.note(f"dashboard: {page}")
+            return follow(dask, launched, reporter)
+    except (JobFailedError, StorageError):
+        # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
+        if job.is_finished or not job.store.is_finished():
+            raise
+        return finished_before(job)
 
 
 _JOB_PRIORITY = 100

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from distributed import Client
-from echo_job import EchoJob, make_rows
+from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.console.progress import status_lines
 from lorabatch.jobs.errors import ErrorBudgetError, InputRowsError, JobFailedError, OutputConflictError
@@ -55,6 +55,32 @@ def test_a_run_says_once_that_compiled_kernels_are_missing(
     echo_job.write_input(make_rows(20))
     echo_job.run(shared_client, device="cpu")
     assert sum(note.startswith("compiled CPU kernels are missing: about ") for note in notes) == 1
+
+
+def test_a_job_that_finishes_while_its_failure_is_recorded_is_done(
+    echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_the_cluster(client: Client, launched: run_module.LaunchedJob, reporter: Any) -> Any:
+        client.publish_dataset(launched.future, name="held")
+        raise JobFailedError("The Dask scheduler is gone.")
+
+    def finish() -> None:
+        gate.touch()
+        shared_client.get_dataset("held").result(120)
+        shared_client.unpublish_dataset("held")
+
+    monkeypatch.setattr(run_module, "follow", lose_the_cluster)
+    rows, gate = make_rows(20), echo_job.folder / "gate"
+    echo_job.write_input(rows)
+    echo_job.set_engine(gate=str(gate))
+    # A failure is shown before it is written: as when the command is stopped in between.
+    watcher = Watcher(lambda state: state.phase == "failed", finish)
+    assert echo_job.run(shared_client, watcher).num_rows == 20
+    assert watcher.has_acted
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert state.phase == "done"
+    assert not (echo_job.output / "_lorabatch" / "tmp").exists()
 
 
 def test_a_job_that_was_finished_when_its_cluster_was_lost_is_done(
