@@ -89,7 +89,7 @@ def run(
             return _run_opened(job, client, watcher, reporter, engine_factory)
     except (JobFailedError, JobInterruptedError, StorageError):
         # A coordinator may have finished the job while another end of it was recorded here.
-        if job.is_finished or not job.store.is_finished():
+        if not _has_finished(job):
             raise
         return finished_before(job)
 
@@ -110,9 +110,17 @@ def _run_opened(
             return follow(dask, launched, reporter)
     except (JobFailedError, StorageError):
         # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
-        if job.is_finished or not job.store.is_finished():
+        if not _has_finished(job):
             raise
         return finished_before(job)
+
+
+def _has_finished(job: OpenedJob) -> bool:
+    """Whether the job has finished since it was opened, as far as storage answers."""
+    try:
+        return not job.is_finished and job.store.is_finished()
+    except StorageError:
+        return False
 
 
 _JOB_PRIORITY = 100
