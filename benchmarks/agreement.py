@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,6 +25,7 @@ from lorabatch.console.terminal import plain_console
 from lorabatch.demo.base_model import base_model_folder
 from lorabatch.demo.job import DEMO_FOLDER
 from lorabatch.demo.tasks import TASKS
+from lorabatch.jobs.agreement import Agreement, Answer
 from lorabatch.kernels.packed_weight import Products, can_multiply
 
 FORMATS: Mapping[Products, dict[str, Any]] = {
@@ -38,25 +38,18 @@ Answers = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """One task in one format. `right`: share of prompts for which the task's headline measure holds; `equal`: share of
-    answers with the tokens of float32; `first_difference`: mean share of an answer before the first other token;
-    `logprob`: mean absolute difference of the log-probabilities of these tokens.
-    """
+class TaskAgreement:
+    """One task in one format. `right`: share of prompts for which the task's headline measure holds."""
 
-    products: Products
     task: str
-    num_rows: int
     right: float
-    equal: float
-    first_difference: float
-    logprob: float
+    agreement: Agreement
 
 
-def main(num_rows: int, save: Path | None = None) -> list[Agreement]:
+def main(num_rows: int, save: Path | None = None) -> list[TaskAgreement]:
     """Run the jobs, print the table, and save it."""
     model = base_model_folder()
-    found: list[Agreement] = []
+    found: list[TaskAgreement] = []
     with tempfile.TemporaryDirectory(prefix="lorabatch-agreement-") as scratch:
         rows = [
             {"id": f"{name} {i}", "adapter": name, "messages": task.messages(e.prompt), "max_tokens": task.max_tokens}
@@ -94,40 +87,29 @@ def _answers(model: Path, scratch: Path, products: Products) -> Answers:
     return {row["id"]: row for row in lorabatch.Job(output).to_arrow().to_pylist()}
 
 
-def _compared(products: Products, answers: Answers, reference: Answers, num_rows: int) -> Iterator[Agreement]:
+def _compared(products: Products, answers: Answers, reference: Answers, num_rows: int) -> Iterator[TaskAgreement]:
     for name, task in TASKS.items():
         holds = next(iter(task.measures.values()))
         examples = task.examples("held_out", num_rows, HELD_OUT_SEED)
-        pairs = [(answers[f"{name} {i}"], reference[f"{name} {i}"]) for i in range(num_rows)]
-        common = [_common(ours["token_ids"], theirs["token_ids"]) for ours, theirs in pairs]
-        distances = [
-            abs(a - b)
-            for (ours, theirs), n in zip(pairs, common, strict=True)
-            for a, b in zip(ours["token_logprobs"][:n], theirs["token_logprobs"][:n], strict=True)
-        ]
-        yield Agreement(
-            products,
-            name,
-            num_rows,
-            mean(bool(holds(ours["completion"], e)) for (ours, _), e in zip(pairs, examples, strict=True)),
-            mean(ours["token_ids"] == theirs["token_ids"] for ours, theirs in pairs),
-            mean(n / len(theirs["token_ids"]) for (_, theirs), n in zip(pairs, common, strict=True)),
-            mean(distances) if distances else 0.0,
-        )
+        rows = [(answers[f"{name} {i}"], reference[f"{name} {i}"]) for i in range(num_rows)]
+        right = mean(bool(holds(ours["completion"], e)) for (ours, _), e in zip(rows, examples, strict=True))
+        pairs = [(_answer(ours), _answer(theirs)) for ours, theirs in rows]
+        yield TaskAgreement(name, right, Agreement.of(name, products, pairs))
 
 
-def _common(ours: list[int], theirs: list[int]) -> int:
-    """Tokens before the first difference."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+def _answer(row: Mapping[str, Any]) -> Answer:
+    return Answer(row["token_ids"], row["token_logprobs"])
 
 
-def _table(found: list[Agreement]) -> Table:
+def _table(found: list[TaskAgreement]) -> Table:
     table = Table(title="answers against those of float32")
     for column in ("format", "adapter", "rows", "right", "equal", "before a difference", "logprob"):
         table.add_column(column, justify="left" if column in ("format", "adapter") else "right")
     for one in found:
-        shares = (f"{share:.1%}" for share in (one.right, one.equal, one.first_difference))
-        table.add_row(one.products, one.task, str(one.num_rows), *shares, f"{one.logprob:.4f}")
+        agreed = one.agreement
+        shares = (f"{share:.1%}" for share in (one.right, agreed.num_equal / agreed.num_rows, agreed.leading_share))
+        distance = "-" if agreed.logprob_distance is None else f"{agreed.logprob_distance:.4f}"
+        table.add_row(agreed.products, one.task, str(agreed.num_rows), *shares, distance)
     return table
 
 

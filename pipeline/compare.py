@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -18,13 +19,14 @@ from ..jobs.history import keep_agreement
 from ..jobs.input.columns import ANSWER_FIELDS, LOGPROB_FIELDS
 from ..jobs.spec import JobSpec
 from ..jobs.storage.location import Location
-from ..jobs.storage.redaction import redacted_url
+from ..jobs.storage.redaction import redacted_url, storage_reason
 from ..jobs.store import COMPARISON, JobStore
 from .cluster.connect import connected
 from .cluster.devices import find_device, find_device_of_workers
 from .messages import ENGINE_FACTORY
 from .run import Progress, SilentProgress, run
 
+logger = logging.getLogger(__name__)
 _ROWS = "rows.parquet"
 # Parts that rows are taken from.
 _MOST_PARTS = 16
@@ -42,8 +44,8 @@ def compare(
     progress: Progress | None = None,
     engine_factory: str = ENGINE_FACTORY,
 ) -> Agreement:
-    """Answer `num_rows` rows of the finished job in `store` in its number format and in float32, by two small jobs with
-    one worker, and keep how they agree beside the job. `spec`: the job's, with which both run.
+    """Answer `num_rows` rows of the finished job in `store` in its number format and in float32, by two small jobs, and
+    keep how they agree beside the job. `spec`: the job's, with which both run; on this machine they have one worker.
 
     Raises `JobRequestError` when there is nothing to compare, and what `run` raises.
     """
@@ -53,7 +55,10 @@ def compare(
         raise JobRequestError(f"output={shown!r}: this job has not finished. Wait for it, or `lorabatch resume` it.")
     products = products_format(_device_kind(spec, client), spec.dtype, spec.base_quantization)
     if products == "float32":
-        raise JobRequestError(f"output={shown!r}: this job was computed in float32, which others are compared with.")
+        raise JobRequestError(
+            f"output={shown!r}: this job was computed in float32, which others are compared with. Name a job that was "
+            "run with --dtype bfloat16 or --base-quantization int8."
+        )
     rows = _sample(store, num_rows)
     if not rows.num_rows:
         raise JobRequestError(f"output={shown!r}: no row of this job has an answer to compare.")
@@ -144,5 +149,10 @@ def _folder(store: JobStore) -> Iterator[Location]:
 
 
 def _remove(folder: Location) -> None:
-    with suppress(FileNotFoundError):
+    try:
         folder.fs.rm(folder.path(), recursive=True)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        reason = storage_reason(error, folder.storage_options, folder.url)
+        logger.warning("%s was not removed: %s", redacted_url(folder.url), reason)

@@ -59,7 +59,8 @@ INLINE HAS_DOTS void end_dots(const Dots *p, int64_t row, int64_t column, int co
         return;
     }
     float *to = (float *)p->out + first;
-    store_first(to, p->ending == ADDED ? fused(all_lanes(p->scaling), value, load_first(to, count)) : value + shift, count);
+    const vec sum = p->ending == ADDED ? fused(all_lanes(p->scaling), value, load_first(to, count)) : value + shift;
+    store_first(to, sum, count);
 }
 
 INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, int64_t ahead, const int ROWS,

@@ -65,8 +65,8 @@ INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t
     }
 }
 
-/* `panels_type`: fp32, bf16 or what x is in. In the thread that calls: adapters are read beside steps, and a second team of
- * threads would make OpenMP put the steps' own to sleep between loops. */
+/* `panels_type`: fp32, bf16 or what x is in. In the thread that calls: adapters are read beside steps, and a second
+ * team of threads would make OpenMP put the steps' own to sleep between loops. */
 void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t total, const void *x, int64_t num_rows,
                int64_t depth, int64_t type)
 {
