@@ -7,6 +7,7 @@ numbers: the same events give the same commands, so that `events.jsonl` replays 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -47,7 +48,7 @@ from .planning.waves import Shard
 # Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
 #: Of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 4
+EVENTS_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,11 +439,17 @@ class Scheduler:
 
     def _open_next(self, replica: ReplicaState, queue: DispatchRule) -> list[Command]:
         def is_allowed(shard_id: int) -> bool:
-            failed_on = self._shards[shard_id].failed_on
-            return replica.replica_id not in failed_on or failed_on >= set(self._replicas)
+            state = self._shards[shard_id]
+            return replica.replica_id not in state.failed_on or state.failed_on >= self._takers(state)
 
         shard_id = queue.take(replica.replica_id, is_allowed)
         return [] if shard_id is None else [self._open(self._shards[shard_id], replica)]
+
+    def _takers(self, state: ShardState) -> AbstractSet[str]:
+        """Replicas that would be given this shard: with engine work, none that is too slow for the rest of the job."""
+        if not state.shard.has_engine_work:
+            return self._replicas.keys()
+        return self._wanted_rows(list(self._replicas.values())).keys()
 
     def _relieve(self, replica_id: str, time_s: float, wanted: Mapping[str, int]) -> Sequence[Command]:
         """Move rows away from a replica that turns out to be so slow that it holds more than twice its share."""

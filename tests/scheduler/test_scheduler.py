@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
@@ -259,11 +259,15 @@ class Storm:
     """Plays an arbitrary cluster against a scheduler and keeps the books independently."""
 
     def __init__(self, num_shards, seed_moves):
-        self.scheduler = Scheduler(make_shards(num_shards, waves=3), settings=SchedulerSettings(max_losses=10**6))
+        settings = SchedulerSettings(max_losses=10**6, max_failures=10**6, cost=CPU)
+        self.scheduler = Scheduler(make_shards(num_shards, waves=3), settings=settings)
+        self.num_shards = num_shards
         self.moves = seed_moves
+        self.num_reports = 0
         self.open = {}
         self.committed = set()
         self.alive = set()
+        self.joined = set()
 
     def send(self, event):
         for command in self.scheduler.handle(event):
@@ -273,20 +277,34 @@ class Storm:
                 assert command.shard_id not in self.open
                 self.open[command.shard_id] = command.replica_id
         self.scheduler.check_integrity()
+        assert self.open or len(self.committed) == self.num_shards or not self.joined, "nothing goes on"
 
     def play(self):
         for kind, choice in self.moves:
             replica_id = f"w{choice % 4}"
             if kind == "join":
-                self.alive.add(replica_id)
-                self.send(WorkersSeen(0.0, tuple(sorted(self.alive))))
-                self.send(ReplicaJoined(0.0, replica_id, 16))
+                self.join(replica_id)
             elif kind == "lose":
                 self.alive.discard(replica_id)
+                self.joined.discard(replica_id)
                 self.open = {s: r for s, r in self.open.items() if r != replica_id}
                 self.send(WorkersSeen(0.0, tuple(sorted(self.alive))))
-            elif self.open:
+            elif kind == "report" and replica_id in self.joined:
+                self.num_reports += 1
+                left = tuple((s, 1) for s, r in sorted(self.open.items()) if r == replica_id)
+                # By their names, workers are up to a thousand times slower than the first.
+                self.send(worked(replica_id, 10.0 ** (choice % 4), open_shards=left, time_s=float(self.num_reports)))
+            elif kind == "fail" and self.open:
+                shard_id = sorted(self.open)[choice % len(self.open)]
+                self.send(ShardFailed(0.0, shard_id, self.open.pop(shard_id), "a test"))
+            elif kind == "commit" and self.open:
                 self.commit(sorted(self.open)[choice % len(self.open)])
+
+    def join(self, replica_id):
+        self.alive.add(replica_id)
+        self.send(WorkersSeen(0.0, tuple(sorted(self.alive))))
+        self.joined.add(replica_id)
+        self.send(ReplicaJoined(0.0, replica_id, 16))
 
     def commit(self, shard_id):
         replica_id = self.open.pop(shard_id)
@@ -294,17 +312,18 @@ class Storm:
         self.send(ShardCommitted(0.0, shard_id, replica_id))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     num_shards=st.integers(1, 30),
-    moves=st.lists(st.tuples(st.sampled_from(["join", "lose", "commit"]), st.integers(0, 99)), max_size=60),
+    moves=st.lists(
+        st.tuples(st.sampled_from(["join", "lose", "report", "fail", "commit"]), st.integers(0, 99)), max_size=60
+    ),
 )
+@example(2, [("join", 0), ("join", 3), ("report", 0), ("report", 3), ("commit", 1), ("fail", 0)])
 def test_whatever_happens_every_shard_is_committed_once_in_the_end(num_shards, moves):
     storm = Storm(num_shards, moves)
     storm.play()
-    storm.alive.add("last")
-    storm.send(WorkersSeen(0.0, tuple(sorted(storm.alive))))
-    storm.send(ReplicaJoined(0.0, "last", 16))
+    storm.join("last")
     while storm.open:
         storm.commit(min(storm.open))
     assert storm.committed == set(range(num_shards))
@@ -350,4 +369,14 @@ def test_a_replica_that_would_end_after_the_job_gets_nothing_more():
     # Alone it goes on, however slow.
     left = opened(scheduler.handle(WorkersSeen(7.0, ("slow",))))
     assert {replica for _, replica, _ in left} == {"slow"}
+    scheduler.check_integrity()
+
+
+def test_a_shard_goes_back_to_the_replica_on_which_it_failed_when_the_others_get_none():
+    scheduler, given = make_paced(2)
+    scheduler.handle(worked("fast", 1.0, open_shards=((0, 8),)))
+    scheduler.handle(worked("slow", 50.0, open_shards=((1, 0),)))
+    assert [shards[0][0] for shards in given] == [0, 1]
+    assert opened(scheduler.handle(ShardCommitted(6.0, 1, "slow"))) == []
+    assert opened(scheduler.handle(ShardFailed(7.0, 0, "fast", "the disk is full"))) == [(0, "fast", 1)]
     scheduler.check_integrity()
