@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from distributed import Client, LocalCluster, SchedulerPlugin
+from distributed.comm.core import CommClosedError
 from distributed.core import Status
 
 from lorabatch.jobs.errors import JobFailedError, JobRequestError
@@ -150,6 +151,8 @@ def test_what_fails_because_the_scheduler_is_gone_says_so() -> None:
         raise OSError("stream closed")
     with pytest.raises(OSError, match="stream closed"), scheduler_loss_reported(running):
         raise OSError("stream closed")
+    with pytest.raises(JobFailedError, match="scheduler is gone"), scheduler_loss_reported(running):
+        raise CommClosedError("timed out, while the client has not noticed yet")
     with pytest.raises(JobRequestError), scheduler_loss_reported(lost):
         raise JobRequestError("wrong")
 
