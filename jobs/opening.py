@@ -17,7 +17,7 @@ from typing import Any
 
 from .adapters import audit_all
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError
-from .record import JobRecord, JobState, ModelRecord, differences, public_spec
+from .record import JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
 from .spec import JobSpec
 from .storage.local_copy import model_sha256
 from .storage.redaction import redacted_url
@@ -162,13 +162,6 @@ def make_record(checked: CheckedJob) -> JobRecord:
         input=checked.input,
         with_logprobs=spec.sampling.logprobs or "logprobs" in checked.input.roles,
     )
-
-
-def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:
-    """Names whose rows are answered differently now: another content, another verdict, added or gone."""
-    before = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in old.adapters}
-    after = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in new.adapters}
-    return frozenset(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def _versions() -> dict[str, str]:

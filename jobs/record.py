@@ -10,8 +10,10 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 from unicodedata import normalize
 
@@ -25,6 +27,8 @@ from .spec import TLS_FIELDS, JobSpec
 from .storage.redaction import redacted_url
 
 RECORD_FORMAT = 1
+# Older versions of pydantic may build a validator in two threads at once.
+_BUILDING = threading.Lock()
 _NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
 IDENTITY_FIELDS = (
@@ -37,7 +41,8 @@ AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Validators are built when a record is read: most commands read none.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class ModelRecord(_Frozen):
@@ -152,6 +157,8 @@ class JobRecord(_Frozen):
                     f"job.json format={raw.get('format')!r}: this version reads {RECORD_FORMAT}. "
                     f"Resume with the lorabatch that started the job ({raw.get('versions')})."
                 )
+            with _BUILDING:
+                cls.model_rebuild()
             return cls.model_validate(raw)
         except (ValueError, AttributeError, ValidationError) as error:
             raise DamagedRecordError(f"job.json: cannot be read back ({error}).") from None
@@ -195,6 +202,13 @@ def differences(old: JobRecord, new: JobRecord) -> list[str]:
     if _content(old.input) != _content(new.input) and not any(line.startswith("input:") for line in lines):
         lines.append("input: its files or columns have changed since the job was started")
     return lines
+
+
+def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:
+    """Names whose rows are answered differently now: another content, another verdict, added or gone."""
+    before = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in old.adapters}
+    after = {adapter.name: (adapter.sha256, adapter.verdict) for adapter in new.adapters}
+    return frozenset(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> str | None:
@@ -351,11 +365,13 @@ class JobState:
     def from_json(cls, data: bytes) -> JobState:
         """The state that `to_json` wrote; keys of newer versions are dropped. Raises `DamagedRecordError`."""
         try:
-            state = _JOB_STATE.validate_json(data)
+            state = _states().validate_json(data)
             json.dumps(dataclasses.asdict(state), allow_nan=False)
             return state
         except (ValidationError, ValueError) as error:
             raise DamagedRecordError(f"state.json: cannot be read back ({error}).") from None
 
 
-_JOB_STATE = TypeAdapter(JobState)
+@cache
+def _states() -> TypeAdapter[JobState]:
+    return TypeAdapter(JobState)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from ..engine.untrusted import MALFORMED, parse_json
 from .agreement import Agreement
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError, StorageError
-from .record import JobRecord, JobState
+from .record import JobRecord, JobState, changed_adapters
 from .storage.location import Location
 from .storage.redaction import redacted_url
 
@@ -134,16 +134,29 @@ class JobStore:
         """The frozen job. Raises `MissingFileError` when OUTPUT holds none."""
         return JobRecord.from_json(self.location.read(_JOB))
 
-    def check_holder(self, job_id: str) -> None:
-        """Raise `OutputConflictError` when OUTPUT is not this job's any more: it was started over."""
+    def check_holder(self, job_id: str) -> JobRecord:
+        """The frozen job. Raises `OutputConflictError` when OUTPUT is not this job's any more: it was started over."""
         try:
-            holder = self.read_record().job_id
+            record = self.read_record()
+            holder = record.job_id
         except MissingFileError:
             holder = "none"
         if holder != job_id:
             raise OutputConflictError(
                 f"output={redacted_url(self.url)!r}: job {job_id} was started over there (it holds {holder} now), so "
                 "this run of it has stopped."
+            )
+        return record
+
+    def check_current(self, record: JobRecord) -> None:
+        """Raise `OutputConflictError` when OUTPUT is not this job's any more, or a newer run of it has other adapters
+        than `record`.
+        """
+        changed = changed_adapters(self.check_holder(record.job_id), record)
+        if changed:
+            raise OutputConflictError(
+                f"output={redacted_url(self.url)!r}: a newer run of this job goes on with other adapters "
+                f"({', '.join(sorted(changed)[:5])}), so this one has stopped."
             )
 
     def replace_record(self, record: JobRecord) -> None:

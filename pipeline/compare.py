@@ -73,6 +73,7 @@ def compare(
     if not both:
         raise JobRequestError(f"output={shown!r}: none of {rows.num_rows} rows was answered again.")
     found = Agreement.of(record.job_id, products, [(ours[i], reference[i]) for i in both])
+    store.check_holder(record.job_id)
     store.write_agreement(found)
     keep_agreement(record.model.sha256, found)
     return found

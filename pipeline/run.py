@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import dask
 from dask.utils import parse_timedelta
-from distributed import Client, Future, KilledWorker
+from distributed import Client, Future, KilledWorker, Semaphore
 
 from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError, StorageError
 from ..jobs.opening import OpenedJob, open_job
@@ -27,10 +27,10 @@ from .cluster.connect import SCHEDULER_LOST, connected, count_workers, page_addr
 from .cluster.devices import find_device, find_device_of_workers
 from .coordinator.lease import keep_leases
 from .coordinator.losses import count_losses
-from .coordinator.task import finished_before, run_job
+from .coordinator.task import finished_before, has_finished, run_job
 from .messages import ENGINE_FACTORY, EngineSettings, StopRun, job_key
 from .monitoring.logs import job_log
-from .monitoring.reporter import INTERRUPTED, JobReporter, state_before
+from .monitoring.reporter import INTERRUPTED, JobReporter, latest_state, state_before
 from .monitoring.scheduler_plugin import show_jobs
 from .monitoring.topics import CONTROL, STATES
 from .planning.early_check import EarlyCheck
@@ -79,17 +79,16 @@ def run(
     if job.is_finished and not job.changed_adapters:
         watcher.note("This job is done already. Nothing was run.")
         return finished_before(job)
-    job.store.clear_cancel()
     for line in job_notes(job.record):
         watcher.note(line)
     reporter = JobReporter(job.store, watcher.update, job.spec.error_budget, state_before(job))
     try:
-        with reporter.ending_recorded(), job_log(job.store), reporter.kept_fresh():
+        with reporter.ending_recorded(), job_log(job.store), reporter.kept_fresh(lambda: reporter.is_starting):
             reporter.begins("starting")
             return _run_opened(job, client, watcher, reporter, engine_factory)
     except (JobFailedError, JobInterruptedError, StorageError):
         # A coordinator may have finished the job while another end of it was recorded here.
-        if not _has_finished(job):
+        if not has_finished(job):
             raise
         return finished_before(job)
 
@@ -102,7 +101,7 @@ def _run_opened(
         has_spares = engine_factory == ENGINE_FACTORY
         connection = connected(job.spec, client, has_spares=has_spares)
         with EarlyCheck(job) as rows, connection as dask, scheduler_loss_reported(dask):
-            launched = launch(dask, job, rows, engine_factory)
+            launched = launch(dask, job, rows, reporter, engine_factory)
             for line in launched.notes:
                 watcher.note(line)
             if page := page_address(dask):
@@ -110,17 +109,9 @@ def _run_opened(
             return follow(dask, launched, reporter)
     except (JobFailedError, StorageError):
         # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
-        if not _has_finished(job):
+        if not has_finished(job):
             raise
         return finished_before(job)
-
-
-def _has_finished(job: OpenedJob) -> bool:
-    """Whether the job has finished since it was opened, as far as storage answers."""
-    try:
-        return not job.is_finished and job.store.is_finished()
-    except StorageError:
-        return False
 
 
 _JOB_PRIORITY = 100
@@ -144,12 +135,19 @@ class LaunchedJob:
     notes: tuple[str, ...]
 
 
-def launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str) -> LaunchedJob:
+def launch(client: Client, job: OpenedJob, rows: EarlyCheck, reporter: JobReporter, engine_factory: str) -> LaunchedJob:
     """Start engines for an opened job, and the task that coordinates it.
 
     Raises `OutputConflictError` when the job runs on this cluster already, and what `rows` raises.
     """
-    _refuse_running(client, job)
+    # Of two commands at the same moment, the second one finds the task of the first.
+    with Semaphore(1, f"lorabatch-{job.record.job_id}", client.scheduler, client.loop):
+        _refuse_running(client, job)
+        reporter.takes_over()
+        return _launch(client, job, rows, engine_factory)
+
+
+def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: str) -> LaunchedJob:
     show_jobs(client)
     keep_leases(client)
     count_losses(client)
@@ -231,13 +229,14 @@ def _result(future: Future[JobResult]) -> JobResult:
 def _refuse_running(client: Client, job: OpenedJob) -> None:
     """Raise `OutputConflictError` when this job runs on the cluster already.
 
-    A run records its end before its task leaves the cluster. Where the latest state is this command's own, because the
-    run before has recorded its end, the task is waited for.
+    A run records its end before its task leaves the cluster. Where it has, so that the latest state is an end or this
+    command's own, the task is waited for.
     """
     patience_s = time.monotonic() + _ENDING_S
     while client.run_on_scheduler(_unfinished, job_id=job.record.job_id):
-        state = job.store.read_state()
-        if state is None or not state.is_of_command or time.monotonic() >= patience_s:
+        state = latest_state(job.store)
+        has_ended = state is not None and (state.is_final or state.is_of_command)
+        if not has_ended or time.monotonic() >= patience_s:
             raise OutputConflictError(
                 f"output={redacted_url(job.spec.output)!r}: this job runs on the cluster already. Follow it with "
                 "`lorabatch status` or `lorabatch logs -f`, or stop it with `lorabatch cancel`."

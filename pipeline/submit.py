@@ -16,6 +16,7 @@ from .cluster.background import background_client
 from .cluster.background_state import state_file
 from .cluster.connect import connected, num_embedded_workers
 from .cluster.versions import check_versions
+from .coordinator.task import finished_before, has_finished
 from .messages import ENGINE_FACTORY
 from .monitoring.reporter import JobReporter, state_before
 from .planning.early_check import EarlyCheck
@@ -56,19 +57,20 @@ def submit(
     shown = redacted_url(job.spec.output)
     if job.is_finished and not job.changed_adapters:
         return SubmittedJob(job.record.job_id, shown)
-    job.store.clear_cancel()
     reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget, state_before(job))
     reporter.begins("starting")
     with (
         reporter.ending_recorded(),
-        reporter.kept_fresh(),
+        reporter.kept_fresh(lambda: reporter.is_starting),
         EarlyCheck(job) as rows,
         _cluster_of(job.spec, cluster_file or state_file(), client) as (own, address, dashboard),
     ):
-        launched = launch(own, job, rows, engine_factory)
+        launched = launch(own, job, rows, reporter, engine_factory)
         # Kept by the scheduler, also when this client is gone.
         own.publish_dataset(launched.future, name=f"lora/{job.record.job_id}", override=True)
     reporter.handed_over()
+    if has_finished(job):
+        finished_before(job)  # it was faster than this
     return SubmittedJob(job.record.job_id, shown, address, dashboard)
 
 

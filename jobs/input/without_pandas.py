@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-import pyarrow as pa
-
 
 class _Absent:
     """A finder of modules that denies pandas."""
@@ -25,6 +23,8 @@ def leave_out_pandas() -> None:
 
     Only for processes that convert no series of pandas: nulls of one that is not known as such are read as NaN.
     """
+    import pyarrow as pa
+
     absent = _Absent()
     sys.meta_path.insert(0, absent)
     try:

@@ -152,8 +152,9 @@ def read_status(store: JobStore, now_s: float | None = None) -> JobStatus:
         raise JobRequestError(
             f"output={redacted_url(store.url)!r}: no job there. Check the URL; it must be the --output of a job."
         ) from None
-    contents = store.contents()
+    # In this order: of a job that ends meanwhile `_SUCCESS` is seen, which is older than the state "done".
     state = store.read_state()
+    contents = store.contents()
     age_s = 0.0 if state is None else (time.time() if now_s is None else now_s) - state.updated_at_s
     is_stale = state is not None and is_silent(state, state.updated_at_s + age_s)
     # A run whose adapters have changed removes `_SUCCESS` when it has planned its rows.

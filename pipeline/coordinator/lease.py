@@ -54,9 +54,10 @@ class RenewLease:
 
 @dataclass(frozen=True, slots=True)
 class EndLease:
-    """The run is over."""
+    """The run is over, says the coordinator of this attempt."""
 
     run_id: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,10 @@ class LeasePlugin(SchedulerPlugin):
                 reply = LeaseReply(self._leases.take(run_id, limit_s, now_s), True)
             case RenewLease(run_id, attempt):
                 reply = LeaseReply(attempt, self._leases.renew(run_id, attempt, now_s))
-            case EndLease(run_id):
-                self._leases.end(run_id)
-                reply = LeaseReply(-1, False)
+            case EndLease(run_id, attempt):
+                if self._leases.renew(run_id, attempt, now_s):
+                    self._leases.end(run_id)
+                reply = LeaseReply(attempt, False)
         return _REPLIES.encode(reply)
 
     def _look(self) -> None:
@@ -196,7 +198,8 @@ class CoordinatorLease:
     def end(self) -> None:
         """Give the lease up, since the run is over; no other coordinator must take over."""
         self._is_over.set()
-        self._ask(EndLease(self._run_id))
+        if self.attempt is not None:
+            self._ask(EndLease(self._run_id, self.attempt))
 
     @property
     def is_lost(self) -> bool:
@@ -220,9 +223,9 @@ class CoordinatorLease:
 
     def _ask(self, request: _LeaseRequest) -> LeaseReply | None:
         """The scheduler's reply; None when there is none."""
-        call = getattr(self._client.scheduler, _LEASE_OP)
         plain = _REQUESTS.encode(request)
         try:
+            call = getattr(self._client.scheduler, _LEASE_OP)
             return _REPLIES.decode(self._client.sync(call, request=plain, callback_timeout=_REPLY_LIMIT_S))
         except Exception as error:
             logger.debug("no reply about the lease: %s", error)

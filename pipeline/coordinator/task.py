@@ -14,9 +14,10 @@ from typing import Any
 
 from distributed import Reschedule, get_worker, secede
 
-from ...jobs.errors import JobFailedError, OutputConflictError
+from ...jobs.errors import JobFailedError, OutputConflictError, StorageError
 from ...jobs.history import AnswerLengths, add_to_history
-from ...jobs.opening import OpenedJob, changed_adapters
+from ...jobs.opening import OpenedJob
+from ...jobs.record import changed_adapters
 from ...jobs.status.notes import row_notes
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
@@ -31,7 +32,7 @@ from ..dataset.index import IndexTotals, deadly_chunk, index_chunk, list_chunks
 from ..dataset.writer import empty_part
 from ..migration.peers import Peers
 from ..monitoring.job_monitor import JobMonitor, WorkLeft
-from ..monitoring.reporter import JobReporter, state_before, state_publisher
+from ..monitoring.reporter import JobReporter, latest_state, state_before, state_publisher
 from ..planning.plan import JobPlan, plan_job, read_plan, reopen_shards, serving_adapters
 from ..planning.settings import RunSettings
 from ..result import JobResult
@@ -53,7 +54,9 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
     """
     secede()
     worker = get_worker()
-    if _is_finished(job):
+    if has_finished(job):
+        with open_client(worker.scheduler.address, security=client_security(worker)) as client:
+            unregister_plugin(client, run_id)
         return finished_before(job)
     key = worker.get_current_task()
     with (
@@ -67,7 +70,7 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
         reporter.phases.append(("starting", began_s))
         run = JobRun(client, job, run_id, control, reporter, Peers(worker, run_id), settings)
         try:
-            with scheduler_loss_reported(client):
+            with scheduler_loss_reported(client), reporter.kept_fresh(lambda: not control.is_displaced):
                 result = _stages(run, began_s)
             lease.end()
             return result
@@ -77,17 +80,37 @@ def run_job(job: OpenedJob, run_id: str, began_s: float, settings: RunSettings, 
                 raise Reschedule from None
             unregister_plugin(client, run_id)
             lease.end()
-            if isinstance(error, OutputConflictError):
+            if isinstance(error, OutputConflictError) or not _holds_output(job):
                 raise  # the output and its state are another job's
-            if _is_finished(job):
-                return finished_before(job)  # another run of the job was faster, and has removed what this one needed
-            reporter.ended(error)
-            raise
+            # Another run of the job may have been faster, and have removed what this one needed.
+            if not has_finished(job):
+                reporter.ended(error)
+                if not has_finished(job):
+                    raise
+            return finished_before(job)
 
 
-def _is_finished(job: OpenedJob) -> bool:
-    """Whether an attempt before this one has done it all: Dask asks again when a result's worker is lost."""
-    return job.store.is_finished() and not changed_adapters(job.store.read_record(), job.record)
+def has_finished(job: OpenedJob) -> bool:
+    """Whether the job has all its answers, as far as storage says: from a run, or a coordinator, beside this one or
+    before it. Dask starts a coordinator again when the worker of its result is lost.
+    """
+    try:
+        if not job.store.is_finished():
+            return False
+        frozen = job.store.read_record()
+    except StorageError:
+        return False
+    return frozen.job_id == job.record.job_id and not changed_adapters(frozen, job.record)
+
+
+def _holds_output(job: OpenedJob) -> bool:
+    try:
+        job.store.check_holder(job.record.job_id)
+    except OutputConflictError:
+        return False
+    except StorageError:
+        pass  # nobody has said otherwise
+    return True
 
 
 def finished_before(job: OpenedJob) -> JobResult:
@@ -99,11 +122,12 @@ def finished_before(job: OpenedJob) -> JobResult:
     summary = job.store.read_summary()
     assert summary is not None, "_SUCCESS is there, summary.json is not"
     result = JobResult.from_json(summary)
-    state = job.store.read_state()
+    reporter = JobReporter(job.store, lambda state: None, job.spec.error_budget)
+    state = latest_state(job.store)
     if state is None or state.phase != "done":
-        JobReporter(job.store, lambda state: None, job.spec.error_budget).done(result)
+        reporter.done(result)
     else:
-        job.store.clean_up()
+        reporter.clean_up()
     return result
 
 
@@ -161,8 +185,13 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
     else:
         # Read anew: a coordinator before this one may have reopened them.
         changed = changed_adapters(job.store.read_record(), job.record)
-        plan = reopen_shards(job.store, job.record, read_plan(job.store), changed)
+        if changed - job.changed_adapters:
+            job.store.check_current(job.record)  # it was this run that was opened earlier
+        plan = reopen_shards(job.store, job.record, read_plan(job.store), changed, run.control.check_displaced)
     run.reporter.notes = row_notes(job.record, indexed.rows_per_adapter)
+    # This process may have been stopped, and the output be another job's or another coordinator's by now.
+    run.control.check_displaced()
+    job.store.check_holder(job.record.job_id)
     # Only now: a run that is killed before must find the adapters changed again.
     job.store.replace_record(job.record)
     return plan
@@ -297,7 +326,8 @@ def finish(run: JobRun, plan: JobPlan, account: Account, done: Coordinated, seco
         prefix_hit_rate=done.prefix_hit_rate,
     )
     run.reporter.check_budget(account.num_errors, account.num_rows)
-    job.store.check_holder(job.record.job_id)
+    run.control.check_displaced()
+    job.store.check_current(job.record)
     if not plan.shards:
         job.store.commit_part(0, empty_part(job.record, run.run_id))
     job.store.write_summary(result.to_json())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -16,14 +17,13 @@ from pathlib import Path
 import pyarrow as pa
 
 from ...engine.text.tokenizer import Tokenizer
+from ...jobs.errors import DamagedRecordError
 from ...jobs.record import JobRecord
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
 from .chunk import ChunkRef, ChunkRows, DamagedChunkError, IndexJob, read_chunk
-from .schema import arrow_file
-
-_KEY = b"lorabatch.index_key"
+from .schema import arrow_file, with_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,12 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
     `StorageError` when the model cannot be had or the output cannot be written.
     """
     if store.has_index(chunk.chunk_id):
-        with arrow_file(store.index_source(chunk.chunk_id)) as reader:
-            if (reader.schema.metadata or {}).get(_KEY) == job.key.encode():
-                return _summary(chunk.chunk_id, reader.read_all())
+        with (
+            suppress(DamagedRecordError),
+            arrow_file(store.rows_source(chunk.chunk_id), job.key),
+            arrow_file(store.index_source(chunk.chunk_id), job.key) as index,
+        ):
+            return _summary(chunk.chunk_id, index.read_all())
     rows = ChunkRows(chunk, job, lambda adapter: _tokenizer_of(job, adapter))
     try:
         for batch in read_chunk(chunk, job.schema_ipc, job.storage_options):
@@ -73,10 +76,10 @@ def index_chunk(chunk: ChunkRef, job: IndexJob, store: JobStore) -> ChunkSummary
     except DamagedChunkError as damage:
         return ChunkSummary(chunk.chunk_id, damage=str(damage))
     order, batches = rows.order()
-    store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches)))
-    index = rows.index(order, batches).replace_schema_metadata({_KEY: job.key.encode()})
-    store.write_index(chunk.chunk_id, _ipc_bytes(index.combine_chunks().to_batches()))
-    return _summary(chunk.chunk_id, index)
+    store.write_rows(chunk.chunk_id, _ipc_bytes(rows.prepared_batches(order, batches), job.key))
+    found = rows.index(order, batches)
+    store.write_index(chunk.chunk_id, _ipc_bytes(found.combine_chunks().to_batches(), job.key))
+    return _summary(chunk.chunk_id, found)
 
 
 def deadly_chunk(chunk: ChunkRef) -> ChunkSummary:
@@ -103,12 +106,12 @@ def _tokenizer(folder: Path, base: Path | None, now: str) -> Tokenizer:
     return Tokenizer.from_folder(folder, base=base, now=datetime.fromisoformat(now))
 
 
-def _ipc_bytes(batches: Iterable[pa.RecordBatch]) -> memoryview:
+def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:
     waiting = iter(batches)
     first = next(waiting)
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(sink, first.schema, options=options) as writer:
+    with pa.ipc.new_file(sink, with_key(first.schema, key), options=options) as writer:
         writer.write_batch(first)
         for batch in waiting:
             writer.write_batch(batch)

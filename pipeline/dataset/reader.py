@@ -6,6 +6,7 @@ into memory; remote ones are read by range, several chunks at a time.
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...engine.request import Request
 from ...jobs.errors import StorageError
-from ...jobs.record import JobRecord, adapter_problem
+from ...jobs.record import JobRecord, adapter_problem, index_key
 from ...jobs.store import JobStore, part_name
 from . import schema as prepared
 from .row_checks import row_sampling
@@ -67,7 +68,7 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: 
     with prepared.arrow_file(store.plan_source()) as plan:
         references = plan.get_batch(shard_id)
     chunk, batch, row = (references.column(name).to_numpy() for name in ("chunk", "batch", "row"))
-    table = _gather(store, shard_id, chunk, batch, row, max_bytes)
+    table = _gather(store, index_key(record), shard_id, chunk, batch, row, max_bytes)
     return ShardRows(
         shard_id=shard_id,
         table=table,
@@ -78,6 +79,7 @@ def read_shard(store: JobStore, record: JobRecord, shard_id: int, *, max_bytes: 
 
 def _gather(
     store: JobStore,
+    key: str,
     shard_id: int,
     chunk: NDArray[np.int32],
     batch: NDArray[np.int32],
@@ -90,11 +92,13 @@ def _gather(
     pieces = np.split(by_place, starts[1:])
 
     num_bytes = 0
+    counting = threading.Lock()
 
     def read(piece: NDArray[np.int64]) -> list[pa.RecordBatch]:
         nonlocal num_bytes
-        found = _read_chunk(store, int(chunk[piece[0]]), batch[piece], row[piece])
-        num_bytes += sum(part.nbytes for part in found)
+        found = _read_chunk(store, key, int(chunk[piece[0]]), batch[piece], row[piece])
+        with counting:
+            num_bytes += sum(part.nbytes for part in found)
         if num_bytes > max_bytes:
             raise StorageError(
                 f"{part_name(shard_id)}: its {len(row)} rows take more than {max_bytes / 1e9:.1f} GB in memory. "
@@ -110,15 +114,16 @@ def _gather(
     table = pa.Table.from_batches([piece for pieces_of_chunk in found for piece in pieces_of_chunk])
     order = np.empty(len(by_place), dtype=np.int64)
     order[by_place] = np.arange(len(by_place))
-    return table.unify_dictionaries().combine_chunks().take(pa.array(order)).combine_chunks()
+    rows = table.unify_dictionaries().combine_chunks().take(pa.array(order)).combine_chunks()
+    return rows.replace_schema_metadata(None)
 
 
 def _read_chunk(
-    store: JobStore, chunk_id: int, batch: NDArray[np.int32], row: NDArray[np.int32]
+    store: JobStore, key: str, chunk_id: int, batch: NDArray[np.int32], row: NDArray[np.int32]
 ) -> list[pa.RecordBatch]:
     """Rows `row` of batches `batch` (ascending) of one chunk."""
     batches, starts = np.unique(batch, return_index=True)
-    with prepared.arrow_file(store.rows_source(chunk_id)) as reader:
+    with prepared.arrow_file(store.rows_source(chunk_id), key) as reader:
         return [
             reader.get_batch(int(number)).take(pa.array(rows))
             for number, rows in zip(batches, np.split(row, starts[1:]), strict=True)

@@ -62,16 +62,30 @@ def passthrough_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field for field in schema if not field.name.startswith(OUR_PREFIX)])
 
 
+_KEY = b"lorabatch.index_key"
+
+
+def with_key(schema: pa.Schema, key: str) -> pa.Schema:
+    """The schema of a chunk's file that says for which `index_key` it was written."""
+    return schema.with_metadata({_KEY: key})
+
+
 @contextmanager
-def arrow_file(source: Path | BinaryIO) -> Iterator[pa.ipc.RecordBatchFileReader]:
-    """An Arrow IPC file: mapped into memory when it is a path. Raises `DamagedRecordError`."""
+def arrow_file(source: Path | BinaryIO, key: str = "") -> Iterator[pa.ipc.RecordBatchFileReader]:
+    """An Arrow IPC file: mapped into memory when it is a path. `key`: for which it must have been written, where it
+    says for which. Raises `DamagedRecordError`.
+    """
     is_mapped = isinstance(source, Path)
+    name = source if is_mapped else getattr(source, "path", "an Arrow file of this job")
     handle = pa.memory_map(str(source)) if is_mapped else pa.PythonFile(source, mode="r")
     try:
         with handle, pa.ipc.open_file(handle) as reader:
+            found = (reader.schema.metadata or {}).get(_KEY, b"").decode()
+            if key and found not in ("", key):
+                # A process that was stopped, or slow, has written it after the job had been started over.
+                raise DamagedRecordError(f"{name}: written for other rows than this job's. Run the same command again.")
             yield reader
     except pa.ArrowInvalid as error:
-        name = source if is_mapped else getattr(source, "path", "an Arrow file of this job")
         raise DamagedRecordError(
             f"{name}: cannot be read back ({error}). Start the job again with --overwrite."
         ) from None

@@ -58,6 +58,7 @@ class JobReporter:
         self.notes: tuple[str, ...] = ()
         self.phases: list[tuple[str, float]] = []
         self._is_second = False
+        self._found_at_work: JobState | None = None
         # `kept_fresh` writes from a thread of its own
         self._lock = threading.RLock()
         #: The latest state.
@@ -100,23 +101,43 @@ class JobReporter:
         """Report that a run begins, unless another one is at work: that one reports, and this one's failure to begin is
         not its end.
         """
-        found = _read_state(self._store)
-        self._is_second = not (found is None or found.is_final or is_silent(found, time.time()))
+        self._found_at_work = self._run_at_work()
+        self._is_second = self._found_at_work is not None
         if not self._is_second:
-            self._write(replace(self.latest, phase=phase, updated_at_s=time.time()))
-            self._show(self.latest)
+            self._begin(phase)
+
+    def takes_over(self) -> None:
+        """Begin after all, unless the other run that was at work has reported since: it is on another cluster."""
+        if self._is_second and self._run_at_work() in (None, self._found_at_work):
+            self._is_second = False
+            self._begin(self.latest.phase)
+
+    def _run_at_work(self) -> JobState | None:
+        """The latest state, if it is of a run that has not ended, for all that is known."""
+        found = latest_state(self._store)
+        return None if found is None or found.is_final or is_silent(found, time.time()) else found
+
+    def _begin(self, phase: Phase) -> None:
+        # A request to cancel was for a run before this one.
+        self._store.clear_cancel()
+        self._write(replace(self.latest, phase=phase, updated_at_s=time.time()))
+        self._show(self.latest)
 
     @contextmanager
-    def kept_fresh(self) -> Iterator[None]:
-        """Within the block, report again and again that the run starts, as long as it does: a state that grows old says
-        that its command was lost.
+    def kept_fresh(self, is_at_work: Callable[[], bool]) -> Iterator[None]:
+        """Within the block, report the latest state again when it grows old, which would say that its process was lost:
+        some stages have nothing new to report for minutes. `is_at_work`: asked before, whether it is this process that
+        reports.
         """
         is_over = threading.Event()
 
         def refresh() -> None:
             while not is_over.wait(_REFRESH_INTERVAL_S):
+                if not is_at_work():
+                    continue
                 with self._lock:
-                    if self.latest.phase == "starting" and not self._is_second:
+                    is_old = time.time() - self.latest.updated_at_s >= _REFRESH_INTERVAL_S
+                    if is_old and not self.latest.is_final and not self._is_succeeded():
                         self._write(replace(self.latest, updated_at_s=time.time()))
 
         thread = threading.Thread(target=refresh, name="job reporter", daemon=True)
@@ -127,9 +148,14 @@ class JobReporter:
             is_over.set()
             thread.join()
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether the run starts, and its command is what reports."""
+        return self.latest.phase == "starting" and not self._is_second
+
     def handed_over(self) -> None:
         """Report that a cluster has the job, unless a coordinator reports already."""
-        found = _read_state(self._store)
+        found = latest_state(self._store)
         if found is not None and found.is_of_command:
             self._write(replace(found, phase="queued", updated_at_s=time.time()))
 
@@ -167,8 +193,15 @@ class JobReporter:
             workers=(),
         )
         self._write(last)
-        self._store.clean_up()
+        self.clean_up()
         self._show(last)
+
+    def clean_up(self) -> None:
+        """Remove what only a running job needs, as far as storage lets it."""
+        try:
+            self._store.clean_up()
+        except StorageError as error:
+            logger.warning("left in the output: %s", error)
 
     def received(self, state: JobState) -> None:
         """Show a state that the coordinator has published, and written already."""
@@ -189,8 +222,12 @@ class JobReporter:
             raise
 
     def ended(self, error: Exception) -> None:
-        """Report that the run ended by this error, unless its end is reported or the output is another's."""
+        """Report that the run ended by this error, unless its end is reported, or the output is another's or another
+        run of the job reports by now.
+        """
         if self.latest.is_final or self._is_second:
+            return
+        if self.latest.run_id and self._is_succeeded():
             return
         match error:
             case OutputConflictError():
@@ -216,6 +253,18 @@ class JobReporter:
         self._show(last)
         self._write(last)
 
+    def _is_succeeded(self) -> bool:
+        """Whether another run has reported since, as far as storage says: this process was stopped, or is slow to end.
+        Of a command that has heard of no coordinator yet that may be its own one.
+        """
+        try:
+            found = latest_state(self._store)
+        except StorageError:
+            return False
+        if found is None or found.run_id in ("", self.latest.run_id):
+            return False
+        return found.updated_at_s > self.latest.updated_at_s
+
     def _write(self, state: JobState) -> None:
         try:
             with self._lock:
@@ -232,7 +281,7 @@ def state_before(job: OpenedJob, run_id: str = "") -> JobState:
     """What a coordinator of a run begins with, and before it the command that starts the run (without `run_id`): the
     counters of the latest state, unless adapters have changed since: the parts say then what still holds.
     """
-    found, rows = _read_state(job.store), job.record.input.num_rows
+    found, rows = latest_state(job.store), job.record.input.num_rows
     begins = JobState("starting", time.time(), rows=rows, run_id=run_id)
     is_of_this_run = found is not None and run_id != "" and (found.run_id == run_id or found.phase in BEGINNING_PHASES)
     if found is None or (job.changed_adapters and not is_of_this_run):
@@ -250,11 +299,12 @@ def state_before(job: OpenedJob, run_id: str = "") -> JobState:
     )
 
 
-def _read_state(store: JobStore) -> JobState | None:
+def latest_state(store: JobStore) -> JobState | None:
+    """The job's latest state; None when there is none, or it is damaged and will be replaced."""
     try:
         return store.read_state()
     except DamagedRecordError:
-        return None  # it is replaced
+        return None
 
 
 def state_publisher(client: Client, run_id: str, output: str) -> Callable[[JobState], None]:

@@ -30,16 +30,19 @@ INDEXED_ROW = np.dtype([("adapter", np.int32), ("chunk", np.int32), *_NUMBERS])
 IndexedRows = NDArray[np.void]
 
 
-def read_chunks(store: JobStore, num_chunks: int, codes: Mapping[str, int]) -> Iterator[IndexedRows]:
-    """The rows of each chunk, in input order. `codes`: of adapters' names. Raises `MissingFileError` for a lost one."""
+def read_chunks(store: JobStore, key: str, num_chunks: int, codes: Mapping[str, int]) -> Iterator[IndexedRows]:
+    """The rows of each chunk, in input order. `key`: see `index_key`. `codes`: of adapters' names.
+
+    Raises `MissingFileError` for a chunk that is lost, `DamagedRecordError` for one that is damaged or another job's.
+    """
     with ThreadPoolExecutor(_CHUNK_READS) as pool:
         for start in range(0, num_chunks, _CHUNK_READS):
             chunks = range(start, min(start + _CHUNK_READS, num_chunks))
-            yield from pool.map(lambda chunk_id: _read_chunk(store, chunk_id, codes), chunks)
+            yield from pool.map(lambda chunk_id: _read_chunk(store, key, chunk_id, codes), chunks)
 
 
-def _read_chunk(store: JobStore, chunk_id: int, codes: Mapping[str, int]) -> IndexedRows:
-    with prepared.arrow_file(store.index_source(chunk_id)) as reader:
+def _read_chunk(store: JobStore, key: str, chunk_id: int, codes: Mapping[str, int]) -> IndexedRows:
+    with prepared.arrow_file(store.index_source(chunk_id), key) as reader:
         table: pa.Table = reader.read_all().unify_dictionaries().combine_chunks()
         rows = np.empty(table.num_rows, INDEXED_ROW)
         for name, _ in _NUMBERS:

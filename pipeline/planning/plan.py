@@ -8,7 +8,7 @@ changed between two runs, `reopen_shards` opens the shards with their rows again
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ...engine.local_cache import temporary_folder
 from ...jobs.errors import InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
-from ...jobs.record import JobRecord, adapter_problem
+from ...jobs.record import JobRecord, adapter_problem, index_key
 from ...jobs.spec import ErrorBudget
 from ...jobs.store import JobStore
 from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order
@@ -154,7 +154,7 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
     num_rows = indexed.num_rows
     with SortedRows([*(counts[name] for name in names), num_base]) as rows:
         with DuplicateIds(num_rows, _BLOCK_ROWS) as ids:
-            for chunk in read_chunks(store, indexed.num_chunks, codes):
+            for chunk in read_chunks(store, index_key(record), indexed.num_chunks, codes):
                 rows.add(chunk)
                 ids.add(chunk)
                 errors.add(chunk)
@@ -262,15 +262,23 @@ class ShardDraft:
 _ATTEMPT = "kept"
 
 
-def reopen_shards(store: JobStore, record: JobRecord, plan: JobPlan, changed: Collection[str]) -> JobPlan:
+def reopen_shards(
+    store: JobStore,
+    record: JobRecord,
+    plan: JobPlan,
+    changed: Collection[str],
+    check: Callable[[], None] = lambda: None,
+) -> JobPlan:
     """Uncommit every part with a row of a changed adapter; answers of its other rows go to the shard's journal.
 
-    `record`: with the adapters as they are now. Needs the prepared rows. Safe to repeat after a crash: a part is
-    removed only after what is kept of it is written. Returns the plan with what these shards need now.
+    `record`: with the adapters as they are now. `check`: called before each part; raises to stop there. Needs the
+    prepared rows. Safe to repeat after a crash: a part is removed only after what is kept of it is written. Returns the
+    plan with what these shards need now.
     """
     affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
     committed = store.committed_parts()
     for shard_id in sorted(committed.keys() & affected):
+        check()
         _reopen(store, record, shard_id)
     serving = {adapter.name for adapter in record.adapters if not adapter.is_refused}
     shards = list(plan.shards)

@@ -35,7 +35,6 @@ from ..messages import (
     ShardAbandonedError,
     ShardOutcome,
     WorkerReport,
-    job_of_run,
 )
 from ..migration.peers import Peers, stop_serving_peers
 from ..monitoring.logs import LogShipper
@@ -119,8 +118,10 @@ class RunPlugin(WorkerPlugin):
             folder.cleanup()
 
     def check_output(self) -> None:
-        """Raise `OutputConflictError` when the output is another job's by now: what this run answers is not for it."""
-        self.store.check_holder(job_of_run(self._run_id))
+        """Raise `OutputConflictError` when the output is another job's by now, or this job's with other adapters: what
+        this run answers is not for it.
+        """
+        self.store.check_current(self.record())
 
     def record(self) -> JobRecord:
         """The frozen job, read once."""

@@ -7,6 +7,7 @@ journalled about once a second, begun ones when the worker has to leave. The par
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -28,6 +29,9 @@ from ..supervisor.queue import EngineQueue
 from .plugin import RunPlugin, find_plugin
 
 FLUSH_INTERVAL_S = 1.0
+# A worker was stopped, or storage hung, when it has not turned to its shard for so long: the output may be another
+# job's by now.
+_PAUSE_S = 10.0
 
 
 def run_shard(run_id: str, command: RunShard) -> ShardOutcome:
@@ -62,7 +66,8 @@ def _answer_and_commit(plugin: RunPlugin, command: RunShard, run_id: str) -> Sha
     part = part_bytes(rows, answers, record, run_id, len(kept.earlier))
     plugin.check_output()
     while not plugin.store.commit_part(command.shard_id, part) and read_done(plugin.store, record, rows) is None:
-        # A worker of a former run, whose adapters were others, was faster.
+        # A worker of a former run, whose adapters were others, was faster; unless that is what this one is.
+        plugin.check_output()
         plugin.store.remove_part(command.shard_id)
     fresh = {request_id: answer for request_id, answer in answers.items() if request_id not in reused}
     return _outcome(plugin, rows, answers, len(kept.earlier), work_of(fresh, kept.begun))
@@ -81,10 +86,14 @@ def _answer(
     sources = {adapter: replica for adapter, replica in command.adapter_sources if replica}
     adapters = plugin.adapters(adapter_ids, sources)
     shard = plugin.engine.open(command.shard_id, begun, adapters, command.rows_behind)
+    turn_s = time.monotonic()
     try:
         while len(kept.answers) < sum(isinstance(r, Request) for r in rows.requests):
             fresh = [_row_answer(s, requests, fingerprints, command) for s in shard.take(FLUSH_INTERVAL_S)]
             kept.answers.update(fresh)
+            if time.monotonic() - turn_s > _PAUSE_S:
+                plugin.check_output()
+            turn_s = time.monotonic()
             if fresh and shard.num_unfinished:
                 plugin.store.append_wip(command.shard_id, journal, encode_answers(answer for _, answer in fresh))
     except ShardAbandonedError:
@@ -101,6 +110,7 @@ def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, 
         for row in shard.begun
     ]
     if begun and shard.shard_id is not None:
+        plugin.check_output()
         plugin.store.append_wip(shard.shard_id, journal, encode_begun(begun))
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,26 @@ def test_a_job_that_finishes_while_its_failure_is_recorded_is_done(
     assert state is not None
     assert state.phase == "done"
     assert not (echo_job.output / "_lorabatch" / "tmp").exists()
+
+
+def test_of_two_commands_at_the_same_moment_one_is_refused(echo_job: EchoJob, shared_client: Client) -> None:
+    rows, gate = make_rows(60), echo_job.folder / "gate"
+    echo_job.write_input(rows)
+    echo_job.set_engine(gate=str(gate))
+
+    def run(_: int) -> str:
+        try:
+            return str(echo_job.run(shared_client).num_rows)
+        except OutputConflictError as error:
+            gate.touch()
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        refusal, done = sorted(pool.map(run, range(2)), key=len, reverse=True)
+    assert done == "60"
+    assert "this job runs on the cluster already" in refusal
+    echo_job.assert_answered(rows)
+    assert read_status(echo_job.store).outcome == "done"
 
 
 def test_a_job_that_was_finished_when_its_cluster_was_lost_is_done(

@@ -18,8 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from lorabatch.jobs.errors import JobRequestError, OutputConflictError
-from lorabatch.jobs.opening import changed_adapters, check_silent, open_job
-from lorabatch.jobs.record import JobState
+from lorabatch.jobs.opening import check_silent, open_job
+from lorabatch.jobs.record import JobState, changed_adapters
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
 

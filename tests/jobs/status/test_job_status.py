@@ -176,6 +176,23 @@ def test_a_run_that_begins_anew_on_a_finished_job_is_not_done(store: JobStore) -
     assert read_status(store, NOW_S + STALE_AFTER_S + 1).outcome == "done"
 
 
+@pytest.mark.parametrize("method", ["read_state", "contents"])
+def test_a_job_that_ends_while_its_status_is_read_is_not_said_to_have_stopped(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    read = getattr(store, method)
+
+    def then_end() -> Any:
+        found = read()
+        store.mark_success()
+        store.write_state(state("done"))
+        return found
+
+    store.write_state(state())
+    monkeypatch.setattr(store, method, then_end)
+    assert read_status(store, NOW_S).outcome in ("running", "done")
+
+
 def test_waiting_ends_with_the_job_or_with_patience(store: JobStore) -> None:
     store.write_state(replace(state(), updated_at_s=time.time()))
     assert wait_for_end(store, 0.0).outcome == "running"

@@ -71,6 +71,13 @@ def test_a_coordinator_that_renews_is_left_alone(client: Client) -> None:
             assert lease.is_lost
 
 
+def test_a_displaced_coordinator_that_ends_does_not_end_the_lease_of_the_next(client: Client) -> None:
+    with CoordinatorLease(client, "run", 30.0) as first, CoordinatorLease(client, "run", 30.0, 0.1) as second:
+        first.end()
+        threading.Event().wait(0.5)
+        assert not second.is_lost
+
+
 def test_without_the_plugin_no_lease_is_lost() -> None:
     options = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
     with (

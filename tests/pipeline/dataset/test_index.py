@@ -21,10 +21,11 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from lorabatch.engine.text.tokenizer import Tokenizer
-from lorabatch.jobs.errors import StorageError
+from lorabatch.jobs.errors import DamagedRecordError, StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.dataset.chunk import IndexJob
 from lorabatch.pipeline.dataset.index import index_chunk, list_chunks
+from lorabatch.pipeline.dataset.reader import read_shard
 from lorabatch.pipeline.dataset.row_checks import ErrorKind
 from lorabatch.pipeline.dataset.schema import BATCH_ROWS, arrow_file, passthrough_schema
 
@@ -426,6 +427,21 @@ def test_a_file_with_the_same_footer_and_other_rows_is_not_taken_for_the_one_tha
     said = index_chunk(second, index_job, job.store).damage
     assert said is not None
     assert said.startswith("input file 'rows.parquet': has changed since the job was started. Put back what it was")
+
+
+def test_rows_that_a_slow_process_of_another_job_has_written_are_not_believed_and_are_indexed_again(
+    prepare_job: Callable[..., Any],
+) -> None:
+    table = pa.table({"id": [1, 2], "prompt": ["a", "b"]})
+    job = prepare_job(table)
+    before = job.shards()[0]
+    others = prepare_job(table, max_tokens=7)
+    others.index()
+    job.store.write_rows(0, others.store.location.read("_lorabatch/rows/chunk-00000.arrow"))
+    with pytest.raises(DamagedRecordError, match="written for other rows than this job's"):
+        read_shard(job.store, job.record, 0)
+    job.index()
+    assert read_shard(job.store, job.record, 0) == before
 
 
 def test_a_copy_of_the_file_that_is_older_than_the_job_is_taken_for_it(

@@ -144,8 +144,8 @@ def test_rows_of_a_shard_are_read_without_the_rest_of_the_chunk(
             self.get_batch = lambda number: (batches.append(number), reader.get_batch(number))[1]
 
     @contextmanager
-    def counted(source: Any) -> Any:
-        with arrow_file(source) as reader:
+    def counted(*arguments: Any) -> Any:
+        with arrow_file(*arguments) as reader:
             yield Counting(reader)
 
     monkeypatch.setattr("lorabatch.pipeline.dataset.reader.prepared.arrow_file", counted)

@@ -143,13 +143,83 @@ def test_a_state_does_not_grow_old_while_a_command_starts_its_run(
     refreshed = threading.Event()
     written = store.write_state
     monkeypatch.setattr(store, "write_state", lambda state: (written(state), refreshed.set()))
-    with reporter.kept_fresh():
+    with reporter.kept_fresh(lambda: reporter.is_starting):
         assert refreshed.wait(60)
         reporter(JobState("running", time.time(), rows=10))
     state = store.read_state()
     assert state is not None
     assert begun is not None
     assert (begun.phase, state.phase) == ("starting", "running")
+
+
+def test_a_state_does_not_grow_old_in_a_stage_that_has_nothing_to_report(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabatch.pipeline.monitoring.reporter._REFRESH_INTERVAL_S", 0.01)
+    reporter = make_reporter(store)
+    refreshed, is_displaced = threading.Event(), threading.Event()
+    written = store.write_state
+    with reporter.kept_fresh(lambda: not is_displaced.is_set()):
+        reporter.phase("planning", 10)
+        monkeypatch.setattr(store, "write_state", lambda state: (written(state), refreshed.set()))
+        assert refreshed.wait(60)
+        state = store.read_state()
+        assert state is not None
+        assert state.phase == "planning"
+        # Another coordinator reports by now.
+        is_displaced.set()
+        threading.Event().wait(0.1)
+        refreshed.clear()
+        assert not refreshed.wait(0.3)
+
+
+def test_a_request_to_cancel_is_of_the_run_at_work_not_of_one_that_begins_after_it(store: JobStore) -> None:
+    at_work = JobState("running", time.time(), rows=10, run_id="run-1")
+    store.write_state(at_work)
+    store.request_cancel()
+    second = make_reporter(store)
+    second.begins("starting")
+    assert store.is_cancel_requested()
+    reported = replace(at_work, rows_done=3)
+    store.write_state(reported)
+    second.takes_over()
+    assert store.read_state() == reported
+    assert store.is_cancel_requested()
+    store.write_state(replace(at_work, phase="cancelled"))
+    second.takes_over()
+    assert not store.is_cancel_requested()
+    state = store.read_state()
+    assert state is not None
+    assert state.phase == "starting"
+
+
+def test_a_run_that_is_slow_to_end_does_not_write_over_the_next_one(store: JobStore) -> None:
+    slow = JobReporter(store, lambda state: None, ErrorBudget.parse("0"), JobState("starting", 1.0, run_id="run-1"))
+    slow.phase("running", 10)
+    after = JobState("running", time.time() + 1, rows=10, run_id="run-2")
+    store.write_state(after)
+    slow.ended(JobInterruptedError("stopped"))
+    assert store.read_state() == after
+
+
+def test_a_run_none_of_whose_states_could_be_written_still_records_its_end(store: JobStore) -> None:
+    store.write_state(JobState("running", time.time() - 60, rows=10, run_id="run-1"))
+    run = JobReporter(store, lambda state: None, ErrorBudget.parse("0"), JobState("starting", time.time(), run_id="2"))
+    run.ended(JobFailedError("the disk is full"))
+    state = store.read_state()
+    assert state is not None
+    assert (state.phase, state.message) == ("failed", "the disk is full")
+
+
+def test_a_job_is_done_though_storage_removes_nothing(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise StorageError("cannot remove: access was refused")
+
+    monkeypatch.setattr(store, "clean_up", refuse)
+    make_reporter(store).done(RESULT)
+    state = store.read_state()
+    assert state is not None
+    assert state.phase == "done"
 
 
 def test_more_errors_than_allowed_end_the_job(store: JobStore) -> None:

@@ -167,7 +167,7 @@ def test_a_missing_index_or_a_damaged_plan_is_said(prepare_job: Callable[..., An
         plan_job(job.store, job.record, IndexTotals(1), num_replicas=1, settings=job.settings())
 
 
-@pytest.mark.parametrize("block_rows", [1, 7, 64, 699])
+@pytest.mark.parametrize("block_rows", [64, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 7, 699))])
 def test_plans_made_block_by_block_hold_every_row_once(prepare_job: Callable[..., Any], block_rows: int) -> None:
     whole = prepare_job(rows(700, max_tokens=[1 + i % 40 for i in range(700)]), row_group_rows=90)
     plan = whole.plan(num_replicas=2, block_rows=block_rows)
