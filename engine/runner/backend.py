@@ -74,7 +74,7 @@ class Backend(ABC):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # where kernels are launched
         if config.mode == "exact":
-            check_exact_promise(model, self.device, self.dtype)
+            check_exact_promise(model, self.device)
         self.decoder = self.build_decoder(*self.load(model_folder))
 
     def load(self, model_folder: Path) -> tuple[dict[str, Tensor], Packed]:
@@ -147,7 +147,7 @@ class CpuBackend(Backend):
             has_block_tables=False,
             has_lora_panels=has_panels(),
             reads_other_rows=not can_attend_compiled(self.model.head_dim, self.pool_dtype),
-            is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device, self.dtype),
+            is_arithmetic_fixed=is_arithmetic_fixed(self.model, self.device),
         )
 
     def allocate(self, num_elements: int) -> Tensor:

@@ -18,7 +18,8 @@ def test_long_tailed_answers_are_short_but_for_a_few(tiny_llama: Path, tmp_path:
     assert sum(lengths[-40:]) > 0.25 * sum(lengths), "a tenth of the rows holds more than a quarter of the tokens"
 
 
-@pytest.mark.parametrize("lengths", ["uniform", pytest.param("long-tailed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lengths", ["uniform", "long-tailed"])
 def test_rows_end_at_their_lengths_whether_known_or_not(tiny_llama: Path, tmp_path: Path, lengths: Lengths) -> None:
     workload = make_workload(tiny_llama, tmp_path, 6, 2, lengths)
     if workload.limit_tokens is not None:  # the tiny model's context is short

@@ -143,6 +143,7 @@ def test_without_time_sections_end_with_what_they_have() -> None:
     assert "no time left" in found["problems"][0]
 
 
+@pytest.mark.long
 def test_a_point_that_fails_is_reported_and_the_next_has_a_new_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     measure, engines = engine_matrix.measure_point, []
 

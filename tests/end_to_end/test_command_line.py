@@ -62,6 +62,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_the_command_of_a_job_imports_no_bokeh_pandas_or_torch(echo_job: EchoJob) -> None:
     rows = make_rows(20)
     echo_job.write_input(rows)
@@ -97,6 +98,7 @@ def test_all_problems_of_a_request_are_listed_at_once_with_exit_code_2(echo_job:
     assert not echo_job.output.exists()
 
 
+@pytest.mark.long
 def test_a_job_file_and_options_make_one_job(echo_job: EchoJob) -> None:
     rows = make_rows(20)
     echo_job.write_input(rows)
@@ -137,6 +139,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(echo_job: EchoJob) ->
     echo_job.assert_answered(rows)
 
 
+@pytest.mark.long
 def test_programs_follow_a_job_by_its_last_line_its_status_and_exit_codes(echo_job: EchoJob) -> None:
     rows = make_rows(60)
     echo_job.write_input(rows)

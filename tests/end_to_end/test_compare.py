@@ -58,6 +58,7 @@ def test_what_cannot_be_compared_is_refused_in_words(echo_job: EchoJob, shared_c
         compared(echo_job, shared_client, 5)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_multiply("int8"), reason="this processor has no instructions for products in int8")
 def test_real_engines_differ_and_the_command_the_plan_and_the_report_say_how(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,11 +23,11 @@ NUM_ROWS = 40
 # Merged weights are rounded once more than unmerged ones.
 LOGPROB_TOLERANCE = 2e-3
 CHOICES = (
-    ("dlora", "planner"),
     ("s-lora", "loraserve"),
     *(
         pytest.param(*choice, marks=pytest.mark.long)
         for choice in (
+            ("dlora", "planner"),
             ("planner", "loraserve"),
             ("dlora", "loraserve"),
             ("s-lora", "planner"),

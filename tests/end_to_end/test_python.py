@@ -42,6 +42,7 @@ def small_job(
     pq.write_table(pa.table({"id": range(12), "adapter": names, "messages": messages}), "prompts.parquet")
 
 
+@pytest.mark.long
 def test_the_examples_of_the_document_and_of_the_functions_are_true(small_job: None, background: Path) -> None:
     examples = _EXAMPLE.findall((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
     assert len(examples) >= 7
@@ -170,6 +171,7 @@ def test_answers_in_object_storage_are_read_with_its_options(
     assert job.status().headline == "done"
 
 
+@pytest.mark.long
 def test_a_script_needs_no_guard(echo_job: EchoJob) -> None:
     echo_job.write_input(make_rows(20))
     script = echo_job.folder / "script.py"

@@ -14,6 +14,8 @@ from echo_job import ECHO_FOLDER, EchoJob, make_rows
 
 from lorabatch.jobs.errors import ErrorBudgetError
 
+pytestmark = pytest.mark.long
+
 CLI = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 
 
@@ -25,7 +27,6 @@ def arguments(job: EchoJob, **more: str) -> list[str]:
     return ["run", *(f"--{name.replace('_', '-')}={value}" for name, value in job.options(**more).items())]
 
 
-@pytest.mark.long
 @pytest.mark.chaos
 def test_a_job_whose_client_and_scheduler_died_goes_on_from_its_output_on_another_cluster(
     echo_job: EchoJob, tmp_path: Path
@@ -77,7 +78,6 @@ def test_a_job_of_a_python_client_goes_on_from_its_output_on_a_cluster_with_anot
     assert (echo_job.record.spec["cluster"], echo_job.record.spec["max_errors"]) == (address, "10%")
 
 
-@pytest.mark.long
 def test_a_job_of_this_machine_goes_on_with_another_number_of_workers(echo_job: EchoJob) -> None:
     rows = make_rows(20)
     rows[3]["adapter"] = "no-such-adapter"

@@ -17,6 +17,8 @@ from lorabatch.tests.end_to_end.bucket import SECRET, Bucket, s3_server
 from lorabatch.tests.end_to_end.chaos.sorted_output import digest
 from lorabatch.tests.end_to_end.stores import command
 
+pytestmark = pytest.mark.long
+
 LORABATCH = [sys.executable, "-m", "lorabatch"]
 LORABATCH_ECHO = [sys.executable, str(ECHO_FOLDER / "echo_cli.py")]
 # Refusals must come at once: retrying with pauses, as for a store that is busy, would take far longer.
@@ -59,7 +61,6 @@ def test_a_job_on_s3_gives_the_bytes_of_the_job_on_local_disk(
     assert SECRET not in there.stdout + there.stderr
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("reply", ["not-implemented", "invalid-argument"])
 def test_a_job_on_a_store_without_conditional_put_gives_the_bytes_of_the_job_on_local_disk(
     reply: str, local_job: dict[str, Any], tmp_path: Path
@@ -74,7 +75,6 @@ def test_a_job_on_a_store_without_conditional_put_gives_the_bytes_of_the_job_on_
         assert "This job is done already." in run(words).stderr
 
 
-@pytest.mark.long
 def test_a_client_killed_between_the_last_part_and_success_resumes_without_computing_a_row(
     bucket: Bucket, local_job: dict[str, Any]
 ) -> None:
@@ -111,7 +111,6 @@ def test_a_missing_bucket_is_a_wrong_request_reported_at_once(bucket: Bucket, lo
     assert not Path(local_job["output"]).exists()
 
 
-@pytest.mark.long
 def test_refused_credentials_are_a_wrong_request_reported_at_once_for_all_urls(
     local_job: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from echo_job import ECHO_FOLDER, EchoJob, make_rows
 
 SIGNATURE, TOKEN, PASSWORD = "signature-5f2c", "token-91ab", "password-77de"
 
+pytestmark = pytest.mark.long
+
 
 class SignedFiles(BaseHTTPRequestHandler):
     """Serves one file to those who know the signature, by ranges, as object stores do for signed URLs."""
@@ -85,7 +87,7 @@ def leaks(folder: Path) -> list[str]:
     return [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
 
 
-@pytest.mark.parametrize("chain", ["", pytest.param("simplecache::", marks=pytest.mark.long)])
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
 def test_a_job_with_secrets_leaves_them_nowhere(echo_job: EchoJob, signed_input: str, chain: str) -> None:
     done = lorabatch(echo_job, input=f"{chain}{signed_input}?X-Signature={SIGNATURE}")
     assert done.returncode == 0, done.stderr
@@ -96,7 +98,6 @@ def test_a_job_with_secrets_leaves_them_nowhere(echo_job: EchoJob, signed_input:
     assert echo_job.record.input.files[0].url.endswith("rows.parquet?***")
 
 
-@pytest.mark.long
 def test_a_job_that_fails_tells_no_secret_either(echo_job: EchoJob, signed_input: str) -> None:
     refused = lorabatch(echo_job, input=f"{signed_input}?X-Signature={PASSWORD}")
     assert refused.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,15 +10,16 @@ from echo_job import EchoJob, Watcher, make_rows
 
 from lorabatch.jobs.errors import ErrorBudgetError, OutputConflictError
 from lorabatch.jobs.opening import open_job
-from lorabatch.jobs.record import JobState
+from lorabatch.jobs.record import JobRecord, JobState
 from lorabatch.jobs.spec import JobSpec
+
+pytestmark = pytest.mark.long
 
 
 def half_done(state: JobState) -> bool:
     return state.phase == "running" and state.rows // 4 < state.rows_done < state.rows
 
 
-@pytest.mark.long
 def test_a_running_job_is_not_started_over_by_another_command(shared_client: Any, echo_job: EchoJob) -> None:
     rows = make_rows(160)
     echo_job.write_input(rows)
@@ -36,9 +38,21 @@ def test_a_running_job_is_not_started_over_by_another_command(shared_client: Any
     echo_job.assert_answered(rows)
 
 
-@pytest.mark.long
+def of_another_job(record: JobRecord) -> JobRecord:
+    return record.model_copy(update={"job_id": "another-job"})
+
+
+def with_another_adapter(record: JobRecord) -> JobRecord:
+    changed = record.adapters[0].model_copy(update={"sha256": "d" * 64})
+    return record.model_copy(update={"adapters": (changed, *record.adapters[1:])})
+
+
+@pytest.mark.parametrize(
+    ("replaced", "said"),
+    [(of_another_job, "started over there"), (with_another_adapter, "goes on with other adapters")],
+)
 def test_a_run_whose_output_is_another_jobs_by_now_stops_and_writes_nothing(
-    shared_client: Any, echo_job: EchoJob
+    shared_client: Any, echo_job: EchoJob, replaced: Callable[[JobRecord], JobRecord], said: str
 ) -> None:
     # As if it had hung while another client found it silent and started over.
     echo_job.write_input(make_rows(160))
@@ -46,12 +60,12 @@ def test_a_run_whose_output_is_another_jobs_by_now_stops_and_writes_nothing(
     left: dict[str, Any] = {}
 
     def replace_job() -> None:
-        echo_job.store.replace_record(echo_job.record.model_copy(update={"job_id": "another-job"}))
+        echo_job.store.replace_record(replaced(echo_job.record))
         for shard_id in echo_job.store.committed_parts():
             echo_job.store.remove_part(shard_id)
         left["state"] = echo_job.store.read_state()
 
-    with pytest.raises(OutputConflictError, match="started over there"):
+    with pytest.raises(OutputConflictError, match=said):
         echo_job.run(shared_client, Watcher(half_done, replace_job))
     assert not echo_job.store.is_finished()
     # what shards were at its first look has been written by then, at most

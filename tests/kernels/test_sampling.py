@@ -41,7 +41,11 @@ def test_the_twin_s_random_numbers_are_the_engine_s(keys: tuple[int, int, int]) 
 @pytest.mark.parametrize(
     "cut",
     [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 40, 1.0), (1.0, 5, 0.6), (1.0, 1, 0.5), (2.0, 9999, 0.3)]
-    + [(t, *cut) for t in (SMALLEST_TEMPERATURE, 1e-6, LARGEST_TEMPERATURE) for cut in ((0, 1.0), (3, 0.9), (0, 0.5))],
+    + [
+        pytest.param((temperature, *cut), marks=pytest.mark.long)
+        for temperature in (SMALLEST_TEMPERATURE, 1e-6, LARGEST_TEMPERATURE)
+        for cut in ((0, 1.0), (3, 0.9), (0, 0.5))
+    ],
     ids=str,
 )
 def test_rows_are_drawn_as_by_sorting(device: torch.device, cut: tuple[float, int, float]) -> None:

@@ -57,7 +57,7 @@ def makespan_s(workload: Workload, cost: CostModel, batcher: Batcher, **settings
 
 
 @pytest.mark.parametrize("merge_s", [0.1, 0.25, 1.0])
-@pytest.mark.parametrize("num_rows", [100, 500])
+@pytest.mark.parametrize("num_rows", [100, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("popularity", [np.eye(4)[2], power_popularity(4, 1.5), uniform_popularity(4)])
 def test_on_a_cpu_choosing_by_cost_is_never_slower_than_unmerged(merge_s, num_rows, popularity):
     cost = replace(CPU_SMOLLM2_135M, merge_s=merge_s)

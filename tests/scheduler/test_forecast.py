@@ -69,7 +69,11 @@ def large_job(num_rows, num_adapters, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_adapters", "num_replicas"), [(6_000, 3, 2), (6_000, 200, 4), (6_000, 40, 12), (4_000, 1, 1)]
+    ("num_rows", "num_adapters", "num_replicas"),
+    [
+        (6_000, 40, 12),
+        *(pytest.param(*long, marks=pytest.mark.long) for long in ((6_000, 3, 2), (6_000, 200, 4), (4_000, 1, 1))),
+    ],
 )
 def test_of_a_large_job_a_sample_is_played_and_gives_nearly_the_same_seconds(num_rows, num_adapters, num_replicas):
     workload = large_job(num_rows, num_adapters)

@@ -29,12 +29,6 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native_function.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_types_whose_products_round_by_the_number_of_rows_are_refused(tiny_llama: Path, dtype: str) -> None:
-    with pytest.raises(ExactModeError, match=f"mode='exact', dtype='{dtype}'.*dtype='float32'"):
-        check_exact_promise(read_model_config(tiny_llama), CPU, getattr(torch, dtype))
-
-
 @compiled
 def test_with_compiled_kernels_there_is_nothing_to_say(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     Engine(tiny_llama, EngineConfig(mode="exact", device="cpu", pool_bytes=1 << 20))
@@ -44,9 +38,9 @@ def test_with_compiled_kernels_there_is_nothing_to_say(tiny_llama: Path, caplog:
 @compiled
 def test_heads_that_torch_attends_to_are_reported(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = replace(read_model_config(tiny_llama), head_dim=40)
-    check_exact_promise(model, CPU, torch.float32)
+    check_exact_promise(model, CPU)
     assert "heads of 40 numbers" in caplog.text
-    assert not is_arithmetic_fixed(model, CPU, torch.float32)
+    assert not is_arithmetic_fixed(model, CPU)
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -65,9 +59,9 @@ def test_without_compiled_kernels_less_is_promised_and_without_onednn_nothing(
 
 def test_on_a_gpu_nothing_is_promised_and_that_is_said(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = read_model_config(tiny_llama)
-    check_exact_promise(model, torch.device("cuda"), torch.float32)
-    assert "promised on CPUs in float32 only" in caplog.text
-    assert not is_arithmetic_fixed(model, torch.device("cuda"), torch.float32)
+    check_exact_promise(model, torch.device("cuda"))
+    assert "promised on CPUs only" in caplog.text
+    assert not is_arithmetic_fixed(model, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -169,6 +169,7 @@ def test_a_rank_beyond_what_buckets_and_scratch_were_made_for(
     assert max(step.segments.limits.scratch_rows for step in steps) > 16
 
 
+@pytest.mark.long
 def test_merging_by_the_kernel_and_parameter_by_parameter(
     tiny_llama: Path,
     tiny_adapters: dict[str, Path],

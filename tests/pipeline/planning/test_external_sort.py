@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabatch.jobs.record import index_key
 from lorabatch.pipeline.planning.external_sort import INDEXED_ROW, ScratchFile, SortedRows, read_chunks
 
 
@@ -28,7 +29,7 @@ def test_adapters_of_all_chunks_are_distinguished(prepare_job: Callable[..., Any
     job = prepare_job(pa.table({"id": range(8), "prompt": ["a"] * 8, "adapter": names}), row_group_rows=2)
     job.index()
     codes = {"alpha": 0, "beta": 1, "zeta": 2}
-    index = np.concatenate(list(read_chunks(job.store, 4, codes)))
+    index = np.concatenate(list(read_chunks(job.store, index_key(job.record), 4, codes)))
     assert Counter([*codes, None][code] for code in index["adapter"]) == Counter(names)
     assert np.array_equal(index["chunk"], [0, 0, 1, 1, 2, 2, 3, 3])
 

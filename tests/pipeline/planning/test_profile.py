@@ -24,6 +24,7 @@ def spec(model: Path, **more: object) -> JobSpec:
     return JobSpec(model=str(model), input="/in", output="/out", **more)
 
 
+@pytest.mark.long
 def test_a_measured_machine_is_found_by_jobs_of_that_model_and_those_threads(tiny_llama: Path) -> None:
     request = ProfileRequest(str(tiny_llama), num_engines=1, engine_threads=1, batch_rows=4, step_tokens=32)
     profile, path = profile_model(request)

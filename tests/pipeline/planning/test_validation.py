@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from lorabatch.jobs.errors import JobRequestError
+from lorabatch.jobs.record import index_key
 from lorabatch.pipeline.planning.external_sort import read_chunks
 from lorabatch.pipeline.planning.validation import DuplicateIds
 
@@ -20,7 +21,7 @@ def test_doubles_far_apart_are_named_with_their_places(prepare_job: Callable[...
     job = prepare_job(pa.table({"id": [*range(40), 7, 39], "prompt": ["a"] * 42}), row_group_rows=10)
     job.index()
     with DuplicateIds(42, file_rows) as ids:
-        for chunk in read_chunks(job.store, 5, {}):
+        for chunk in read_chunks(job.store, index_key(job.record), 5, {}):
             ids.add(chunk)
         with pytest.raises(JobRequestError, match="2 ids appear in more than one row") as caught:
             ids.refuse(job.store, "id")
@@ -34,7 +35,7 @@ def test_ids_whose_hashes_agree_by_chance_and_rows_without_one_are_let_through(
 ) -> None:
     job = prepare_job(pa.table({"id": range(6), "prompt": ["a"] * 6}))
     job.index()
-    (rows,) = read_chunks(job.store, 1, {})
+    (rows,) = read_chunks(job.store, index_key(job.record), 1, {})
     rows["id_hash"] = np.array([5, 5, 5, 0, 0, 9], np.uint64)
     with DuplicateIds(6, 2) as ids:
         ids.add(rows)
