@@ -271,7 +271,8 @@ class Job:
         names, location = self._part_names(), self._store.location
         if not names:
             return output_schema(self.status().record).empty_table()
-        return pa.concat_tables([pq.read_table(location.path(name), filesystem=location.fs) for name in names])
+        fs = None if location.is_local else location.fs
+        return pa.concat_tables([pq.read_table(location.path(name), filesystem=fs) for name in names])
 
     def to_pandas(self) -> pd.DataFrame:
         """All rows of the output as a pandas data frame. Needs pandas. Waits and raises as `result` does."""

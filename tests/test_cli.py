@@ -53,8 +53,7 @@ def test_the_defaults_that_help_shows_are_those_of_a_job() -> None:
 
 @pytest.mark.parametrize(
     ("words", "more"),
-    # the output of `status` is a place in storage
-    [(["--help"], {"fsspec", "asyncio"}), (["--version"], {"fsspec", "asyncio"}), (["status", "{output}"], set())],
+    [(words, {"fsspec", "asyncio"}) for words in (["--help"], ["--version"], ["status", "{output}"])],
 )
 def test_commands_that_must_answer_at_once_load_nothing_heavy(words: list[str], more: set[str], tmp_path: Path) -> None:
     code = f"""

@@ -17,6 +17,8 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,7 +64,9 @@ class Location:
         return self._open()
 
     def _open(self) -> tuple[Any, str]:
-        import fsspec  # not needed for the options of commands
+        if (folder := local_folder(self.url)) is not None:
+            return LocalFiles(), folder
+        import fsspec  # takes a third of the time of `lorabatch status`
 
         with self._translated("open", ""):
             fs, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
@@ -70,13 +74,15 @@ class Location:
 
     @property
     def fs(self) -> Any:
-        """The fsspec filesystem."""
+        """The fsspec filesystem; `LocalFiles` where it is the local one."""
         # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
         return (self._open() if self.url.startswith(_RENAMING_PROTOCOLS) else self._opened)[0]
 
     @property
     def is_local(self) -> bool:
         """Whether files here can be renamed, appended to and memory-mapped."""
+        if isinstance(self.fs, LocalFiles):
+            return True
         from fsspec.implementations.local import LocalFileSystem
 
         return isinstance(self.fs, LocalFileSystem)
@@ -314,6 +320,54 @@ class Location:
             raise kind(f"cannot {doing} {where}: {storage_reason(error, self.storage_options, self.url)}") from None
 
 
+class LocalFiles:
+    """The calls that `Location` makes of a filesystem of fsspec, for local folders."""
+
+    def ls(self, path: str, detail: bool = True) -> list[dict[str, Any]]:
+        """Entries as of fsspec. Raises FileNotFoundError and NotADirectoryError."""
+        with os.scandir(path) as entries:
+            return [self._described(entry.path, entry) for entry in entries]
+
+    def info(self, path: str) -> dict[str, Any]:
+        """As of fsspec. Raises FileNotFoundError."""
+        return self._described(path, Path(path))
+
+    def cat_file(self, path: str) -> bytes:
+        """The whole file."""
+        return Path(path).read_bytes()
+
+    def open(self, path: str, mode: str = "rb") -> BinaryIO:
+        """The file."""
+        return cast(BinaryIO, open(path, mode))
+
+    def rm(self, path: str, recursive: bool = False) -> None:
+        """Remove a file, or a folder and all below it. Raises FileNotFoundError."""
+        if recursive and os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+
+    def invalidate_cache(self, path: str) -> None:
+        """Nothing is remembered."""
+
+    @staticmethod
+    def _described(path: str, file: os.DirEntry[str] | Path) -> dict[str, Any]:
+        try:
+            found = file.stat()
+        except FileNotFoundError:  # of a link to nothing; of nothing it raises again
+            found = os.lstat(path)
+        kind = "directory" if stat.S_ISDIR(found.st_mode) else "file" if stat.S_ISREG(found.st_mode) else "other"
+        return {"name": path, "type": kind, "size": found.st_size}
+
+
+def local_folder(url: str) -> str | None:
+    """The path that a URL without a protocol, or with that of local files, names; None for other URLs."""
+    protocol, separator, path = url.rpartition("://")
+    if "::" in url or (separator and protocol not in ("file", "local")):
+        return None
+    return path if path.startswith("/") else absolute(path)
+
+
 def absolute(url: str) -> str:
     """A local path made independent of the working directory; URLs come back as they are."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
@@ -330,10 +384,12 @@ def paths_as_text(value: Any) -> Any:
 
 def options_for(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """The options meant for this URL: `{"s3": {…}, "gs": {…}}` is one mapping per protocol."""
+    if not storage_options:
+        return {}
     from fsspec import available_protocols
 
     protocol = url.split("://", 1)[0].split("::", 1)[0] if "://" in url else "file"
-    is_per_protocol = bool(storage_options) and all(
+    is_per_protocol = all(
         isinstance(value, Mapping) and key in available_protocols() for key, value in storage_options.items()
     )
     if is_per_protocol:

@@ -56,6 +56,19 @@ def test_written_files_are_listed_and_read_back(location: Location) -> None:
     assert not location.exists("sub")
 
 
+def test_links_in_a_local_folder_are_listed_as_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.txt").write_bytes(b"four")
+    for name, target in {"file": "there/a.txt", "folder": "there", "lost": "gone"}.items():
+        (tmp_path / name).symlink_to(target)
+    for url in (str(tmp_path), f"file://{tmp_path}/", f"local://{tmp_path}", os.path.relpath(tmp_path)):
+        location = Location(url)
+        assert location.is_local
+        assert location.list() == {"there": None, "file": 4, "folder": None, "lost": len("gone")}
+        assert [location.exists(name) for name in ("file", "folder", "lost")] == [True, False, False]
+        assert location.path("file") == str(tmp_path / "file")
+
+
 def test_what_another_process_wrote_is_seen_at_once(place: Place) -> None:
     here, there = Location(*place), Location(*place)
     assert here.list() == {}
