@@ -107,6 +107,8 @@ class Scheduler:
         self._idle_queue: DispatchRule = ShardQueue([shard for shard in shards if not shard.has_engine_work])
         self._rows_behind = rows_behind(shards, settings.expected_replicas)
         self._num_uncommitted = len(self._shards)
+        # Queued ones with engine work that failed twice: also for replicas that get nothing else.
+        self._failing: set[int] = set()
         self._open_rows = 0
         self._replicas: dict[str, ReplicaState] = {}
         # Replicas whose engine cannot be kept alive -> why.
@@ -302,6 +304,7 @@ class Scheduler:
                 return
             case ShardStatus.QUEUED:
                 self._queue_of(state).discard(state.shard.shard_id)
+                self._failing.discard(state.shard.shard_id)
             case ShardStatus.OPEN:
                 self._close(state)
         state.move(ShardStatus.COMMITTED)
@@ -324,11 +327,14 @@ class Scheduler:
         state.move(ShardStatus.QUEUED)
         state.attempt += 1
         self._queue_of(state).put_back(state.shard.shard_id)
+        if state.failures > 1 and state.shard.has_engine_work:
+            self._failing.add(state.shard.shard_id)
 
     def _open(self, state: ShardState, replica: ReplicaState) -> RunShard:
         """Assign a shard that has left the queue; the command that has it run."""
         shard = state.shard
         state.move(ShardStatus.OPEN, replica.replica_id)
+        self._failing.discard(shard.shard_id)
         self._set_rows_left(replica, shard.shard_id, shard.num_rows if shard.has_engine_work else 0)
         self._queue_of(state).opened(shard.shard_id, replica.replica_id)
         return RunShard(
@@ -398,6 +404,8 @@ class Scheduler:
             if not command or self._load(replica) >= wanted[replica.replica_id]:
                 del hungry[replica.replica_id]
         for replica in candidates:
+            if self._failing and replica.replica_id not in wanted and not replica.rows_left:
+                commands += self._open_next(replica, self._queue, self._failing)
             if self._idle_queue and not any(rows == 0 for rows in replica.rows_left.values()):
                 commands += self._open_next(replica, self._idle_queue)
         return commands
@@ -437,17 +445,22 @@ class Scheduler:
             wanted[replica.replica_id] = max(1, min(round(batches * replica.batch_rows), int(share)))
         return wanted
 
-    def _open_next(self, replica: ReplicaState, queue: DispatchRule) -> list[Command]:
+    def _open_next(
+        self, replica: ReplicaState, queue: DispatchRule, among: Collection[int] | None = None
+    ) -> list[Command]:
         def is_allowed(shard_id: int) -> bool:
             state = self._shards[shard_id]
-            return replica.replica_id not in state.failed_on or state.failed_on >= self._takers(state)
+            has_failed = replica.replica_id in state.failed_on and not state.failed_on >= self._takers(state)
+            return not has_failed and (among is None or shard_id in among)
 
         shard_id = queue.take(replica.replica_id, is_allowed)
         return [] if shard_id is None else [self._open(self._shards[shard_id], replica)]
 
     def _takers(self, state: ShardState) -> AbstractSet[str]:
-        """Replicas that would be given this shard: with engine work, none that is too slow for the rest of the job."""
-        if not state.shard.has_engine_work:
+        """Replicas that would be given this shard: with engine work, one that is too slow for the rest of the job only
+        when the shard has failed twice.
+        """
+        if not state.shard.has_engine_work or state.failures > 1:
             return self._replicas.keys()
         return self._wanted_rows(list(self._replicas.values())).keys()
 
@@ -478,6 +491,8 @@ class Scheduler:
             assert (state.owner is not None) == (state.status is ShardStatus.OPEN), f"shard {shard_id}: {state}"
             is_queued = shard_id in self._queue_of(state)
             assert is_queued == (state.status is ShardStatus.QUEUED), f"shard {shard_id}: queued {is_queued}, {state}"
+        failing = {i for i in self._shards if i in self._queue and self._shards[i].failures > 1}
+        assert failing == self._failing, f"failed twice and queued: {failing}, noted {self._failing}"
         uncommitted = sum(state.status is not ShardStatus.COMMITTED for state in self._shards.values())
         assert uncommitted == self._num_uncommitted, f"{uncommitted} uncommitted, counted {self._num_uncommitted}"
         open_rows = [sum(r.rows_left.values()) for r in self._replicas.values()]

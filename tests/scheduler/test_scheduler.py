@@ -380,3 +380,7 @@ def test_a_shard_goes_back_to_the_replica_on_which_it_failed_when_the_others_get
     assert opened(scheduler.handle(ShardCommitted(6.0, 1, "slow"))) == []
     assert opened(scheduler.handle(ShardFailed(7.0, 0, "fast", "the disk is full"))) == [(0, "fast", 1)]
     scheduler.check_integrity()
+    # Better slow than never.
+    assert opened(scheduler.handle(ShardFailed(8.0, 0, "fast", "the disk is full"))) == [(0, "slow", 2)]
+    assert opened(scheduler.handle(ShardFailed(9.0, 0, "slow", "the disk is full"))) == [(0, "fast", 3)]
+    scheduler.check_integrity()
