@@ -24,7 +24,7 @@ NUMBER = ctypes.c_float
 #: Number formats of the page pool (keys, values, adapters), and their numbers in vector.h.
 POOL_TYPES = {torch.float32: 0, torch.bfloat16: 3}
 _BF16_PAIRS = 1
-# As in version.c; to be raised with every change of a function's arguments: a library built before is not used.
+# As in kernels.h; to be raised with every change of a function's arguments: a library built before is not used.
 _VERSION = 7
 
 

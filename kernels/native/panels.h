@@ -25,6 +25,11 @@
 #define BLOCK_ROWS 6
 #define MOST_ROWS 6
 #endif
+/* Of a panel, so much stays in the second cache while blocks of rows take turns: 256 KB. */
+#define DEPTH_PART 2048
+/* Conversion from fp16 takes units that multiply: for so many blocks and more a part of a panel, 64 KB, is widened once. */
+#define WORTH_WIDENING 4
+#define WIDENED_PART 512
 /* One block reads a panel once, as it comes from memory: so many bytes ahead. */
 #define STREAM_AHEAD 4096
 #define UNROLLED _Pragma("GCC unroll 12")
@@ -50,7 +55,171 @@ INLINE int64_t blocks_of(int64_t num_rows)
     return num_rows <= MOST_ROWS ? 1 : (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
 }
 
-/* Hidden: another library's function of this name is not called instead. */
-__attribute__((visibility("hidden"))) void multiply(const Product *p, Part part);
+/* Numbers along the depth that stand side by side. */
+#define GROUP_OF(TYPE) ((TYPE) == BF16_PAIRS ? 2 : 1)
+
+/* What a tile covers: along the depth from `first` to `end`. `w`: the panel from `first` on; `ahead`: how far on to
+ * fetch, in bytes. */
+typedef struct {
+    int64_t row, column, first, end;
+    const void *w;
+    int64_t ahead;
+} Place;
+
+INLINE vec load_lanes(const float *from, int count, const int IS_FULL)
+{
+    return IS_FULL ? load(from) : load_first(from, count);
+}
+
+/* Of columns `column` and so on of a group of `width` columns at `w`: the numbers at place `n` of the group. */
+INLINE vec numbers(const char *w, int column, int n, int count, const int IS_FULL, const int TYPE)
+{
+    if (TYPE == FP16)
+        return widened_halves((const uint16_t *)w + column, count);
+    if (TYPE == BF16)
+        return widened_brains((const uint16_t *)w + column, count);
+    const float *from = (const float *)w + column;
+    const vec found = load_lanes(from, count, IS_FULL);
+    if (TYPE == FP32)
+        return found;
+    return (vec)(n == 0 ? (vec_of_int)found << 16 : (vec_of_int)found & (int32_t)0xffff0000);
+}
+
+/* ROWS x VECTORS sums in registers; of the vectors after the first FULL only `lanes` columns exist. Unless asked to unroll, the compiler
+ * keeps some of the sums in memory. */
+INLINE void tile(const Product *p, Place at, const int ROWS, const int VECTORS, const int FULL, int lanes,
+                 const int TYPE)
+{
+    const int GROUP = GROUP_OF(TYPE);
+    const int64_t width = (VECTORS - 1) * WIDTH + lanes;
+    const float *x = p->x + at.row * p->x_stride;
+    const char *w = at.w;
+    float *out = p->out + at.row * p->out_stride + at.column;
+    vec sums[MOST_ROWS][PANEL_VECTORS];
+    /* each question once: asked of every sum, they would take the compiler most of its time */
+    if (at.first == 0)
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = (vec){0};
+    else
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = load_lanes(out + r * p->out_stride + v * WIDTH, lanes, v < FULL);
+    for (int64_t k = at.first; k < at.end; k += GROUP, w += width * GROUP * SIZE_OF(TYPE)) {
+        UNROLLED for (int v = 0; v < VECTORS; v++)
+            __builtin_prefetch(w + at.ahead + v * WIDTH * GROUP * SIZE_OF(TYPE), 0, 2);
+        UNROLLED for (int n = 0; n < GROUP; n++) {
+            vec values[PANEL_VECTORS];
+            UNROLLED for (int v = 0; v < VECTORS; v++)
+                values[v] = numbers(w, v * WIDTH, n, v < FULL ? WIDTH : lanes, v < FULL, TYPE);
+            UNROLLED for (int r = 0; r < ROWS; r++)
+                UNROLLED for (int v = 0; v < VECTORS; v++)
+                    sums[r][v] = fused(all_lanes(x[r * p->x_stride + k + n]), values[v], sums[r][v]);
+        }
+    }
+    if (p->adds)
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < VECTORS; v++)
+            {
+                const vec before = load_lanes(out + r * p->out_stride + v * WIDTH, lanes, v < FULL);
+                sums[r][v] = fused(all_lanes(p->scaling), sums[r][v], before);
+            }
+    else if (at.end == p->depth && p->bias)
+        UNROLLED for (int v = 0; v < VECTORS; v++)
+        {
+            const vec shift = load_lanes(p->bias + at.column + v * WIDTH, lanes, v < FULL);
+            UNROLLED for (int r = 0; r < ROWS; r++)
+                sums[r][v] += shift;
+        }
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++)
+        {
+            float *to = out + r * p->out_stride + v * WIDTH;
+            if (v < FULL)
+                store(to, sums[r][v]);
+            else
+                store_first(to, sums[r][v], lanes);
+        }
+}
+
+INLINE void tile_of_rows(const Product *p, Place at, int64_t num_rows, const int TYPE)
+{
+    const int64_t columns = p->num_columns - at.column;
+    switch (num_rows) {
+#define CASE(ROWS)                                                                                                     \
+    case ROWS:                                                                                                         \
+        if (columns >= PANEL)                                                                                          \
+            tile(p, at, ROWS, 2, 2, WIDTH, TYPE);                                                                      \
+        else if (columns > WIDTH)                                                                                      \
+            tile(p, at, ROWS, 2, 1, (int)columns - WIDTH, TYPE);                                                       \
+        else                                                                                                           \
+            tile(p, at, ROWS, 1, 0, (int)columns, TYPE);                                                               \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MOST_ROWS == 12
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+    }
+}
+
+/* Blocks of nearly equal numbers of rows take turns with a part of a panel, and the last of them fetches what comes next. */
+INLINE void multiply_by_part(const Product *p, Part part, Place at, int64_t ahead, const int TYPE)
+{
+    const int64_t num_rows = part.end_row - part.first_row, blocks = blocks_of(num_rows);
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t row = num_rows * b / blocks, next = num_rows * (b + 1) / blocks;
+        at.row = part.first_row + row;
+        at.ahead = b == blocks - 1 ? ahead : 0;
+        tile_of_rows(p, at, next - row, TYPE);
+    }
+}
+
+/* Of panels in fp32, and of those that are widened to it. */
+static void multiply_fp32_by_part(const Product *p, Part part, Place at, int64_t ahead)
+{
+    multiply_by_part(p, part, at, ahead, FP32);
+}
+
+INLINE void multiply_as(const Product *p, Part part, const int TYPE)
+{
+    const int64_t blocks = blocks_of(part.end_row - part.first_row);
+    const int is_widened = TYPE == FP16 && blocks >= WORTH_WIDENING;
+    const int64_t step = is_widened ? WIDENED_PART : blocks == 1 || p->adds ? p->depth : DEPTH_PART;
+    float widened[WIDENED_PART * PANEL];
+    for (int64_t column = part.first_column; column < part.end_column; column += PANEL) {
+        const int64_t left = p->num_columns - column, width = left < PANEL ? left : PANEL;
+        for (int64_t first = 0; first < p->depth; first += step) {
+            const int64_t end = first + step < p->depth ? first + step : p->depth, size = (end - first) * width;
+            const char *w = (const char *)p->w + (column * p->depth + first * width) * SIZE_OF(TYPE);
+            const int64_t ahead = blocks == 1 ? STREAM_AHEAD : size * SIZE_OF(TYPE);
+            const Place at = {0, column, first, end, is_widened ? (const void *)widened : w, 0};
+            if (is_widened) {
+                for (int64_t i = 0; i < size; i += WIDTH) {
+                    const int count = size - i < WIDTH ? (int)(size - i) : WIDTH;
+                    store_first(widened + i, widened_halves((const uint16_t *)w + i, count), count);
+                    __builtin_prefetch(w + (size + i) * SIZE_OF(TYPE), 0, 2);
+                }
+                multiply_fp32_by_part(p, part, at, 0);
+            } else if (TYPE == FP32)
+                multiply_fp32_by_part(p, part, at, ahead);
+            else
+                multiply_by_part(p, part, at, ahead, TYPE);
+        }
+    }
+}
+
+/* Not inlined: the compiler takes long over its tiles. */
+__attribute__((noinline)) static void multiply(const Product *p, Part part)
+{
+    if (p->type == FP32)
+        multiply_as(p, part, FP32);
+    else if (p->type == BF16_PAIRS)
+        multiply_as(p, part, BF16_PAIRS);
+    else if (p->type == BF16)
+        multiply_as(p, part, BF16);
+    else
+        multiply_as(p, part, FP16);
+}
 
 #endif

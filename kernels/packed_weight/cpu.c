@@ -29,11 +29,6 @@ INLINE uint16_t brain(float value)
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE int64_t smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 /* Where the number k along the depth of a column is, in a panel of `width` columns. */
 INLINE int64_t place_of(int64_t k, int64_t column, int64_t width, const int TYPE)
 {

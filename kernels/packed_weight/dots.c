@@ -4,7 +4,7 @@
 #include "../native/dots.h"
 
 #define MOST_CODE 127.0f
-#define WORTH_A_TEAM 131072
+#define DOTS_WORTH_A_TEAM 131072
 
 int64_t kinds_of_dots(void) { return dots_of_processor(); }
 
@@ -54,7 +54,7 @@ void linear_dots(float *y, const float *x, int64_t num_rows, const int32_t *w, c
     Row *const rows = (Row *)(codes + num_rows * groups);
     const Dots dots = {y,     num_columns, (const char *)codes, groups * 4, rows,  w,
                        scales, bias,        groups,              num_columns, 1.0f, STORED};
-#pragma omp parallel if (num_rows * num_columns * depth > WORTH_A_TEAM)
+#pragma omp parallel if (num_rows * num_columns * depth > DOTS_WORTH_A_TEAM)
     {
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < num_rows; r++)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -92,3 +93,13 @@ def requirements(name: str, *extras: str) -> set[str]:
                     name = re.sub(r"[-_.]+", "-", requirement.name).lower()
                     waiting += [(name, extra) for extra in ("", *requirement.extras)]
     return {package for package, _ in found} - {"lorabatch"}
+
+
+def test_compiled_modules_share_no_source_and_list_all_that_they_include() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    modules = settings["tool"]["setuptools"]["ext-modules"]
+    sources = [source for module in modules for source in module["sources"]]
+    assert len(sources) == len(set(sources)), "modules are compiled at the same time, into one object file per source"
+    kernels = {str(path.relative_to(ROOT)) for kind in ("c", "h") for path in (ROOT / "kernels").rglob(f"*.{kind}")}
+    for module in modules:
+        assert set(module["depends"]) == kernels - set(sources)

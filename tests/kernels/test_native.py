@@ -23,6 +23,14 @@ def test_a_library_that_was_built_for_this_processor_is_used() -> None:
     assert native.native_build() == build, "built from other sources: build it again"
 
 
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump to read instructions with")
+def test_the_library_for_avx2_has_none_of_the_larger_vectors() -> None:
+    for library in Path(native.__file__).parent.glob("_avx2.*so"):
+        said = subprocess.run(["objdump", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+        assert "%ymm" in said
+        assert "%zmm" not in said
+
+
 def test_instructions_are_known_without_torch_as_torch_knows_them() -> None:
     build = torch.backends.cpu.get_cpu_capability()
     if build not in ("AVX512", "AVX2") or "ATEN_CPU_CAPABILITY" in os.environ:

@@ -1,0 +1,3 @@
+/* For processors with AVX-512. */
+#define VECTOR_BYTES 64
+#include "kernels.h"
