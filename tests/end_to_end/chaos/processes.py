@@ -122,6 +122,14 @@ class ExistingCluster:
         options = ("--nthreads", "1", "--local-directory", str(self._folder), "--no-dashboard")
         self._processes.append(self._start(next(self._hosts), ("worker", *options)))
 
+    def replace_failed(self) -> None:
+        """Another worker for each that failed, as a batch system starts them: one that is cut off when it starts gives
+        up after 30 s.
+        """
+        for process in [process for process in self._processes[1:] if process.poll() == 1]:
+            self._processes.remove(process)
+            self.start_nanny()
+
     def _start(self, host: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dask", *words, "--scheduler-file", str(self._folder / "scheduler.json")]
         if self._net is None:

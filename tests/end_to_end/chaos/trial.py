@@ -220,6 +220,8 @@ class Trial:
             if now_s > give_up_s:
                 raise TrialError(f"hangs: not done after {TIME_LIMIT_S:.0f} s and {self._outcome.num_starts} starts")
             self._arm()
+            if self._cluster is not None:
+                self._cluster.replace_failed()
             for entry in [entry for entry in self._due if entry[0] <= now_s]:
                 self._due.remove(entry)
                 entry[1]()
