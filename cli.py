@@ -353,7 +353,7 @@ def bench_engine(
     model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
     vs: Annotated[
         list[str] | None,
-        typer.Option(help="Peers to run beside: peft, vllm, none; by default those installed. Repeatable."),
+        typer.Option(help="Peers to run beside: peft, vllm, llamacpp, none; by default those installed. Repeatable."),
     ] = None,
     rows: Annotated[int, typer.Option(min=1)] = 64,
     adapters: Annotated[int, typer.Option(min=1)] = 8,

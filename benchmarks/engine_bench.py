@@ -21,6 +21,8 @@ from typing import Any
 from lorabatch.benchmarks.engine_result import (
     CEILING,
     FORMATS,
+    LLAMA_CPP,
+    LLAMA_CPP_NO_LORA,
     MERGED,
     MERGED_ONE,
     NO_LORA,
@@ -36,8 +38,15 @@ from lorabatch.benchmarks.provenance import provenance
 from lorabatch.console.terminal import plain_console
 from lorabatch.kernels.packed_weight import can_multiply
 
-PEERS = {"peft": ("PEFT merged", "PEFT mixed"), "vllm": ("vLLM",)}
-_PACKAGES = ("torch", "transformers", "peft", "vllm", "numpy")
+# Whatever the processor has no instructions for, llama.cpp computes all the same.
+_LLAMA_CPP = tuple(
+    in_format(system, products) for products in ("float32", *FORMATS) for system in (LLAMA_CPP_NO_LORA, LLAMA_CPP)
+)
+PEERS = {"peft": ("PEFT merged", "PEFT mixed"), "vllm": ("vLLM",), "llamacpp": _LLAMA_CPP}
+# Where the package has another name than the peer.
+_MODULES = {"llamacpp": "xllamacpp"}
+_INSTALL = {"peft": ": pip install 'lorabatch[bench]'", "llamacpp": ": pip install xllamacpp"}
+_PACKAGES = ("torch", "transformers", "peft", "vllm", "xllamacpp", "numpy")
 
 
 def main(
@@ -62,9 +71,8 @@ def main(
     kinds = [kind for kind in ALL_LENGTHS if kind in lengths]
     if len(kinds) < len(set(lengths)):
         raise ValueError(f"--lengths {', '.join(lengths)}: expected {' or '.join(ALL_LENGTHS)}.")
-    missing = {peer for peer in vs if find_spec(peer) is None}
-    extra = {"peft": ": pip install 'lorabatch[bench]'"}
-    not_run = {s: f"{peer} is not installed{extra.get(peer, '')}" for peer in missing for s in PEERS[peer]}
+    missing = {peer for peer in vs if not _is_installed(peer)}
+    not_run = {s: f"{peer} is not installed{_INSTALL.get(peer, '')}" for peer in missing for s in PEERS[peer]}
     peers = [system for peer in vs if peer not in missing for system in PEERS[peer]]
     # what is compared closely runs close together: the machine's speed changes from minute to minute
     formats = [products for products in FORMATS if can_multiply(products)]
@@ -101,8 +109,12 @@ def main(
 def peers_of(vs: Sequence[str] | None) -> tuple[str, ...]:
     """The peers that `--vs` names; without it those that are installed, and none for `none`."""
     if vs is None:
-        return tuple(peer for peer in PEERS if find_spec(peer) is not None)
+        return tuple(peer for peer in PEERS if _is_installed(peer))
     return () if list(vs) == ["none"] else tuple(vs)
+
+
+def _is_installed(peer: str) -> bool:
+    return find_spec(_MODULES.get(peer, peer)) is not None
 
 
 def _demo_base() -> Path:

@@ -19,12 +19,13 @@ NO_LORA, UNMERGED, MERGED = "lorabatch no LoRA", "lorabatch unmerged", "lorabatc
 MERGED_ONE = "lorabatch merged, all rows of one adapter"
 #: Number formats of products beside fp32, and how much faster whole runs should be: all adapters, and without LoRA.
 FORMATS: Mapping[Products, tuple[float, float]] = {"bfloat16": (1.5, 1.5), "int8": (2.0, 1.9)}
+LLAMA_CPP, LLAMA_CPP_NO_LORA = "llama.cpp", "llama.cpp no LoRA"
 CEILING, TORCH_CEILING = "GEMM ceiling", "GEMM ceiling, torch's linear"
 
 
 def in_format(system: str, products: Products) -> str:
-    """One of our systems with products in another format."""
-    return f"{system}, {products}"
+    """A system with products in another format than fp32."""
+    return system if products == "float32" else f"{system}, {products}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ def ratios(runs: Runs) -> list[Ratio]:
     all_ratios = [
         Ratio("unmerged against PEFT merged", 4.0, over("PEFT merged", UNMERGED)),
         Ratio("unmerged against PEFT mixed", 6.0, over("PEFT mixed", UNMERGED)),
+        Ratio("unmerged against llama.cpp", 2.0, over(LLAMA_CPP, UNMERGED)),
+        Ratio("no LoRA against llama.cpp", 1.0, over(LLAMA_CPP_NO_LORA, NO_LORA)),
         Ratio("unmerged, share of no-LoRA speed", 0.85, over(NO_LORA, UNMERGED)),
         Ratio("merged, steps alone, share of no-LoRA speed", 0.98, over(NO_LORA, MERGED_ONE, without_switches=True)),
         Ratio("unmerged, share of the GEMM ceiling", 0.70, over(CEILING, UNMERGED)),
@@ -80,6 +83,8 @@ def ratios(runs: Runs) -> list[Ratio]:
             Ratio(f"{products} against float32, unmerged", goal, over(UNMERGED, lora)),
             Ratio(f"{products} against float32, no LoRA", no_lora_goal, over(NO_LORA, no_lora)),
             Ratio(f"{products} unmerged, share of its no-LoRA speed", 0.85, over(no_lora, lora)),
+            Ratio(f"{products} unmerged against llama.cpp", 2.0, over(in_format(LLAMA_CPP, products), lora)),
+            Ratio(f"{products} no LoRA against llama.cpp", 1.0, over(in_format(LLAMA_CPP_NO_LORA, products), no_lora)),
         ]
     return [ratio for ratio in all_ratios if ratio.values]
 
@@ -124,7 +129,7 @@ def tables(lengths: str, result: Mapping[str, Any]) -> list[Table]:
         systems.add_column(column, justify="left" if column == "system" else "right")
     for name, of in result["systems"].items():
         switching_s = statistics.median(of["switching_s"])
-        has_same_rows = name not in (CEILING, TORCH_CEILING, MERGED_ONE) and not name.startswith(NO_LORA)
+        has_same_rows = name not in (CEILING, TORCH_CEILING, MERGED_ONE) and "no LoRA" not in name
         systems.add_row(
             name,
             f"{of['median_s']:.2f}",

@@ -21,6 +21,8 @@ import torch
 
 from lorabatch.benchmarks.engine_result import (
     CEILING,
+    LLAMA_CPP,
+    LLAMA_CPP_NO_LORA,
     MERGED,
     MERGED_ONE,
     NO_LORA,
@@ -30,6 +32,7 @@ from lorabatch.benchmarks.engine_result import (
     in_format,
 )
 from lorabatch.benchmarks.engine_workload import RANKS, BenchRow, EngineWorkload
+from lorabatch.benchmarks.llama_cpp_peer import run_llama_cpp
 from lorabatch.engine.config import EngineConfig, Mode, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.layers import Linear
@@ -195,18 +198,19 @@ def _run_merged_alone(workload: EngineWorkload) -> Measured:
 
 
 def _in_format(products: Products) -> dict[str, Callable[[EngineWorkload], Measured]]:
-    """Rows of the base and of all adapters, with products in another format."""
+    """Rows of the base and of all adapters, with products in one format."""
     return {
         in_format(NO_LORA, products): lambda w: run_ours(w, "unmerged", lambda row: None, products),
         in_format(UNMERGED, products): lambda w: run_ours(w, "unmerged", lambda row: row.adapter, products),
+        in_format(LLAMA_CPP_NO_LORA, products): lambda w: run_llama_cpp(w, products, False, start_clock),
+        in_format(LLAMA_CPP, products): lambda w: run_llama_cpp(w, products, True, start_clock),
     }
 
 
 SYSTEMS: dict[str, Callable[[EngineWorkload], Measured]] = {
+    **_in_format("float32"),
     **_in_format("bfloat16"),
     **_in_format("int8"),
-    NO_LORA: lambda w: run_ours(w, "unmerged", lambda row: None),
-    UNMERGED: lambda w: run_ours(w, "unmerged", lambda row: row.adapter),
     MERGED: lambda w: run_ours(w, "merged", lambda row: row.adapter),
     MERGED_ONE: _run_merged_alone,
     "PEFT merged": run_peft_merged,

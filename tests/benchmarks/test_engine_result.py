@@ -62,7 +62,7 @@ def test_the_result_names_what_did_not_run_and_prints() -> None:
 
 
 def test_an_unknown_peer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"tgi: unknown peer\. Known: peft, vllm, or none"):
+    with pytest.raises(ValueError, match=r"tgi: unknown peer\. Known: peft, vllm, llamacpp, or none"):
         main(vs=("tgi",))
 
 
