@@ -172,6 +172,8 @@ class JobReporter:
     def done(self, result: JobResult) -> None:
         """Report that the job has finished. What only a running job needs is removed before the state is shown: a Dask
         scheduler that hangs holds up whatever is published, and ends the coordinator when it is ended itself.
+
+        Raises `StorageError` when the state cannot be written: somebody else must.
         """
         last = replace(
             self.latest,
@@ -192,7 +194,9 @@ class JobReporter:
             prefix_hit_rate=result.prefix_hit_rate,
             workers=(),
         )
-        self._write(last)
+        with self._lock:
+            self.latest = last
+            self._store.write_last_state(last)
         self.clean_up()
         self._show(last)
 

@@ -211,6 +211,17 @@ def test_a_run_none_of_whose_states_could_be_written_still_records_its_end(store
     assert (state.phase, state.message) == ("failed", "the disk is full")
 
 
+def test_an_end_that_cannot_be_written_is_an_error_for_whoever_has_storage(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(state: JobState) -> None:
+        raise StorageError("no reply")
+
+    monkeypatch.setattr(store, "write_last_state", refuse)
+    with pytest.raises(StorageError, match="no reply"):
+        make_reporter(store).done(RESULT)
+
+
 def test_a_job_is_done_though_storage_removes_nothing(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise StorageError("cannot remove: access was refused")
