@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.types as t
 
 from ...engine.request import SAMPLING_OPTIONS
+from ...engine.untrusted import shown_name
 from ..spec import COLUMN_ROLES, PROMPT_ROLES, SAMPLING_COLUMNS
 
 # What the output adds; input columns must leave these names free.
@@ -60,7 +61,7 @@ def find_roles(schema: pa.Schema, columns: Mapping[str, str]) -> tuple[dict[str,
     """
     roles = dict(columns)
     problems = [
-        f"column {role}={name!r}: the input has no such column. Name one of {', '.join(schema.names) or 'none'}."
+        f"column {role}={name!r}: the input has no such column. Name one of {_names(schema) or 'none'}."
         for role, name in columns.items()
         if name not in schema.names
     ]
@@ -90,8 +91,12 @@ def _prompt_problems(roles: Mapping[str, str], schema: pa.Schema) -> list[str]:
         ]
     return [
         f"input: no prompt column. Expected one of {', '.join(PROMPT_ROLES)}; the columns are "
-        f"{', '.join(schema.names) or 'none'}. Rename one with --column, for example --column prompt=text."
+        f"{_names(schema) or 'none'}. Rename one with --column, for example --column prompt=text."
     ]
+
+
+def _names(schema: pa.Schema) -> str:
+    return ", ".join(map(shown_name, schema.names))
 
 
 def _name_clashes(schema: pa.Schema, roles: Mapping[str, str]) -> list[str]:

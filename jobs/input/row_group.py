@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -79,16 +79,22 @@ def open_row_group(
     metadata = pq.read_metadata(handle)
     handle.seek(0, io.SEEK_END)
     size = handle.tell()
-    group = metadata.row_group(number)
-    chunks = [
-        (i, *_extent(group.column(i), size))
-        for i in range(group.num_columns)
-        if columns is None or _is_of(group.column(i).path_in_schema, columns)
-    ]
+    group, paths = metadata.row_group(number), [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    wanted = [i for i, path in enumerate(paths) if columns is None or _is_of(path, columns)]
+    _check_columns(metadata, number, wanted, _UnreadFile(handle, size, []))
+    chunks = [(i, *_extent(group.column(i), size)) for i in wanted]
     source = _RowGroupFile(handle, size, _ranges([(start, end) for _, start, end in chunks], size, max_bytes))
     num_bytes = _cleared_bytes(metadata, number, chunks, source, max_bytes)
     with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=verify) as file:
         yield RowGroup(file, number, columns, group.num_rows, num_bytes)
+
+
+def _check_columns(metadata: pq.FileMetaData, number: int, columns: Sequence[int], file: _UnreadFile) -> None:
+    """Raise OSError for a column whose metadata cannot be used: `RowGroupMetaData.column` ends the process then."""
+    with pq.ParquetFile(file, metadata=metadata) as unread:
+        for column in columns:
+            with suppress(_UnreadError):
+                unread.reader.read_row_group(number, column_indices=[column])
 
 
 def _is_of(path: str, columns: Sequence[str]) -> bool:
@@ -166,6 +172,17 @@ class _RowGroupFile(io.RawIOBase):
         read = self._handle.read(max(end - start, 0))
         self._position = start + len(read)
         return read
+
+
+class _UnreadError(Exception):
+    """A file was about to be read."""
+
+
+class _UnreadFile(_RowGroupFile):
+    """A file that is never read."""
+
+    def read(self, size: int = -1) -> Any:
+        raise _UnreadError
 
 
 def _cleared_bytes(

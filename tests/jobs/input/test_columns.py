@@ -108,3 +108,10 @@ def test_a_named_column_that_is_not_there_is_said_with_those_that_are() -> None:
 def test_all_problems_are_found_at_once() -> None:
     given = schema(prompt=pa.int64(), error=pa.string(), seed=pa.string(), id=pa.bool_())
     assert len(find_roles(given, {"adapter": "none"})[1]) == 5
+
+
+def test_names_of_columns_are_shown_without_control_characters() -> None:
+    given = pa.schema([("\x1b[2Jid", pa.int64())])
+    problems = [*find_roles(given, {})[1], *find_roles(given, {"prompt": "text"})[1]]
+    assert len(problems) == 2
+    assert all(r"\x1b[2Jid" in problem and problem.isprintable() for problem in problems)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import zlib
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,20 @@ BOMBS: dict[str, tuple[pa.Array, dict[str, Any]]] = {
     "nulls": (nulls(500_000), {}),
     "binary": (pa.array([LONG.encode()] * 100), {}),
 }
+
+
+# A file of one text column whose footer has one other byte: its statistics do not fit the type.
+ABORTING = (
+    "c-l>lJr08~427MjiWs^uIKol}79s{frBaz#x_5|rg9stfp@oM2aEhL}rc;M!S$=;0?2hLe0X6CZB{vF{X&@I%B9=G?0J%yCt_yCc"
+    "I6$K2Zs@NbB_L!n5k7;HVP8u!WGoomQl@~|K^|(SosHVRqhuHaoNqaz$o?3-CT*l0<mu$Y{n<atZkkFT!uU>KeV8xfE!{WOuByqb"
+    "xDU(m_g@%*9Rm"
+)
+
+
+def test_metadata_at_which_pyarrow_ends_the_process_is_an_error() -> None:
+    file = io.BytesIO(zlib.decompress(base64.b85decode(ABORTING)))
+    with pytest.raises(OSError, match="does not support BOOLEAN"), open_row_group(file, 0):
+        pass
 
 
 @pytest.mark.parametrize("compression", ["zstd", "none", "snappy"])
