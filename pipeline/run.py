@@ -162,6 +162,9 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
     arguments = (job, run_id, time.time(), settings, lease_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
+    # Tasks and requests take different connections: a command that comes next must find the task.
+    while not (future.done() or client.run_on_scheduler(_is_known, key=future.key)):
+        time.sleep(_ENDING_POLL_S)
     return LaunchedJob(run_id, future, (*device.notes, *settings.notes))
 
 
@@ -242,6 +245,10 @@ def _refuse_running(client: Client, job: OpenedJob) -> None:
                 "`lorabatch status` or `lorabatch logs -f`, or stop it with `lorabatch cancel`."
             )
         time.sleep(_ENDING_POLL_S)
+
+
+def _is_known(dask_scheduler: Any, key: str) -> bool:
+    return key in dask_scheduler.tasks
 
 
 def _unfinished(dask_scheduler: Any, job_id: str) -> bool:

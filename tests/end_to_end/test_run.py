@@ -93,8 +93,9 @@ def test_of_two_commands_at_the_same_moment_one_is_refused(echo_job: EchoJob, sh
         try:
             return str(echo_job.run(shared_client).num_rows)
         except OutputConflictError as error:
-            gate.touch()
             return str(error)
+        finally:
+            gate.touch()
 
     with ThreadPoolExecutor(2) as pool:
         refusal, done = sorted(pool.map(run, range(2)), key=len, reverse=True)
