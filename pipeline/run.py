@@ -119,6 +119,7 @@ _JOB_PRIORITY = 100
 _STOP_PATIENCE_S = 45.0
 _POLL_S = 0.5
 _ENDING_S, _ENDING_POLL_S = 15.0, 0.1
+_ARRIVAL_POLL_S = 0.01
 # In Dask's configuration of the process that starts the job: how long a coordinator may be silent.
 LEASE_SETTING = "lorabatch.coordinator-lease"
 _LEASE = "20s"
@@ -162,9 +163,9 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
     lease_s = parse_timedelta(dask.config.get(LEASE_SETTING, default=_LEASE))
     arguments = (job, run_id, time.time(), settings, lease_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
-    # Tasks and requests take different connections: a command that comes next must find the task.
+    # Dask sends tasks in batches, after the requests that follow them: the next command must find this one's task.
     while not (future.done() or client.run_on_scheduler(_is_known, key=future.key)):
-        time.sleep(_ENDING_POLL_S)
+        time.sleep(_ARRIVAL_POLL_S)
     return LaunchedJob(run_id, future, (*device.notes, *settings.notes))
 
 
