@@ -7,6 +7,7 @@ answer at once. Exit codes: 0 done; 1 the job failed or its error budget ran out
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console.options import Commands, job_command, shared_option
+from .console.options import Commands, shared_option
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JS
 def main() -> None:
     """Entry point of the console script. SIGTERM, as batch systems and Kubernetes send it, acts as Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package
     app()
 
 
@@ -61,8 +63,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command("run")
-@job_command
+@app.job_command("run")
 def run(job_file: Path | None, options: dict[str, Any], as_json: JsonEndOption = False) -> None:
     """Run a job in the foreground with live progress. The same command again resumes it."""
     with errors_as_exit_codes(as_json=as_json) as ending:
@@ -86,8 +87,7 @@ def demo(
         print_answers(output)
 
 
-@app.command("plan")
-@job_command
+@app.job_command("plan")
 def plan(
     job_file: Path | None,
     options: dict[str, Any],
@@ -228,8 +228,7 @@ def wait(
     raise typer.Exit(found.exit_code)
 
 
-@app.command("submit")
-@job_command
+@app.job_command("submit")
 def submit(job_file: Path | None, options: dict[str, Any]) -> None:
     """Start a job that goes on without this command: on a cluster, or on one in the background of this machine."""
     with errors_as_exit_codes():
@@ -246,7 +245,7 @@ def submit(job_file: Path | None, options: dict[str, Any]) -> None:
 def resume(
     output: OutputArgument,
     cluster: ClusterOption = None,
-    workers: Annotated[str | None, shared_option("workers")] = None,
+    workers: Annotated[str | None, shared_option("workers", "<int>")] = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,

@@ -1,7 +1,8 @@
 """The options of a job as command-line parameters, made from the fields of `JobSpec`.
 
-`job_command` gives a command the job file argument and every option of a job; `shared_option` declares one of these
-options for a command that takes no job. A `Command` refuses an option that is given twice; `Commands` makes them.
+`Commands` is a group of them: its `job_command` gives a command the job file argument and every option of a job.
+`shared_option` declares one of these options for a command that takes no job. A `Command` refuses an option that is
+given twice. `JobSpec` is imported when the options of a job are needed, as it takes longer than a list of commands.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -17,15 +19,16 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from ..engine.request import SAMPLING_OPTIONS
-from ..jobs.spec import JobSpec, in_our_words
 from ..jobs.storage.redaction import scrubbed
 from .terminal import echo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_JobCall = TypeVar("_JobCall", bound=Callable[..., None])
 # Options that are given several times have the singular as their name on the command line.
 _NAMES = {"columns": "column"}
 _NUMBERS = (int, float)
+# What an option says that is shared with commands that take a job, until its help is shown.
+_SHARED = "As for `lorabatch run`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,10 @@ class JobOption:
 
     def declaration(self, text: str) -> Any:
         """The option for typer. `text`: its help."""
-        flag = f"--{self.name.replace('_', '-')}"
+        flag = _flag(self.name)
         flags = f"{flag}/--no{flag[1:]}" if self.kind is bool else flag
         metavar = f"<{self.kind.__name__}>" if self.kind in _NUMBERS else None
-        shown = text.replace("[", r"\[")  # square brackets are markup to the printer of helps
-        return typer.Option(flags, help=shown, metavar=metavar, show_default=False)
+        return typer.Option(flags, help=_unmarked(text), metavar=metavar, show_default=False)
 
 
 class Command(TyperCommand):
@@ -78,9 +80,18 @@ class Command(TyperCommand):
             flag = error.param.opts[0] if error.param else ""
             if flag not in given:
                 raise
+            from ..jobs.spec import in_our_words
+
             said = in_our_words(error.message.removesuffix("."))
             echo(f"lorabatch: {flag}={given[flag][0]}: {said}. See `lorabatch {_name(ctx)} --help`.", err=True)
             raise typer.Exit(2) from None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help, that of shared options included."""
+        for option in self.params:
+            if getattr(option, "help", None) == _SHARED and option.name:
+                option.help = _unmarked(job_options()[option.name].help)  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
 
     def _given(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:
         """Option -> its values, of the given options that keep only one value."""
@@ -109,6 +120,36 @@ class Commands(typer.Typer):
         """See `typer.Typer.command`."""
         return super().command(name, cls=cls, **settings)
 
+    def job_command(self, name: str) -> Callable[[_JobCall], _JobCall]:
+        """Register a command that takes a job: the job file argument and all job options, beside its own parameters.
+
+        It calls the function with `(job_file, options, **own)`: `options` holds the job options that were given.
+        """
+
+        def register(call: _JobCall) -> _JobCall:
+            def listed() -> None: ...
+
+            listed.__doc__ = call.__doc__
+            made_when_called: Any = partial(_JobCommand, call)
+            self.command(name, cls=made_when_called)(listed)
+            return call
+
+        return register
+
+
+class _JobCommand(Command):
+    """A command that takes a job, as lists of commands show it. Its options are made when it is called."""
+
+    def __init__(self, call: _JobCall, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._call = call
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """See `click.Command.make_context`; the context's command is the one with options."""
+        app = Commands(add_completion=False)
+        app.command(self.name)(_with_job_options(self._call))
+        return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
+
 
 def _name(ctx: Any) -> str:
     """The command's words after `lorabatch`."""
@@ -124,11 +165,8 @@ def _as_given(option: Any, value: Any) -> str:
     return str(option.opts[0] if value or not option.secondary_opts else option.secondary_opts[0])
 
 
-def job_command(call: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the job file argument and all job options, beside the parameters of its own.
-
-    `call(job_file, options, **own)`: `options` holds the job options that were given, by name.
-    """
+def _with_job_options(call: _JobCall) -> Callable[..., None]:
+    """The function that typer reads: a parameter for each option."""
     own = list(inspect.signature(call, eval_str=True).parameters.values())[2:]
 
     def command(job_file: Path | None = None, **values: Any) -> None:
@@ -139,7 +177,7 @@ def job_command(call: Callable[..., None]) -> Callable[..., None]:
     argument = Annotated[Path | None, typer.Argument(metavar="[JOB.yaml]", help="Job file; options take precedence.")]
     parameters = [
         inspect.Parameter("job_file", keyword, default=None, annotation=argument),
-        *(inspect.Parameter(o.key, keyword, default=None, annotation=o.parameter()) for o in JOB_OPTIONS.values()),
+        *(inspect.Parameter(o.key, keyword, default=None, annotation=o.parameter()) for o in job_options().values()),
         *(parameter.replace(kind=keyword) for parameter in own),
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -148,12 +186,17 @@ def job_command(call: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def shared_option(key: str) -> Any:
+def shared_option(key: str, metavar: str | None = None) -> Any:
     """An option of a job for a command that takes no job; no default is shown, as none applies there."""
-    return JOB_OPTIONS[key].declaration(JOB_OPTIONS[key].help)
+    return typer.Option(_flag(key), help=_SHARED, metavar=metavar, show_default=False)
 
 
-def _job_options() -> dict[str, JobOption]:
+@cache
+def job_options() -> Mapping[str, JobOption]:
+    """Field of `JobSpec` -> its option, in the order of the fields; those of sampling last."""
+    from ..engine.request import SAMPLING_OPTIONS
+    from ..jobs.spec import JobSpec
+
     return {
         key: JobOption(
             name=_NAMES.get(key, key),
@@ -192,5 +235,10 @@ def _shown_default(default: Any) -> str:
     return default if isinstance(default, str) else ""
 
 
-#: Field of `JobSpec` -> its option, in the order of the fields; those of sampling last.
-JOB_OPTIONS: Mapping[str, JobOption] = _job_options()
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _unmarked(text: str) -> str:
+    """A help whose square brackets are no markup to the printer of helps."""
+    return text.replace("[", r"\[")

@@ -36,10 +36,11 @@ from .model_config.model import ModelConfig
 from .models.merge import LiveWeights
 from .models.rope import restarts_at
 from .models.step_batch import StepEntry
-from .request import EngineTelemetry, ExportedRow, Request, Result, Sequence, ServedMode
+from .request import ExportedRow, Request, Result, Sequence, ServedMode
 from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
 from .runner.sampler import NO_TOKEN
+from .telemetry import EngineTelemetry
 from .text.completion import Completion
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ..engine.config import EngineConfig
-from ..engine.request import EngineTelemetry
+from ..engine.telemetry import EngineTelemetry
 from ..jobs.errors import JobFailedError
 from ..jobs.record import JobState
 from ..scheduler.planning.bound import JobWork

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import lorabatch
 from lorabatch.cli import app
-from lorabatch.console.options import JOB_OPTIONS
+from lorabatch.console.options import job_options
 from lorabatch.engine.errors import EngineError
 from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.spec import JobSpec
@@ -56,9 +56,9 @@ def test_names_load_nothing_heavy(names: list[str]) -> None:
 @pytest.mark.parametrize("function", [lorabatch.run, lorabatch.submit, lorabatch.plan])
 def test_functions_show_the_options_of_the_command_line_with_their_defaults_and_help(function: Any) -> None:
     shown = inspect.signature(function).parameters
-    assert JOB_OPTIONS.keys() <= shown.keys()
+    assert job_options().keys() <= shown.keys()
     lines = (inspect.getdoc(function) or "").splitlines()
-    for key, option in JOB_OPTIONS.items():
+    for key, option in job_options().items():
         assert shown[key].default == (None if option.is_required else JobSpec.model_fields[key].default)
         assert f"    {key}: {JobSpec.model_fields[key].description}" in lines
 

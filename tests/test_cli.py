@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lorabatch import __version__
 from lorabatch.cli import app
-from lorabatch.console.options import JOB_OPTIONS
+from lorabatch.console.options import job_options
 from lorabatch.engine.request import SAMPLING_OPTIONS
 from lorabatch.jobs.spec import JobSpec
 
@@ -31,19 +31,19 @@ def test_help_lists_the_commands_and_run_lists_its_options() -> None:
     assert code == 0
     assert all(command in text for command in ("demo", "run", "audit", "status", "bench"))
     _, text = invoke("run", "--help")
-    assert all(f"--{option.name.replace('_', '-')}" in text for option in JOB_OPTIONS.values())
+    assert all(f"--{option.name.replace('_', '-')}" in text for option in job_options().values())
 
 
 def test_options_of_run_are_the_keys_of_the_job_file_and_every_sampling_option_is_one() -> None:
-    assert JOB_OPTIONS.keys() == JobSpec.model_fields.keys()
-    assert JOB_OPTIONS.keys() > SAMPLING_OPTIONS.keys()
+    assert job_options().keys() == JobSpec.model_fields.keys()
+    assert job_options().keys() > SAMPLING_OPTIONS.keys()
     for name, option in SAMPLING_OPTIONS.items():
-        assert (JOB_OPTIONS[name].help, JobSpec.model_fields[name].default) == (option.help, option.default)
+        assert (job_options()[name].help, JobSpec.model_fields[name].default) == (option.help, option.default)
 
 
 def test_the_defaults_that_help_shows_are_those_of_a_job() -> None:
     _, text = invoke("run", "--help")
-    shown = [option for option in JOB_OPTIONS.values() if option.default]
+    shown = [option for option in job_options().values() if option.default]
     assert len(shown) > 10
     for option in shown:
         assert f"[default: {option.default}]" in text

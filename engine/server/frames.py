@@ -13,7 +13,8 @@ from typing import IO, Any, TypeVar
 import msgpack
 
 from ..config import EngineConfig
-from ..request import EngineTelemetry, ExportedRow, Result
+from ..request import ExportedRow, Result
+from ..telemetry import EngineTelemetry
 from ..untrusted import shown_name
 from .codec import Codec, MessageError
 

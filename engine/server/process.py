@@ -24,7 +24,8 @@ from typing import BinaryIO, Protocol
 
 from ..config import EngineConfig
 from ..errors import EngineError
-from ..request import EngineTelemetry, ExportedRow, Result
+from ..request import ExportedRow, Result
+from ..telemetry import EngineTelemetry
 from ..untrusted import LogFormatter
 from .codec import MessageError
 from .frames import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...engine.request import EngineTelemetry
+from ...engine.telemetry import EngineTelemetry
 from ..messages import FinishedRows, WorkerReport
 from .open_shard import OpenShard
 

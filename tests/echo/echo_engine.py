@@ -24,7 +24,8 @@ from typing import Any
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
-from lorabatch.engine.request import EngineTelemetry, ExportedRow, Request, Result
+from lorabatch.engine.request import ExportedRow, Request, Result
+from lorabatch.engine.telemetry import EngineTelemetry
 
 
 def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, max_tokens: int) -> str:

@@ -11,8 +11,9 @@ import msgpack
 import pytest
 
 from lorabatch.engine.config import EngineConfig
-from lorabatch.engine.request import EngineTelemetry, ExportedRow, Request, Result, SamplingParams
+from lorabatch.engine.request import ExportedRow, Request, Result, SamplingParams
 from lorabatch.engine.server.codec import Codec, MessageError, from_plain, to_plain
+from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 
 

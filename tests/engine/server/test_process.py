@@ -46,7 +46,7 @@ import os, sys, time
 from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
 from lorabatch.engine.request import ExportedRow
 from lorabatch.engine.request import Result
-from lorabatch.engine.request import EngineTelemetry
+from lorabatch.engine.telemetry import EngineTelemetry
 
 
 class Engine:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.engine.request import EngineTelemetry
+from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator.driver import EventLog, latest_reports, progress_of

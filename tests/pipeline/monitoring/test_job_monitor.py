@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from lorabatch.engine.request import EngineTelemetry
+from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor

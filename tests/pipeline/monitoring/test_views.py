@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorabatch.engine.request import EngineTelemetry
+from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.record import JobState, WorkerState
 from lorabatch.pipeline.messages import PublishedState, WorkerReport
 from lorabatch.pipeline.monitoring.views import History, JobsView

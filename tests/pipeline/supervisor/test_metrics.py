@@ -8,8 +8,9 @@ from dataclasses import replace
 import msgpack
 import pytest
 
-from lorabatch.engine.request import EngineTelemetry, ExportedRow, Request, SamplingParams
+from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.engine.server.codec import from_plain, to_plain
+from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.pipeline.messages import FinishedRows, WorkerReport
 from lorabatch.pipeline.supervisor.metrics import EngineMeter
 from lorabatch.pipeline.supervisor.open_shard import OpenShard
