@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .model_config.model import ModelConfig
 
 __all__ = [
+    "BLOCKS_KEY",
     "DEFAULT_BATCH_ROWS",
     "DEFAULT_STEP_TOKENS",
     "BaseQuantization",
@@ -21,6 +22,7 @@ __all__ = [
     "EngineConfig",
     "Mode",
     "dtype_on",
+    "has_blocks",
     "read_json",
     "read_model_config",
 ]
@@ -28,6 +30,8 @@ Mode = Literal["auto", "unmerged", "merged", "exact"]
 BaseQuantization = Literal["none", "int8"]
 DeviceKind = Literal["cpu", "cuda"]
 DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
+#: Key of `config.json` in folders that were converted from GGUF: linear layers are in blocks of few bits.
+BLOCKS_KEY = "gguf_blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path}: expected a JSON object, found {type(value).__name__}.")
     return value
+
+
+def has_blocks(folder: Path) -> bool:
+    """Whether linear layers of a model folder are stored in blocks of few bits, as `models/gguf` converts them."""
+    return bool(read_json(folder / "config.json").get(BLOCKS_KEY))
 
 
 def read_model_config(folder: Path) -> ModelConfig:

@@ -12,11 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.packed_weight import PackedWeight, Products, pack
+from ...kernels.packed_weight import PackedWeight, Products
 from ...kernels.paged_attention.cpu import paged_attention
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSegment, PreparedLora
 from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
+from .gguf.blocks import Weight, pack_joined, plain
 from .layers import Linear, activation_of, norm_of
 from .rope import Rope
 from .step_batch import AdapterSpan, StepBatch
@@ -53,7 +54,7 @@ class Decoder:
     def __init__(
         self,
         model: ModelConfig,
-        weights: dict[str, Tensor],
+        weights: dict[str, Weight],
         dtype: torch.dtype,
         *,
         products: Products | None,
@@ -63,7 +64,7 @@ class Decoder:
         #: Of computing, and of what is stored in the pool.
         self.dtype = dtype
         source = _Weights(weights, packed or {}, dtype, products)
-        embeddings = weights[f"{model.names.embedding}.weight"]
+        embeddings = plain(weights[f"{model.names.embedding}.weight"])
         ropes: list[RopeConfig] = []
         self.layers = [
             DecoderLayer(
@@ -83,7 +84,7 @@ class Decoder:
         if model.is_tied:
             self.linears[HEAD] = source.whole(HEAD, embeddings)
         looked_up = {f"{name}.weight" for name in (model.names.embedding, model.names.positions)}
-        self.tensors = {name: weight if name in looked_up else weight.to(dtype) for name, weight in weights.items()}
+        self.tensors = {name: plain(w, None if name in looked_up else dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
         self._lora_spans: tuple[AdapterSpan, ...] = ()
@@ -179,30 +180,34 @@ class Decoder:
 class _Weights:
     """Makes linear layers of a base's weights, see `Decoder`."""
 
-    plain: dict[str, Tensor]
+    plain: dict[str, Weight]
     packed: Mapping[str, PackedWeight]
     dtype: torch.dtype
     products: Products | None
 
     def linear(self, modules: Sequence[str]) -> Linear:
         """One layer of the modules' weights, joined, and their biases (taken out of `plain`)."""
-        biases = [self.plain.pop(f"{module}.bias") for module in modules if f"{module}.bias" in self.plain]
+        biases = [plain(self.plain.pop(f"{module}.bias")) for module in modules if f"{module}.bias" in self.plain]
         assert len(biases) in (0, len(modules)), f"{modules}: {len(biases)} of {len(modules)} members have a bias"
         bias = torch.cat(biases).to(self.dtype) if biases else None
         packed = self.packed.get(joined_name(modules))
         if packed is not None:
             return Linear(packed, bias, self.products)
-        return self._packed_now(torch.cat([self.plain.pop(f"{module}.weight") for module in modules]), bias)
+        return self._packed_now([self.plain.pop(f"{module}.weight") for module in modules], bias)
 
-    def whole(self, module: str, weight: Tensor | None = None) -> Linear:
-        """A layer of one module in no decoder layer. `weight`: it shares this one with another."""
+    def whole(self, module: str, shared: Tensor | None = None) -> Linear:
+        """A layer of one module in no decoder layer. `shared`: the weight where it has none of its own."""
         packed = self.packed.get(joined_name([module]))
         if packed is not None:
             return Linear(packed, None, self.products)
-        return self._packed_now(self.plain.pop(f"{module}.weight") if weight is None else weight, None)
+        weight = self.plain.pop(f"{module}.weight", shared)
+        assert weight is not None, f"{module} has no weight"
+        return self._packed_now([weight], None)
 
-    def _packed_now(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Linear(weight if self.products is None else pack(weight, self.products), bias, self.products)
+    def _packed_now(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
+        if self.products is None:
+            return Linear(torch.cat(list(map(plain, parts))), bias)
+        return Linear(pack_joined(parts, self.products), bias, self.products)
 
 
 def modules_of_site(model: ModelConfig, layer: int, site: PackedSite) -> list[str]:

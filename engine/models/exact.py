@@ -23,6 +23,7 @@ from ...kernels.segment_lora import LoraSegment, add_lora_
 from ..errors import ExactModeError
 from ..model_config.model import ModelConfig, PackedSite
 from .decoder import Decoder, DecoderLayer
+from .gguf.blocks import Weight
 from .layers import Activate
 from .step_batch import AdapterSpan
 
@@ -38,7 +39,7 @@ class ExactDecoder(Decoder):
     def __init__(
         self,
         model: ModelConfig,
-        weights: dict[str, Tensor],
+        weights: dict[str, Weight],
         dtype: torch.dtype,
         *,
         products: Products | None,

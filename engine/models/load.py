@@ -1,11 +1,13 @@
 """Loads the base model's tensors from safetensors, or makes random ones for benchmarks.
 
 Every tensor that the architecture needs must be there with the right shape, and every tensor that is there must be
-needed: a checkpoint that holds more is of another architecture than its `config.json` says.
+needed: a checkpoint that holds more is of another architecture than its `config.json` says. Weights of converted GGUF
+files may be bytes of blocks; then the file's metadata has their kinds.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor
 from ..config import EngineConfig, read_json
 from ..errors import ModelFilesError
 from ..model_config.model import HEAD, ModelConfig
+from .gguf.blocks import METADATA_KEY, GgufWeight, Weight, plain
 
 # Tensors that older checkpoints carry and that the configuration determines.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$|.*\.masked_bias$")
@@ -33,22 +36,32 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def load_weights(
     folder: Path, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
-) -> dict[str, Tensor]:
+) -> dict[str, Weight]:
     """The base's parameters as `config.load_format` says: read, or random. Raises `ModelFilesError`."""
     if config.load_format == "dummy":
-        return dummy_weights(model, dtype, device)
-    return read_weights(folder, model, dtype, device)
+        return dict(dummy_weights(model, dtype, device))
+    stored = _fitting_weights(folder, model)
+    return {name: plain(stored.pop(name), dtype).to(device) for name in list(stored)}
 
 
-def read_weights(
-    folder: Path, model: ModelConfig, dtype: torch.dtype | None, device: torch.device
-) -> dict[str, Tensor]:
-    """All parameters of a model folder in `dtype` on `device`. Without `dtype` as they are stored, mapped from files.
+def stored_weights(folder: Path, model: ModelConfig) -> dict[str, Weight]:
+    """All parameters of a model folder as they are stored, mapped from files.
 
-    Raises `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
+    An embedding in blocks is looked up in fp16; the head that is tied to it is there too then, in blocks. Raises
+    `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
     """
+    weights = _fitting_weights(folder, model)
+    embedding = f"{model.names.embedding}.weight"
+    if isinstance(weights[embedding], GgufWeight):
+        if model.is_tied:
+            weights[_HEAD_WEIGHT] = weights[embedding]
+        weights[embedding] = plain(weights[embedding], torch.float16)
+    return weights
+
+
+def _fitting_weights(folder: Path, model: ModelConfig) -> dict[str, Weight]:
     expected = stored_shapes(model)
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Weight] = {}
     problems: list[str] = []
     for name, tensor in _stored_tensors(folder):
         if _DERIVED.match(name) or (name == _HEAD_WEIGHT and model.is_tied):
@@ -57,10 +70,10 @@ def read_weights(
             problems.append(f"{name}: not part of a {model.family} model with this config.json")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {expected[name]}")
-        elif tensor.dtype not in _DTYPES:
+        elif isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
             problems.append(f"{name}: stored as {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
         else:
-            weights[name] = tensor.to(device=device, dtype=dtype)
+            weights[name] = tensor
     problems += [f"{name}: missing" for name in expected.keys() - weights.keys() if not _named(name, problems)]
     if problems:
         shown = "; ".join(sorted(problems)[:8])
@@ -86,13 +99,15 @@ def _named(name: str, problems: list[str]) -> bool:
     return any(problem.startswith(f"{name}:") for problem in problems)
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _stored_tensors(folder: Path) -> Iterator[tuple[str, Weight]]:
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
+                kinds = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
+                    tensor = file.get_tensor(name)
+                    yield name, GgufWeight.of_file(tensor, kinds[name]) if name in kinds else tensor
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise ModelFilesError(f"{path}: not a readable safetensors file ({error}). Fetch it again.") from None
 
 

@@ -31,13 +31,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels.native import native_build
-from ...kernels.packed_weight import PACKED_CLASSES, PackedWeight, Products
-from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION
+from ...kernels.packed_weight import PackedWeight, Products, stored_class
+from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION, StoredWeight
 from ...version import __version__
 from ..local_cache import default_cache_root, file_lock, make_private
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
 from .decoder import joined_name, modules_of_site
-from .load import read_weights, stored_shapes, weight_files
+from .gguf.blocks import Weight, pack_joined, plain
+from .load import stored_shapes, stored_weights, weight_files
 
 logger = logging.getLogger(__name__)
 Packed = Mapping[str, PackedWeight]
@@ -51,7 +52,6 @@ _SUFFIX = ".panels"
 _SCRATCH_PREFIX = ".packing-"
 # What a process that was killed has left is removed after so long.
 _SCRATCH_S = 3600.0
-_CPU = torch.device("cpu")
 # Of a cache line: blocks begin at multiples.
 _LINE_BYTES = 64
 _TAIL_BYTES = 32 + 8
@@ -99,7 +99,7 @@ class WeightCache:
 
     def weights(
         self, model_folder: Path, model: ModelConfig, products: Products
-    ) -> tuple[dict[str, Tensor], Packed] | None:
+    ) -> tuple[dict[str, Weight], Packed] | None:
         """What a `Decoder` of the model computes with: plain weights, and those packed for `products` by `joined_name`.
         They are packed and kept now unless they were before.
 
@@ -181,17 +181,19 @@ def _tensors(
     model_folder: Path, model: ModelConfig, products: Products
 ) -> Iterator[tuple[str, tuple[int, ...], bool, Tensor]]:
     """Name, shape, whether it is packed, and numbers (flat) of all that a decoder needs."""
-    weights = read_weights(model_folder, model, None, _CPU)
+    weights = stored_weights(model_folder, model)
     linears = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in PACKED_SITES]
     whole = [module for module in (model.names.project_in, model.names.project_out, HEAD) if module is not None]
     for modules in [*linears, *([module] for module in whole)]:
         if modules == [HEAD] and model.is_tied:
-            parts = [weights[f"{model.names.embedding}.weight"]]
+            parts = [weights.pop(f"{HEAD}.weight", weights[f"{model.names.embedding}.weight"])]
         else:
             parts = [weights.pop(f"{module}.weight") for module in modules]
-        packed = PACKED_CLASSES[products](torch.cat(parts))
+        packed = pack_joined(parts, products)
+        assert isinstance(packed, StoredWeight), "only compiled kernels have such weights"
         yield joined_name(modules), packed.shape, True, packed.numbers
-    for name, tensor in weights.items():
+    for name, weight in weights.items():
+        tensor = plain(weight)
         yield name, tuple(tensor.shape), False, tensor.flatten()
 
 
@@ -216,7 +218,7 @@ def _write(path: Path, key: Mapping[str, Any], tensors: Iterator[tuple[str, tupl
         raise
 
 
-def _mapped(path: Path, key: Mapping[str, Any], products: Products) -> tuple[dict[str, Tensor], Packed] | None:
+def _mapped(path: Path, key: Mapping[str, Any], products: Products) -> tuple[dict[str, Weight], Packed] | None:
     """The weights in a file; None where there is none, or one that is damaged, someone else's or of other weights."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -234,12 +236,12 @@ def _mapped(path: Path, key: Mapping[str, Any], products: Products) -> tuple[dic
     return found
 
 
-def _tensors_of(file: BinaryIO, key: Mapping[str, Any], products: Products) -> tuple[dict[str, Tensor], Packed]:
+def _tensors_of(file: BinaryIO, key: Mapping[str, Any], products: Products) -> tuple[dict[str, Weight], Packed]:
     """Map an open file. Raises ValueError when its numbers are not those that were written."""
     blocks = _read_index(file, key)
     # Private: should anything be written to the tensors, neither the file nor other engines see it.
     mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    plain: dict[str, Tensor] = {}
+    tensors: dict[str, Weight] = {}
     packed: dict[str, PackedWeight] = {}
     first = 0
     for block in blocks:
@@ -250,10 +252,11 @@ def _tensors_of(file: BinaryIO, key: Mapping[str, Any], products: Products) -> t
         numbers = data.view(_DTYPES[block.dtype])[: block.num_items]
         if block.is_packed:
             out_features, in_features = block.shape
-            packed[block.name] = PACKED_CLASSES[products].of_numbers(numbers, (out_features, in_features))
+            kind = stored_class(products, numbers.dtype)
+            packed[block.name] = kind.of_numbers(numbers, (out_features, in_features))
         else:
-            plain[block.name] = numbers.view(block.shape)
-    return plain, packed
+            tensors[block.name] = numbers.view(block.shape)
+    return tensors, packed
 
 
 def _read_index(file: BinaryIO, key: Mapping[str, Any]) -> list[_Block]:

@@ -29,8 +29,9 @@ from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..models.decoder import Decoder
 from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixed
+from ..models.gguf.blocks import Weight
 from ..models.gpu_decoder import GpuDecoder
-from ..models.load import load_weights, read_weights
+from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
 from ..models.weight_cache import Packed, WeightCache
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
@@ -77,12 +78,12 @@ class Backend(ABC):
             check_exact_promise(model, self.device)
         self.decoder = self.build_decoder(*self.load(model_folder))
 
-    def load(self, model_folder: Path) -> tuple[dict[str, Tensor], Packed]:
+    def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Weights, and linear layers that are packed already."""
         return load_weights(model_folder, self.model, self.config, self.device, self.dtype), {}
 
     @abstractmethod
-    def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> Decoder:
+    def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> Decoder:
         """A decoder of `weights` (by checkpoint name, taken out one by one) and `packed`, see `Decoder`."""
 
     @property
@@ -123,18 +124,18 @@ class Backend(ABC):
 class CpuBackend(Backend):
     """Steps on a CPU by compiled kernels, or by torch's operators where they were not built."""
 
-    def load(self, model_folder: Path) -> tuple[dict[str, Tensor], Packed]:
+    def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """See `Backend`."""
         if self.config.load_format == "auto" and self.products is not None and has_panels():
             cached = self.weight_cache().weights(model_folder, self.model, self.products)
-            return cached or (read_weights(model_folder, self.model, None, self.device), {})
+            return cached or (stored_weights(model_folder, self.model), {})
         return super().load(model_folder)
 
     def weight_cache(self) -> WeightCache:
         """Where weights in panels are kept."""
         return WeightCache.of_this_host()
 
-    def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> Decoder:
+    def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> Decoder:
         """See `Backend`."""
         decoder = ExactDecoder if self.config.mode == "exact" else Decoder
         return decoder(self.model, weights, self.dtype, products=self.products, packed=packed)
@@ -173,7 +174,7 @@ class GpuBackend(Backend):
         is_arithmetic_fixed=False,
     )
 
-    def build_decoder(self, weights: dict[str, Tensor], packed: Packed) -> GpuDecoder:
+    def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
         """See `Backend`."""
         return GpuDecoder(self.model, weights, self.dtype, products=None)
 

@@ -7,6 +7,10 @@
  * Numbers of a weight are in fp32, bf16 or fp16, and widened to fp32 in registers, which is exact. In bf16 two numbers
  * along the depth may stand side by side, so that a shift and a mask widen them; the depth is even then.
  *
+ * A weight may also be in blocks of 16 or 32 numbers of a column, scale * (code - offset) + shift each. Of one block along the
+ * depth a panel has the scales of its columns, their shifts where there are any, then the codes: bytes, or two along the
+ * depth in one byte, the first in its lower half.
+ *
  * Each output number is one chain of fused multiply-adds over the depth, in order, whatever the number of rows, blocks
  * or threads: a row's result does not depend on the rows beside it, bit for bit.
  */
@@ -33,12 +37,30 @@
 /* One block reads a panel once, as it comes from memory: so many bytes ahead. */
 #define STREAM_AHEAD 4096
 #define UNROLLED _Pragma("GCC unroll 12")
+#define UNROLLED_BY_8 _Pragma("GCC unroll 8")
+
+/* How a weight in blocks is coded, from its type: BLOCKS and a bit for each choice. Without shifts codes have an offset of half
+ * their range. */
+typedef struct {
+    int has_bytes, has_wide_scales, has_shifts, size;
+} Coding;
+
+INLINE Coding coding_of(int64_t type)
+{
+    return (Coding){type >> 8 & 1, type >> 9 & 1, type >> 10 & 1, type >> 11 & 1 ? 16 : 32};
+}
+
+/* Of a block of one column. */
+INLINE int64_t bytes_of_block(Coding c)
+{
+    return (c.has_wide_scales ? 4 : 2) * (1 + c.has_shifts) + (c.has_bytes ? c.size : c.size / 2);
+}
 
 /* out[rows, columns] = x[rows, depth] W^T + bias; or, where `adds`, out += scaling * x W^T. */
 typedef struct {
     float *out;
     const float *x;
-    const void *w;     /* panels of `type` */
+    const void *w;     /* panels of `type`: a number format, or that of blocks with their coding */
     const float *bias; /* NULL for none */
     int64_t out_stride, x_stride, depth, num_columns;
     float scaling;
@@ -69,6 +91,14 @@ typedef struct {
 INLINE vec load_lanes(const float *from, int count, const int IS_FULL)
 {
     return IS_FULL ? load(from) : load_first(from, count);
+}
+
+INLINE void store_lanes(float *to, vec v, int count, const int IS_FULL)
+{
+    if (IS_FULL)
+        store(to, v);
+    else
+        store_first(to, v, count);
 }
 
 /* Of columns `column` and so on of a group of `width` columns at `w`: the numbers at place `n` of the group. */
@@ -134,11 +164,7 @@ INLINE void tile(const Product *p, Place at, const int ROWS, const int VECTORS, 
     UNROLLED for (int r = 0; r < ROWS; r++)
         UNROLLED for (int v = 0; v < VECTORS; v++)
         {
-            float *to = out + r * p->out_stride + v * WIDTH;
-            if (v < FULL)
-                store(to, sums[r][v]);
-            else
-                store_first(to, sums[r][v], lanes);
+            store_lanes(out + r * p->out_stride + v * WIDTH, sums[r][v], lanes, v < FULL);
         }
 }
 
@@ -209,6 +235,147 @@ INLINE void multiply_as(const Product *p, Part part, const int TYPE)
     }
 }
 
+INLINE vec scales_at(const uint8_t *from, int64_t column, int count, Coding c)
+{
+    return c.has_wide_scales ? load_first((const float *)from + column, count)
+                             : widened_halves((const uint16_t *)from + column, count);
+}
+
+/* Of one block of a panel of `width` columns: scales and shifts of WIDTH or fewer columns, and where their codes begin. */
+typedef struct {
+    vec scale, shift;
+    const uint8_t *codes;
+} Block;
+
+INLINE Block block_at(const uint8_t *from, int64_t width, int64_t column, int count, Coding c)
+{
+    const int64_t scale_bytes = width * (c.has_wide_scales ? 4 : 2);
+    const vec scale = scales_at(from, column, count, c);
+    /* times a power of two: not rounded */
+    const vec shift = c.has_shifts ? scales_at(from + scale_bytes, column, count, c) : scale * (c.has_bytes ? -128.0f : -8.0f);
+    return (Block){scale, shift, from + scale_bytes * (1 + c.has_shifts) + column};
+}
+
+/* Numbers of codes; `is_upper`: of those in the upper halves of bytes. */
+INLINE vec numbers_of(vec_of_int found, vec scale, vec shift, const int HAS_BYTES, const int is_upper)
+{
+    const vec_of_int codes = HAS_BYTES ? found : is_upper ? found >> 4 : found & 15;
+    return fused(scale, __builtin_convertvector(codes, vec), shift);
+}
+
+/* WIDTH or fewer columns of a block, `width` numbers apart, in fp32. */
+INLINE void widen_columns(float *to, Block b, int64_t width, int count, Coding c, const int IS_FULL, const int HAS_BYTES)
+{
+    UNROLLED_BY_8 for (int k = 0; k < c.size; k += HAS_BYTES ? 1 : 2, b.codes += width) {
+        const vec_of_int found = widened_bytes(b.codes, IS_FULL ? WIDTH : count);
+        store_lanes(to + k * width, numbers_of(found, b.scale, b.shift, HAS_BYTES, 0), count, IS_FULL);
+        if (!HAS_BYTES)
+            store_lanes(to + (k + 1) * width, numbers_of(found, b.scale, b.shift, 0, 1), count, IS_FULL);
+    }
+}
+
+/* One block of `width` columns at `from`, in fp32. */
+INLINE void widen_block(float *to, const uint8_t *from, int64_t width, Coding c, const int HAS_BYTES)
+{
+    for (int64_t column = 0; column < width; column += WIDTH) {
+        const int count = (int)smaller(WIDTH, width - column);
+        const Block b = block_at(from, width, column, count, c);
+        if (count == WIDTH)
+            widen_columns(to + column, b, width, WIDTH, c, 1, HAS_BYTES);
+        else
+            widen_columns(to + column, b, width, count, c, 0, HAS_BYTES);
+    }
+}
+
+/* `depth` numbers of each of `width` columns. */
+static const uint8_t *widen_blocks(float *to, const uint8_t *from, int64_t width, int64_t depth, Coding c)
+{
+    for (int64_t k = 0; k < depth; k += c.size, to += c.size * width, from += width * bytes_of_block(c)) {
+        const int64_t columns = width == PANEL ? PANEL : width;
+        if (c.has_bytes)
+            widen_block(to, from, columns, c, 1);
+        else
+            widen_block(to, from, columns, c, 0);
+    }
+    return from;
+}
+
+/* Few rows and a whole panel, whose numbers stay in registers. */
+INLINE void tile_of_blocks(const Product *p, Part part, int64_t column, const uint8_t *w, Coding c, const int ROWS,
+                           const int HAS_BYTES)
+{
+    const float *x = p->x + part.first_row * p->x_stride;
+    float *out = p->out + part.first_row * p->out_stride + column;
+    vec sums[MOST_ROWS][PANEL_VECTORS];
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
+            sums[r][v] = (vec){0};
+    for (int64_t first = 0; first < p->depth; first += c.size, w += PANEL * bytes_of_block(c)) {
+        Block b[PANEL_VECTORS];
+        UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
+            b[v] = block_at(w, PANEL, v * WIDTH, WIDTH, c);
+        const uint8_t *codes = b[0].codes;
+        for (int64_t k = first; k < first + c.size; k += HAS_BYTES ? 1 : 2, codes += PANEL) {
+            __builtin_prefetch(codes + STREAM_AHEAD, 0, 2);
+            vec_of_int found[PANEL_VECTORS];
+            UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
+                found[v] = widened_bytes(codes + v * WIDTH, WIDTH);
+            UNROLLED for (int n = 0; n < 2; n++) {
+                if (HAS_BYTES && n == 1)
+                    break;
+                vec values[PANEL_VECTORS];
+                UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
+                    values[v] = numbers_of(found[v], b[v].scale, b[v].shift, HAS_BYTES, n);
+                UNROLLED for (int r = 0; r < ROWS; r++)
+                    UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
+                        sums[r][v] = fused(all_lanes(x[r * p->x_stride + k + n]), values[v], sums[r][v]);
+            }
+        }
+    }
+    UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
+    {
+        const vec shift = p->bias ? load(p->bias + column + v * WIDTH) : (vec){0};
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            store(out + r * p->out_stride + v * WIDTH, p->bias ? sums[r][v] + shift : sums[r][v]);
+    }
+}
+
+INLINE void tile_of_few_rows(const Product *p, Part part, int64_t column, const uint8_t *w, Coding c, const int HAS_BYTES)
+{
+    switch (part.end_row - part.first_row) {
+#define CASE(ROWS)                                                                                                     \
+    case ROWS:                                                                                                         \
+        tile_of_blocks(p, part, column, w, c, ROWS, HAS_BYTES);                                                        \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MOST_ROWS == 12
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+    }
+}
+
+static void multiply_blocks(const Product *p, Part part)
+{
+    const Coding c = coding_of(p->type);
+    const int is_few = part.end_row - part.first_row <= MOST_ROWS;
+    float widened[WIDENED_PART * PANEL];
+    for (int64_t column = part.first_column; column < part.end_column; column += PANEL) {
+        const uint8_t *w = (const uint8_t *)p->w + column * (p->depth / c.size) * bytes_of_block(c);
+        const int64_t width = smaller(PANEL, p->num_columns - column);
+        if (is_few && width == PANEL && c.has_bytes)
+            tile_of_few_rows(p, part, column, w, c, 1);
+        else if (is_few && width == PANEL)
+            tile_of_few_rows(p, part, column, w, c, 0);
+        else
+            for (int64_t first = 0, end; first < p->depth; first = end) {
+                end = smaller(p->depth, first + WIDENED_PART);
+                w = widen_blocks(widened, w, width, end - first, c);
+                multiply_fp32_by_part(p, part, (Place){0, column, first, end, widened, 0}, 0);
+            }
+    }
+}
+
 /* Not inlined: the compiler takes long over its tiles. */
 __attribute__((noinline)) static void multiply(const Product *p, Part part)
 {
@@ -218,6 +385,8 @@ __attribute__((noinline)) static void multiply(const Product *p, Part part)
         multiply_as(p, part, BF16_PAIRS);
     else if (p->type == BF16)
         multiply_as(p, part, BF16);
+    else if (p->type & BLOCKS)
+        multiply_blocks(p, part);
     else
         multiply_as(p, part, FP16);
 }

@@ -10,8 +10,8 @@
 #define WIDTH ((int)(VECTOR_BYTES / sizeof(float)))
 #define INLINE static inline __attribute__((always_inline))
 
-/* Number formats. In pairs: of a weight in panels, see panels.h. */
-enum { FP32, BF16_PAIRS, FP16, BF16 };
+/* Number formats. In pairs, and in blocks: of a weight in panels, see panels.h. */
+enum { FP32, BF16_PAIRS, FP16, BF16, BLOCKS };
 #define SIZE_OF(TYPE) ((TYPE) == FP32 ? 4 : 2)
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -108,6 +108,19 @@ INLINE vec widened_brains(const uint16_t *from, int count)
         brains = _mm_or_si128(brains, _mm_loadu_si128((const __m128i *)last));
     }
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16);
+#endif
+}
+
+/* The first `count` bytes as whole numbers; the memory of the others is not touched. */
+INLINE vec_of_int widened_bytes(const uint8_t *from, int count)
+{
+    uint8_t bytes[WIDTH] = {0};
+    if (count < WIDTH)
+        from = memcpy(bytes, from, count);
+#if VECTOR_BYTES == 64
+    return (vec_of_int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    return (vec_of_int)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #endif
 }
 

@@ -1,8 +1,8 @@
 """Packs weights of linear layers into the layout that a CPU multiplies with fastest: `pack(weight, products)`.
 
-Compiled kernels read panels: of fp32, bf16 or fp16 multiplied in fp32 (`panels.py`), or in bf16 or 8 bits (`dots.py`).
-Where there are none, torch's oneDNN has a layout of its own for fp32 (`onednn.py`). In all of them a row's result has
-the same bits whatever rows are beside it.
+Compiled kernels read panels: of fp32, bf16 or fp16 (`panels.py`), or of blocks of few bits (`blocks.py`), multiplied in
+fp32; or multiplied in bf16 or 8 bits (`dots.py`). Where there are none, torch's oneDNN has a layout of its own for fp32
+(`onednn.py`). In all of them a row's result has the same bits whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from .blocks import BlockWeight
 from .dots import Bf16Weight, Int8Weight, has_dots
 from .onednn import OneDnnWeight, has_onednn
-from .panels import PanelWeight, has_panels
+from .panels import PanelWeight, StoredWeight, has_panels
 
 #: How the numbers of a weight and of its input are multiplied.
 Products = Literal["float32", "bfloat16", "int8"]
 
 
-#: The class of weights that compiled kernels read for such products.
-PACKED_CLASSES: Mapping[Products, type[PanelWeight | Bf16Weight | Int8Weight]] = {
+_PACKED_CLASSES: Mapping[Products, type[PanelWeight | Bf16Weight | Int8Weight]] = {
     "float32": PanelWeight,
     "bfloat16": Bf16Weight,
     "int8": Int8Weight,
@@ -42,6 +43,16 @@ class PackedWeight(Protocol):
         """W in the plain layout and fp32: the numbers that are multiplied, bit for bit."""
 
 
+def stored_class(products: Products, dtype: torch.dtype) -> type[StoredWeight]:
+    """The class of weights that compiled kernels read for such products. `dtype`: of their `numbers`."""
+    return BlockWeight if products == "float32" and dtype == torch.uint8 else _PACKED_CLASSES[products]
+
+
+def can_widen_blocks(products: Products) -> bool:
+    """Whether `BlockWeight` serves such products on this machine."""
+    return products == "float32" and has_panels()
+
+
 def can_multiply(products: Products) -> bool:
     """Whether there are kernels for such products on this machine."""
     return has_panels() or has_onednn() if products == "float32" else has_dots(products)
@@ -51,4 +62,4 @@ def pack(weight: Tensor, products: Products) -> PackedWeight:
     """A packed copy of a weight in fp32, bf16 or fp16, for products that this machine `can_multiply`."""
     if products == "float32" and not has_panels():
         return OneDnnWeight(weight.float())
-    return PACKED_CLASSES[products](weight)
+    return _PACKED_CLASSES[products](weight)

@@ -90,9 +90,21 @@ INLINE void unpack(float *w, const void *panels, int64_t first, int64_t width, i
             w[c * depth + k] = number(panels, first + place_of(k, c, width, TYPE), TYPE);
 }
 
+static void unpack_blocks(float *w, const uint8_t *panel, int64_t width, int64_t depth, Coding coding)
+{
+    float widened[32 * PANEL];
+    for (int64_t first = 0; first < depth; first += coding.size) {
+        panel = widen_blocks(widened, panel, width, coding.size, coding);
+        for (int64_t c = 0; c < width; c++)
+            for (int64_t k = 0; k < coding.size; k++)
+                w[c * depth + first + k] = widened[k * width + c];
+    }
+}
+
 /* In fp32, whatever the panels hold. */
 void unpack_weight(float *w, const void *panels, int64_t num_columns, int64_t depth, int64_t type)
 {
+    const Coding coding = coding_of(type);
 #pragma omp parallel for
     for (int64_t start = 0; start < num_columns; start += PANEL) {
         const int64_t first = start * depth, width = smaller(PANEL, num_columns - start);
@@ -102,6 +114,9 @@ void unpack_weight(float *w, const void *panels, int64_t num_columns, int64_t de
             unpack(w + first, panels, first, width, depth, BF16_PAIRS);
         else if (type == BF16)
             unpack(w + first, panels, first, width, depth, BF16);
+        else if (type & BLOCKS)
+            unpack_blocks(w + first, (const uint8_t *)panels + first / coding.size * bytes_of_block(coding), width, depth,
+                          coding);
         else
             unpack(w + first, panels, first, width, depth, FP16);
     }
@@ -138,3 +153,6 @@ void add_linear_panels(float *y, const float *x, int64_t num_rows, const float *
 {
     multiply_by_all(&(Product){y, x, panels, 0, num_columns, depth, depth, num_columns, scaling, 1, FP32}, num_rows);
 }
+
+/* Columns of a panel, for those who pack blocks. */
+int panel_columns(void) { return PANEL; }

@@ -6,6 +6,7 @@ as wide as two vectors of the processor, so what one machine packs is not for an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Self
 
 import torch
@@ -26,7 +27,7 @@ def has_panels() -> bool:
     return native_build() is not None
 
 
-class StoredWeight:
+class StoredWeight(ABC):
     """A packed weight that compiled kernels read: it can be kept in a file and mapped from it.
 
     `numbers`: flat, in the layout and the type of its class; `shape`: [out_features, in_features].
@@ -41,6 +42,14 @@ class StoredWeight:
         packed = cls.__new__(cls)
         packed.numbers, packed.shape = numbers, shape
         return packed
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `PackedWeight`."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """See `PackedWeight`."""
 
 
 class PanelWeight(StoredWeight):
@@ -59,16 +68,7 @@ class PanelWeight(StoredWeight):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `PackedWeight`."""
-        x = x.contiguous()
-        y = torch.empty(len(x), self.shape[0])
-        places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
-        linear_panels = native_function("linear_panels", *places)
-        assert linear_panels is not None, "compiled kernels are not there"
-        linear_panels(
-            y.data_ptr(), x.data_ptr(), len(x), self.numbers.data_ptr(), None if bias is None else bias.data_ptr(),
-            *self.shape, PANEL_TYPES[self.numbers.dtype],
-        )  # fmt: skip
-        return y
+        return multiply_panels(self.numbers, PANEL_TYPES[self.numbers.dtype], self.shape, x, bias)
 
     def add_product_(self, y: Tensor, x: Tensor, scaling: float) -> None:
         """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, all in fp32."""
@@ -91,6 +91,18 @@ def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
     kernel."""
     is_served = dtype in PANEL_TYPES and not (dtype == torch.bfloat16 and depth % 2)
     return dtype if is_served else torch.float32
+
+
+def multiply_panels(panels: Tensor, panels_type: int, shape: tuple[int, int], x: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + bias` in fp32, with the weight of `shape` in panels of a type."""
+    x = x.contiguous()
+    y = torch.empty(len(x), shape[0])
+    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
+    linear_panels = native_function("linear_panels", *places)
+    assert linear_panels is not None, "compiled kernels are not there"
+    shift = None if bias is None else bias.data_ptr()
+    linear_panels(y.data_ptr(), x.data_ptr(), len(x), panels.data_ptr(), shift, *shape, panels_type)
+    return y
 
 
 def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.batching.policy import choose_batcher
-from ...engine.config import DeviceKind, EngineConfig, dtype_on, products_format, read_model_config
+from ...engine.config import DeviceKind, EngineConfig, Mode, dtype_on, has_blocks, products_format, read_model_config
 from ...engine.memory.limits import EngineLimits, engine_limits
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
@@ -125,7 +125,7 @@ class RunSettings:
             dtype=spec.dtype,
             base_quantization=spec.base_quantization,
             device=spec.device,
-            mode="unmerged" if spec.mode == "auto" and spec.base_quantization != "none" else spec.mode,
+            mode=_mode(spec, device.kind, job.model_folder),
             load_format=spec.load_format,
             cost=chosen.cost,
         )
@@ -450,6 +450,14 @@ def _preset(model: ModelConfig, kind: DeviceKind, products: str, threads: int | 
         return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}", True)
     factor = parameters / _GPU_PRESET_PARAMETERS
     return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}", True)
+
+
+def _mode(spec: JobSpec, kind: DeviceKind, model_folder: Path) -> Mode:
+    """The mode of engines. `auto` merges nothing into a base held in few bits: merged weights are held in 32."""
+    if spec.mode != "auto":
+        return spec.mode
+    is_small = kind == "cpu" and spec.policy == "planner" and has_blocks(model_folder)
+    return "unmerged" if is_small or spec.base_quantization != "none" else "auto"
 
 
 def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path | None:

@@ -1,12 +1,13 @@
-"""Converts GGUF files: dequantised once into a Hugging Face style safetensors folder.
+"""Converts GGUF files: once, into a Hugging Face style safetensors folder.
 
 Shapes: a linear weight is `[out_features, in_features]`, as in the checkpoint (GGUF lists its axes reversed).
 Sources: the GGUF specification (ggml `docs/gguf.md`) and llama.cpp's converter, which reorders the query and
 key rows of the Llama family for its own rotary layout; that reordering is undone here.
 
-Storage: float32 files stay float32 and bfloat16 files stay bfloat16, both exact. Anything quantised is stored as
-float16: half of float32's disk and load time, and its rounding (at most 2**-11 relative) is far below what 4- to
-8-bit quantisation lost already; bfloat16's (2**-8) would not always.
+Storage: float32 files stay float32 and bfloat16 files stay bfloat16, both exact. Weights in blocks that
+engines read (`blocks.py`) stay in them. Other kinds, and all of them for other programs, are dequantised and stored as
+float16: its rounding (at most 2**-11 relative) is far below what 4- to 8-bit quantisation lost already; bfloat16's
+(2**-8) would not always.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ...config import BLOCKS_KEY
 from ...errors import EngineError, ModelFilesError, UnsupportedModelError
 from ...local_cache import default_cache_root, file_lock, make_private, temporary_folder
 from ...untrusted import STOPS, shown_name
+from .blocks import KINDS, METADATA_KEY, GgufWeight, Weight, plain
 from .config import ROPE_FACTORS, model_config, token_id_config
 from .file import GgufFile, open_binary, open_gguf
 from .tokenizer import write_tokenizer
@@ -52,9 +55,10 @@ _BLOCK_TENSORS = {
 _QWEN2_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")}
 
 
-def converted_folder(name: str, sha256: str, cache_root: Path) -> Path:
-    """The folder a GGUF file with this content hash (hex) converts into."""
-    return cache_root / "models" / f"{name}-{sha256[:16]}-v{CONVERSION_VERSION}"
+def converted_folder(name: str, sha256: str, cache_root: Path, *, keep_blocks: bool = True) -> Path:
+    """The folder a GGUF file with this content hash (hex) converts into. `keep_blocks`: see `convert_gguf`."""
+    kind = "-blocks" if keep_blocks else ""
+    return cache_root / "models" / f"{name}-{sha256[:16]}{kind}-v{CONVERSION_VERSION}"
 
 
 def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
@@ -74,8 +78,10 @@ def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
     return folder
 
 
-def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES, *, keep_blocks: bool = True) -> None:
     """Write `folder` (config, generation config, tokenizer, safetensors of at most `shard_bytes`) from a GGUF file.
+
+    `keep_blocks`: weights in blocks stay in them, which no other program reads from safetensors.
 
     The folder appears whole or not at all. Several processes may convert into the same folder at once: the
     first to finish wins and the others' work is dropped; an existing folder is left as it is.
@@ -86,7 +92,7 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) 
     gguf = open_gguf(gguf_path)
     make_private(folder.parent)
     with temporary_folder(folder.parent, f".{folder.name}.tmp-") as scratch:
-        _convert(gguf, scratch, shard_bytes)
+        _convert(gguf, scratch, shard_bytes, keep_blocks=keep_blocks)
         try:
             os.replace(scratch, folder)
         except OSError:
@@ -94,14 +100,15 @@ def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) 
                 raise
 
 
-def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int) -> None:
+def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int, *, keep_blocks: bool) -> None:
     try:
         names = _checkpoint_names(gguf)
         dtype = _storage_dtype(gguf)
-        _write_json(scratch / "config.json", model_config(gguf, dtype))
+        kept = _in_blocks(gguf) if keep_blocks else {}
+        _write_json(scratch / "config.json", model_config(gguf, dtype) | ({BLOCKS_KEY: True} if kept else {}))
         _write_json(scratch / "generation_config.json", token_id_config(gguf))
         write_tokenizer(gguf.metadata, scratch)
-        _write_weights(gguf, names, dtype, scratch, shard_bytes)
+        _write_weights(gguf, names, dtype, kept, scratch, shard_bytes)
     except (*STOPS, EngineError, OSError):
         raise
     except BaseException as error:
@@ -150,8 +157,19 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def _in_blocks(gguf: GgufFile) -> dict[str, str]:
+    """Weights in blocks that engines read: GGUF tensor name -> kind."""
+    kinds = {name: tensor.tensor_type.name for name, tensor in gguf.tensors.items() if len(tensor.shape) == 2}
+    return {name: kind for name, kind in kinds.items() if kind in KINDS}
+
+
 def _write_weights(
-    gguf: GgufFile, names: Mapping[str, str], dtype: StorageDtype, folder: Path, shard_bytes: int
+    gguf: GgufFile,
+    names: Mapping[str, str],
+    dtype: StorageDtype,
+    kept: Mapping[str, str],
+    folder: Path,
+    shard_bytes: int,
 ) -> None:
     """One `model.safetensors`, or numbered shards with an index when the model is larger than a shard."""
     import torch
@@ -163,8 +181,10 @@ def _write_weights(
         file_name = "model.safetensors"
         if len(shards) > 1:
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {names[name]: _weight(gguf, name, getattr(torch, dtype)) for name in shard}
-        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        tensors = {names[name]: _weight(gguf, name, getattr(torch, dtype), kept.get(name)) for name in shard}
+        kinds = {names[name]: kept[name] for name in shard if name in kept}
+        metadata = {"format": "pt"} | ({METADATA_KEY: json.dumps(kinds)} if kinds else {})
+        save_file(tensors, folder / file_name, metadata=metadata)
         weight_map |= dict.fromkeys(tensors, file_name)
     if len(shards) > 1:
         _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
@@ -184,22 +204,27 @@ def _shards(gguf: GgufFile, names: Mapping[str, str], bytes_per_value: int, shar
     return shards
 
 
-def _weight(gguf: GgufFile, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """One tensor as the checkpoint holds it. Raises `ModelFilesError` for a value that does not fit."""
+def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> torch.Tensor:
+    """One tensor as the checkpoint holds it, of some `kind` the bytes of its blocks.
+
+    Raises `ModelFilesError` for a value that does not fit.
+    """
     import torch
 
-    array = gguf.array(name)
+    array = gguf.array(name) if kind is None else gguf.tensors[name].data
     if gguf.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = "attention.head_count" if name.endswith("attn_q.weight") else "attention.head_count_kv"
         array = _restore_rotary_rows(array, int(gguf.optional(heads, gguf.require("attention.head_count"))))
     # A copy: the reader's arrays are read-only views of the mapped file.
-    tensor = torch.from_numpy(array.copy()).to(dtype)
+    stored = torch.from_numpy(array.copy())
+    weight: Weight = stored if kind is None else GgufWeight(stored, kind)
+    tensor = plain(weight, dtype)
     if not bool(torch.isfinite(tensor).all()):
         raise ModelFilesError(f"{gguf.path}: {name} holds values that are not finite numbers in {dtype}.")
-    return tensor
+    return tensor if kind is None else stored
 
 
 def _restore_rotary_rows(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Undo llama.cpp's reordering of `[out, in]`: each head's rows from (pair, half) to (half, pair)."""
+    """Undo llama.cpp's reordering of rows, of numbers or bytes: each head's from (pair, half) to (half, pair)."""
     half = weight.shape[0] // num_heads // 2
     return weight.reshape(num_heads, half, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from lorabatch.console.plan_tables import plan_json, print_plan
+from lorabatch.engine.config import BLOCKS_KEY
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
 from lorabatch.pipeline.planning.dry_run import dry_run
 
@@ -46,6 +48,19 @@ def test_a_plan_accounts_for_every_row_and_writes_nothing(options: dict[str, Any
     assert 0 < found["bound_s"] <= found["predicted_s"]
     assert found["price"] == pytest.approx(found["predicted_s"] * 2 / 1000)
     json.dumps(found)
+
+
+def test_nothing_is_merged_into_a_base_in_blocks_unless_it_is_asked_for(
+    options: dict[str, Any], tiny_llama: Path, tmp_path: Path
+) -> None:
+    assert dry_run(options).settings.engine.mode == "auto"
+    in_blocks = options | {"model": str(shutil.copytree(tiny_llama, tmp_path / "blocks"))}
+    path = tmp_path / "blocks" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {BLOCKS_KEY: True}))
+    assert dry_run(in_blocks).settings.engine.mode == "unmerged"
+    assert dry_run(in_blocks | {"mode": "merged"}).settings.engine.mode == "merged"
+    assert dry_run(in_blocks | {"policy": "dlora"}).settings.engine.mode == "auto"
+    assert dry_run(in_blocks | {"device": "cuda"}).settings.engine.mode == "auto"
 
 
 def test_lengths_are_known_when_the_stop_token_is_ignored(options: dict[str, Any]) -> None:

@@ -19,12 +19,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from safetensors.torch import load_file
+from peft_oracle import make_engine, prompts, register_all, serve, weights_sha256
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
+from lorabatch.engine.models.gguf.blocks import METADATA_KEY
 from lorabatch.engine.models.gguf.convert import convert_gguf, resolve_gguf
+from lorabatch.engine.request import Request, SamplingParams
 
 NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 4, 2, 2
 SIZES = {
@@ -212,10 +215,64 @@ def test_a_qwen2_file_keeps_its_biases_and_row_order(tmp_path):
     assert_same_logits(qwen, tmp_path / "model")
 
 
-def test_quantised_tensors_are_stored_as_float16_of_their_exact_values(llama, tmp_path):
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+def test_engines_compute_with_the_exact_values_of_blocks(kind, is_tied, tmp_path):
+    of_kind = GGMLQuantizationType[kind]
+    tensors = gguf_tensors(tiny_llama(tie_word_embeddings=is_tied), is_llama=True)
+    exact = {
+        name: dequantize(quantize(array, of_kind), of_kind) if array.ndim == 2 else array
+        for name, array in tensors.items()
+    }
+    head = torch.from_numpy(exact["token_embd.weight" if is_tied else "output.weight"])
+    looked_up = exact["token_embd.weight"].astype(np.float16)
+    exact["token_embd.weight"] = looked_up.astype(np.float32)
+    convert_gguf(write_gguf(tmp_path / "blocks.gguf", tensors, quantise=of_kind), tmp_path / "blocks")
+    convert_gguf(write_gguf(tmp_path / "exact.gguf", exact), tmp_path / "exact")
+    stored = load_file(tmp_path / "blocks" / "model.safetensors")
+    assert {t.dtype for t in stored.values() if t.ndim == 2} == {torch.uint8}
+    in_blocks, plain = make_engine(tmp_path / "blocks"), make_engine(tmp_path / "exact")
+    assert in_blocks.backend.decoder.linears["lm_head"].live.equal(head)
+    assert in_blocks.backend.decoder.tensors["model.embed_tokens.weight"].equal(torch.from_numpy(looked_up))
+    for ours, theirs in zip(in_blocks.backend.decoder.layers, plain.backend.decoder.layers, strict=True):
+        assert all(linear.live.equal(theirs.linears[site].live) for site, linear in ours.linears.items())
+    if not is_tied:
+        rows = [Request(f"row-{i}", p, None, SamplingParams(max_tokens=8)) for i, p in enumerate(prompts(6, 272))]
+        answers = [{i: r.token_ids for i, r in serve(engine, rows).items()} for engine in (in_blocks, plain)]
+        assert answers[0] == answers[1]
+
+
+def test_merging_into_blocks_and_restoring_them_gives_the_same_bits(llama, llama_gguf, make_adapter, tmp_path):
+    convert_gguf(llama_gguf, tmp_path / "plain")
+    adapter = make_adapter(tmp_path / "adapter", tmp_path / "plain")
+    tensors = gguf_tensors(llama, is_llama=True)
+    path = write_gguf(tmp_path / "blocks.gguf", tensors, quantise=GGMLQuantizationType.Q4_1)
+    convert_gguf(path, tmp_path / "blocks")
+    engine = make_engine(tmp_path / "blocks")
+    before = weights_sha256(engine)
+    (adapter_id,) = register_all(engine, {"one": adapter}).values()
+    engine.switch_weights(adapter_id)
+    assert weights_sha256(engine) != before
+    engine.switch_weights(None)
+    assert weights_sha256(engine) == before
+
+
+def test_damaged_kinds_of_blocks_are_refused(llama, tmp_path):
+    tensors = gguf_tensors(llama, is_llama=True)
+    convert_gguf(write_gguf(tmp_path / "q8.gguf", tensors, quantise=GGMLQuantizationType.Q8_0), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    stored = load_file(path)
+    for kinds in ("{", "[]", '{"lm_head.weight": "Q4_2"}', '{"lm_head.weight": "Q6_K"}', '{"lm_head.weight": [1]}'):
+        save_file(stored, path, {"format": "pt", METADATA_KEY: kinds})
+        with pytest.raises(ModelFilesError):
+            make_engine(tmp_path / "model")
+
+
+def test_for_other_programs_blocks_are_stored_as_float16_of_their_exact_values(llama, tmp_path):
     tensors = gguf_tensors(llama, is_llama=True)
     kind = GGMLQuantizationType.Q8_0
-    convert_gguf(write_gguf(tmp_path / "q8.gguf", tensors, quantise=kind), tmp_path / "model")
+    path = write_gguf(tmp_path / "q8.gguf", tensors, quantise=kind)
+    convert_gguf(path, tmp_path / "model", keep_blocks=False)
     stored = load_file(tmp_path / "model" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
     exact = dequantize(quantize(tensors["blk.1.ffn_up.weight"], kind), kind)
     assert stored.dtype == torch.float16
@@ -245,6 +302,7 @@ def test_end_of_turn_tokens_all_end_an_answer(llama, tmp_path):
 _CONVERT_ON_REQUEST = """
 import sys
 from pathlib import Path
+from lorabatch.engine.models.gguf.blocks import METADATA_KEY
 from lorabatch.engine.models.gguf.convert import convert_gguf
 print("ready", flush=True)
 sys.stdin.readline()
