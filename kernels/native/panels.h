@@ -320,9 +320,8 @@ INLINE void tile_of_blocks(const Product *p, Part part, int64_t column, const ui
             vec_of_int found[PANEL_VECTORS];
             UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
                 found[v] = widened_bytes(codes + v * WIDTH, WIDTH);
-            UNROLLED for (int n = 0; n < 2; n++) {
-                if (HAS_BYTES && n == 1)
-                    break;
+            /* unrolled, some of the sums of four and more rows would be kept in memory */
+            for (int n = 0; n < (HAS_BYTES ? 1 : 2); n++) {
                 vec values[PANEL_VECTORS];
                 UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
                     values[v] = numbers_of(found[v], b[v].scale, b[v].shift, HAS_BYTES, n);
