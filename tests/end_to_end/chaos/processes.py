@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -103,32 +102,35 @@ class ExistingCluster:
         self._folder = folder
         self._environment = environment | {"DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "20s"}
         self._net = net
-        self._hosts = cycle(f"worker{place}" for place in range(num_workers))
         self._log = (folder / "dask.log").open("ab")
         words = ("scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0")
         self._processes = [self._start("scheduler", words)]
-        for _ in range(num_workers):
-            self.start_nanny()
+        self._hosts: dict[subprocess.Popen[bytes], str] = {}
+        for place in range(num_workers):
+            self.start_nanny(f"worker{place}")
         file = folder / "scheduler.json"
         wait = [sys.executable, "-c", _WAIT_FOR_WORKERS, str(file), str(num_workers)]
         command = wait if net is None else net.command("client", wait)
         subprocess.run(command, check=True, env=environment, timeout=2 * _START_LIMIT_S)
         self.address = str(json.loads(file.read_text())["address"])
 
-    def start_nanny(self) -> None:
-        """One more worker, with its nanny, unless the cluster has ended."""
+    def start_nanny(self, host: str) -> None:
+        """One more worker on a host, with its nanny, unless the cluster has ended."""
         if self._log.closed:
             return
         options = ("--nthreads", "1", "--local-directory", str(self._folder), "--no-dashboard")
-        self._processes.append(self._start(next(self._hosts), ("worker", *options)))
+        process = self._start(host, ("worker", *options))
+        self._processes.append(process)
+        self._hosts[process] = host
 
-    def replace_failed(self) -> None:
-        """Another worker for each that failed, as a batch system starts them: one that is cut off when it starts gives
-        up after 30 s.
+    def ended_workers(self) -> list[str]:
+        """The hosts of workers that have ended since the last call, however: a batch system starts others there. One
+        that is cut off while it starts gives up after 30 s; one that was cut off is closed when it is heard of again.
         """
-        for process in [process for process in self._processes[1:] if process.poll() == 1]:
+        ended = [process for process in self._hosts if process.poll() is not None]
+        for process in ended:
             self._processes.remove(process)
-            self.start_nanny()
+        return [self._hosts.pop(process) for process in ended]
 
     def _start(self, host: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dask", *words, "--scheduler-file", str(self._folder / "scheduler.json")]

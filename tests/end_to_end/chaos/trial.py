@@ -32,7 +32,7 @@ from lorabatch.tests.end_to_end.chaos.processes import (
     wait_until_gone,
 )
 from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario, Victim
-from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output
+from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output, faults_of_temporary_files
 from lorabatch.tests.end_to_end.hosts.network import Network, network, why_no_hosts
 
 _POLL_S = 0.05
@@ -134,6 +134,7 @@ class Trial:
             self._outcome.num_coordinators = events[BEGINNING]
             self._close_cluster()
             self._check_leftovers(None, "everything has ended")
+            self._outcome.faults += faults_of_temporary_files(self._folder / "tmp")
         except TrialError as fault:
             self._outcome.faults.append(str(fault))
         finally:
@@ -221,7 +222,8 @@ class Trial:
                 raise TrialError(f"hangs: not done after {TIME_LIMIT_S:.0f} s and {self._outcome.num_starts} starts")
             self._arm()
             if self._cluster is not None:
-                self._cluster.replace_failed()
+                for host in self._cluster.ended_workers():
+                    self._later(_REPLACED_AFTER_S, partial(self._cluster.start_nanny, host))
             for entry in [entry for entry in self._due if entry[0] <= now_s]:
                 self._due.remove(entry)
                 entry[1]()
@@ -260,8 +262,6 @@ class Trial:
             self._stop(blow, process)
         elif blow.victim == "scheduler":
             self._ending.append(process)
-        elif blow.victim == "nanny" and self._cluster is not None:
-            self._later(_REPLACED_AFTER_S, self._cluster.start_nanny)
 
     def _trouble_store(self, blow: Blow) -> None:
         if self._place.strike(blow.signal):

@@ -10,12 +10,14 @@ from pathlib import Path
 import echo_engine
 import pyarrow as pa
 
+from lorabatch.engine.local_cache import scratch_folder, temporary_folder
 from lorabatch.jobs.store import JobStore
 from lorabatch.tests.end_to_end.chaos.material import Material
 from lorabatch.tests.end_to_end.chaos.scenario import Scenario
 from lorabatch.tests.end_to_end.chaos.sorted_output import digest, sorted_output
 
 _ONLY_WHILE_RUNNING = ("rows", "wip", "tmp")
+_OF_DASK = "dask-scratch-space"
 
 
 def faults_of_output(output: Path, store: JobStore, material: Material, scenario: Scenario) -> list[str]:
@@ -62,6 +64,17 @@ def _wrong(table: pa.Table, material: Material, scenario: Scenario) -> Iterator[
     changed = [row["id"] for row in rows if any(row[name] != inputs[row["id"]][name] for name in ("adapter", "note"))]
     if changed:
         yield f"{len(changed)} rows lost their columns: {changed[:5]}"
+
+
+def faults_of_temporary_files(folder: Path) -> Iterator[str]:
+    """Files left in the trial's folder for temporary files. Those of killed processes go when the next process has made
+    a folder there; Dask's own are Dask's.
+    """
+    ours = scratch_folder(folder)
+    with temporary_folder(ours) as own:
+        left = [path for path in (*folder.iterdir(), *ours.iterdir()) if path not in (ours, own, folder / _OF_DASK)]
+    if left:
+        yield f"left behind in the folder for temporary files: {[str(path.relative_to(folder)) for path in left]}"
 
 
 def _leftovers(output: Path, store: JobStore) -> Iterator[str]:
