@@ -106,7 +106,7 @@ def _run_opened(
                 watcher.note(line)
             if page := page_address(dask):
                 watcher.note(f"dashboard: {page}")
-            return follow(dask, launched, reporter)
+            return follow(dask, launched, reporter, watcher)
     except (JobFailedError, StorageError):
         # The connection may be lost to a coordinator that has finished the job, or that one's to storage.
         if not has_finished(job):
@@ -118,6 +118,9 @@ _JOB_PRIORITY = 100
 # Finished rows are flushed and engines stopped meanwhile.
 _STOP_PATIENCE_S = 45.0
 _POLL_S = 0.5
+# A coordinator that runs reports every second.
+_SILENCE_S = 10.0
+_NO_WORKERS = "The cluster has no workers. The job goes on when it gets one."
 _ENDING_S, _ENDING_POLL_S = 15.0, 0.1
 _ARRIVAL_POLL_S = 0.01
 # In Dask's configuration of the process that starts the job: how long a coordinator may be silent.
@@ -164,13 +167,15 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
     arguments = (job, run_id, time.time(), settings, lease_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
     # Dask sends tasks in batches, after the requests that follow them: the next command must find this one's task.
-    while not (future.done() or client.run_on_scheduler(_is_known, key=future.key)):
+    while not (future.done() or client.run_on_scheduler(_has_said, key=future.key)):
         time.sleep(_ARRIVAL_POLL_S)
     return LaunchedJob(run_id, future, (*device.notes, *settings.notes))
 
 
-def follow(client: Client, launched: LaunchedJob, reporter: JobReporter) -> JobResult:
+def follow(client: Client, launched: LaunchedJob, reporter: JobReporter, watcher: Progress) -> JobResult:
     """Report the job's states until it ends; its result. Raises what the job raised.
+
+    The watcher is told when the cluster has no workers any more.
 
     Ctrl-C stops the job, waits until finished rows are kept, and raises `JobInterruptedError`.
     """
@@ -180,10 +185,10 @@ def follow(client: Client, launched: LaunchedJob, reporter: JobReporter) -> JobR
     future.add_done_callback(lambda _: states.put(None))
     try:
         try:
-            _report_until_done(client, future, states, reporter)
+            _report_until_done(client, future, states, reporter, watcher)
         except KeyboardInterrupt:
             CONTROL.publish(client, run_id, StopRun())
-            _report_until_done(client, future, states, reporter, _STOP_PATIENCE_S)
+            _report_until_done(client, future, states, reporter, watcher, _STOP_PATIENCE_S)
             if not future.done():
                 # No worker runs the coordinator, or the one that does hangs.
                 future.cancel()
@@ -199,10 +204,12 @@ def _report_until_done(
     future: Future[JobResult],
     states: queue.SimpleQueue[JobState | None],
     reporter: JobReporter,
+    watcher: Progress,
     patience_s: float = inf,
 ) -> None:
     """Report states until the coordinator's task is done and none is left, or `patience_s` have passed."""
-    give_up_s = time.monotonic() + patience_s
+    silent_since_s, has_said = time.monotonic(), False
+    give_up_s = silent_since_s + patience_s
     while time.monotonic() < give_up_s:
         try:
             state = states.get(timeout=_POLL_S)
@@ -211,7 +218,13 @@ def _report_until_done(
                 return
             if client.status == "closed":
                 raise JobFailedError(SCHEDULER_LOST) from None
+            if not has_said and time.monotonic() - silent_since_s > _SILENCE_S:
+                silent_since_s = time.monotonic()
+                has_said = not client.scheduler_info(n_workers=-1)["workers"]
+                if has_said:
+                    watcher.note(_NO_WORKERS)
             continue
+        silent_since_s, has_said = time.monotonic(), False
         if state is not None:
             reporter.received(state)
 
@@ -248,7 +261,7 @@ def _refuse_running(client: Client, job: OpenedJob) -> None:
         time.sleep(_ENDING_POLL_S)
 
 
-def _is_known(dask_scheduler: Any, key: str) -> bool:
+def _has_said(dask_scheduler: Any, key: str) -> bool:
     return key in dask_scheduler.tasks
 
 

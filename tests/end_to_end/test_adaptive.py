@@ -34,3 +34,20 @@ def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) 
     assert len(joined) >= 2
     committed = {record["replica_id"] for record in events if record["kind"] == "ShardCommitted"}
     assert len(committed) >= 2
+
+
+@pytest.mark.long
+def test_a_command_says_that_its_cluster_has_no_workers_and_goes_on_when_it_has_one(echo_job: EchoJob) -> None:
+    class Owner(Watcher):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "The cluster has no workers" in text:
+                cluster.scale(1)
+
+    rows = make_rows(20)
+    echo_job.write_input(rows)
+    watcher = Owner(lambda state: False, lambda: None)
+    with LocalCluster(n_workers=0, **QUIETLY) as cluster, Client(cluster, set_as_default=False) as client:
+        echo_job.run(client, progress=watcher)
+    echo_job.assert_answered(rows)
+    assert sum("The cluster has no workers" in note for note in watcher.notes) == 1

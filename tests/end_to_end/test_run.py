@@ -61,7 +61,7 @@ def test_a_run_says_once_that_compiled_kernels_are_missing(
 def test_a_job_that_finishes_while_its_failure_is_recorded_is_done(
     echo_job: EchoJob, shared_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose_the_cluster(client: Client, launched: run_module.LaunchedJob, reporter: Any) -> Any:
+    def lose_the_cluster(client: Client, launched: run_module.LaunchedJob, *_: Any) -> Any:
         client.publish_dataset(launched.future, name="held")
         raise JobFailedError("The Dask scheduler is gone.")
 
