@@ -13,6 +13,7 @@ import torch
 TESTS = Path(__file__).parents[1]
 #: Of compiled kernels, of what does their work where there are none, and of engines on them.
 FILES = (
+    "kernels/test_blocks.py",
     "kernels/test_gated.py",
     "kernels/test_native.py",
     "kernels/test_packed_weight.py",
