@@ -19,6 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from safetensors.torch import save_file
+
 from ...config import BLOCKS_KEY
 from ...errors import EngineError, ModelFilesError, UnsupportedModelError
 from ...local_cache import default_cache_root, file_lock, make_private, temporary_folder
@@ -30,7 +33,6 @@ from .tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 StorageDtype = Literal["float32", "float16", "bfloat16"]
 # Part of every cached folder's name: raise it when the same GGUF file would convert to different files.
@@ -172,9 +174,6 @@ def _write_weights(
     shard_bytes: int,
 ) -> None:
     """One `model.safetensors`, or numbered shards with an index when the model is larger than a shard."""
-    import torch
-    from safetensors.torch import save_file
-
     shards = _shards(gguf, names, getattr(torch, dtype).itemsize, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -209,8 +208,6 @@ def _weight(gguf: GgufFile, name: str, dtype: torch.dtype, kind: str | None) -> 
 
     Raises `ModelFilesError` for a value that does not fit.
     """
-    import torch
-
     array = gguf.array(name) if kind is None else gguf.tensors[name].data
     if gguf.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = "attention.head_count" if name.endswith("attn_q.weight") else "attention.head_count_kv"
