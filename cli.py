@@ -352,7 +352,9 @@ def bench_engine(
     model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,
     vs: Annotated[
         list[str] | None,
-        typer.Option(help="Peers to run beside: peft, vllm, llamacpp, none; by default those installed. Repeatable."),
+        typer.Option(
+            help="Peers beside: peft, vllm, llamacpp, openvino, none; by default those installed. Repeatable."
+        ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1)] = 64,
     adapters: Annotated[int, typer.Option(min=1)] = 8,
@@ -363,9 +365,9 @@ def bench_engine(
 ) -> None:
     """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
     with errors_as_exit_codes():
-        from .benchmarks.engine_bench import main as run_benchmark
-        from .benchmarks.engine_bench import peers_of
-        from .benchmarks.engine_workload import ALL_LENGTHS
+        from .benchmarks.engine.bench import main as run_benchmark
+        from .benchmarks.engine.bench import peers_of
+        from .benchmarks.engine.workload import ALL_LENGTHS
 
         try:
             kinds = tuple(lengths or ALL_LENGTHS)

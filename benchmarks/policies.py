@@ -31,7 +31,7 @@ from distributed import Client
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from lorabatch.benchmarks.many_adapters_bench import small_base
+from lorabatch.benchmarks.engine.many_adapters import small_base
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.models.load import dummy_weights

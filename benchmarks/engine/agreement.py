@@ -1,4 +1,4 @@
-"""What number formats change: `python -m lorabatch.benchmarks.agreement [--rows 100] [--save FILE]`.
+"""What number formats change: `python -m lorabatch.benchmarks.engine.agreement [--rows 100] [--save FILE]`.
 
 The demo's four tasks are answered greedily by real jobs, one for each format, over held-out prompts. Each answer is
 compared with that of float32, and judged by its task's headline measure.

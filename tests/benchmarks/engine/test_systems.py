@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lorabatch.benchmarks.engine_systems import peak_bytes, start_clock
+from lorabatch.benchmarks.engine.systems import peak_bytes, start_clock
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""`python -m lorabatch.benchmarks.many_adapters_bench [RESULT.json]`: 1,000 adapters through a pool that holds 50.
+"""`python -m lorabatch.benchmarks.engine.many_adapters [RESULT.json]`: 1,000 adapters through a pool that holds 50.
 
 A small random base model, rows of all adapters in turn. Says how often adapters were read and loaded, how long steps
 waited for them, and whether all rows are what an engine answers that holds all adapters.

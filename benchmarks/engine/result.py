@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lorabatch.benchmarks.engine_workload import EngineWorkload
+from lorabatch.benchmarks.engine.workload import EngineWorkload
 from lorabatch.kernels.packed_weight import Products
 
 NO_LORA, UNMERGED, MERGED = "lorabatch no LoRA", "lorabatch unmerged", "lorabatch merged"
@@ -20,6 +20,7 @@ MERGED_ONE = "lorabatch merged, all rows of one adapter"
 #: Number formats of products beside fp32, and how much faster whole runs should be: all adapters, and without LoRA.
 FORMATS: Mapping[Products, tuple[float, float]] = {"bfloat16": (1.5, 1.5), "int8": (2.0, 1.9)}
 LLAMA_CPP, LLAMA_CPP_NO_LORA = "llama.cpp", "llama.cpp no LoRA"
+OPENVINO, OPENVINO_NO_LORA = "OpenVINO", "OpenVINO no LoRA"
 CEILING, TORCH_CEILING = "GEMM ceiling", "GEMM ceiling, torch's linear"
 
 
@@ -72,6 +73,8 @@ def ratios(runs: Runs) -> list[Ratio]:
         Ratio("unmerged against PEFT mixed", 6.0, over("PEFT mixed", UNMERGED)),
         Ratio("unmerged against llama.cpp", 2.0, over(LLAMA_CPP, UNMERGED)),
         Ratio("no LoRA against llama.cpp", 1.0, over(LLAMA_CPP_NO_LORA, NO_LORA)),
+        Ratio("unmerged against OpenVINO", 2.0, over(OPENVINO, UNMERGED)),
+        Ratio("no LoRA against OpenVINO", 1.0, over(OPENVINO_NO_LORA, NO_LORA)),
         Ratio("unmerged, share of no-LoRA speed", 0.85, over(NO_LORA, UNMERGED)),
         Ratio("merged, steps alone, share of no-LoRA speed", 0.98, over(NO_LORA, MERGED_ONE, without_switches=True)),
         Ratio("unmerged, share of the GEMM ceiling", 0.70, over(CEILING, UNMERGED)),
@@ -85,6 +88,8 @@ def ratios(runs: Runs) -> list[Ratio]:
             Ratio(f"{products} unmerged, share of its no-LoRA speed", 0.85, over(no_lora, lora)),
             Ratio(f"{products} unmerged against llama.cpp", 2.0, over(in_format(LLAMA_CPP, products), lora)),
             Ratio(f"{products} no LoRA against llama.cpp", 1.0, over(in_format(LLAMA_CPP_NO_LORA, products), no_lora)),
+            Ratio(f"{products} unmerged against OpenVINO", 2.0, over(in_format(OPENVINO, products), lora)),
+            Ratio(f"{products} no LoRA against OpenVINO", 1.0, over(in_format(OPENVINO_NO_LORA, products), no_lora)),
         ]
     return [ratio for ratio in all_ratios if ratio.values]
 

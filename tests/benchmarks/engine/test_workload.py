@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.benchmarks.engine_systems import run_ours
-from lorabatch.benchmarks.engine_workload import EngineWorkload, Lengths, make_workload
+from lorabatch.benchmarks.engine.systems import run_ours
+from lorabatch.benchmarks.engine.workload import EngineWorkload, Lengths, make_workload
 
 
 def test_long_tailed_answers_are_short_but_for_a_few(tiny_llama: Path, tmp_path: Path) -> None:

@@ -6,16 +6,24 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from lorabatch.benchmarks.engine_workload import BenchRow, EngineWorkload
-from lorabatch.benchmarks.gguf_files import write_gguf_adapter, write_gguf_model
+from gguf import GGMLQuantizationType
+
+from lorabatch.benchmarks.engine.gguf_files import write_gguf_adapter, write_gguf_model
+from lorabatch.benchmarks.engine.workload import BenchRow, EngineWorkload
 from lorabatch.kernels.packed_weight import Products
 
 _LIMIT_S = 3600.0
+#: Formats of weights that are nearest to our formats of products.
+TYPES: Mapping[Products, GGMLQuantizationType] = {
+    "float32": GGMLQuantizationType.F32,
+    "bfloat16": GGMLQuantizationType.BF16,
+    "int8": GGMLQuantizationType.Q8_0,
+}
 
 
 def run_llama_cpp(
@@ -30,7 +38,7 @@ def run_llama_cpp(
     with tempfile.TemporaryDirectory(prefix="lorabatch-gguf-") as scratch:
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(Path(scratch, "model.gguf"))
-        write_gguf_model(Path(workload.model), Path(parameters.model.path), products)
+        write_gguf_model(Path(workload.model), Path(parameters.model.path), TYPES[products])
         loras = []
         for name in adapters:
             lora = xllamacpp.CommonAdapterLoraInfo(str(Path(scratch, f"{name}.gguf")), 0.0)

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lorabatch.benchmarks.engine_result import (
+from lorabatch.benchmarks.engine.result import (
     CEILING,
     FORMATS,
     LLAMA_CPP,
@@ -26,6 +26,8 @@ from lorabatch.benchmarks.engine_result import (
     MERGED,
     MERGED_ONE,
     NO_LORA,
+    OPENVINO,
+    OPENVINO_NO_LORA,
     TORCH_CEILING,
     UNMERGED,
     Run,
@@ -33,20 +35,34 @@ from lorabatch.benchmarks.engine_result import (
     in_format,
     tables,
 )
-from lorabatch.benchmarks.engine_workload import ALL_LENGTHS, Lengths, make_workload
+from lorabatch.benchmarks.engine.workload import ALL_LENGTHS, Lengths, make_workload
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.console.terminal import plain_console
 from lorabatch.kernels.packed_weight import can_multiply
 
-# Whatever the processor has no instructions for, llama.cpp computes all the same.
-_LLAMA_CPP = tuple(
-    in_format(system, products) for products in ("float32", *FORMATS) for system in (LLAMA_CPP_NO_LORA, LLAMA_CPP)
-)
-PEERS = {"peft": ("PEFT merged", "PEFT mixed"), "vllm": ("vLLM",), "llamacpp": _LLAMA_CPP}
+
+def _in_all_formats(*systems: str) -> tuple[str, ...]:
+    """Whatever the processor has no instructions for, these compute all the same."""
+    return tuple(in_format(system, products) for products in ("float32", *FORMATS) for system in systems)
+
+
+PEERS = {
+    "peft": ("PEFT merged", "PEFT mixed"),
+    "vllm": ("vLLM",),
+    "llamacpp": _in_all_formats(LLAMA_CPP_NO_LORA, LLAMA_CPP),
+    "openvino": _in_all_formats(OPENVINO_NO_LORA, OPENVINO),
+}
+# Its keys and values are in bf16 on no other processor.
+_NO_INSTRUCTIONS = "this processor has no instructions for it"
+_OPENVINO_BF16 = [in_format(system, "bfloat16") for system in (OPENVINO_NO_LORA, OPENVINO)]
 # Where the package has another name than the peer.
-_MODULES = {"llamacpp": "xllamacpp"}
-_INSTALL = {"peft": ": pip install 'lorabatch[bench]'", "llamacpp": ": pip install xllamacpp"}
-_PACKAGES = ("torch", "transformers", "peft", "vllm", "xllamacpp", "numpy")
+_MODULES = {"llamacpp": "xllamacpp", "openvino": "openvino_genai"}
+_INSTALL = {
+    "peft": ": pip install 'lorabatch[bench]'",
+    "llamacpp": ": pip install xllamacpp",
+    "openvino": ": pip install openvino-genai",
+}
+_PACKAGES = ("torch", "transformers", "peft", "vllm", "xllamacpp", "openvino_genai", "numpy")
 
 
 def main(
@@ -73,13 +89,13 @@ def main(
         raise ValueError(f"--lengths {', '.join(lengths)}: expected {' or '.join(ALL_LENGTHS)}.")
     missing = {peer for peer in vs if not _is_installed(peer)}
     not_run = {s: f"{peer} is not installed{_INSTALL.get(peer, '')}" for peer in missing for s in PEERS[peer]}
-    peers = [system for peer in vs if peer not in missing for system in PEERS[peer]]
+    if "openvino" in vs and not can_multiply("bfloat16"):
+        not_run |= dict.fromkeys(_OPENVINO_BF16, _NO_INSTRUCTIONS)
+    peers = [system for peer in vs if peer not in missing for system in PEERS[peer] if system not in not_run]
     # what is compared closely runs close together: the machine's speed changes from minute to minute
     formats = [products for products in FORMATS if can_multiply(products)]
     in_formats = [in_format(system, products) for products in formats for system in (NO_LORA, UNMERGED)]
-    not_run |= {
-        products: "this processor has no instructions for it" for products in FORMATS if products not in formats
-    }
+    not_run |= {products: _NO_INSTRUCTIONS for products in FORMATS if products not in formats}
     systems = [MERGED_ONE, NO_LORA, UNMERGED, *in_formats, CEILING, TORCH_CEILING, MERGED, *peers]
     model = model or _demo_base()
     facts = provenance(_PACKAGES) | {"model": model.name}
@@ -149,7 +165,7 @@ def _take_turns(systems: Sequence[str], workload_path: Path, runs: dict[str, lis
 
 
 def _run_once(system: str, workload_path: Path) -> Run:
-    command = [sys.executable, "-m", f"{__package__}.engine_systems", system, str(workload_path)]
+    command = [sys.executable, "-m", f"{__package__}.systems", system, str(workload_path)]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:

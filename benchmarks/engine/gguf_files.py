@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from lorabatch.kernels.packed_weight import Products
-
-#: Formats of weights that are nearest to our formats of products.
-TYPES: Mapping[Products, GGMLQuantizationType] = {
-    "float32": GGMLQuantizationType.F32,
-    "bfloat16": GGMLQuantizationType.BF16,
-    "int8": GGMLQuantizationType.Q8_0,
+_FILE_TYPES: Mapping[GGMLQuantizationType, LlamaFileType] = {
+    GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
+    GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
+    GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
+    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
 }
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -39,12 +37,13 @@ _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm
 Array = NDArray[np.float32]
 
 
-def write_gguf_model(folder: Path, path: Path, products: Products) -> None:
+def write_gguf_model(folder: Path, path: Path, weights: GGMLQuantizationType) -> None:
     """Write a Llama checkpoint of one file, with its byte-level BPE tokenizer. Raises ValueError for other models."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama":
         raise ValueError(f"{folder}: model_type is {config['model_type']!r}; only llama is written as GGUF.")
     writer = GGUFWriter(str(path), "llama")
+    writer.add_file_type(_FILE_TYPES[weights])
     heads = _heads(config)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -60,7 +59,7 @@ def write_gguf_model(folder: Path, path: Path, products: Products) -> None:
     for name, tensor in load_file(folder / "model.safetensors").items():
         short = _short_name(name.removesuffix(".weight"))
         numbers = _permuted(tensor.float().numpy(), heads.get(short.rpartition(".")[2]))
-        kind = TYPES[products] if numbers.ndim > 1 else GGMLQuantizationType.F32
+        kind = weights if numbers.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(f"{short}.weight", quantize(numbers, kind), raw_dtype=kind)
     _close(writer)
 

@@ -1,6 +1,6 @@
 """One timed run of one system over an engine workload, in a process of its own.
 
-`python -m lorabatch.benchmarks.engine_systems SYSTEM WORKLOAD.json` prints one JSON object, a `Run`: seconds of
+`python -m lorabatch.benchmarks.engine.systems SYSTEM WORKLOAD.json` prints one JSON object, a `Run`: seconds of
 serving, memory, and the tokens for comparison. When the clock starts, every system has read the base model and all
 adapters and has answered a short row of each; merging weights is inside the time.
 """
@@ -19,20 +19,23 @@ from typing import Any
 
 import torch
 
-from lorabatch.benchmarks.engine_result import (
+from lorabatch.benchmarks.engine.llama_cpp import run_llama_cpp
+from lorabatch.benchmarks.engine.openvino import run_openvino
+from lorabatch.benchmarks.engine.result import (
     CEILING,
     LLAMA_CPP,
     LLAMA_CPP_NO_LORA,
     MERGED,
     MERGED_ONE,
     NO_LORA,
+    OPENVINO,
+    OPENVINO_NO_LORA,
     TORCH_CEILING,
     UNMERGED,
     Run,
     in_format,
 )
-from lorabatch.benchmarks.engine_workload import RANKS, BenchRow, EngineWorkload
-from lorabatch.benchmarks.llama_cpp_peer import run_llama_cpp
+from lorabatch.benchmarks.engine.workload import RANKS, BenchRow, EngineWorkload
 from lorabatch.engine.config import EngineConfig, Mode, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.layers import Linear
@@ -204,6 +207,8 @@ def _in_format(products: Products) -> dict[str, Callable[[EngineWorkload], Measu
         in_format(UNMERGED, products): lambda w: run_ours(w, "unmerged", lambda row: row.adapter, products),
         in_format(LLAMA_CPP_NO_LORA, products): lambda w: run_llama_cpp(w, products, False, start_clock),
         in_format(LLAMA_CPP, products): lambda w: run_llama_cpp(w, products, True, start_clock),
+        in_format(OPENVINO_NO_LORA, products): lambda w: run_openvino(w, products, False, start_clock),
+        in_format(OPENVINO, products): lambda w: run_openvino(w, products, True, start_clock),
     }
 
 

@@ -1,4 +1,4 @@
-"""`python -m lorabatch.benchmarks.prefix_bench`: rows with shared system prompts, with the prefix cache and without.
+"""`python -m lorabatch.benchmarks.engine.prefix`: rows with shared system prompts, with the prefix cache and without.
 
 Both engines take turns on the same rows. Besides the time it says how much of the pool sharing by reference would have
 saved: the ground for deciding whether more rows should be admitted than fit.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lorabatch.benchmarks.engine_bench import main, peers_of
-from lorabatch.benchmarks.engine_result import (
+from lorabatch.benchmarks.engine.bench import main, peers_of
+from lorabatch.benchmarks.engine.result import (
     CEILING,
     MERGED_ONE,
     NO_LORA,
@@ -19,7 +19,7 @@ from lorabatch.benchmarks.engine_result import (
     ratios,
     tables,
 )
-from lorabatch.benchmarks.engine_workload import BenchRow, EngineWorkload
+from lorabatch.benchmarks.engine.workload import BenchRow, EngineWorkload
 
 WORKLOAD = EngineWorkload("folder", {"a": "a"}, [BenchRow([1, 2], "a", 2), BenchRow([3], "a", 1)])
 
@@ -62,7 +62,7 @@ def test_the_result_names_what_did_not_run_and_prints() -> None:
 
 
 def test_an_unknown_peer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"tgi: unknown peer\. Known: peft, vllm, llamacpp, or none"):
+    with pytest.raises(ValueError, match=r"tgi: unknown peer\. Known: peft, vllm, llamacpp, openvino, or none"):
         main(vs=("tgi",))
 
 

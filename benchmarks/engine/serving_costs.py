@@ -1,5 +1,5 @@
-"""`python -m lorabatch.benchmarks.serving_costs_bench`: what mode `exact` costs beside `unmerged`, in turns on the same
-rows, and how much of a step goes into text: detokenising and looking for stop strings."""
+"""`python -m lorabatch.benchmarks.engine.serving_costs`: what mode `exact` costs beside `unmerged`, in turns on the
+same rows, and how much of a step goes into text: detokenising and looking for stop strings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lorabatch.benchmarks.engine_systems import run_ours
-from lorabatch.benchmarks.engine_workload import EngineWorkload, make_workload
+from lorabatch.benchmarks.engine.systems import run_ours
+from lorabatch.benchmarks.engine.workload import EngineWorkload, make_workload
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
