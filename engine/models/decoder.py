@@ -17,7 +17,7 @@ from ...kernels.paged_attention.cpu import paged_attention
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSegment, PreparedLora
 from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
-from .gguf.blocks import Weight, pack_joined, plain
+from .gguf.blocks import Weight, joined, looked_up, pack_joined, plain
 from .layers import Linear, activation_of, norm_of
 from .rope import Rope
 from .step_batch import AdapterSpan, StepBatch
@@ -64,7 +64,7 @@ class Decoder:
         #: Of computing, and of what is stored in the pool.
         self.dtype = dtype
         source = _Weights(weights, packed or {}, dtype, products)
-        embeddings = plain(weights[f"{model.names.embedding}.weight"])
+        embedding = weights[f"{model.names.embedding}.weight"]
         ropes: list[RopeConfig] = []
         self.layers = [
             DecoderLayer(
@@ -75,6 +75,7 @@ class Decoder:
             )
             for index, rope in enumerate(model.layer_ropes)
         ]
+        weights[f"{model.names.embedding}.weight"] = embeddings = looked_up(embedding)
         self._ropes = [Rope(rope, embeddings.device) for rope in ropes]
         self.linears = {
             module: source.whole(module)
@@ -82,9 +83,9 @@ class Decoder:
             if module is not None
         }
         if model.is_tied:
-            self.linears[HEAD] = source.whole(HEAD, embeddings)
-        looked_up = {f"{name}.weight" for name in (model.names.embedding, model.names.positions)}
-        self.tensors = {name: plain(w, None if name in looked_up else dtype) for name, w in weights.items()}
+            self.linears[HEAD] = source.whole(HEAD, embedding)
+        tables = {f"{name}.weight" for name in (model.names.embedding, model.names.positions)}
+        self.tensors = {name: plain(w, None if name in tables else dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
         self._lora_spans: tuple[AdapterSpan, ...] = ()
@@ -195,7 +196,7 @@ class _Weights:
             return Linear(packed, bias, self.products)
         return self._packed_now([self.plain.pop(f"{module}.weight") for module in modules], bias)
 
-    def whole(self, module: str, shared: Tensor | None = None) -> Linear:
+    def whole(self, module: str, shared: Weight | None = None) -> Linear:
         """A layer of one module in no decoder layer. `shared`: the weight where it has none of its own."""
         packed = self.packed.get(joined_name([module]))
         if packed is not None:
@@ -206,7 +207,7 @@ class _Weights:
 
     def _packed_now(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
         if self.products is None:
-            return Linear(torch.cat(list(map(plain, parts))), bias)
+            return Linear(joined(parts), bias)
         return Linear(pack_joined(parts, self.products), bias, self.products)
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
 from ...kernels.gated import silu_gate
 from ...kernels.packed_weight import PackedWeight, Products, pack
+from ...kernels.packed_weight.blocks import BlockWeight
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
 from ..model_config.model import Activation, ModelConfig
 
@@ -60,11 +61,15 @@ class Linear:
     @property
     def pristine(self) -> Tensor:
         """The base's weight in the plain layout, never to be written to. Of a packed one a copy is made when it is
-        first asked for, and kept: a layer that an adapter was merged into will see others.
+        first asked for, and kept: a layer that an adapter was merged into will see others. One in blocks would be up to
+        eight times as large for good.
         """
-        if self._packed_pristine is not None and self._plain_pristine is _NO_WEIGHT:
-            self._plain_pristine = self._packed_pristine.dense()
-        return self._plain_pristine
+        if self._packed_pristine is None or self._plain_pristine is not _NO_WEIGHT:
+            return self._plain_pristine
+        dense = self._packed_pristine.dense()
+        if not isinstance(self._packed_pristine, BlockWeight):
+            self._plain_pristine = dense
+        return dense
 
     @property
     def live(self) -> Tensor:

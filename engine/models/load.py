@@ -7,7 +7,6 @@ files may be bytes of blocks; then the file's metadata has their kinds.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from ..config import EngineConfig, read_json
 from ..errors import ModelFilesError
 from ..model_config.model import HEAD, ModelConfig
+from ..untrusted import parse_json
 from .gguf.blocks import METADATA_KEY, GgufWeight, Weight, plain
 
 # Tensors that older checkpoints carry and that the configuration determines.
@@ -40,26 +40,15 @@ def load_weights(
     """The base's parameters as `config.load_format` says: read, or random. Raises `ModelFilesError`."""
     if config.load_format == "dummy":
         return dict(dummy_weights(model, dtype, device))
-    stored = _fitting_weights(folder, model)
+    stored = stored_weights(folder, model)
     return {name: plain(stored.pop(name), dtype).to(device) for name in list(stored)}
 
 
 def stored_weights(folder: Path, model: ModelConfig) -> dict[str, Weight]:
     """All parameters of a model folder as they are stored, mapped from files.
 
-    An embedding in blocks is looked up in fp16; the head that is tied to it is there too then, in blocks. Raises
-    `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
+    Raises `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
     """
-    weights = _fitting_weights(folder, model)
-    embedding = f"{model.names.embedding}.weight"
-    if isinstance(weights[embedding], GgufWeight):
-        if model.is_tied:
-            weights[_HEAD_WEIGHT] = weights[embedding]
-        weights[embedding] = plain(weights[embedding], torch.float16)
-    return weights
-
-
-def _fitting_weights(folder: Path, model: ModelConfig) -> dict[str, Weight]:
     expected = stored_shapes(model)
     weights: dict[str, Weight] = {}
     problems: list[str] = []
@@ -103,7 +92,7 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, Weight]]:
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                kinds = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+                kinds = dict(parse_json((file.metadata() or {}).get(METADATA_KEY, "{}")))
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     tensor = file.get_tensor(name)
                     yield name, GgufWeight.of_file(tensor, kinds[name]) if name in kinds else tensor

@@ -20,7 +20,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +37,8 @@ from ...version import __version__
 from ..local_cache import default_cache_root, file_lock, make_private
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
 from .decoder import joined_name, modules_of_site
-from .gguf.blocks import Weight, pack_joined, plain
-from .load import stored_shapes, stored_weights, weight_files
+from .gguf.blocks import GgufWeight, Weight, looked_up, pack_joined
+from .load import stored_weights, weight_files
 
 logger = logging.getLogger(__name__)
 Packed = Mapping[str, PackedWeight]
@@ -107,9 +107,6 @@ class WeightCache:
         """
         if self.folder is None:
             return None
-        num_bytes = _packed_bytes(model_folder, model)
-        if not self._min_bytes <= num_bytes <= self._max_bytes:
-            return None
         try:
             _make_private(self.folder)
             key = _key(model_folder, model, products)
@@ -121,8 +118,12 @@ class WeightCache:
                 with file_lock(self.folder / ".lock"):
                     found = _mapped(path, key, products)
                     if found is None:
+                        stored = stored_weights(model_folder, model)
+                        num_bytes = _packed_bytes(stored, model, products)
+                        if not self._min_bytes <= num_bytes <= self._max_bytes:
+                            return None
                         self._make_room(num_bytes)
-                        _write(path, key, _tensors(model_folder, model, products))
+                        _write(path, key, _tensors(stored, model, products))
                         found = _mapped(path, key, products)
             return found if _key(model_folder, model, products) == key else None
         except OSError as error:
@@ -157,13 +158,40 @@ def _check_owner(facts: os.stat_result) -> None:
         raise PermissionError(errno.EPERM, "it must be this user's, and writable by no one else")
 
 
-def _packed_bytes(model_folder: Path, model: ModelConfig) -> int:
-    """About what the weights take here: as much as in their own files, and a tied head beside its embedding."""
-    stored, held = (
-        sum(math.prod(shape) for shape in shapes.values())
-        for shapes in (stored_shapes(model), model.parameter_shapes())
-    )
-    return sum(path.stat().st_size for path in weight_files(model_folder)) * held // stored
+def _linears(model: ModelConfig) -> list[list[str]]:
+    """Modules of each linear layer."""
+    sites = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in PACKED_SITES]
+    return sites + [[name] for name in (model.names.project_in, model.names.project_out, HEAD) if name is not None]
+
+
+def _parts(stored: Mapping[str, Weight], model: ModelConfig, modules: Sequence[str]) -> list[Weight]:
+    """The weights of a linear layer."""
+    names = [model.names.embedding if name == HEAD and model.is_tied else name for name in modules]
+    return [stored[f"{name}.weight"] for name in names]
+
+
+def _others(stored: Mapping[str, Weight], model: ModelConfig) -> Iterator[tuple[str, Weight]]:
+    """What is in no linear layer."""
+    packed = {f"{name}.weight" for modules in _linears(model) for name in modules}
+    return ((name, weight) for name, weight in stored.items() if name not in packed)
+
+
+def _packed_bytes(stored: Mapping[str, Weight], model: ModelConfig, products: Products) -> int:
+    """About what `_tensors` gives: linear layers by the bytes that one row of each part takes when it is packed."""
+    of_rows: dict[tuple[Any, ...], float] = {}
+    total = 0.0
+    for modules in _linears(model):
+        parts = _parts(stored, model, modules)
+        kind = tuple((part.kind if isinstance(part, GgufWeight) else part.dtype, part.shape[1]) for part in parts)
+        if kind not in of_rows:
+            packed = pack_joined([part[:1] for part in parts], products)
+            assert isinstance(packed, StoredWeight), "only compiled kernels have such weights"
+            of_rows[kind] = packed.numbers.nbytes / len(parts)
+        total += of_rows[kind] * sum(part.shape[0] for part in parts)
+    for _, weight in _others(stored, model):
+        itemsize = weight.dtype.itemsize if isinstance(weight, Tensor) else 2
+        total += math.prod(weight.shape) * itemsize
+    return int(total)
 
 
 def _key(model_folder: Path, model: ModelConfig, products: Products) -> dict[str, Any]:
@@ -178,22 +206,15 @@ def _key(model_folder: Path, model: ModelConfig, products: Products) -> dict[str
 
 
 def _tensors(
-    model_folder: Path, model: ModelConfig, products: Products
+    stored: Mapping[str, Weight], model: ModelConfig, products: Products
 ) -> Iterator[tuple[str, tuple[int, ...], bool, Tensor]]:
     """Name, shape, whether it is packed, and numbers (flat) of all that a decoder needs."""
-    weights = stored_weights(model_folder, model)
-    linears = [modules_of_site(model, layer, site) for layer in range(model.num_layers) for site in PACKED_SITES]
-    whole = [module for module in (model.names.project_in, model.names.project_out, HEAD) if module is not None]
-    for modules in [*linears, *([module] for module in whole)]:
-        if modules == [HEAD] and model.is_tied:
-            parts = [weights.pop(f"{HEAD}.weight", weights[f"{model.names.embedding}.weight"])]
-        else:
-            parts = [weights.pop(f"{module}.weight") for module in modules]
-        packed = pack_joined(parts, products)
+    for modules in _linears(model):
+        packed = pack_joined(_parts(stored, model, modules), products)
         assert isinstance(packed, StoredWeight), "only compiled kernels have such weights"
         yield joined_name(modules), packed.shape, True, packed.numbers
-    for name, weight in weights.items():
-        tensor = plain(weight)
+    for name, weight in _others(stored, model):
+        tensor = looked_up(weight)
         yield name, tuple(tensor.shape), False, tensor.flatten()
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import fsspec
 
 from ...engine.local_cache import default_cache_root, file_lock, make_private, temporary_folder
+from ...engine.models.gguf.converted import resolve_gguf
 from ..errors import StorageError
 from .location import options_for
 from .redaction import redacted_url, storage_reason
@@ -66,9 +67,6 @@ def local_folder(url: str, storage_options: Mapping[str, Any], cache_root: Path 
     elif not path.exists() and _HUB_ID.fullmatch(url):
         path = _hub_snapshot(url)
     if path.is_file() and path.suffix == ".gguf":
-        # Loads torch, which commands and clients need for nothing else.
-        from ...engine.models.gguf.convert import resolve_gguf
-
         return resolve_gguf(path, root)
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -100,6 +101,14 @@ class BlockWeight(StoredWeight):
             | (blocks.size == 16) * _IS_SHORT
         )
         self.numbers = torch.cat([*numbers, torch.tensor([panels_type]).view(torch.uint8)])
+        self._type = panels_type
+
+    @classmethod
+    def of_numbers(cls, numbers: Tensor, shape: tuple[int, int]) -> Self:
+        """See `StoredWeight`."""
+        packed = super().of_numbers(numbers, shape)
+        packed._type = int.from_bytes(numbers[-_TYPE_BYTES:].numpy().tobytes(), "little")
+        return packed
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `PackedWeight`."""
@@ -108,10 +117,6 @@ class BlockWeight(StoredWeight):
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
         return unpack(self.numbers, self._type, self.shape)
-
-    @property
-    def _type(self) -> int:
-        return int.from_bytes(self.numbers[-_TYPE_BYTES:].numpy().tobytes(), "little")
 
 
 def _panels(codes: Tensor, factors: Sequence[Tensor], width: int) -> Tensor:

@@ -456,8 +456,9 @@ def _mode(spec: JobSpec, kind: DeviceKind, model_folder: Path) -> Mode:
     """The mode of engines. `auto` merges nothing into a base held in few bits: merged weights are held in 32."""
     if spec.mode != "auto":
         return spec.mode
-    is_small = kind == "cpu" and spec.policy == "planner" and has_blocks(model_folder)
-    return "unmerged" if is_small or spec.base_quantization != "none" else "auto"
+    is_widened = products_format(kind, spec.dtype, spec.base_quantization) != "float32"
+    in_blocks = kind == "cpu" and spec.policy == "planner" and not is_widened and has_blocks(model_folder)
+    return "unmerged" if in_blocks or spec.base_quantization != "none" else "auto"
 
 
 def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path | None:

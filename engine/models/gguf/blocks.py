@@ -17,6 +17,8 @@ from ....kernels.packed_weight.blocks import Blocks, BlockWeight
 
 #: Of a safetensors file whose tensors are in blocks: JSON, name -> kind.
 METADATA_KEY = "gguf_kinds"
+# Numbers that are widened at a time: codes and factors take several times their memory.
+_WIDENED = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,14 +41,23 @@ class GgufWeight:
         group, group_bytes, _ = KINDS[self.kind]
         return self.raw.shape[0], self.raw.shape[1] // group_bytes * group
 
+    def __getitem__(self, rows: slice) -> GgufWeight:
+        """Some rows."""
+        return GgufWeight(self.raw[rows], self.kind)
+
     def blocks(self) -> Blocks:
         """Codes, scales and shifts of all rows."""
         _, group_bytes, read = KINDS[self.kind]
         return read(self.raw.reshape(self.raw.shape[0], -1, group_bytes))
 
-    def dense(self) -> Tensor:
-        """The weight in fp32, the numbers that llama.cpp's own functions give."""
-        return self.blocks().dense()
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight as numbers, those that llama.cpp's own functions give, rounded to `dtype`."""
+        dense = torch.empty(self.shape, dtype=dtype)
+        num_rows = max(1, _WIDENED // self.shape[1])
+        for first in range(0, self.shape[0], num_rows):
+            rows = slice(first, first + num_rows)
+            dense[rows] = self[rows].blocks().dense()
+        return dense
 
 
 Weight = Tensor | GgufWeight
@@ -54,8 +65,22 @@ Weight = Tensor | GgufWeight
 
 def plain(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """The weight as a tensor; without `dtype` in the one it has, or fp32."""
-    tensor = weight if isinstance(weight, Tensor) else weight.dense()
-    return tensor if dtype is None else tensor.to(dtype)
+    if isinstance(weight, Tensor):
+        return weight if dtype is None else weight.to(dtype)
+    return weight.dense(dtype or torch.float32)
+
+
+def looked_up(embedding: Weight) -> Tensor:
+    """A weight whose rows are looked up: one in blocks in fp16."""
+    return plain(embedding, None if isinstance(embedding, Tensor) else torch.float16)
+
+
+def joined(parts: Sequence[Weight]) -> Tensor:
+    """Weights above one another as a tensor. One alone is not copied; those in blocks become what the others are."""
+    dtypes = {part.dtype for part in parts if isinstance(part, Tensor)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    tensors = [plain(part, dtype) for part in parts]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def pack_joined(parts: Sequence[Weight], products: Products) -> PackedWeight:
@@ -63,7 +88,7 @@ def pack_joined(parts: Sequence[Weight], products: Products) -> PackedWeight:
     quantised = [part for part in parts if isinstance(part, GgufWeight)]
     if len(quantised) == len(parts) and can_widen_blocks(products):
         return BlockWeight(Blocks.joined([part.blocks() for part in quantised]))
-    return pack(torch.cat([plain(part) for part in parts]), products)
+    return pack(joined(parts), products)
 
 
 def _halves(groups: Tensor, first: int, count: int) -> Tensor:

@@ -12,7 +12,6 @@ float16: its rounding (at most 2**-11 relative) is far below what 4- to 8-bit qu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -24,19 +23,17 @@ from safetensors.torch import save_file
 
 from ...config import BLOCKS_KEY
 from ...errors import EngineError, ModelFilesError, UnsupportedModelError
-from ...local_cache import default_cache_root, file_lock, make_private, temporary_folder
+from ...local_cache import make_private, temporary_folder
 from ...untrusted import STOPS, shown_name
 from .blocks import KINDS, METADATA_KEY, GgufWeight, Weight, plain
 from .config import ROPE_FACTORS, model_config, token_id_config
-from .file import GgufFile, open_binary, open_gguf
+from .file import GgufFile, open_gguf
 from .tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
 
 StorageDtype = Literal["float32", "float16", "bfloat16"]
-# Part of every cached folder's name: raise it when the same GGUF file would convert to different files.
-CONVERSION_VERSION = 1
 SHARD_BYTES = 4 * 2**30
 _TOP_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -55,29 +52,6 @@ _BLOCK_TENSORS = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 _QWEN2_BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")}
-
-
-def converted_folder(name: str, sha256: str, cache_root: Path, *, keep_blocks: bool = True) -> Path:
-    """The folder a GGUF file with this content hash (hex) converts into. `keep_blocks`: see `convert_gguf`."""
-    kind = "-blocks" if keep_blocks else ""
-    return cache_root / "models" / f"{name}-{sha256[:16]}{kind}-v{CONVERSION_VERSION}"
-
-
-def resolve_gguf(gguf_path: Path, cache_root: Path | None = None) -> Path:
-    """The safetensors folder of a GGUF file; converted now unless the cache holds it.
-
-    The cache is keyed by the sha256 of the whole file, never by its name or header alone, which fine-tuned
-    siblings share. Raises as `convert_gguf` does.
-    """
-    with open_binary(gguf_path) as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    folder = converted_folder(gguf_path.stem, sha256, cache_root or default_cache_root())
-    if not folder.exists():
-        # Processes that need it at the same moment wait for the first: a conversion takes minutes and gigabytes.
-        with file_lock(folder.with_name(f".{folder.name}.lock")):
-            if not folder.exists():
-                convert_gguf(gguf_path, folder)
-    return folder
 
 
 def convert_gguf(gguf_path: Path, folder: Path, shard_bytes: int = SHARD_BYTES, *, keep_blocks: bool = True) -> None:
@@ -107,7 +81,8 @@ def _convert(gguf: GgufFile, scratch: Path, shard_bytes: int, *, keep_blocks: bo
         names = _checkpoint_names(gguf)
         dtype = _storage_dtype(gguf)
         kept = _in_blocks(gguf) if keep_blocks else {}
-        _write_json(scratch / "config.json", model_config(gguf, dtype) | ({BLOCKS_KEY: True} if kept else {}))
+        is_kept = any(name.startswith("blk.") for name in kept)
+        _write_json(scratch / "config.json", model_config(gguf, dtype) | ({BLOCKS_KEY: True} if is_kept else {}))
         _write_json(scratch / "generation_config.json", token_id_config(gguf))
         write_tokenizer(gguf.metadata, scratch)
         _write_weights(gguf, names, dtype, kept, scratch, shard_bytes)

@@ -10,9 +10,10 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from lorabatch.engine.models.gguf.blocks import KINDS, GgufWeight, pack_joined
+from lorabatch.engine.models.gguf.blocks import KINDS, GgufWeight, joined, pack_joined
 from lorabatch.kernels.packed_weight import Products, can_multiply, can_widen_blocks
 from lorabatch.kernels.packed_weight.blocks import BlockWeight
+from lorabatch.kernels.packed_weight.panels import PanelWeight
 
 # Where each kind has its factors in fp16; all other bytes are codes and small scales, and may be anything.
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -57,9 +58,24 @@ def test_packed_blocks_take_little_memory(kind: str, most: float) -> None:
     assert packed.numbers.nbytes / (64 * 768) < most
 
 
-def test_blocks_beside_plain_weights_are_packed_with_their_exact_numbers() -> None:
-    plain, quantised = torch.randn(5, 768), random_weight("Q5_K")
-    assert pack_joined([plain, quantised], "float32").dense().equal(torch.cat([plain, expected(quantised)]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_blocks_beside_plain_weights_are_packed_as_these_are(dtype: torch.dtype) -> None:
+    plain, quantised = torch.randn(5, 768).to(dtype), random_weight("Q5_K")
+    packed = pack_joined([plain, quantised], "float32")
+    assert packed.dense().equal(torch.cat([plain, expected(quantised).to(dtype)]).float())
+    if isinstance(packed, PanelWeight):
+        assert packed.numbers.dtype == dtype
+
+
+def test_one_weight_is_not_copied() -> None:
+    weight = torch.randn(5, 768)
+    assert joined([weight]) is weight
+
+
+def test_large_weights_are_widened_some_rows_at_a_time() -> None:
+    weight = random_weight("Q4_K", 6000)
+    assert weight.shape[0] * weight.shape[1] > 1 << 22
+    assert weight.dense(torch.float16).equal(expected(weight).half())
 
 
 @pytest.mark.parametrize("products", ["bfloat16", "int8"])

@@ -23,10 +23,14 @@ from peft_oracle import make_engine, prompts, register_all, serve, weights_sha25
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lorabatch.engine.config import read_model_config
+from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.errors import ModelFilesError, UnsupportedModelError
+from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.gguf.blocks import METADATA_KEY
-from lorabatch.engine.models.gguf.convert import convert_gguf, resolve_gguf
+from lorabatch.engine.models.gguf.convert import convert_gguf
+from lorabatch.engine.models.gguf.converted import resolve_gguf
+from lorabatch.engine.models.load import load_weights
+from lorabatch.engine.models.weight_cache import WeightCache
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.packed_weight import can_widen_blocks
 
@@ -257,6 +261,47 @@ def test_merging_into_blocks_and_restoring_them_gives_the_same_bits(llama, llama
     assert weights_sha256(engine) != before
     engine.switch_weights(None)
     assert weights_sha256(engine) == before
+    linear = engine.backend.decoder.layers[0].linears["o"]
+    # a plain copy of what is in blocks would stay, many times as large
+    assert (linear.pristine is linear.pristine) != can_widen_blocks("float32")
+
+
+def test_a_head_shares_the_memory_of_the_embedding_that_it_is_tied_to(tmp_path):
+    tensors = gguf_tensors(tiny_llama(tie_word_embeddings=True), is_llama=True)
+    convert_gguf(write_gguf(tmp_path / "tied.gguf", tensors), tmp_path / "model")
+    model = read_model_config(tmp_path / "model")
+    weights = load_weights(tmp_path / "model", model, EngineConfig(), torch.device("cpu"), torch.float32)
+    decoder = Decoder(model, weights, torch.float32, products=None)
+    assert decoder.linears["lm_head"].live.data_ptr() == decoder.tensors["model.embed_tokens.weight"].data_ptr()
+
+
+@pytest.mark.skipif(not can_widen_blocks("float32"), reason="compiled kernels were not built on this machine")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "F16"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+def test_the_cache_of_packed_weights_knows_what_they_will_take(kind, is_tied, tmp_path):
+    tensors = gguf_tensors(tiny_llama(tie_word_embeddings=is_tied), is_llama=True)
+    convert_gguf(write_gguf(tmp_path / "m.gguf", tensors, quantise=GGMLQuantizationType[kind]), tmp_path / "model")
+    model = read_model_config(tmp_path / "model")
+
+    def kept(max_bytes):
+        return WeightCache(tmp_path / str(max_bytes), max_bytes, min_bytes=0).weights(
+            tmp_path / "model", model, "float32"
+        )
+
+    weights, packed = kept(1 << 30)
+    num_bytes = sum(t.nbytes for t in weights.values()) + sum(p.numbers.nbytes for p in packed.values())
+    assert kept(int(1.1 * num_bytes)) is not None
+    assert kept(int(0.9 * num_bytes)) is None
+
+
+def test_a_converted_file_is_found_without_loading_torch(llama_gguf, tmp_path):
+    folder = resolve_gguf(llama_gguf, tmp_path / "cache")
+    code = (
+        "import sys; from pathlib import Path; from lorabatch.engine.models.gguf.converted import resolve_gguf;"
+        "print(resolve_gguf(*map(Path, sys.argv[1:])), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(llama_gguf), str(tmp_path / "cache")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{folder} False\n"
 
 
 def test_damaged_kinds_of_blocks_are_refused(llama, tmp_path):
@@ -264,7 +309,14 @@ def test_damaged_kinds_of_blocks_are_refused(llama, tmp_path):
     convert_gguf(write_gguf(tmp_path / "q8.gguf", tensors, quantise=GGMLQuantizationType.Q8_0), tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     stored = load_file(path)
-    for kinds in ("{", "[]", '{"lm_head.weight": "Q4_2"}', '{"lm_head.weight": "Q6_K"}', '{"lm_head.weight": [1]}'):
+    for kinds in (
+        "{",
+        "[" * 100_000,
+        "[1]",
+        '{"lm_head.weight": "Q4_2"}',
+        '{"lm_head.weight": "Q6_K"}',
+        '{"lm_head.weight": [1]}',
+    ):
         save_file(stored, path, {"format": "pt", METADATA_KEY: kinds})
         with pytest.raises(ModelFilesError):
             make_engine(tmp_path / "model")
@@ -304,6 +356,7 @@ def test_end_of_turn_tokens_all_end_an_answer(llama, tmp_path):
 _CONVERT_ON_REQUEST = """
 import sys
 from pathlib import Path
+from lorabatch.engine.models.decoder import Decoder
 from lorabatch.engine.models.gguf.blocks import METADATA_KEY
 from lorabatch.engine.models.gguf.convert import convert_gguf
 print("ready", flush=True)
@@ -334,6 +387,7 @@ _RESOLVE_ON_REQUEST = """
 import sys
 from pathlib import Path
 from lorabatch.engine.models.gguf import convert as module
+from lorabatch.engine.models.gguf.converted import resolve_gguf
 
 convert = module.convert_gguf
 
@@ -344,7 +398,7 @@ def reported(*places):
 module.convert_gguf = reported
 print("ready", flush=True)
 sys.stdin.readline()
-print(module.resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
+print(resolve_gguf(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
