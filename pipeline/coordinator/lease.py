@@ -155,6 +155,8 @@ class LeasePlugin(SchedulerPlugin):
         self._leases.pass_on(run_id, now_s)
         task.worker_restrictions, task.loose_restrictions = others, True
         self._scheduler._reschedule(task.key, silent, stimulus_id=f"lorabatch-lease-{time.time()}")
+        # It has its new worker. Should that be lost while there is no other, a worker that comes later must be allowed.
+        task.worker_restrictions, task.loose_restrictions = None, False
 
     def _alive_workers(self) -> set[str]:
         now_s = time.time()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from distributed import Client, LocalCluster, get_worker
+from distributed import Client, LocalCluster, Scheduler, get_worker
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +60,40 @@ def test_a_silent_coordinator_is_started_elsewhere_and_knows_that_it_is_displace
     while not (tmp_path / "lost").exists() or not (tmp_path / "lost").read_text():
         pause.wait(0.05)
     assert (tmp_path / "lost").read_text() == "True"
+
+
+def coordinate_until(address: str, run_id: str, folder: Path) -> str:
+    """Where it ended. Each attempt writes its worker's address; all but the third are silent until there is `over`."""
+    worker = str(get_worker().address)
+    number = len(list(folder.glob("attempt-*")))
+    with Client(address, set_as_default=False) as own, CoordinatorLease(own, run_id, 1.0, renew_interval_s=1000.0):
+        (folder / f"attempt-{number}").write_text(worker)
+        pause = threading.Event()
+        while number < 2 and not (folder / "over").exists():
+            pause.wait(0.05)
+    return worker
+
+
+def test_one_that_is_lost_after_it_took_over_is_started_on_a_worker_that_comes_later(tmp_path: Path) -> None:
+    options = {"n_workers": 2, "threads_per_worker": 2, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        keep_leases(client)
+        address = client.scheduler_info(n_workers=0)["address"]
+        future = client.submit(coordinate_until, address, "run", tmp_path, key=job_key("run"), pure=False)
+        pause = threading.Event()
+        while not (tmp_path / "attempt-1").exists():
+            pause.wait(0.05)
+        before = {worker.address for worker in cluster.workers.values()}
+        # a worker that has died leaves its tasks to others, and there are none
+        client.run_on_scheduler(_lose_all_workers)
+        (tmp_path / "over").touch()
+        cluster.scale(3)
+        assert future.result(timeout=60) not in before
+
+
+async def _lose_all_workers(dask_scheduler: Scheduler) -> None:
+    for address in list(dask_scheduler.workers):
+        await dask_scheduler.remove_worker(address, stimulus_id="test", expected=True)
 
 
 def test_a_coordinator_that_renews_is_left_alone(client: Client) -> None:
