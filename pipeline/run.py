@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import dask
 from dask.utils import parse_timedelta
 from distributed import Client, Future, KilledWorker, Semaphore
+from distributed.scheduler import NoValidWorkerError, NoWorkerError
 
 from ..jobs.errors import JobFailedError, JobInterruptedError, OutputConflictError, StorageError
 from ..jobs.opening import OpenedJob, open_job
@@ -120,7 +121,7 @@ _STOP_PATIENCE_S = 45.0
 _POLL_S = 0.5
 # A coordinator that runs reports every second.
 _SILENCE_S = 10.0
-_NO_WORKERS = "The cluster has no workers. The job goes on when it gets one."
+_NO_WORKERS = "The cluster has no workers. The job waits for one."
 _ENDING_S, _ENDING_POLL_S = 15.0, 0.1
 _ARRIVAL_POLL_S = 0.01
 # In Dask's configuration of the process that starts the job: how long a coordinator may be silent.
@@ -167,7 +168,7 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
     arguments = (job, run_id, time.time(), settings, lease_s)
     future = client.submit(run_job, *arguments, key=job_key(run_id), priority=_JOB_PRIORITY, pure=False)
     # Dask sends tasks in batches, after the requests that follow them: the next command must find this one's task.
-    while not (future.done() or client.run_on_scheduler(_has_said, key=future.key)):
+    while not (future.done() or client.run_on_scheduler(_is_known, key=future.key)):
         time.sleep(_ARRIVAL_POLL_S)
     return LaunchedJob(run_id, future, (*device.notes, *settings.notes))
 
@@ -208,7 +209,8 @@ def _report_until_done(
     patience_s: float = inf,
 ) -> None:
     """Report states until the coordinator's task is done and none is left, or `patience_s` have passed."""
-    silent_since_s, has_said = time.monotonic(), False
+    # A job that is to stop does not go on when a worker comes.
+    silent_since_s, has_said = time.monotonic(), patience_s < inf
     give_up_s = silent_since_s + patience_s
     while time.monotonic() < give_up_s:
         try:
@@ -224,7 +226,7 @@ def _report_until_done(
                 if has_said:
                     watcher.note(_NO_WORKERS)
             continue
-        silent_since_s, has_said = time.monotonic(), False
+        silent_since_s, has_said = time.monotonic(), patience_s < inf
         if state is not None:
             reporter.received(state)
 
@@ -236,6 +238,11 @@ def _result(future: Future[JobResult]) -> JobResult:
         raise JobFailedError(
             f"The workers that coordinated the job died again and again ({error}). Finished rows are kept; see the "
             "workers' logs, and run the same command to go on."
+        ) from None
+    except (NoWorkerError, NoValidWorkerError) as error:
+        raise JobFailedError(
+            f"The cluster had no worker for {error.timeout:g} s (`distributed.scheduler.no-workers-timeout` in Dask's "
+            "configuration). Finished rows are kept; start workers, and run the same command to go on."
         ) from None
     except CancelledError as error:
         raise JobFailedError(
@@ -261,7 +268,7 @@ def _refuse_running(client: Client, job: OpenedJob) -> None:
         time.sleep(_ENDING_POLL_S)
 
 
-def _has_said(dask_scheduler: Any, key: str) -> bool:
+def _is_known(dask_scheduler: Any, key: str) -> bool:
     return key in dask_scheduler.tasks
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
+import dask
 import pytest
 from cluster_under_test import QUIETLY
 from distributed import Client, LocalCluster
 from echo_job import EchoJob, Watcher, make_rows
 
+from lorabatch.jobs.errors import JobFailedError
 from lorabatch.pipeline.monitoring.scheduler_plugin import JobAdaptive
 
 
@@ -34,6 +36,20 @@ def test_workers_come_for_the_backlog_join_the_job_and_leave(echo_job: EchoJob) 
     assert len(joined) >= 2
     committed = {record["replica_id"] for record in events if record["kind"] == "ShardCommitted"}
     assert len(committed) >= 2
+
+
+def test_a_job_ends_in_words_when_its_cluster_gets_no_worker(echo_job: EchoJob) -> None:
+    echo_job.write_input(make_rows(20))
+    with (
+        dask.config.set({"distributed.scheduler.no-workers-timeout": "1s"}),
+        LocalCluster(n_workers=0, **QUIETLY) as cluster,
+        Client(cluster, set_as_default=False) as client,
+        pytest.raises(JobFailedError, match=r"had no worker for 1 s .* Finished rows are kept; start workers"),
+    ):
+        echo_job.run(client)
+    state = echo_job.store.read_state()
+    assert state is not None
+    assert state.phase == "failed"
 
 
 @pytest.mark.long
