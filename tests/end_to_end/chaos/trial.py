@@ -151,13 +151,16 @@ class Trial:
         self._mend(*self._cuts)
 
     def _finish_job(self, give_up_s: float) -> None:
-        while not self._place.store.is_finished() or not self._outcome.num_starts:
+        has_ended_well = False
+        # One that was killed may have removed half of the working files of a job that was done.
+        while not has_ended_well or not self._place.store.is_finished():
             if self._outcome.num_starts >= _MAX_STARTS:
                 raise TrialError(f"not done after {_MAX_STARTS} starts")
             self._outcome.num_starts += 1
             with self._client() as client:
                 self._disturb(client, give_up_s)
                 self._judge_exit(client)
+            has_ended_well = client.returncode == 0
             # Its user makes room, waits until the store is back, or mends the own connection.
             self._place.relieve()
             self._mend(*(pair for pair in self._cuts if "client" in pair))
