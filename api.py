@@ -258,7 +258,7 @@ class Job:
             return compare(self._store, spec, rows, client=client, progress=shown)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """The job told by its time, as `lorabatch logs` prints it; with `follow`, until the job ends."""
+        """Events and log lines in order of time, as `lorabatch logs` prints them; with `follow`, until the job ends."""
         return log_lines(self._store, follow=follow)
 
     def to_arrow(self) -> pa.Table:

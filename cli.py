@@ -304,7 +304,7 @@ def logs(
     storage_options: StorageOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
 ) -> None:
-    """Tell a job by its time: plan, starts, losses, moves, retries; warnings of client, workers and engines."""
+    """Events and log lines by time: plan, starts, losses, moves, retries; warnings of client, workers and engines."""
     with errors_as_exit_codes():
         from .console.terminal import echo
         from .jobs.status.logs import log_lines

@@ -146,7 +146,7 @@ def print_plan(
     _print_table(console, [_adapter_cells(a) for a in _by_seconds(found)], columns, "adapter")
     columns = ("wave", "mode", "adapters", "shards", "rows", "output tokens", "engine s")
     _print_table(console, [_wave_cells(wave) for wave in waves(found)], columns, "mode", "adapters")
-    columns = ("worker", "shards", "rows", "adapters", "their MB", "weights MB", "predicted s")
+    columns = ("worker", "shards", "rows", "adapters", "their MB", "base files MB", "predicted s")
     _print_table(console, [_worker_cells(worker) for worker in workers(found)], columns)
     for line in totals(found, gpu_hour_price):
         console.print(line, soft_wrap=True)
