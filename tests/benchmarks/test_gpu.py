@@ -175,6 +175,7 @@ def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "found.json").read_text()) == {"value": [1], "failed": "RuntimeError: a kernel hung"}
 
 
+@pytest.mark.long
 def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the processes: one dies after it has saved, one never ends, one does its work."""
     child = (

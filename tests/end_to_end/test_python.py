@@ -158,6 +158,7 @@ def test_a_job_without_rows_has_an_empty_table(echo_job: EchoJob, shared_client:
     assert len(lorabatch.Job(echo_job.output).to_dask_dataframe()) == 0
 
 
+@pytest.mark.long
 @DASK_FRAMES
 def test_answers_in_object_storage_are_read_with_its_options(
     echo_job: EchoJob, shared_client: Client, echoes: None, bucket: Any

@@ -118,6 +118,7 @@ def test_a_submitted_job_is_cancelled_from_its_output_and_resumed(echo_job: Echo
     assert {name: echo_job.parts()[name] for name in kept} == kept
 
 
+@pytest.mark.long
 def test_an_idle_background_cluster_ends_itself(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     process = subprocess.Popen([sys.executable, "-c", SHORT_LIVED.format(str(path))], env=dict(os.environ))

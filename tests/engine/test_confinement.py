@@ -55,6 +55,7 @@ def test_values_without_a_word_in_json_arrive_as_text_and_endless_nests_not_at_a
         nest = nest.pop()
 
 
+@pytest.mark.long
 def test_what_a_task_has_left_in_memory_is_not_charged_to_the_next(process: ConfinedProcess, tmp_path: Path) -> None:
     rows = pa.table({"text": pa.array(["a" * 500_000] * 2000)})
     pq.write_table(rows, tmp_path / "rows.parquet")

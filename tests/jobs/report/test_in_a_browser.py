@@ -154,6 +154,7 @@ def test_two_coordinators_share_one_axis(browser: Browser, store: JobStore, tmp_
     assert "starting 9.0 s, running 11.0 s, restarting 19.0 s, running 21.0 s" in text
 
 
+@pytest.mark.long
 def test_a_dark_window_has_a_dark_page(browser: Browser, store: JobStore, tmp_path: Path) -> None:
     append(store, *busy_run(4))
     store.write_summary(summary("tenant"))

@@ -87,6 +87,7 @@ def test_where_lengths_are_unknown_the_plan_says_what_it_assumes_and_how_far_it_
     assert f"{shortest_s:.1f} s if they take a quarter of it, {longest_s:.1f} s if they take all" in text
 
 
+@pytest.mark.long
 def test_speeds_of_workers_count_in_seconds_and_bound_and_are_said(options: dict[str, Any]) -> None:
     alike = dry_run(options)
     same = dry_run(options, speeds="1,1")

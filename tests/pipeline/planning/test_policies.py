@@ -40,6 +40,7 @@ def test_every_policy_serves_every_row(policy, placement):
     assert run.metrics.makespan_s > 0
 
 
+@pytest.mark.long
 def test_a_planned_job_is_not_slower_than_the_online_policies():
     workload = make_job(1500)
     planned = SETTINGS.simulate(workload, 2).metrics.makespan_s

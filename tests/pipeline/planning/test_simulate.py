@@ -48,6 +48,7 @@ def test_the_same_seed_gives_the_same_seconds(tmp_path: Path) -> None:
     assert [run.metrics for run in first] == [run.metrics for run in second]
 
 
+@pytest.mark.long
 def test_slower_workers_take_every_policy_longer_and_are_named_in_the_table(tmp_path: Path) -> None:
     alike, slowed = (simulate_job(request(tmp_path, rows=200, speeds=speeds)) for speeds in (None, "1,0.5"))
     for before, after in zip(alike.runs, slowed.runs, strict=True):

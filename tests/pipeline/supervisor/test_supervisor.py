@@ -202,6 +202,7 @@ def test_a_stopped_engine_is_replaced_and_its_rows_start_again(
         os.kill(running.engine_pid, 0)
 
 
+@pytest.mark.long
 def test_a_stopped_engine_is_replaced_though_more_was_sent_to_it_than_its_pipe_takes(
     start: Callable[..., EngineHandle], reports: Reports, tmp_path: Path
 ) -> None:

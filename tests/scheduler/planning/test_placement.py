@@ -90,6 +90,7 @@ def test_a_solver_without_nodes_never_makes_it_worse():
     assert place_shards(problem, max_nodes=0, good_gap=0.0).makespan_s <= greedy_s
 
 
+@pytest.mark.long
 def test_the_same_problem_is_always_placed_the_same():
     placements = [place_shards(random_problem(5)).replica_of.tolist() for _ in range(2)]
     assert placements[0] == placements[1]

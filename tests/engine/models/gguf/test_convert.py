@@ -365,6 +365,7 @@ convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.long
 def test_converters_racing_for_one_folder_leave_one_whole_folder(llama, llama_gguf, tmp_path):
     folder = tmp_path / "cache" / "model"
     command = [sys.executable, "-c", _CONVERT_ON_REQUEST, str(llama_gguf), str(folder)]
