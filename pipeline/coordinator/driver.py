@@ -243,9 +243,12 @@ class Coordinator:
         slowness = self.costs.slowness(measured or self._planned.cost)
         present = [slow for worker, slow in slowness.items() if self._scheduler.has_replica(worker)]
         total = self.costs.total()
-        done = Work(prompt_tokens=total.prefill_tokens, output_tokens=total.decode_rows)
+        num_steps = total.num_steps / max(1, len(slowness))
+        done = Work(prompt_tokens=total.prefill_tokens, output_tokens=total.decode_rows, num_steps=num_steps)
         elapsed_s = max(0.0, self._now_s() - self._opened_s)
-        left = self._planned.time_left(self._monitor.work_left(), done, elapsed_s, present, measured)
+        num_places = self.batch_rows * max(len(present), self._planned.num_replicas)
+        work_left = self._monitor.work_left(num_places, total.prefill_tokens)
+        left = self._planned.time_left(work_left, done, elapsed_s, present, measured)
         if (
             self._planned.is_guess
             and self.corrected_s is None

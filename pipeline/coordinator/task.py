@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,7 +237,7 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     settings = run.settings.scheduler(num_workers, serving_adapters(job.record))
     scheduler = make_scheduler(plan.shards, committed=rows_of_part, settings=settings)
     run.reporter.phase("loading engines", plan.num_rows, rows_done=sum(rows_of_part.values()))
-    coordinator = Coordinator(run, scheduler, monitor, _planned(run.settings, plan, num_workers))
+    coordinator = Coordinator(run, scheduler, monitor, _planned(run.settings, plan, num_workers, known_lengths))
     coordinator.run()
     is_whole = not coordinator.has_adopted and found.num_reused == found.num_rows
     bound_s = _bound_s(run, coordinator, monitor.work) if is_whole else None
@@ -252,10 +252,11 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
     )
 
 
-def _planned(settings: RunSettings, plan: JobPlan, num_workers: int) -> PlannedJob:
-    work = WorkLeft(plan.shards).now((), 0, 0)
-    batch_rows = settings.limits.batch_rows
-    return PlannedJob(plan.predicted_s, work, settings.step_prices, batch_rows, num_workers, settings.is_guess)
+def _planned(
+    settings: RunSettings, plan: JobPlan, num_workers: int, known_lengths: Collection[str] | None
+) -> PlannedJob:
+    work = WorkLeft(plan.shards, known_lengths).now(settings.limits.batch_rows * num_workers)
+    return PlannedJob(plan.predicted_s, work, settings.step_prices, num_workers, settings.is_guess)
 
 
 def _bound_s(run: JobRun, coordinator: Coordinator, work: JobWork | None) -> float | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from ...jobs.record import JobState, WorkerState
 from ...jobs.status.worker_names import WorkerNames
-from ...scheduler.estimates.lengths import PRIOR_SHARE, LengthEstimator
+from ...scheduler.estimates.lengths import PRIOR_SHARE, LengthDistribution, LengthEstimator
 from ...scheduler.estimates.time_left import TimeLeft, Work
 from ...scheduler.planning.bound import JobWork
 from ...scheduler.planning.waves import Shard
@@ -96,13 +96,15 @@ class JobMonitor:
         """A name for a content hash; the base model is ""."""
         return self._names.get(adapter_id, adapter_id[:12])
 
-    def work_left(self) -> Work:
-        """Of rows that have no answer, less what engines have computed of those that run."""
+    def work_left(self, num_places: int, computed_tokens: float = 0.0) -> Work:
+        """Of rows that have no answer, less what engines have computed of those that run. `num_places`: rows that all
+        engines together run at once. `computed_tokens`: of prompts, so far.
+        """
         unfinished = self._unfinished()
         opened = [(self._shards[i], rows) for i, rows in unfinished.items() if i not in self._committed]
         telemetry = [report.telemetry for report in self._reports.values()]
         num_running, running_tokens = sum(t.num_running for t in telemetry), sum(t.running_tokens for t in telemetry)
-        return self._left.now(opened, num_running, running_tokens)
+        return self._left.now(num_places, opened, num_running, running_tokens, computed_tokens)
 
     def state(self, now_s: float, left: TimeLeft | None = None) -> JobState:
         """Everything at one time, while shards run. `now_s`: seconds since the epoch."""
@@ -174,22 +176,42 @@ class JobMonitor:
         )
 
 
+class _Rows(NamedTuple):
+    """How many, tokens of their prompts, and tokens that they are predicted to generate."""
+
+    rows: float = 0.0
+    prompt: float = 0.0
+    predicted: float = 0.0
+
+    @classmethod
+    def sum(cls, counts: Iterable[Iterable[float]]) -> _Rows:
+        """Of all together."""
+        return cls(*(sum(column) for column in zip(cls(), *counts, strict=True)))
+
+
 class WorkLeft:
     """Adds up the work of shards that are not committed, by the adapters that they have together. `known_lengths`: see
     `JobMonitor`.
     """
 
     def __init__(self, shards: Iterable[Shard], known_lengths: Collection[str] | None = ()) -> None:
-        self._is_exact = known_lengths is None
         self._known = frozenset(known_lengths or ())
         #: Of this run's answers so far.
         self.lengths = LengthEstimator()
-        # Lengths of the longest rows, and how many uncommitted shards have each.
-        self._longest: Counter[int] = Counter()
         # Adapters -> rows, prompt tokens, predicted output tokens.
         self._sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        for shard in shards:
+        with_work = [shard for shard in shards if shard.has_engine_work]
+        for shard in with_work:
             self._add(shard, 1.0)
+        self._total = _Rows.sum(self._sums.values())
+        # Of lengths that are known.
+        self._planned = (
+            None
+            if known_lengths is not None
+            else LengthDistribution.of_groups(
+                (s.num_rows, s.predicted_output_tokens / s.num_rows, s.longest_output_tokens) for s in with_work
+            )
+        )
 
     def committed(self, shard: Shard) -> None:
         """A shard's part is in place."""
@@ -197,50 +219,83 @@ class WorkLeft:
 
     def _add(self, shard: Shard, share: float) -> None:
         if shard.has_engine_work:
-            self._longest[shard.longest_output_tokens] += 1 if share > 0 else -1
             counts = self._sums[shard.adapters]
             for i, value in enumerate((shard.num_rows, shard.prompt_tokens, shard.predicted_output_tokens)):
                 counts[i] += share * value
 
-    def now(self, opened: Iterable[tuple[Shard, int]], num_running: int, running_tokens: int) -> Work:
-        """What is left, as `JobMonitor.work_left` says. `opened`: shards and their rows without a result."""
-        num_rows = prompt = output = guessed = 0.0
-        done = WorkLeft(())
-        for shard, rows_left in opened:
-            done._add(shard, 1 - rows_left / shard.num_rows)
-        for adapters, (rows, prompt_tokens, predicted) in self._sums.items():
-            finished = done._sums.get(adapters, (0.0, 0.0, 0.0))
-            rows, prompt_tokens, predicted = rows - finished[0], prompt_tokens - finished[1], predicted - finished[2]
-            if rows < 0.5:
-                continue
-            mean = None if self._is_exact else self.lengths.measured_together(adapters)
-            is_known = self._is_exact or mean is not None or self._known.issuperset(adapters or ("",))
-            num_rows, prompt = num_rows + rows, prompt + prompt_tokens
-            output += predicted if mean is None else rows * mean
-            guessed += 0.0 if is_known else predicted
+    def now(
+        self,
+        num_places: int,
+        opened: Iterable[tuple[Shard, int]] = (),
+        num_running: int = 0,
+        running_tokens: int = 0,
+        computed_tokens: float = 0.0,
+    ) -> Work:
+        """What is left, see `JobMonitor.work_left`. `opened`: shards and their rows without a result. `running_tokens`:
+        that running rows have generated.
+        """
+        groups = self._without_result(opened)
+        num_rows, prompt, predicted = _Rows.sum(groups.values())
         if not num_rows:
             return Work()
         num_running = min(num_running, round(num_rows))
-        mean_left = output / num_rows - running_tokens / max(1, num_running)
-        if num_running and not self._is_exact:
-            # Those that run are the longer ones of those that began.
-            mean_left = max(mean_left, self.lengths.left(running_tokens / num_running, 2 * output / num_rows))
-        running_left = num_running * max(mean_left, 0.0)
-        waiting = 1 - num_running / num_rows
-        longest = self._longest_left(num_rows, num_running, running_tokens)
-        return Work(num_rows, prompt * waiting, output * waiting + running_left, guessed, longest)
+        num_waiting = max(0.0, num_rows - num_running)
+        # Rows that run may still compute their prompts.
+        prompt_left = min(prompt, max(prompt * num_waiting / num_rows, self._total.prompt - computed_tokens))
+        generated = running_tokens / max(1, num_running)
+        waiting = num_waiting / num_rows
+        if self._planned is None:
+            spread = self.lengths.distribution(num_running, generated, predicted / num_rows / PRIOR_SHARE)
+            output, guessed = self._expected(groups, spread.left(), predicted / num_rows)
+            output = output * waiting + num_running * spread.left(generated)
+            num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
+        else:
+            output, guessed = self._known_left(num_rows, running_tokens), 0.0
+            spread = self._planned
+            num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
+            # Rows that wait are shorter than others where the longest have begun first.
+            num_steps *= output / (num_waiting * spread.left() + num_running * spread.left(generated))
+        return Work(num_rows, prompt_left, output, guessed * waiting, num_steps)
 
-    def _longest_left(self, num_rows: float, num_running: int, running_tokens: int) -> float:
-        """Tokens that the longest row still has to generate."""
-        planned = max((tokens for tokens, count in self._longest.items() if count > 0), default=0)
-        # While rows wait, the longest may be among them.
-        generated = running_tokens / num_running if num_running and num_running > num_rows - 1 else 0.0
-        if self._is_exact:
-            return max(0.0, planned - generated)
-        # Of rows whose ends are independent, the last one lasts as long as a harmonic sum of them.
-        most = planned / PRIOR_SHARE
-        mean_left = self.lengths.left(generated, most)
-        return max(0.0, min(most - generated, mean_left * (0.58 + math.log(max(1.0, num_rows)))))
+    def _known_left(self, num_rows: float, running_tokens: int) -> float:
+        """Tokens that are not generated yet, where all lengths are known. Rows without a report were answered by an
+        earlier run.
+        """
+        total, lengths = self._total, self.lengths
+        num_before = max(0.0, total.rows - num_rows - lengths.num_finished)
+        before = num_before * total.predicted / total.rows
+        return max(num_rows, total.predicted - before - lengths.finished_tokens - running_tokens)
+
+    def _without_result(self, opened: Iterable[tuple[Shard, int]]) -> dict[tuple[str, ...], _Rows]:
+        """By the adapters that they have together."""
+        done = WorkLeft(())
+        for shard, rows_left in opened:
+            done._add(shard, 1 - rows_left / shard.num_rows)
+        groups = {}
+        for adapters, counts in self._sums.items():
+            left = _Rows(*(count - less for count, less in zip(counts, done._sums[adapters], strict=True)))
+            if left.rows >= 0.5:
+                groups[adapters] = left
+        return groups
+
+    def _expected(
+        self, groups: Mapping[tuple[str, ...], _Rows], mean: float, predicted_mean: float
+    ) -> tuple[float, float]:
+        """Output tokens that these rows have in all, and those of them that are a guess. `mean`: expected of a row of
+        any adapter, `predicted_mean` was predicted; adapters differ as their finished rows do, else as predicted.
+        """
+        output = guessed = 0.0
+        finished = self.lengths.finished_mean
+        for adapters, (rows, _, predicted) in groups.items():
+            measured = self.lengths.measured_together(adapters)
+            if measured is not None and finished:
+                output += rows * measured * mean / finished
+            elif self._known.issuperset(adapters or ("",)):
+                output += predicted
+            else:
+                output += predicted * mean / predicted_mean
+                guessed += predicted * mean / predicted_mean * self.lengths.share_guessed
+        return output, guessed
 
 
 class BatchFill:

@@ -6,7 +6,8 @@ The planner, the cluster's scheduler, batchers and engines all take their estima
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,10 @@ _PRIOR_ROWS = 16
 # Bounds of length classes are powers of 2 ** (1 / _CLASSES_PER_OCTAVE).
 _CLASSES_PER_OCTAVE = 4
 _NUM_CLASSES = 1 + 24 * _CLASSES_PER_OCTAVE
+# Rows of all lengths alike that are added to those that have finished, in a distribution of lengths.
+_SPREAD_ROWS = 2.0
+# Finished rows from which it is about half as far from the longest of them to the limit for others.
+_FEW_ROWS = 32.0
 # Rows of the mean of all that are added to those of each class of prompts.
 _CLASS_PRIOR_ROWS = 8
 Integers = NDArray[np.integer[Any]]
@@ -56,7 +61,8 @@ class LengthEstimator:
 
     def __init__(self) -> None:
         self._asked_rows = self._asked_tokens = 0
-        self._finished_rows = self._finished_tokens = 0
+        #: Rows of any adapter that have finished, and their output tokens.
+        self.num_finished = self.finished_tokens = 0
         # Adapter -> rows finished so far and their output tokens.
         self._finished: dict[str, tuple[int, int]] = {}
         # By length class: rows of any adapter that have finished, and their output tokens.
@@ -83,15 +89,15 @@ class LengthEstimator:
             number = length_class(output_tokens / num_rows)
             self._rows[number] += num_rows
             self._tokens[number] += output_tokens
-        self._finished_rows += num_rows
-        self._finished_tokens += output_tokens
+        self.num_finished += num_rows
+        self.finished_tokens += output_tokens
         rows, tokens = self._finished.get(adapter, (0, 0))
         self._finished[adapter] = (rows + num_rows, tokens + output_tokens)
 
     def mean(self) -> float:
         """Expected output tokens of a row of any adapter; 1 before any row was asked for."""
         prior = self._asked_tokens / self._asked_rows * PRIOR_SHARE if self._asked_rows else 1.0
-        return (_PRIOR_ROWS * prior + self._finished_tokens) / (_PRIOR_ROWS + self._finished_rows)
+        return (_PRIOR_ROWS * prior + self.finished_tokens) / (_PRIOR_ROWS + self.num_finished)
 
     def measured(self, adapter: str) -> float | None:
         """Mean output tokens of an adapter's finished rows; None while there are fewer than `MIN_FINISHED_ROWS`."""
@@ -102,6 +108,25 @@ class LengthEstimator:
         """Mean of what was measured of these adapters (none: of the base model); None while nothing was."""
         means = [mean for name in adapters or ("",) if (mean := self.measured(name)) is not None]
         return sum(means) / len(means) if means else None
+
+    @property
+    def finished_mean(self) -> float:
+        """Output tokens of a finished row of any adapter; 0 before the first."""
+        return self.finished_tokens / max(1, self.num_finished)
+
+    @property
+    def share_guessed(self) -> float:
+        """How little finished rows say of others, from 1 (none has finished) down to 0."""
+        return _SPREAD_ROWS / (_SPREAD_ROWS + self.num_finished)
+
+    def distribution(self, num_running: int, generated_tokens: float, max_tokens: float) -> LengthDistribution:
+        """Of lengths of rows of any adapter. `num_running`: rows that have generated `generated_tokens` each so far, on
+        average. `max_tokens`: what a row may generate; more where rows have generated more.
+        """
+        longest = 2.0 ** ((np.flatnonzero(self._rows).max(initial=0) + 1) / _CLASSES_PER_OCTAVE)
+        # The more rows have finished, the less likely one is much longer than all of them.
+        limit = longest + max(0.0, max_tokens - longest) * _FEW_ROWS / (_FEW_ROWS + self.num_finished)
+        return LengthDistribution.of(self._rows, num_running, generated_tokens, max(limit, 2 * generated_tokens))
 
     def left(self, generated_tokens: float, max_tokens: float) -> float:
         """Expected tokens that a row still has to generate after so many, E[L - t | L > t].
@@ -116,6 +141,96 @@ class LengthEstimator:
         tokens += prior_rows * (generated_tokens + max_tokens) / 2
         rows += prior_rows
         return max(1.0, float(tokens / rows - generated_tokens)) if rows else 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthDistribution:
+    """Share of rows that generate more than so many tokens: the Kaplan-Meier estimator, in which rows that still run
+    count as long as they have run. What finishes first is short, so that the mean of finished rows alone is too small.
+
+    `tokens`: float64 `[num_points]`, ascending from 0; `share_above`: float64 `[num_points]`, from 1 down to 0, linear
+    in between.
+    """
+
+    tokens: NDArray[np.float64]
+    share_above: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, finished: NDArray[np.float64], num_running: int, generated_tokens: float, max_tokens: float
+    ) -> LengthDistribution:
+        """From finished rows by length class, and running ones that have generated so many tokens on average; their
+        ages are taken to be spread evenly from 0 to twice the mean. Two rows of any length up to `max_tokens` alike are
+        added; no row is longer than that.
+        """
+        ends = np.minimum(2.0 ** (np.arange(1, _NUM_CLASSES + 1) / _CLASSES_PER_OCTAVE), max_tokens)
+        starts = np.concatenate([[0.0], ends[:-1]])
+        middle = (starts + ends) / 2
+        is_running = np.clip(1 - middle / (2 * generated_tokens), 0, 1) if generated_tokens > 0 else middle * 0.0
+        ended = finished + _SPREAD_ROWS * (ends - starts) / max_tokens
+        at_risk = ended[::-1].cumsum()[::-1] + num_running * is_running
+        stays = 1 - np.divide(ended, at_risk, out=np.ones_like(ended), where=at_risk > 0)
+        share_above = np.cumprod(stays) * (ends < max_tokens)
+        return cls(np.concatenate([[0.0], ends]), np.concatenate([[1.0], share_above]))
+
+    @classmethod
+    def of_groups(cls, groups: Iterable[tuple[float, float, float]]) -> LengthDistribution:
+        """From what is known of groups of rows: their number, mean and longest length. Of a group a share of
+        (1 - x / longest) ** (longest / mean - 1) is taken to be longer than x, whose mean is that.
+        """
+        # Of no rows: a row of one token.
+        num_rows, mean, longest = np.array(list(groups) or [(1.0, 1.0, 1.0)]).T
+        mean = np.maximum(mean, 1.0)
+        longest = np.maximum(longest, mean)
+        tokens = np.minimum(2.0 ** (np.arange(_NUM_CLASSES) / _CLASSES_PER_OCTAVE), longest.max())
+        tokens = np.concatenate([[0.0], tokens])
+        rest = np.clip(1 - tokens[:, None] / longest, 0, 1)
+        shares = np.where(rest > 0, rest ** (longest / mean - 1), 0.0)
+        return cls(tokens, shares @ num_rows / num_rows.sum())
+
+    def left(self, generated_tokens: float = 0.0) -> float:
+        """Expected tokens that a row still generates after so many, E[L - t | L > t]; at least 1."""
+        share = self._above(generated_tokens)
+        if share <= 0:
+            return 1.0
+        is_later = self.tokens > generated_tokens
+        tokens = np.concatenate([[generated_tokens], self.tokens[is_later]])
+        shares = np.concatenate([[share], self.share_above[is_later]])
+        return max(1.0, float(_areas(tokens, shares).sum()) / share)
+
+    def steps_left(self, num_running: float, generated_tokens: float, num_waiting: float, num_places: float) -> float:
+        """Forward passes until the last of these rows has ended: so many that half a row is expected to end later.
+
+        `generated_tokens`: of each running row, so far. Waiting rows begin one after the other while all `num_places`
+        are taken, evenly until the last one begins.
+        """
+        left = self.left(generated_tokens)
+        tokens = num_running * left + num_waiting * self.left()
+        last_begins = max(0.0, tokens / num_places - left) if num_running + num_waiting > num_places else 0.0
+        running = num_running / max(self._above(generated_tokens), 1e-9)
+        sums = np.concatenate([[0.0], _areas(self.tokens, self.share_above).cumsum()])
+
+        def later(steps: float) -> float:
+            """Rows that end after so many steps."""
+            began = np.interp([steps - last_begins, steps], self.tokens, sums)
+            # None that has not begun has ended.
+            not_begun = max(0.0, last_begins - steps)
+            waiting = self._above(steps) if not last_begins else (not_begun + began[1] - began[0]) / last_begins
+            return running * self._above(generated_tokens + steps) + num_waiting * float(waiting)
+
+        low, high = 0.0, last_begins + float(self.tokens[-1])
+        while high - low > 0.5:
+            middle = (low + high) / 2
+            low, high = (middle, high) if later(middle) > 0.5 else (low, middle)
+        return max(1.0, high)
+
+    def _above(self, tokens: float) -> float:
+        return float(np.interp(tokens, self.tokens, self.share_above))
+
+
+def _areas(tokens: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Under the line between each two points."""
+    return (shares[1:] + shares[:-1]) / 2 * np.diff(tokens)
 
 
 class LengthsByPrompt:

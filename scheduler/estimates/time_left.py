@@ -13,27 +13,28 @@ from dataclasses import dataclass
 
 from ..cost import CostModel
 
-# Standard deviations, as shares of the seconds that are left: of costs that are a guess for this machine, were measured
-# before the job, or in it; and of answers of half of `max_tokens`, of which nothing is known.
+# Standard deviations: as shares of the seconds that are left, of costs that are a guess for this machine, were measured
+# before the job, or in it; as a share of the whole job, of how workers end and how full the last batches are.
 _GUESSED_COST, _KNOWN_COST, _MEASURED_COST = 0.5, 0.15, 0.1
-_GUESSED_LENGTHS = 0.5
-# A range is so many standard deviations to both sides. It is rough: see docs/planning.md for how often it holds.
+_WHOLE = 0.05
+# By how much answers of which nothing is known are shorter or longer than half of `max_tokens`; most are shorter.
+_SHORTER, _LONGER = 1.5, 0.3
+# A range is so many standard deviations to both sides, and the time between two reports.
 _DEVIATIONS = 1.3
-# Of the seconds of a mean row, when the last rows end: batches are not full then.
-_TAIL = 0.3
+_REPORT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens of some rows. `guessed_tokens`: of those to be generated, the ones whose number nothing says.
-    `longest_tokens`: that the longest row generates.
+    """Tokens of some rows. `guessed_tokens`: of those to be generated, the ones whose number nothing says. `num_steps`:
+    forward passes of each engine until the last row has ended.
     """
 
     num_rows: float = 0.0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
     guessed_tokens: float = 0.0
-    longest_tokens: float = 0.0
+    num_steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,13 @@ class TimeLeft:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """What a plan says. `work`: of all rows. `cost`: with which it was predicted for so many replicas with batches of
-    `batch_rows`. `is_guess`: the costs were not measured on this machine.
+    """What a plan says. `work`: of all rows. `cost`: with which it was predicted for so many replicas. `is_guess`: the
+    costs were not measured on this machine.
     """
 
     predicted_s: float
     work: Work
     cost: CostModel
-    batch_rows: int
     num_replicas: int
     is_guess: bool
 
@@ -68,33 +68,23 @@ class PlannedJob:
         if self.work.num_rows <= 0 or left.num_rows <= 0 or self.predicted_s <= 0:
             return TimeLeft(0.0, 0.0, 0.0)
         cost = measured or self.cost
-        left_s, planned_s = self._ideal_s(left, cost), self._ideal_s(self.work, self.cost)
+        left_s = self._ideal_s(left, cost)
         # A worker that is not there yet is taken to come.
         speeds = sum(1 / slow for slow in slowness) + max(0, self.num_replicas - len(slowness))
-        seconds = self.predicted_s * left_s / planned_s * self.num_replicas / speeds
-        both = Work(
-            left.num_rows,
-            left.prompt_tokens + done.prompt_tokens,
-            left.output_tokens + done.output_tokens,
-            longest_tokens=max(left.longest_tokens, self.work.longest_tokens),
-        )
-        all_s = self._ideal_s(both, cost)
-        if all_s > left_s and elapsed_s > 0:
-            share = 1 - left_s / all_s
-            seconds = (1 - share) * seconds + share * left_s * elapsed_s / (all_s - left_s)
+        seconds = self.predicted_s * left_s / self._ideal_s(self.work, self.cost) * self.num_replicas / speeds
+        done_s = self._ideal_s(done, cost)
+        if done_s > 0 and elapsed_s > 0:
+            share = done_s / (done_s + left_s)
+            seconds = (1 - share) * seconds + share * left_s * elapsed_s / done_s
         of_costs = _MEASURED_COST if measured else _GUESSED_COST if self.is_guess else _KNOWN_COST
-        of_lengths = _GUESSED_LENGTHS * left.guessed_tokens / max(1.0, left.output_tokens)
-        factor = 1 + _DEVIATIONS * math.hypot(of_costs, of_lengths)
-        alone_s = cost.step_s * min(slowness, default=1.0) * self.work.output_tokens / self.work.num_rows
-        tail_s = min(seconds / 2, _TAIL * alone_s)
-        return TimeLeft(seconds, (seconds - tail_s) / factor, (seconds + tail_s) * factor)
+        guessed = _DEVIATIONS * math.sqrt(left.guessed_tokens / max(1.0, left.output_tokens))
+        around_s = _DEVIATIONS * math.hypot(of_costs * seconds, _WHOLE * (elapsed_s + seconds)) + _REPORT_S
+        least_s = max(0.0, seconds - around_s) / (1 + _SHORTER * guessed)
+        return TimeLeft(seconds, least_s, (seconds + around_s) * (1 + _LONGER * guessed))
 
     def _ideal_s(self, work: Work, cost: CostModel) -> float:
-        """Seconds in which all replicas together could do it, in batches as full as they may be: at least a step for
-        each token of the longest row. LoRA is left out: it counts alike in what is compared.
-        """
+        """Seconds of the steps of all replicas together. LoRA is left out: it counts alike in what is compared."""
         context_tokens = (self.work.prompt_tokens + self.work.output_tokens / 2) / self.work.num_rows
         token_s = cost.decode_row_s + cost.context_token_s * context_tokens
-        num_steps = max(work.longest_tokens, work.output_tokens / (self.num_replicas * self.batch_rows))
         computed_s = cost.prefill_token_s * work.prompt_tokens + token_s * work.output_tokens
-        return computed_s / self.num_replicas + cost.step_s * num_steps
+        return computed_s / self.num_replicas + cost.step_s * work.num_steps

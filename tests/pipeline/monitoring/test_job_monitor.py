@@ -13,7 +13,7 @@ from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
-from lorabatch.scheduler.estimates.time_left import TimeLeft, Work
+from lorabatch.scheduler.estimates.time_left import TimeLeft
 from lorabatch.scheduler.planning.waves import Shard
 
 
@@ -58,39 +58,85 @@ def test_a_lost_worker_is_not_shown(monitor: JobMonitor) -> None:
 
 
 def test_work_is_left_for_rows_without_an_answer_less_what_running_ones_have(monitor: JobMonitor) -> None:
-    # Three shards of ten rows, each row of one prompt token and one to generate.
-    assert monitor.work_left() == Work(30, 30, 30, 30)
+    # Three shards of ten rows, each row of one prompt token and two to generate at most.
+    left = monitor.work_left(8)
+    assert (left.num_rows, left.prompt_tokens, left.guessed_tokens) == (30, 30, left.output_tokens)
+    assert left.output_tokens == pytest.approx(30, rel=0.2)
     telemetry = EngineTelemetry(num_running=4, running_tokens=2)
     monitor.reported(make_report("w1", ((0, 5),), telemetry=telemetry))
-    left = monitor.work_left()
+    left = monitor.work_left(8, computed_tokens=9)
     assert (left.num_rows, left.prompt_tokens) == pytest.approx((25, 21))
+    # Rows may run whose prompts are not computed yet; those that wait have computed nothing.
+    assert monitor.work_left(8, computed_tokens=6).prompt_tokens == 24
+    assert monitor.work_left(8, computed_tokens=30).prompt_tokens == pytest.approx(21)
     # What runs is not nearly done before lengths are known.
     assert left.output_tokens >= 21 + 4 * 0.5
     monitor.committed(monitor.unknown_outcome(1, "w1"))
-    assert monitor.work_left().num_rows == 15
+    assert monitor.work_left(8).num_rows == 15
     monitor.committed(monitor.unknown_outcome(1, "w1"))
-    assert monitor.work_left().num_rows == 15
+    assert monitor.work_left(8).num_rows == 15
 
 
 def test_answers_that_have_finished_say_how_long_others_are(monitor: JobMonitor) -> None:
-    monitor.reported(make_report("w1", (), finished=(FinishedRows("sha-a", 20, 100),)))
-    assert monitor.work_left() == Work(30, 30, 150, 0)
+    monitor.reported(make_report("w1", (), finished=(FinishedRows("sha-a", 200, 1000),)))
+    left = monitor.work_left(8)
+    assert left.output_tokens == pytest.approx(150, rel=0.1)
+    assert left.guessed_tokens < 2
+    # Thirty rows in eight places: about four times as many steps as a row has, not one for each token.
+    assert 15 < left.num_steps < 30
+
+
+def test_lengths_that_are_known_stay_what_they_are() -> None:
     exact = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=None)
     exact.reported(make_report("w1", (), finished=(FinishedRows("sha-a", 20, 100),)))
-    assert exact.work_left() == Work(10, 10, 10, 0)
+    assert (exact.work_left(8).output_tokens, exact.work_left(8).guessed_tokens) == (10, 0)
     earlier = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=["a"])
-    assert earlier.work_left() == Work(10, 10, 10, 0)
+    assert (earlier.work_left(8).output_tokens, earlier.work_left(8).guessed_tokens) == (10, 0)
 
 
-def test_the_longest_row_counts_until_its_shard_is_committed_and_for_what_it_has_generated() -> None:
-    shards = [replace(make_shard(0, 2), longest_output_tokens=90), replace(make_shard(1, 2), longest_output_tokens=40)]
-    monitor = JobMonitor(shards, {}, {"sha-a": "a"}, known_lengths=None)
-    assert monitor.work_left().longest_tokens == 90
-    monitor.reported(make_report("w1", ((0, 2), (1, 2)), telemetry=EngineTelemetry(num_running=4, running_tokens=120)))
-    assert monitor.work_left().longest_tokens == 60
-    monitor.committed(monitor.unknown_outcome(0, "w1"))
-    monitor.reported(make_report("w1", ((1, 1),), telemetry=EngineTelemetry(num_running=1, running_tokens=39)))
-    assert monitor.work_left().longest_tokens == 1
+def test_known_lengths_less_what_was_generated_are_left() -> None:
+    """The longest rows begin first: rows without a result are not as long as all are on average."""
+    shard = replace(make_shard(0, 10), predicted_output_tokens=1000, longest_output_tokens=400)
+    monitor = JobMonitor([shard], {}, {"sha-a": "a"}, known_lengths=None)
+    finished = (FinishedRows("sha-a", 4, 700),)
+    running = EngineTelemetry(num_running=2, running_tokens=60)
+    monitor.reported(make_report("w1", ((0, 6),), finished=finished, telemetry=running))
+    assert monitor.work_left(2).output_tokens == 240
+    # Rows that an earlier run answered are not reported; they count with the mean.
+    resumed = JobMonitor([shard], {}, {"sha-a": "a"}, known_lengths=None)
+    resumed.reported(make_report("w1", ((0, 6),), telemetry=running))
+    assert resumed.work_left(2).output_tokens == 540
+
+
+def test_adapters_with_longer_answers_have_more_left() -> None:
+    shards = [replace(make_shard(i, 10), adapters=(name,), predicted_output_tokens=1000) for i, name in enumerate("ab")]
+    monitor = JobMonitor(shards, {}, {"sha-a": "a", "sha-b": "b"})
+    finished = (FinishedRows("sha-a", 50, 500), FinishedRows("sha-b", 50, 4500))
+    monitor.reported(make_report("w1", (), finished=finished))
+    both = monitor.work_left(8).output_tokens
+    monitor.committed(monitor.unknown_outcome(1, "w1"))
+    assert monitor.work_left(8).output_tokens < 0.15 * both
+
+
+def test_rows_that_run_on_while_others_have_finished_are_long_ones(monitor: JobMonitor) -> None:
+    shard = replace(make_shard(0, 20), predicted_output_tokens=10_000)
+    monitor = JobMonitor([shard], {}, {"sha-a": "a"})
+    finished = (FinishedRows("sha-a", 10, 200),)
+    monitor.reported(make_report("w1", ((0, 10),), finished=finished))
+    before = monitor.work_left(8)
+    running = EngineTelemetry(num_running=8, running_tokens=8 * 300)
+    monitor.reported(make_report("w1", ((0, 10),), telemetry=running))
+    after = monitor.work_left(8)
+    assert after.output_tokens > 2 * before.output_tokens
+
+
+def test_the_longest_row_counts_where_lengths_are_known() -> None:
+    shard = replace(make_shard(0, 2), predicted_output_tokens=100, longest_output_tokens=90)
+    monitor = JobMonitor([shard], {}, {"sha-a": "a"}, known_lengths=None)
+    # One of two rows is longer than this with an even chance.
+    assert 60 < monitor.work_left(8).num_steps <= 90
+    monitor.reported(make_report("w1", ((0, 2),), telemetry=EngineTelemetry(num_running=2, running_tokens=160)))
+    assert monitor.work_left(8).num_steps <= 10
 
 
 def test_the_time_left_and_its_range_are_part_of_the_state(monitor: JobMonitor) -> None:

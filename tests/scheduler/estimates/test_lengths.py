@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.estimates.lengths import (
     MIN_FINISHED_ROWS,
+    LengthDistribution,
     LengthEstimator,
     LengthsByPrompt,
     expected_tokens,
@@ -84,6 +86,56 @@ def test_what_is_left_is_positive_and_within_what_was_seen(finished: list[tuple[
 @given(st.integers(1, 1 << 24))
 def test_lengths_that_differ_by_less_than_a_fifth_are_of_the_same_class_or_the_next(tokens: int) -> None:
     assert length_class(tokens) <= length_class(tokens * 1.18) <= length_class(tokens) + 1
+
+
+def test_rows_that_still_run_make_lengths_longer_than_those_that_have_finished() -> None:
+    """The first to finish are short: of 200 rows of 10 to 190 tokens all of up to 50 have finished."""
+    lengths = LengthEstimator()
+    finished = [tokens for tokens in range(10, 190) if tokens <= 50]
+    for tokens in finished:
+        lengths.finished(tokens)
+    found = lengths.distribution(139, 50, 190).left()
+    assert 60 < found < 130
+    assert lengths.finished_mean == 30
+
+
+def test_once_all_have_finished_the_mean_is_theirs() -> None:
+    lengths = LengthEstimator()
+    for tokens in range(10, 190):
+        lengths.finished(tokens)
+    found = lengths.distribution(0, 0, 190)
+    assert found.left() == pytest.approx(100, rel=0.05)
+    assert found.left(100) == pytest.approx(45, rel=0.1)
+
+
+def test_nothing_known_is_half_of_the_limit() -> None:
+    found = LengthEstimator().distribution(0, 0.0, 100)
+    assert found.left() == pytest.approx(50, rel=0.01)
+    assert found.left(60) == pytest.approx(20, rel=0.01)
+    assert found.left(100) == 1.0
+
+
+def test_known_groups_have_their_mean_and_their_longest() -> None:
+    for mean, longest in ((10.0, 10.0), (10.0, 15.0), (10.0, 20.0), (10.0, 200.0)):
+        found = LengthDistribution.of_groups([(50, mean, longest)])
+        assert found.left() == pytest.approx(mean, rel=0.15), (mean, longest)
+        assert found.steps_left(0, 0.0, 1e6, 1e6) <= longest + 0.5
+    two = LengthDistribution.of_groups([(30, 10.0, 20.0), (10, 50.0, 100.0)])
+    assert two.left() == pytest.approx(20, rel=0.15)
+
+
+@pytest.mark.parametrize("num_rows", [5, 40, 400])
+def test_steps_left_are_those_of_rows_played_one_by_one(num_rows: int) -> None:
+    """Lengths spread evenly up to 200; mean of many batches, played step by step."""
+    places, generator, steps = 16, np.random.default_rng(1), []
+    for _ in range(60):
+        ends = np.zeros(places)
+        for length in generator.integers(1, 201, num_rows):
+            ends[ends.argmin()] += length
+        steps.append(ends.max())
+    found = LengthEstimator().distribution(0, 0.0, 200)
+    expected = found.steps_left(0, 0.0, num_rows, places)
+    assert expected == pytest.approx(np.mean(steps), rel=0.12)
 
 
 def by_prompt(finished: list[tuple[int, int]], asked: int, running: tuple[tuple[int, int], ...] = ()) -> float:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
 
-WHOLE = Work(100, 1000, 5000, 5000)
-JOB = PlannedJob(120.0, WHOLE, CPU_SMOLLM2_135M, batch_rows=16, num_replicas=2, is_guess=True)
+WHOLE = Work(100, 1000, 5000, 5000, num_steps=200)
+JOB = PlannedJob(120.0, WHOLE, CPU_SMOLLM2_135M, num_replicas=2, is_guess=True)
 NOTHING = Work()
 
 
 def half_of(work: Work) -> Work:
-    return Work(*(value / 2 for value in (work.num_rows, work.prompt_tokens, work.output_tokens, work.guessed_tokens)))
+    return Work(*(value / 2 for value in astuple(work)))
 
 
 def test_before_its_first_step_a_job_takes_what_the_plan_says() -> None:
@@ -34,7 +34,7 @@ def test_a_slower_machine_and_a_missing_worker_make_it_longer() -> None:
 
 
 def test_longer_answers_than_planned_make_it_longer() -> None:
-    longer = replace(WHOLE, output_tokens=10_000, guessed_tokens=0)
+    longer = replace(WHOLE, output_tokens=10_000, guessed_tokens=0, num_steps=400)
     assert 200 < JOB.time_left(longer, NOTHING, 0.0, [1.0, 1.0], None).seconds < 240
 
 
@@ -42,16 +42,24 @@ def test_the_pace_so_far_counts_the_more_the_further_the_job_is() -> None:
     done = half_of(WHOLE)
     # Half of the work took 90 s, of which the plan knew 60.
     assert JOB.time_left(done, done, 90.0, [1.0, 1.0], None).seconds == pytest.approx((60 + 90) / 2)
-    late = Work(5, 50, 250, 250)
-    found = JOB.time_left(late, Work(95, 950, 4750, 0), 171.0, [1.0, 1.0], None)
+    late, early = (Work(*(share * value for value in astuple(WHOLE))) for share in (0.05, 0.95))
+    found = JOB.time_left(late, early, 171.0, [1.0, 1.0], None)
     assert found.seconds == pytest.approx(0.95 * 9.0 + 0.05 * 6.0)
 
 
-def test_the_last_row_takes_a_step_for_each_of_its_tokens() -> None:
-    job = replace(JOB, work=replace(WHOLE, longest_tokens=400))
-    last = Work(1, 0, 350, 0, longest_tokens=350)
-    found = job.time_left(last, Work(99, 1000, 4650, 0), 110.0, [1.0, 1.0], None)
+def test_the_last_rows_take_their_steps_however_few_they_are() -> None:
+    last = Work(1, 0, 350, 0, num_steps=350)
+    found = JOB.time_left(last, Work(99, 1000, 4650, 0, num_steps=190), 110.0, [1.0, 1.0], None)
     assert found.seconds > 350 * CPU_SMOLLM2_135M.step_s
+
+
+def test_how_workers_end_is_as_uncertain_when_little_is_left() -> None:
+    known = replace(WHOLE, guessed_tokens=0)
+    early = JOB.time_left(known, NOTHING, 0.0, [1.0, 1.0], CPU_SMOLLM2_135M)
+    late, before = (Work(*(share * value for value in astuple(known))) for share in (0.02, 0.98))
+    found = JOB.time_left(late, before, 117.6, [1.0, 1.0], CPU_SMOLLM2_135M)
+    assert found.most_s - found.seconds > 0.4 * (early.most_s - early.seconds)
+    assert found.least_s == 0.0
 
 
 def test_what_is_known_makes_the_range_narrower() -> None:

@@ -1,0 +1,205 @@
+"""How good the time left is that a running job shows, and its range: simulated small jobs that nothing was fitted to.
+
+python -m lorabatch.benchmarks.simulation.time_left [--jobs 60] [--seed 0]
+
+Jobs of 20 to 300 rows (ten times as many on GPUs) on one to three workers. In half of them lengths are known; in the
+others answers are much shorter than half of `max_tokens`, as they often are. Costs of the plan are exact, as a profile
+of another hour (off by 12 %, one standard deviation), or a guess (off by half). Once a second the estimate is made as a
+coordinator makes it, from the reports of simulated workers; only what steps cost is not fitted: it is known once a
+second of steps was seen. Every job counts alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lorabatch.engine.telemetry import EngineTelemetry
+from lorabatch.pipeline.messages import FinishedRows, ShardOutcome, WorkerReport
+from lorabatch.pipeline.monitoring.job_monitor import JobMonitor, WorkLeft
+from lorabatch.pipeline.planning.settings import RunSettings
+from lorabatch.scheduler.batching import ReplicaFacts
+from lorabatch.scheduler.estimates.lengths import LengthEstimator
+from lorabatch.scheduler.estimates.time_left import PlannedJob, TimeLeft, Work
+from lorabatch.scheduler.messages import Command, Event, Progress, ShardCommitted
+from lorabatch.scheduler.planning.waves import ShardPlan
+from lorabatch.scheduler.policies import make_scheduler
+from lorabatch.scheduler.scheduler import Scheduler
+from lorabatch.scheduler.simulation.replica import SimulatedReplica
+from lorabatch.scheduler.simulation.simulator import Cluster, JobSimulation
+from lorabatch.scheduler.simulation.synthetic import draw_adapters, draw_lengths, make_adapters, make_workload
+from lorabatch.scheduler.simulation.timeline import Timeline
+from lorabatch.scheduler.workload import Workload
+
+MAX_TOKENS = 400
+# Of the logarithm of the plan's costs over the true ones.
+_ERRORS = (0.0, 0.12, 0.5)
+_SHOW_S = 1.0
+_HOP_S = 0.3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A job, and what its plan does not know: `slowness` of its workers. `error`: costs of the plan over the true."""
+
+    rows: Workload
+    settings: RunSettings
+    slowness: tuple[float, ...]
+    is_known: bool
+    is_guess: bool
+    error: float
+
+    @property
+    def planned(self) -> RunSettings:
+        """As the plan takes the workers to be."""
+        return replace(self.settings, engine=replace(self.settings.engine, cost=self.settings.cost.scaled(self.error)))
+
+    @property
+    def known_lengths(self) -> tuple[str, ...] | None:
+        """As `JobMonitor` takes them."""
+        return None if self.is_known else ()
+
+
+def draw(seed: int) -> Job:
+    """The job of a seed."""
+    generator = np.random.default_rng(seed)
+    machine = str(generator.choice(["cpu-smollm2-135m", "h200-llama-3-8b"]))
+    settings = RunSettings.of_machine(machine, batch_rows=int(generator.choice([16, 32, 64])))
+    num_rows = int(np.exp(generator.uniform(np.log(20), np.log(300)))) * (1 if machine.startswith("cpu") else 10)
+    num_adapters, num_workers = int(generator.choice([1, 4, 16])), int(generator.choice([1, 2, 3]))
+    adapters = make_adapters(generator.choice([8, 16, 32], num_adapters).tolist())
+    prompt = draw_lengths(generator, num_rows, int(generator.choice([40, 120, 400])), 0.7, 1500)
+    even, tailed = generator.integers(8, 120, num_rows), draw_lengths(generator, num_rows, 60, 0.9, MAX_TOKENS)
+    output = np.clip(even if generator.random() < 0.5 else tailed, 1, MAX_TOKENS).astype(np.int32)
+    is_known, error = bool(generator.random() < 0.5), float(generator.choice(_ERRORS))
+    adapter = draw_adapters(generator, num_rows, np.full(num_adapters, 1 / num_adapters))
+    return Job(
+        make_workload(adapters, adapter, prompt, output, max_tokens=output if is_known else MAX_TOKENS),
+        replace(settings, length_share=1.0 if is_known else settings.length_share),
+        tuple(np.exp(generator.normal(0, 0.05, num_workers)).tolist()),
+        is_known,
+        error == max(_ERRORS),
+        float(np.exp(generator.normal(0, error))),
+    )
+
+
+class Watched:
+    """The scheduler, and what a coordinator would show once a second: seconds since the start, and the estimate."""
+
+    def __init__(
+        self, job: Job, plan: ShardPlan, timeline: Timeline, planned: PlannedJob, scheduler: Scheduler
+    ) -> None:
+        self._job, self._plan, self._timeline = job, plan, timeline
+        self._planned, self._scheduler = planned, scheduler
+        self._monitor = JobMonitor(plan.shards, {}, {}, known_lengths=job.known_lengths)
+        self.shown: list[tuple[float, TimeLeft]] = []
+
+    def handle(self, event: Event) -> list[Command]:
+        """See `Scheduler.handle`."""
+        match event:
+            case Progress():
+                self._monitor.reported(self._report(event))
+            case ShardCommitted():
+                num_rows = self._plan.shards[event.shard_id].num_rows
+                self._monitor.committed(ShardOutcome(event.shard_id, event.replica_id, num_rows, 0, 0, 0, 0))
+        if event.time_s >= (self.shown[-1][0] if self.shown else 0.0) + _SHOW_S:
+            self.shown.append((event.time_s, self._time_left(event.time_s)))
+        return self._scheduler.handle(event)
+
+    def _report(self, progress: Progress) -> WorkerReport:
+        return WorkerReport(
+            progress.replica_id,
+            "ready",
+            self._job.settings.limits.batch_rows,
+            open_shards=progress.open_shards,
+            lent_shards=progress.lent_shards,
+            incoming_rows=progress.incoming_rows,
+            telemetry=EngineTelemetry(num_running=progress.running_rows, running_tokens=progress.running_tokens),
+            finished=tuple(FinishedRows(name or None, rows, tokens) for name, rows, tokens in progress.finished),
+        )
+
+    def _time_left(self, elapsed_s: float) -> TimeLeft:
+        job, timeline = self._job, self._timeline
+        is_measured = float(timeline.busy_s.sum()) >= 1.0
+        at_work = np.flatnonzero(timeline.num_steps).tolist()
+        slowness = [job.slowness[number] / (1.0 if is_measured else job.error) for number in at_work]
+        done = Work(
+            prompt_tokens=float(timeline.prompt_tokens.sum()),
+            output_tokens=float(timeline.row_steps.sum()),
+            num_steps=float(timeline.num_steps.sum()) / max(1, len(at_work)),
+        )
+        num_places = job.settings.limits.batch_rows * len(job.slowness)
+        left = self._monitor.work_left(num_places, done.prompt_tokens)
+        return self._planned.time_left(left, done, elapsed_s, slowness, job.settings.cost if is_measured else None)
+
+
+def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
+    """Seconds that the job took, and what was shown while it ran."""
+    planned, num_workers = job.planned, len(job.slowness)
+    cut = planned.cut(job.rows, num_workers)
+    expected = np.maximum(1, np.rint(cut.predicted)).astype(np.int32)
+    predicted_s = planned.play(replace(job.rows, output_tokens=expected), cut.plan, num_workers).metrics.makespan_s
+    work = WorkLeft(cut.plan.shards, job.known_lengths).now(job.settings.limits.batch_rows * num_workers)
+    timeline = Timeline.empty(job.rows.num_rows, num_workers)
+    scheduler = make_scheduler(cut.plan.shards, settings=planned.scheduler(num_workers, job.rows.adapters))
+    watched = Watched(
+        job,
+        cut.plan,
+        timeline,
+        PlannedJob(predicted_s, work, planned.cost, num_workers, job.is_guess),
+        scheduler,
+    )
+    replicas = [_replica(job, number, timeline) for number in range(num_workers)]
+    cluster = Cluster((0.0,) * num_workers, hop_s=_HOP_S)
+    outcome = JobSimulation(job.rows, cut.plan, watched, replicas, cluster, timeline, job.settings.replica()).run()
+    assert outcome.failure is None, outcome.failure
+    return outcome.makespan_s, watched.shown
+
+
+def _replica(job: Job, number: int, timeline: Timeline) -> SimulatedReplica:
+    ranks, lengths = np.array([adapter.rank for adapter in job.rows.adapters], np.float64), LengthEstimator()
+    facts = ReplicaFacts(
+        cost=job.planned.cost,
+        ranks=lambda: ranks,
+        must_merge=lambda adapter: False,
+        max_batch_rows=job.settings.limits.batch_rows,
+        mean_output_tokens=lengths.mean,
+    )
+    cost, batcher = job.settings.cost.scaled(job.slowness[number]), job.planned.batcher(facts)
+    return SimulatedReplica(number, job.rows, cost, batcher, job.settings.replica(), timeline, lengths)
+
+
+def table(found: Sequence[tuple[Job, float, list[tuple[float, TimeLeft]]]]) -> str:
+    """By what is known and how far the job was: share of ranges that held, and the error as a share of the job."""
+    lines = ["| lengths | of the job done | jobs | end within the range | median error, share of the job |"]
+    lines.append("|---|---|---:|---:|---:|")
+    for is_known in (True, False):
+        for least, most in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (0.0, 1.0)):
+            held, errors = [], []
+            for job, end_s, shown in found:
+                moments = [(end_s - at_s, left) for at_s, left in shown if least * end_s <= at_s < most * end_s]
+                if job.is_known is is_known and moments:
+                    held.append(np.mean([left.least_s <= true_s <= left.most_s for true_s, left in moments]))
+                    errors.append(np.mean([abs(left.seconds - true_s) / end_s for true_s, left in moments]))
+            if held:
+                kind, median = "known" if is_known else "unknown", float(np.median(errors))
+                part = f"{least:.0%} to {most:.0%}"
+                lines.append(f"| {kind} | {part} | {len(held)} | {np.mean(held):.0%} | {median:.1%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse, play, print."""
+    parser = argparse.ArgumentParser(prog="python -m lorabatch.benchmarks.simulation.time_left", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the first job")
+    chosen = parser.parse_args()
+    jobs = [draw(chosen.seed + number) for number in range(chosen.jobs)]
+    print(table([(job, *play(job)) for job in jobs]))
+
+
+if __name__ == "__main__":
+    main()
