@@ -118,7 +118,7 @@ class Watched:
             lent_shards=progress.lent_shards,
             incoming_rows=progress.incoming_rows,
             telemetry=EngineTelemetry(num_running=progress.running_rows, running_tokens=progress.running_tokens),
-            finished=tuple(FinishedRows(name or None, rows, tokens) for name, rows, tokens in progress.finished),
+            finished=tuple(FinishedRows(name, rows, tokens) for name, rows, tokens in progress.finished),
         )
 
     def _time_left(self, elapsed_s: float) -> TimeLeft:
@@ -132,7 +132,7 @@ class Watched:
             num_steps=float(timeline.num_steps.sum()) / max(1, len(at_work)),
         )
         num_places = job.settings.limits.batch_rows * len(job.slowness)
-        left = self._monitor.work_left(num_places, done.prompt_tokens)
+        left = self._monitor.work_left(num_places, done)
         return self._planned.time_left(left, done, elapsed_s, slowness, job.settings.cost if is_measured else None)
 
 
@@ -142,7 +142,7 @@ def play(job: Job) -> tuple[float, list[tuple[float, TimeLeft]]]:
     cut = planned.cut(job.rows, num_workers)
     expected = np.maximum(1, np.rint(cut.predicted)).astype(np.int32)
     predicted_s = planned.play(replace(job.rows, output_tokens=expected), cut.plan, num_workers).metrics.makespan_s
-    work = WorkLeft(cut.plan.shards, job.known_lengths).now(job.settings.limits.batch_rows * num_workers)
+    work = WorkLeft(cut.plan.shards, job.known_lengths).now(job.settings.limits.batch_rows * num_workers, Work())
     timeline = Timeline.empty(job.rows.num_rows, num_workers)
     scheduler = make_scheduler(cut.plan.shards, settings=planned.scheduler(num_workers, job.rows.adapters))
     watched = Watched(

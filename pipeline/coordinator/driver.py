@@ -247,7 +247,7 @@ class Coordinator:
         done = Work(prompt_tokens=total.prefill_tokens, output_tokens=total.decode_rows, num_steps=num_steps)
         elapsed_s = max(0.0, self._now_s() - self._opened_s)
         num_places = self.batch_rows * max(len(present), self._planned.num_replicas)
-        work_left = self._monitor.work_left(num_places, total.prefill_tokens)
+        work_left = self._monitor.work_left(num_places, done)
         left = self._planned.time_left(work_left, done, elapsed_s, present, measured)
         if (
             self._planned.is_guess

@@ -22,7 +22,7 @@ from ...jobs.status.notes import row_notes
 from ...jobs.storage.redaction import redacted_url
 from ...jobs.store import part_name
 from ...scheduler.cost import CostModel
-from ...scheduler.estimates.time_left import PlannedJob
+from ...scheduler.estimates.time_left import PlannedJob, Work
 from ...scheduler.planning.bound import JobWork, work_bound
 from ...scheduler.policies import make_scheduler
 from ..cluster.connect import count_workers, open_client, scheduler_loss_reported
@@ -255,7 +255,7 @@ def coordinate(run: JobRun, plan: JobPlan) -> Coordinated:
 def _planned(
     settings: RunSettings, plan: JobPlan, num_workers: int, known_lengths: Collection[str] | None
 ) -> PlannedJob:
-    work = WorkLeft(plan.shards, known_lengths).now(settings.limits.batch_rows * num_workers)
+    work = WorkLeft(plan.shards, known_lengths).now(settings.limits.batch_rows * num_workers, Work())
     return PlannedJob(plan.predicted_s, work, settings.step_prices, num_workers, settings.is_guess)
 
 

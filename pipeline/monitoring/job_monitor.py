@@ -96,15 +96,15 @@ class JobMonitor:
         """A name for a content hash; the base model is ""."""
         return self._names.get(adapter_id, adapter_id[:12])
 
-    def work_left(self, num_places: int, computed_tokens: float = 0.0) -> Work:
+    def work_left(self, num_places: int, done: Work | None = None) -> Work:
         """Of rows that have no answer, less what engines have computed of those that run. `num_places`: rows that all
-        engines together run at once. `computed_tokens`: of prompts, so far.
+        engines together run at once. `done`: what they have computed so far (None: nothing).
         """
         unfinished = self._unfinished()
         opened = [(self._shards[i], rows) for i, rows in unfinished.items() if i not in self._committed]
         telemetry = [report.telemetry for report in self._reports.values()]
         num_running, running_tokens = sum(t.num_running for t in telemetry), sum(t.running_tokens for t in telemetry)
-        return self._left.now(num_places, opened, num_running, running_tokens, computed_tokens)
+        return self._left.now(num_places, done or Work(), opened, num_running, running_tokens)
 
     def state(self, now_s: float, left: TimeLeft | None = None) -> JobState:
         """Everything at one time, while shards run. `now_s`: seconds since the epoch."""
@@ -226,10 +226,10 @@ class WorkLeft:
     def now(
         self,
         num_places: int,
+        done: Work,
         opened: Iterable[tuple[Shard, int]] = (),
         num_running: int = 0,
         running_tokens: int = 0,
-        computed_tokens: float = 0.0,
     ) -> Work:
         """What is left, see `JobMonitor.work_left`. `opened`: shards and their rows without a result. `running_tokens`:
         that running rows have generated.
@@ -241,13 +241,15 @@ class WorkLeft:
         num_running = min(num_running, round(num_rows))
         num_waiting = max(0.0, num_rows - num_running)
         # Rows that run may still compute their prompts.
-        prompt_left = min(prompt, max(prompt * num_waiting / num_rows, self._total.prompt - computed_tokens))
+        prompt_left = min(prompt, max(prompt * num_waiting / num_rows, self._total.prompt - done.prompt_tokens))
         generated = running_tokens / max(1, num_running)
         waiting = num_waiting / num_rows
         if self._planned is None:
-            spread = self.lengths.distribution(num_running, generated, predicted / num_rows / PRIOR_SHARE)
-            output, guessed = self._expected(groups, spread.left(), predicted / num_rows)
-            output = output * waiting + num_running * spread.left(generated)
+            most = predicted / num_rows / PRIOR_SHARE
+            spread = self.lengths.distribution(num_running, generated, most, done.num_steps)
+            whole, guessed = self._expected(groups, spread.left(), predicted / num_rows)
+            output = whole * waiting + num_running * spread.left(generated)
+            guessed *= output / whole
             num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
         else:
             output, guessed = self._known_left(num_rows, running_tokens), 0.0
@@ -255,7 +257,7 @@ class WorkLeft:
             num_steps = spread.steps_left(num_running, generated, num_waiting, num_places)
             # Rows that wait are shorter than others where the longest have begun first.
             num_steps *= output / (num_waiting * spread.left() + num_running * spread.left(generated))
-        return Work(num_rows, prompt_left, output, guessed * waiting, num_steps)
+        return Work(num_rows, prompt_left, output, guessed, num_steps)
 
     def _known_left(self, num_rows: float, running_tokens: int) -> float:
         """Tokens that are not generated yet, where all lengths are known. Rows without a report were answered by an

@@ -119,14 +119,18 @@ class LengthEstimator:
         """How little finished rows say of others, from 1 (none has finished) down to 0."""
         return _SPREAD_ROWS / (_SPREAD_ROWS + self.num_finished)
 
-    def distribution(self, num_running: int, generated_tokens: float, max_tokens: float) -> LengthDistribution:
+    def distribution(
+        self, num_running: int, generated_tokens: float, max_tokens: float, num_steps: float = math.inf
+    ) -> LengthDistribution:
         """Of lengths of rows of any adapter. `num_running`: rows that have generated `generated_tokens` each so far, on
-        average. `max_tokens`: what a row may generate; more where rows have generated more.
+        average, and `num_steps` at most. `max_tokens`: what a row may generate; more where rows have generated more.
         """
         longest = 2.0 ** ((np.flatnonzero(self._rows).max(initial=0) + 1) / _CLASSES_PER_OCTAVE)
         # The more rows have finished, the less likely one is much longer than all of them.
         limit = longest + max(0.0, max_tokens - longest) * _FEW_ROWS / (_FEW_ROWS + self.num_finished)
-        return LengthDistribution.of(self._rows, num_running, generated_tokens, max(limit, 2 * generated_tokens))
+        oldest = max(generated_tokens, min(2 * generated_tokens, num_steps))
+        ages = (2 * generated_tokens - oldest, oldest)
+        return LengthDistribution.of(self._rows, num_running, ages, max(limit, 1.2 * oldest))
 
     def left(self, generated_tokens: float, max_tokens: float) -> float:
         """Expected tokens that a row still has to generate after so many, E[L - t | L > t].
@@ -157,16 +161,16 @@ class LengthDistribution:
 
     @classmethod
     def of(
-        cls, finished: NDArray[np.float64], num_running: int, generated_tokens: float, max_tokens: float
+        cls, finished: NDArray[np.float64], num_running: int, ages: tuple[float, float], max_tokens: float
     ) -> LengthDistribution:
-        """From finished rows by length class, and running ones that have generated so many tokens on average; their
-        ages are taken to be spread evenly from 0 to twice the mean. Two rows of any length up to `max_tokens` alike are
+        """From finished rows by length class, and running ones. `ages`: least and most tokens that these have
+        generated; they are taken to be spread evenly in between. Two rows of any length up to `max_tokens` alike are
         added; no row is longer than that.
         """
         ends = np.minimum(2.0 ** (np.arange(1, _NUM_CLASSES + 1) / _CLASSES_PER_OCTAVE), max_tokens)
         starts = np.concatenate([[0.0], ends[:-1]])
         middle = (starts + ends) / 2
-        is_running = np.clip(1 - middle / (2 * generated_tokens), 0, 1) if generated_tokens > 0 else middle * 0.0
+        is_running = np.clip((ages[1] - middle) / max(ages[1] - ages[0], 1.0), 0, 1)
         ended = finished + _SPREAD_ROWS * (ends - starts) / max_tokens
         at_risk = ended[::-1].cumsum()[::-1] + num_running * is_running
         stays = 1 - np.divide(ended, at_risk, out=np.ones_like(ended), where=at_risk > 0)

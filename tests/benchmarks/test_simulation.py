@@ -14,6 +14,7 @@ from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead, jobs
 from lorabatch.benchmarks.simulation.papers import Table
 from lorabatch.benchmarks.simulation.report import Results, write_report
 from lorabatch.benchmarks.simulation.serving_run import sustained_factor
+from lorabatch.benchmarks.simulation.time_left import draw, play, table
 from lorabatch.scheduler.simulation.replay import ReplayOutcome
 
 LATENCY, RATE = Claim("ours", "theirs", "3", "s"), Claim("ours", "theirs", "ordering", "per s", higher_is_better=True)
@@ -150,3 +151,22 @@ def test_the_sustained_rate_is_found_between_steps_of_the_bisection():
     assert sustained_factor(lambda factor: 0.5, low=0.5, high=8.0) == 8.0
     steep = sustained_factor(lambda factor: 0.5 if factor < 2.5 else float("inf"), low=0.5, high=8.0, rounds=12)
     assert steep == pytest.approx(2.5, rel=0.01)
+
+
+@pytest.mark.parametrize("seeds", [(7009, 7020), (7013, 7019)], ids=["known", "unknown"])
+def test_the_time_left_is_near_and_mostly_in_its_range(seeds):
+    """Jobs on CPUs, of which a coordinator sees what it would see of a real one; from a quarter of them on."""
+    errors, held = [], []
+    for seed in seeds:
+        end_s, shown = play(draw(seed))
+        moments = [(end_s - at_s, left) for at_s, left in shown if 0.25 * end_s <= at_s < end_s]
+        errors += [abs(left.seconds - true_s) / end_s for true_s, left in moments]
+        held += [left.least_s <= true_s <= left.most_s for true_s, left in moments]
+    assert len(errors) > 20
+    assert np.mean(errors) < 0.15
+    assert np.mean(held) > 0.6
+
+
+def test_the_table_of_the_time_left_has_a_line_for_each_part_of_the_job():
+    job = draw(7000)
+    assert table([(job, *play(job))]).count("\n") == 6

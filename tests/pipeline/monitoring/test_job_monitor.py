@@ -13,7 +13,7 @@ from lorabatch.engine.telemetry import EngineTelemetry
 from lorabatch.jobs.record import JobState
 from lorabatch.pipeline.messages import FinishedRows, PromptReuse, ShardOutcome, WorkerReport
 from lorabatch.pipeline.monitoring.job_monitor import BatchFill, JobMonitor
-from lorabatch.scheduler.estimates.time_left import TimeLeft
+from lorabatch.scheduler.estimates.time_left import TimeLeft, Work
 from lorabatch.scheduler.planning.waves import Shard
 
 
@@ -64,11 +64,11 @@ def test_work_is_left_for_rows_without_an_answer_less_what_running_ones_have(mon
     assert left.output_tokens == pytest.approx(30, rel=0.2)
     telemetry = EngineTelemetry(num_running=4, running_tokens=2)
     monitor.reported(make_report("w1", ((0, 5),), telemetry=telemetry))
-    left = monitor.work_left(8, computed_tokens=9)
+    left = monitor.work_left(8, Work(prompt_tokens=9))
     assert (left.num_rows, left.prompt_tokens) == pytest.approx((25, 21))
     # Rows may run whose prompts are not computed yet; those that wait have computed nothing.
-    assert monitor.work_left(8, computed_tokens=6).prompt_tokens == 24
-    assert monitor.work_left(8, computed_tokens=30).prompt_tokens == pytest.approx(21)
+    assert monitor.work_left(8, Work(prompt_tokens=6)).prompt_tokens == 24
+    assert monitor.work_left(8, Work(prompt_tokens=30)).prompt_tokens == pytest.approx(21)
     # What runs is not nearly done before lengths are known.
     assert left.output_tokens >= 21 + 4 * 0.5
     monitor.committed(monitor.unknown_outcome(1, "w1"))
