@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[mix.name for mix in MIXES], help="beginnings of workloads' names")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of rows")
+    parser.add_argument("--scale", type=float, default=4.0, help="factor of the number of rows; 1: jobs of two seconds")
     parser.add_argument("--profile-seconds", type=float, default=40.0, help="of a cost model; too few leave gaps")
     parser.add_argument("--save", type=Path, help="JSON file")
     chosen = parser.parse_args()
