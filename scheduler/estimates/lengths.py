@@ -149,8 +149,9 @@ class LengthEstimator:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthDistribution:
-    """Share of rows that generate more than so many tokens: the Kaplan-Meier estimator, in which rows that still run
-    count as long as they have run. What finishes first is short, so that the mean of finished rows alone is too small.
+    """Share of rows that generate more than so many tokens: the Kaplan-Meier estimator (Nonparametric Estimation from
+    Incomplete Observations, 1958), in which rows that still run count as long as they have run. What finishes first is
+    short, so that the mean of finished rows alone is too small.
 
     `tokens`: float64 `[num_points]`, ascending from 0; `share_above`: float64 `[num_points]`, from 1 down to 0, linear
     in between.
