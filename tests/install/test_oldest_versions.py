@@ -78,11 +78,14 @@ class Environment:
         return self.run([str(self.bin / "lorabatch"), *words])
 
     def has(self, build: str) -> bool:
-        """Whether this build of torch could be installed."""
+        """Whether this build of torch could be installed: it is offered, and no constraint of the machine's pip names
+        another version.
+        """
         pip = [str(self.bin / "pip"), "install", "-q", "--no-compile", "--retries", "0"]
         command = [*pip, "--extra-index-url", CPU_BUILDS, build]
         done = subprocess.run(command, env=self.values, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 or "No matching distribution found" in done.stderr, done.stderr
+        is_refused = any(reason in done.stderr for reason in ("No matching distribution found", "ResolutionImpossible"))
+        assert done.returncode == 0 or is_refused, done.stderr
         return done.returncode == 0
 
 
