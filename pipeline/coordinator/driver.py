@@ -244,7 +244,9 @@ class Coordinator:
         present = [slow for worker, slow in slowness.items() if self._scheduler.has_replica(worker)]
         total = self.costs.total()
         num_steps = total.num_steps / max(1, len(slowness))
-        done = Work(prompt_tokens=total.prefill_tokens, output_tokens=total.decode_rows, num_steps=num_steps)
+        # Prompts as the plan counts them: with what engines reuse.
+        prompt_tokens = total.prefill_tokens / max(1.0 - self._monitor.reused_share, 0.01)
+        done = Work(prompt_tokens=prompt_tokens, output_tokens=total.decode_rows, num_steps=num_steps)
         elapsed_s = max(0.0, self._now_s() - self._opened_s)
         num_places = self.batch_rows * max(len(present), self._planned.num_replicas)
         work_left = self._monitor.work_left(num_places, done)

@@ -96,6 +96,12 @@ class JobMonitor:
         """A name for a content hash; the base model is ""."""
         return self._names.get(adapter_id, adapter_id[:12])
 
+    @property
+    def reused_share(self) -> float:
+        """Of the prompt tokens that engines have passed, those that they did not compute, as last reported."""
+        rates = [report.telemetry.prefix_hit_rate or 0.0 for report in self._reports.values()]
+        return sum(rates) / len(rates) if rates else 0.0
+
     def work_left(self, num_places: int, done: Work | None = None) -> Work:
         """Of rows that have no answer, less what engines have computed of those that run. `num_places`: rows that all
         engines together run at once. `done`: what they have computed so far (None: nothing).

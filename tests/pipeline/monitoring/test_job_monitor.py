@@ -94,6 +94,13 @@ def test_lengths_that_are_known_stay_what_they_are() -> None:
     assert (earlier.work_left(8).output_tokens, earlier.work_left(8).guessed_tokens) == (10, 0)
 
 
+def test_prompt_tokens_that_engines_reuse_are_passed_without_being_computed(monitor: JobMonitor) -> None:
+    assert monitor.reused_share == 0.0
+    monitor.reported(make_report("w1", (), telemetry=EngineTelemetry(prompt_tokens=10, reused_prompt_tokens=30)))
+    monitor.reported(make_report("w2", (), telemetry=EngineTelemetry(prompt_tokens=30, reused_prompt_tokens=10)))
+    assert monitor.reused_share == 0.5
+
+
 def test_known_lengths_less_what_was_generated_are_left() -> None:
     """The longest rows begin first: rows without a result are not as long as all are on average."""
     shard = replace(make_shard(0, 10), predicted_output_tokens=1000, longest_output_tokens=400)
