@@ -1,7 +1,8 @@
 """Runs small tasks on untrusted data in a child process with limits of CPU time and memory.
 
-For what a stranger's data can make endless or enormous where nothing cheaper bounds it: regular expressions that
-backtrack, chat templates. One child serves the process that asks; one that breaks a limit is replaced.
+For what a stranger's data can make endless or enormous where nothing cheaper bounds it, and for what libraries read
+that it may crash: adapter folders, regular expressions that backtrack, chat templates. A child that breaks a limit, or
+crashes, is replaced.
 
 A task is a function `run(payload)` of a module of lorabatch; payload and answer are JSON. CPU time is limited, not time
 on the clock, so that a busy machine refuses nobody. The child ends when its standard input closes.
@@ -48,6 +49,7 @@ class ConfinedProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
+        self._is_closed = False
 
     def run(self, task: str, payload: Any, cpu_s: int, memory_bytes: int = MEMORY_BYTES) -> Any:
         """What `run(payload)` of the module `task` (below `lorabatch`) returns. Values of the payload that JSON has no
@@ -60,32 +62,46 @@ class ConfinedProcess:
         except RecursionError:
             raise ConfinedError("it nests too deeply") from None
         with self._turn:
-            process = self._alive()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(question + b"\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except BrokenPipeError:
-                answer = b""
-            except BaseException:
-                # Interrupted between question and answer: the next question must not get this answer.
-                self._end()
-                raise
-            if not answer.endswith(b"\n"):
-                raise ConfinedError(_how_it_ended(self._end(), cpu_s, memory_bytes))
+            answer, code = self._asked(question)
+            if code == -signal.SIGKILL and not self._is_closed:
+                # A machine that runs out of memory kills what is largest, which may be no fault of the data: once.
+                answer, code = self._asked(question)
+        if code is not None:
+            raise ConfinedError(_how_it_ended(code, cpu_s, memory_bytes))
         kind, value = json.loads(answer)
         if kind == "unable":
             raise _no_process(value)
+        if kind == "no process":
+            raise NoProcessError(value)
         if kind == "error":
             raise ConfinedError(value)
         return value
 
     def close(self) -> None:
-        """End the child."""
+        """End the child, in the middle of a task too: who waits for its answer gets `ConfinedError`."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._turn:
             self._end()
+
+    def _asked(self, question: bytes) -> tuple[bytes, int | None]:
+        """The child's answer, or the exit code of a child that ended instead."""
+        process = self._alive()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(question + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        except BaseException:
+            # Interrupted between question and answer: the next question must not get this answer.
+            self._end()
+            raise
+        return answer, (None if answer.endswith(b"\n") else self._end())
 
     def _alive(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -126,8 +142,8 @@ class ConfinedProcess:
 
 def _no_process(reason: str) -> NoProcessError:
     return NoProcessError(
-        f"cannot start the process in which patterns and templates are read ({reason}). This machine lacks memory, or "
-        "may start no more processes: free some, or raise the limit."
+        f"cannot start the process in which adapters, patterns and templates are read ({reason}). This machine lacks "
+        "memory, or may start no more processes: free some, or raise the limit."
     )
 
 
@@ -156,25 +172,35 @@ def confined() -> ConfinedProcess:
 def _serve() -> None:
     """Say that it is ready; then answer one line with one line until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _answer(_READY)
+    # What a library prints is no answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(line: bytes) -> None:
+        answers.write(line)
+        answers.flush()
+
+    answer(_READY)
     for line in sys.stdin.buffer:
         task, payload, cpu_s, memory_bytes = json.loads(line)
         try:
             run = import_module(f"{_PACKAGE}.{task}").run
         except Exception as error:
-            _answer(json.dumps(["unable", _shown_error(error)]).encode() + b"\n")
+            answer(json.dumps(["unable", _shown_error(error)]).encode() + b"\n")
             return
         _limit(resource.RLIMIT_AS, _address_bytes() + memory_bytes)
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
         try:
-            answer = json.dumps(["answer", run(payload)])
+            outcome = json.dumps(["answer", run(payload)])
         except MemoryError:
-            answer = json.dumps(["error", _needs_more(memory_bytes)])
+            outcome = json.dumps(["error", _needs_more(memory_bytes)])
+        except NoProcessError as error:
+            outcome = json.dumps(["no process", str(error)])
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            answer = json.dumps(["error", _shown_error(error)])
-        _answer(answer.encode() + b"\n")
+            outcome = json.dumps(["error", _shown_error(error)])
+        answer(outcome.encode() + b"\n")
 
 
 def _address_bytes() -> int:
@@ -189,11 +215,6 @@ def _limit(kind: int, amount: int) -> None:
     """This process may use so much, or less where the user's limits are lower."""
     _, most = resource.getrlimit(kind)
     resource.setrlimit(kind, (amount if most == resource.RLIM_INFINITY else min(amount, most), most))
-
-
-def _answer(line: bytes) -> None:
-    sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
 
 
 def _shown_error(error: BaseException) -> str:

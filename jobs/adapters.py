@@ -5,30 +5,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ..engine.config import read_model_config
-from ..engine.errors import ModelFilesError
 from ..engine.model_config.model import ModelConfig
-from ..engine.peft import audit_adapters
 from ..engine.peft import find_adapters as find_adapter_folders
-from ..engine.peft.audit import AdapterAudit, audit_adapter
-from ..engine.text.tokenizer import Tokenizer
-from ..engine.untrusted import STOPS, shown_name
+from ..engine.peft.audit import AdapterAudit
+from .confined_audit import MAX_PROCESSES, Auditors
 from .errors import JobRequestError, StorageError
 from .record import AdapterRecord
 from .storage.local_copy import local_folder
 from .storage.location import Location
 from .storage.redaction import redacted_url
 
-logger = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"
 _MAX_NAME_CHARS = 256
-_PARALLEL_AUDITS = 4
 
 
 def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Mapping[str, Any]) -> dict[str, str]:
@@ -55,13 +49,16 @@ def find_adapters(adapters: str | Mapping[str, str] | None, storage_options: Map
 def audit_all(
     adapters: Mapping[str, str], model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
 ) -> tuple[AdapterRecord, ...]:
-    """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged."""
+    """Audit every adapter, several at a time. One that cannot be fetched is refused, like one that is damaged.
 
-    def audit(item: tuple[str, str]) -> AdapterRecord:
-        return _audit(*item, model_folder, model, storage_options)
+    Raises `NoProcessError` when the machine cannot start the processes in which adapters are read.
+    """
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, model) as auditors:
 
-    with ThreadPoolExecutor(_PARALLEL_AUDITS) as pool:
-        return tuple(pool.map(audit, adapters.items()))
+        def audit(item: tuple[str, str]) -> AdapterRecord:
+            return _audit(*item, auditors, model, storage_options)
+
+        return tuple(threads.map(audit, adapters.items()))
 
 
 def audit_folders(
@@ -72,7 +69,8 @@ def audit_folders(
     Raises `JobRequestError` naming the folders in which no adapter was found, `StorageError` for what cannot be
     fetched, and what `read_model_config` raises.
     """
-    config = read_model_config(local_folder(model, storage_options))
+    model_folder = local_folder(model, storage_options)
+    config = read_model_config(model_folder)
     found: dict[str, Path] = {}
     empty = []
     for url in urls:
@@ -91,7 +89,8 @@ def audit_folders(
             found[name if name not in found else str(path)] = path
     if empty:
         raise JobRequestError(*empty)
-    return list(audit_adapters(found, config, check_values=check_values))
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads, Auditors(model_folder, config) as auditors:
+        return list(threads.map(lambda name: auditors.audit(name, found[name], check_values=check_values), found))
 
 
 def _in_folder(url: str, storage_options: Mapping[str, Any]) -> dict[str, str]:
@@ -129,22 +128,12 @@ def _name_problem(name: str) -> str | None:
 
 
 def _audit(
-    name: str, url: str, model_folder: Path, model: ModelConfig, storage_options: Mapping[str, Any]
+    name: str, url: str, auditors: Auditors, model: ModelConfig, storage_options: Mapping[str, Any]
 ) -> AdapterRecord:
     try:
-        folder = local_folder(url, storage_options)
-        found = audit_adapter(folder, model, name)
-        problems = _tokenizer_problems(folder, model_folder, found)
-    except (StorageError, ModelFilesError) as error:
-        problems = [str(error)]
-    except STOPS:
-        raise
-    except BaseException as error:
-        # What no check has foreseen costs this adapter alone.
-        logger.debug("audit of %s", name, exc_info=True)
-        problems = [f"cannot be audited ({type(error).__name__}: {shown_name(str(error))}). Save the adapter again."]
-    if problems:
-        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=tuple(problems))
+        found = auditors.audit(name, local_folder(url, storage_options))
+    except StorageError as error:
+        return AdapterRecord(name=name, url=redacted_url(url), verdict="refused", reasons=(str(error),))
     return AdapterRecord(
         name=name,
         url=redacted_url(url),
@@ -156,23 +145,3 @@ def _audit(
         tokenizer_sha256=found.tokenizer_sha256,
         vocab_size=found.vocab_size if found.vocab_size != model.vocab_size else 0,
     )
-
-
-def _tokenizer_problems(folder: Path, model_folder: Path, audit: AdapterAudit) -> list[str]:
-    """Why the adapter's own tokenizer cannot be used with this base. Raises `ModelFilesError` when it is damaged."""
-    if not audit.has_own_tokenizer or audit.verdict == "refused":
-        return []
-    own = Tokenizer.from_folder(folder, base=model_folder)
-    too_long = own.long_token_problem()
-    if too_long is not None:
-        return [f"its tokenizer is refused: {too_long}. Repair it, or take another one."]
-    problems = own.conflicts(Tokenizer.from_folder(model_folder))
-    if problems:
-        shown = "; ".join(problems[:5])
-        return [f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with."]
-    if own.vocab_size > audit.vocab_size:
-        return [
-            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
-            "resized embedding, or remove the tokenizer from its folder."
-        ]
-    return []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from .sites import Contents, LoraSite, find_sites
 from .tensor_file import FLOAT_TYPES, TensorEntry
 
 logger = logging.getLogger(__name__)
-AUDIT_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +151,6 @@ def _examine(folder: Path, layout: BaseLayout, found: _Found, ledger: Ledger, *,
     _check_all_used(contents, found.changes, ledger)
     if check_values and not ledger.is_refused:
         found.content_sha256 = check_all_values(found.changes, files.entries, ledger)
-
-
-def audit_adapters(
-    adapters: Mapping[str, Path], model: ModelConfig, *, check_values: bool = True
-) -> tuple[AdapterAudit, ...]:
-    """Audit several adapters, by name, in the order given."""
-    with ThreadPoolExecutor(max_workers=AUDIT_THREADS) as pool:
-        audits = pool.map(
-            lambda item: audit_adapter(item[1], model, item[0], check_values=check_values), adapters.items()
-        )
-        return tuple(audits)
 
 
 def find_adapters(root: Path) -> dict[str, Path]:

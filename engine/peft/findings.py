@@ -76,7 +76,12 @@ class Ledger:
     def reasons(self) -> tuple[str, ...]:
         """Why the verdict is not `exact`: all refusals, or what asks for merging. Each names the adapter."""
         groups = self._refusals or self._merges
-        return tuple(f"adapter {self.adapter!r}: {printable(_joined(messages))}" for messages in groups.values())
+        return tuple(reason(self.adapter, _joined(messages)) for messages in groups.values())
+
+
+def reason(adapter: str, what: str) -> str:
+    """What is wrong with an adapter, after its name."""
+    return f"adapter {adapter!r}: {printable(what)}"
 
 
 def _joined(messages: list[str]) -> str:

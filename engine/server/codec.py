@@ -4,9 +4,9 @@
     plain = FRAMES.encode(Add(rows))      # {"type": "Add", "rows": [...]}: as msgpack and JSON carry it
     FRAMES.decode(plain) == Add(rows)
 
-The annotations of a message's fields say how its values travel: numbers, strings, bytes and `Any` as they are, a tuple
-as a list, a mapping as a dict, a dataclass as a dict of its fields. Only plain values travel, so neither side can make
-the other run code. Both sides have the same version of lorabatch, so every field must be there.
+The annotations of a message's fields say how its values travel: numbers, strings, bytes and `Any` as they are, a path
+as a string, a tuple as a list, a mapping as a dict, a dataclass as a dict of its fields. Only plain values travel, so
+neither side can make the other run code. Both sides have the same version of lorabatch, so every field must be there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -103,6 +104,8 @@ def _converters(hint: Any, place: str) -> tuple[_Convert, _Convert]:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _PLAIN or origin is Literal:
         return _same, _same
+    if hint is Path:
+        return str, Path
     if isinstance(hint, type) and is_dataclass(hint):
         described: Any = hint
         _dataclass_converters(described)

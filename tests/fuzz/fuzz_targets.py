@@ -5,6 +5,7 @@ Messages between processes have a module of their own.
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple
@@ -29,7 +30,7 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.tensor_file import TensorReader, read_header
 from lorabatch.engine.request import SamplingParams
 from lorabatch.engine.text.tokenizer import Tokenizer
-from lorabatch.jobs.adapters import audit_all
+from lorabatch.jobs.confined_audit import Auditors
 from lorabatch.jobs.cost_profile import read_profile
 from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.history import AnswerLengths, ModelHistory, read_history
@@ -91,9 +92,16 @@ def _read_adapter(folder: Path) -> Iterator[str]:
     audit = audit_adapter(folder, seeds.model_config(), "fuzzed")
     yield from (*audit.reasons, *audit.notes)
     yield json.dumps(audit.to_json()).encode().decode()
-    record = audit_all({"fuzzed": str(folder)}, seeds.model_folder(), seeds.model_config(), {})[0]
-    yield from record.reasons
-    assert record.verdict == "refused" or audit.verdict == record.verdict
+    whole = _auditors().audit("fuzzed", folder)
+    yield from whole.reasons
+    assert whole.verdict == "refused" or audit.verdict == whole.verdict
+
+
+@cache
+def _auditors() -> Auditors:
+    auditors = Auditors(seeds.model_folder(), seeds.model_config())
+    atexit.register(auditors.__exit__)
+    return auditors
 
 
 # Model folders, tokenizers, chat templates

@@ -15,7 +15,7 @@ import pytest
 import lorabatch
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.peft import audit_adapters
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.pipeline.dataset.reader import read_shard
@@ -123,7 +123,7 @@ def _amend(path: Path, **values: Any) -> None:
 
 def _answer(model: Path, adapter: Path) -> str:
     """One row through audit, tokenizer and engine."""
-    (audit,) = audit_adapters({"evil": adapter}, read_model_config(model), check_values=True)
+    audit = audit_adapter(adapter, read_model_config(model), "evil")
     assert audit.verdict == "exact", audit.reasons
     prompt = tuple(Tokenizer.from_folder(model).encode_batch(["the quick brown fox"], is_rendered=False)[0])
     engine = Engine(model, EngineConfig(num_threads=1))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorabatch.engine.peft import audit_adapter, audit_adapters, find_adapters
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.audit import AUDIT_COLUMNS, audit_rows
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -331,23 +331,6 @@ def test_a_folder_that_is_not_there_is_refused(plain: Any) -> None:
 
 
 # Many
-
-
-def test_many_adapters_are_audited_in_their_order(plain: Any, tmp_path: Path) -> None:
-    import shutil
-
-    root = tmp_path / "many"
-    for i in range(12):
-        shutil.copytree(plain.folder, root / f"a{i:02d}")
-    (root / "a05" / "adapter_config.json").unlink()
-    (root / "not an adapter").mkdir()
-    (root / "a file").write_text("")
-    found = find_adapters(root)
-    assert list(found) == [f"a{i:02d}" for i in range(12)]
-    audits = audit_adapters(found, plain.base.config)
-    assert [audit.name for audit in audits] == list(found)
-    assert [audit.name for audit in audits if audit.verdict == "refused"] == ["a05"]
-    assert len({audit.content_sha256 for audit in audits if audit.content_sha256}) == 1
 
 
 def test_auditing_needs_no_torch(plain: Any) -> None:

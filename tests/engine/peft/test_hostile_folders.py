@@ -1,4 +1,7 @@
-"""Adapter folders made to end or to hang the audit of all: each is refused by name, and the next one is audited."""
+"""Adapter folders made to end or to hang the audit: each is refused by name, and the next one is audited.
+
+What libraries do not survive is in `tests/jobs/test_confined_audit.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pytest
 
 from lorabatch.engine.confinement import confined
 from lorabatch.engine.errors import NoProcessError
-from lorabatch.engine.peft import audit_adapters
+from lorabatch.engine.peft import audit_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
@@ -161,19 +164,20 @@ CASES = [pytest.param(*case, id=name, marks=[pytest.mark.long] * is_long(name)) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("change", "reason"), CASES)
-def test_a_hostile_folder_costs_only_itself(
+def test_a_hostile_folder_is_refused_by_name(
     plain: Any, tmp_path: Path, change: Callable[[Path], None], reason: str
 ) -> None:
     bad = Path(shutil.copytree(plain.folder, tmp_path / "bad"))
     change(bad)
-    audits = audit_adapters({"good": plain.folder, "bad": bad, "last": plain.folder}, plain.base.config)
-    assert [audit.verdict for audit in audits] == ["exact", "refused", "exact"]
-    said = "\n".join(audits[1].reasons)
+    audit = audit_adapter(bad, plain.base.config, "bad")
+    assert audit.verdict == "refused"
+    said = "\n".join(audit.reasons)
     assert reason in said
     assert "adapter 'bad'" in said
     assert said.replace("\n", "").isprintable()
-    assert max(map(len, audits[1].reasons)) < 1000
-    json.dumps(audits[1].to_json()).encode()
+    assert max(map(len, audit.reasons)) < 1000
+    json.dumps(audit.to_json()).encode()
+    assert audit_adapter(plain.folder, plain.base.config, "good").verdict == "exact"
 
 
 @pytest.mark.parametrize(
@@ -186,13 +190,13 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_data(
     monkeypatch.setattr(sys, "executable", executable)
     (plain.folder / "adapter_config.json").write_text('{"target_modules": "(q_proj)+"}')
     with pytest.raises(NoProcessError, match=f"cannot start the process.*{reason}.*This machine lacks memory"):
-        audit_adapters({"innocent": plain.folder}, plain.base.config)
+        audit_adapter(plain.folder, plain.base.config, "innocent")
     confined.cache_clear()
 
 
 def test_notes_have_no_control_characters(plain: Any) -> None:
     configured(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "\x1b[2J", "\ud800"])(plain.folder)
-    (audit,) = audit_adapters({"noted": plain.folder}, plain.base.config)
+    audit = audit_adapter(plain.folder, plain.base.config, "noted")
     assert r"\x1b[2J" in "".join(audit.notes)
     assert r"\ud800" in "".join(audit.notes)
     assert "".join(audit.notes).isprintable()

@@ -1,0 +1,138 @@
+"""Audits adapters in child processes: what a folder does to the libraries that read it costs that folder alone.
+
+`Auditors` are the children of the process that asks; `run` is their task. See `engine/confinement.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from queue import LifoQueue
+from typing import Any
+
+from ..engine.config import read_model_config
+from ..engine.confinement import MEMORY_BYTES, ConfinedError, ConfinedProcess
+from ..engine.errors import ModelFilesError
+from ..engine.model_config.model import ModelConfig
+from ..engine.peft.audit import AdapterAudit, audit_adapter
+from ..engine.peft.findings import reason
+from ..engine.peft.names import base_layout
+from ..engine.server.codec import MessageError, from_plain, to_plain
+from ..engine.text.tokenizer import Tokenizer
+
+MAX_PROCESSES = 4
+_TASK = "jobs.confined_audit"
+_CPU_S = 60
+# Checking and hashing take a tenth of this time, or less.
+_CHECKED_BYTES_PER_CPU_S = 50_000_000
+_BYTES_PER_NUMBER = 4
+_MAX_CONFLICTS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    name: str
+    folder: str
+    model_folder: str
+    check_values: bool
+
+
+class Auditors:
+    """Child processes that audit adapters against one base. Safe to share between threads; a context manager."""
+
+    def __init__(self, model_folder: Path, model: ModelConfig) -> None:
+        self._model_folder = model_folder
+        # What an adapter may replace: values of other tensors than these are not read, however large files are.
+        sizes = [_BYTES_PER_NUMBER * math.prod(shape) for shape in base_layout(model).parameters.values()]
+        self._model_bytes, self._largest_bytes = sum(sizes), max(sizes)
+        self._processes = [ConfinedProcess() for _ in range(min(MAX_PROCESSES, os.cpu_count() or 1))]
+        # The one that was used last is there already.
+        self._free: LifoQueue[ConfinedProcess] = LifoQueue()
+        for process in self._processes:
+            self._free.put(process)
+
+    def __enter__(self) -> Auditors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.close()
+
+    def audit(self, name: str, folder: Path, *, check_values: bool = True) -> AdapterAudit:
+        """What `audit_adapter` says of an adapter, its tokenizer included.
+
+        Never raises for a bad adapter. Raises `NoProcessError` when the machine cannot start a child.
+        """
+        question = _Question(name, str(folder.absolute()), str(self._model_folder.absolute()), check_values)
+        num_bytes = _bytes_of(folder)
+        cpu_s = _CPU_S + min(num_bytes, self._model_bytes) // _CHECKED_BYTES_PER_CPU_S
+        # Tensors are read one by one, those of tied layers two by two.
+        memory_bytes = MEMORY_BYTES + 2 * min(num_bytes, self._largest_bytes)
+        process = self._free.get()
+        try:
+            audit: AdapterAudit = from_plain(AdapterAudit, process.run(_TASK, to_plain(question), cpu_s, memory_bytes))
+        except (ConfinedError, MessageError) as error:
+            reasons = (reason(name, f"cannot be audited: {error}. Save the adapter again"),)
+            return AdapterAudit(name, folder, "refused", reasons, (), None)
+        finally:
+            self._free.put(process)
+        return replace(audit, folder=folder)
+
+
+def run(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """The task of the child: audit one adapter, its tokenizer included."""
+    question: _Question = from_plain(_Question, payload)
+    folder, model_folder = Path(question.folder), Path(question.model_folder)
+    audit = audit_adapter(folder, _model_config(model_folder), question.name, check_values=question.check_values)
+    problem = _tokenizer_problem(folder, model_folder, audit)
+    if problem is not None:
+        reasons = (reason(question.name, problem),)
+        audit = replace(audit, verdict="refused", reasons=reasons, content_sha256=None)
+    return to_plain(audit)
+
+
+def _tokenizer_problem(folder: Path, model_folder: Path, audit: AdapterAudit) -> str | None:
+    """Why the adapter's own tokenizer cannot be used with this base."""
+    if not audit.has_own_tokenizer or audit.verdict == "refused":
+        return None
+    try:
+        own = Tokenizer.from_folder(folder, base=model_folder)
+    except ModelFilesError as error:
+        return str(error).rstrip(".")
+    too_long = own.long_token_problem()
+    if too_long is not None:
+        return f"its tokenizer is refused: {too_long}. Repair it, or take another one"
+    conflicts = own.conflicts(_base_tokenizer(model_folder))
+    if conflicts:
+        shown = "; ".join(conflicts[:_MAX_CONFLICTS_SHOWN])
+        return f"its tokenizer contradicts the base's: {shown}. Use the base and tokenizer it was trained with"
+    if own.vocab_size > audit.vocab_size:
+        return (
+            f"its tokenizer has {own.vocab_size} tokens, its embedding {audit.vocab_size}. Save the adapter with its "
+            "resized embedding, or remove the tokenizer from its folder"
+        )
+    return None
+
+
+@cache
+def _model_config(model_folder: Path) -> ModelConfig:
+    return read_model_config(model_folder)
+
+
+@cache
+def _base_tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(model_folder)
+
+
+def _bytes_of(folder: Path) -> int:
+    """Bytes of the files right in a folder, as their file system tells."""
+    num_bytes = 0
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            num_bytes += entry.stat().st_size if entry.is_file() else 0
+    return num_bytes
