@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -19,6 +20,7 @@ from typing import Any
 
 from distributed import Status, Worker
 from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.protocol.pickle import dumps
 
 from ...jobs.record import JobRecord
 from ...jobs.status.worker_names import file_tag
@@ -45,6 +47,7 @@ from .adapters import AdapterCache
 from .peer_service import PeerService
 from .spare import SPARE_EXTENSION
 
+logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 4.0
 # A helper's step, and the time between two requests. Rows that are not back by then go on from where they were lent.
 _RECALL_TIMEOUT_S = 2.0
@@ -52,6 +55,8 @@ _RECALL_TIMEOUT_S = 2.0
 _RETURN_TIMEOUT_S = 1.0
 # How often a thread that waits for the event loop looks whether it still runs.
 _LOOP_CHECK_S = 1.0
+# How often a worker without work asks whether its run goes on.
+RUN_CHECK_S = 20.0
 
 
 def plugin_name(run_id: str) -> str:
@@ -92,17 +97,39 @@ class RunPlugin(WorkerPlugin):
         folder = self.engine.folder / "adapters"
         self._adapters = AdapterCache(peers, lambda: self.record().adapters, self._settings.storage_options, folder)
         self._peer_service = PeerService(worker, self._run_id, self.engine, peers, self._adapters)
+        self._watch = worker.loop.asyncio_loop.create_task(self._leave_after_the_run())  # type: ignore[attr-defined]
         leave_on_sigterm(worker)
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the engine; open shards are abandoned, and their tasks get the time to keep finished and begun rows.
         Outgoing rows are fetched before, incoming rows go back to their owners.
         """
+        if self._watch is not asyncio.current_task():
+            self._watch.cancel()
         await self._peer_service.outgoing.call_back(_RECALL_TIMEOUT_S)
         folder = await asyncio.to_thread(self._engines.leave, self._run_id, _CLOSE_TIMEOUT_S)
         await self._peer_service.incoming.depart(_RETURN_TIMEOUT_S)
         stop_serving_peers(worker, self._run_id)
         await asyncio.to_thread(self._close, folder)
+
+    async def _leave_after_the_run(self) -> None:
+        """Remove the plugin once its run is over and nobody has said so: the scheduler could not reach this worker
+        then, or the worker was just joining. Its engine would keep its memory for as long as the worker lives.
+        """
+        while self.name in self._worker.plugins:
+            await asyncio.sleep(RUN_CHECK_S)
+            # Who has lost the scheduler for good ends anyway.
+            with contextlib.suppress(Exception):
+                if not self._claims and not await self._is_registered():
+                    logger.warning("run %s is over: its engine on this worker ends", self._run_id)
+                    await self._worker.plugin_remove(name=self.name)
+
+    async def _is_registered(self) -> bool:
+        answer = await self._worker.scheduler.run_function(
+            function=dumps(_has_plugin), args=dumps(()), kwargs=dumps({"name": self.name})
+        )
+        # anything else says nothing about the run
+        return answer.get("result") is not False
 
     def _close(self, folder: TemporaryDirectory[str] | None) -> None:
         with self._lock:
@@ -174,6 +201,10 @@ class RunPlugin(WorkerPlugin):
         # A worker that ends may have closed its loop already.
         with contextlib.suppress(RuntimeError):
             self._worker.loop.add_callback(REPORTS.publish, self._worker, self._run_id, report)
+
+
+def _has_plugin(dask_scheduler: Any, name: str) -> bool:
+    return name in dask_scheduler.worker_plugins
 
 
 def find_plugin(worker: Worker, run_id: str) -> RunPlugin:

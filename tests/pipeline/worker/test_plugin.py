@@ -1,0 +1,62 @@
+"""The plugin by which a run uses a worker's engine: it leaves with its run, also when nobody tells it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client, LocalCluster
+from distributed.scheduler import Scheduler
+
+from lorabatch.engine.config import EngineConfig
+from lorabatch.jobs.store import JobStore
+from lorabatch.pipeline.messages import EngineSettings
+from lorabatch.pipeline.worker import plugin as plugin_module
+from lorabatch.pipeline.worker.plugin import plugin_name
+from lorabatch.pipeline.worker.registration import register_plugin, unregister_plugin
+
+CHECK_S = 0.5
+
+
+def engines() -> set[int]:
+    """Engine processes of this one's workers."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        if "lorabatch.engine.server.process" in process.cmdline():
+            found.add(process.pid)
+    return found
+
+
+def wait_for_engines(count: int, than: set[int]) -> None:
+    give_up_s = time.monotonic() + 60
+    while len(engines() - than) != count:
+        assert time.monotonic() < give_up_s, f"{len(engines() - than)} engines, expected {count}"
+        time.sleep(0.05)
+
+
+def test_a_worker_that_nobody_told_that_the_run_is_over_ends_its_engine(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection was cut at that moment, or it was just joining the cluster."""
+    monkeypatch.setattr(plugin_module, "RUN_CHECK_S", CHECK_S)
+    before, settings = engines(), EngineSettings(str(tiny_llama), EngineConfig())
+    store = JobStore(str(tmp_path / "output"), {})
+    with (
+        LocalCluster(1, processes=False, protocol="tcp", host="127.0.0.1", dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        lost, kept = (register_plugin(client, job_id, settings, store) for job_id in ("job-1", "job-2"))
+        wait_for_engines(1, before)
+        scheduler, (worker,) = cluster.scheduler, cluster.workers.values()
+        assert isinstance(scheduler, Scheduler)
+        del scheduler.worker_plugins[plugin_name(lost)]
+        while plugin_name(lost) in worker.plugins:
+            time.sleep(CHECK_S / 10)
+        time.sleep(3 * CHECK_S)
+        assert plugin_name(kept) in worker.plugins, "the other run goes on"
+        wait_for_engines(1, before)
+        del scheduler.worker_plugins[plugin_name(kept)]
+        wait_for_engines(0, before)
+        unregister_plugin(client, kept)
