@@ -53,7 +53,7 @@ class GpuStep:
     """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
     source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
     `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. Attention items name places in
-    `pages`.
+    `pages`. `draws`: some row is not greedy. `first_place`: where its tokens are left for the next step.
     """
 
     token_ids: Tensor
@@ -68,6 +68,8 @@ class GpuStep:
     withheld: Tensor
     has_lora: bool
     wants_logprobs: bool
+    draws: bool
+    first_place: int
     row_lengths: RowLengths | None
 
     @property
@@ -108,7 +110,9 @@ class StepBuffer:
         used = self._places["pages"][0] + num_pages
         target.buffer[:used].copy_(self.buffer[:used], non_blocking=True)
 
-    def step(self, model: ModelConfig, *, has_lora: bool, wants_logprobs: bool) -> GpuStep:
+    def step(
+        self, model: ModelConfig, *, has_lora: bool, wants_logprobs: bool, draws: bool, first_place: int
+    ) -> GpuStep:
         """What the decoder and the sampling read."""
         lengths = None
         if model.has_length_dependent_rope:
@@ -128,6 +132,8 @@ class StepBuffer:
             withheld=self.view("withheld").view(self.sizes.sampled, self.sizes.withheld),
             has_lora=has_lora,
             wants_logprobs=wants_logprobs,
+            draws=draws,
+            first_place=first_place,
             row_lengths=lengths,
         )
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
-from ...kernels.segment_lora import LoraSiteWeights
+from ...kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, AdapterRows, LoraTable
 from ..memory.pool import PagePool
 from ..memory.residency import ResidentAdapter
 from ..model_config.model import PACKED_SITES, ModelConfig
@@ -61,9 +60,8 @@ class GpuAdapters:
         return all(order in self._row_of or self._enter(adapter, wanted.keys()) for order, adapter in wanted.items())
 
     def _enter(self, adapter: ResidentAdapter, needed: Collection[int]) -> bool:
-        layers = [[_device_site(of_layer.get(site)) for site in PACKED_SITES] for of_layer in adapter.sites]
-        counts = np.array([[len(site.chunks) for site in sites] for sites in layers], np.int32)
-        num_chunks = max(int(counts.sum()), 1)
+        rows = _rows_of(adapter)
+        num_chunks = max(len(rows.chunks), 1)
         run = self._chunk_rows.allocate(adapter.order, num_chunks) if self._free else None
         while run is None:
             unused = next((order for order in self._row_of if order not in needed), None)
@@ -74,23 +72,42 @@ class GpuAdapters:
             run = self._chunk_rows.allocate(adapter.order, num_chunks)
         row = self._free.pop()
         self._row_of[adapter.order] = row
-        self.chunk_counts[row] = counts.max(0)
-        self.table.write(row, run.start, layers)
+        self.chunk_counts[row] = rows.counts.reshape(-1, NUM_SITES).max(0)
+        self.table.write_rows(row, run.start, rows)
         return True
 
 
-def _device_site(weights: LoraSiteWeights | None) -> ResidentSite:
-    """Chunks of one packed site: offsets into the pool that `weights` are views of."""
-    if weights is None:
-        return ResidentSite()
-    assert weights.a.is_contiguous(), "device kernels read A by rank"
-    in_features = weights.a.shape[1]
-    chunks = []
-    for member in weights.members:
-        width = member.column_end - member.column_start
-        for first in range(0, member.rank_end - member.rank_start, CHUNK_RANK):
-            rows = min(CHUNK_RANK, member.rank_end - member.rank_start - first)
-            a_offset = int(weights.a.storage_offset()) + (member.rank_start + first) * in_features
-            b_offset = int(member.b.storage_offset()) + first * width
-            chunks.append(Chunk(a_offset, b_offset, rows, member.column_start, width, member.scaling))
-    return ResidentSite(tuple(chunks))
+def _rows_of(adapter: ResidentAdapter) -> AdapterRows:
+    """An adapter as rows of the table: chunks as offsets into the pool that its matrices are views of."""
+    places, members, scalings = [], [], []
+    for layer, of_layer in enumerate(adapter.sites):
+        for number, site in enumerate(PACKED_SITES):
+            weights = of_layer.get(site)
+            if weights is None:
+                continue
+            assert weights.a.is_contiguous(), "device kernels read A by rank"
+            num_inputs, a_at = weights.a.shape[1], weights.a.storage_offset()
+            for m in weights.members:
+                num_columns = m.column_end - m.column_start
+                a_start, b_start = a_at + m.rank_start * num_inputs, m.b.storage_offset()
+                places.append(layer * NUM_SITES + number)
+                members.append((a_start, b_start, m.rank_end - m.rank_start, m.column_start, num_columns, num_inputs))
+                scalings.append(m.scaling)
+    # the step thread waits for this: one row per member, then one per chunk, by arithmetic on whole columns
+    a, b, rank, column, width, in_features = np.array(members, np.int64).reshape(-1, 6).T
+    num_chunks = -(-rank // CHUNK_RANK)
+    of_member = np.repeat(np.arange(len(members)), num_chunks)
+    first = (np.arange(len(of_member)) - (np.cumsum(num_chunks) - num_chunks)[of_member]) * CHUNK_RANK
+    num_rows = np.minimum(rank[of_member] - first, CHUNK_RANK)
+    chunks = np.stack(
+        [
+            a[of_member] + first * in_features[of_member],
+            b[of_member] + first * width[of_member],
+            num_rows,
+            column[of_member],
+            width[of_member],
+        ],
+        axis=1,
+    )
+    counts = np.bincount(np.array(places, np.int64), num_chunks, len(adapter.sites) * NUM_SITES).astype(np.int32)
+    return AdapterRows(counts, chunks, np.array(scalings, np.float32)[of_member])

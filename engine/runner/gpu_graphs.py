@@ -3,17 +3,23 @@
 A graph fixes addresses, shapes and grids, not what is in the step's lists: kernels read the counts from device memory.
 So decode steps are padded to a few *buckets* of rows, and a bucket has one graph for any mix of adapters and one for
 steps without any.
+
+Capturing takes some 50 ms in which the device is idle. A batch that drains from 512 rows to one passes 32 buckets, most
+of them once or twice: such visits replay the graph of a larger bucket, whose padding costs less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 _EXACT_BUCKETS = 8
+# Visits of a bucket from which on it has a graph of its own.
+_VISITS = 3
 
 
 def bucket_of(num_rows: int) -> int:
@@ -30,16 +36,22 @@ def bucket_of(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Steps that run the same kernels on the same addresses."""
+    """Steps that run the same kernels on the same addresses. `draws`: some row is not greedy. `splits`: long contexts
+    are cut into pieces."""
 
     bucket: int
     has_lora: bool
     wants_logprobs: bool
+    draws: bool
+    splits: bool
 
 
 class StepExecutor(Protocol):
     """Runs the device's part of bucketed steps. `work` of one key always launches the same kernels on the same
     addresses, until `forget`."""
+
+    def choose(self, key: GraphKey) -> GraphKey:
+        """The key under which a step of `key` is run: that, or one of a larger bucket."""
 
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
         """Launch `work` once."""
@@ -51,12 +63,31 @@ class StepExecutor(Protocol):
 class EagerExecutor:
     """Launches kernel by kernel: for CPUs, and to look for errors on a GPU."""
 
+    def choose(self, key: GraphKey) -> GraphKey:
+        """See `StepExecutor`."""
+        return key
+
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
         """See `StepExecutor`."""
         work()
 
     def forget(self) -> None:
         """Nothing is kept."""
+
+
+class GraphChoice:
+    """Decides which buckets get a graph: those that are visited again and again, and the first of their kind."""
+
+    def __init__(self) -> None:
+        self._visits: Counter[GraphKey] = Counter()
+
+    def choose(self, key: GraphKey, captured: Collection[GraphKey]) -> GraphKey:
+        """The key of the graph for a step of `key`, where there are graphs of the keys `captured`."""
+        self._visits[key] += 1
+        if key in captured or self._visits[key] >= _VISITS:
+            return key
+        larger = [k for k in captured if k.bucket > key.bucket and replace(k, bucket=key.bucket) == key]
+        return min(larger, key=lambda k: k.bucket, default=key)
 
 
 class GraphExecutor:
@@ -67,7 +98,12 @@ class GraphExecutor:
 
     def __init__(self) -> None:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._choice = GraphChoice()
         self._pool = torch.cuda.graph_pool_handle()
+
+    def choose(self, key: GraphKey) -> GraphKey:
+        """See `StepExecutor`."""
+        return self._choice.choose(key, self._graphs.keys())
 
     def run(self, key: GraphKey, work: Callable[[], None]) -> None:
         """See `StepExecutor`. The first run is eager: it compiles the kernels. Capturing runs nothing, so the step's

@@ -21,6 +21,8 @@ from .sampler import StopTokens
 
 SPLIT_KEYS = 512  # see kernels.paged_attention.triton
 DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # see kernels.layouts.segments
+# The longest context over the mean: up to here its program ends with the others.
+_ALIKE = 4
 _MOST_INT32 = 2**31 - 1
 _Int32s = NDArray[np.int32]
 _Int64s = NDArray[np.int64]
@@ -29,12 +31,14 @@ _Int64s = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
     """Sizes that a step's lists depend on. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer, per
-    site. `group`: query heads of a key head."""
+    site. `group`: query heads of a key head. `num_programs`: that share a contraction. `full_rows`: rows whose
+    attention fills the device; None where the sum of a row must not depend on others."""
 
     chunk_counts: _Int32s
     page_tokens: int
     group: int
     num_programs: int
+    full_rows: int | None
 
 
 class PlannedStep:
@@ -68,10 +72,12 @@ class PlannedStep:
             tuple(stop_tokens(s)) if s.num_generated < s.request.sampling.min_tokens else () for s in self.sampled
         ]
         self.wants_logprobs = any(s.request.sampling.logprobs for s in self.sampled)
+        self.draws = any(s.request.sampling.temperature for s in self.sampled)
         self.has_lora = bool((plus >= 0).any() or (minus >= 0).any())
         self.num_rows = int(self._num_tokens.sum())
         self.num_pages = int(self._num_pages.sum())
         self.is_decode = self.num_rows == count
+        self.split_keys = split_keys_of(self._context[self._num_tokens == 1], geometry.full_rows)
         self.num_lora_items, self.scratch_rows = self._lora_needs()
 
     @property
@@ -87,12 +93,15 @@ class PlannedStep:
     @property
     def num_attention_items(self) -> int:
         """At most: every query token one, and every piece of a long context."""
-        return int((self._num_tokens + self._context // SPLIT_KEYS).sum())
+        pieces = self._context // self.split_keys if self.split_keys else 0
+        return int((self._num_tokens + pieces).sum())
 
     @property
     def num_partials(self) -> int:
         """Pieces of contexts that are split."""
-        pieces = -(-self._context // SPLIT_KEYS)
+        if not self.split_keys:
+            return 0
+        pieces = -(-self._context // self.split_keys)
         return int(pieces[(self._num_tokens == 1) & (pieces > 1)].sum())
 
     def _lora_needs(self) -> tuple[int, int]:
@@ -115,7 +124,7 @@ class PlannedStep:
                 rounded(self.num_attention_items),
                 len(self.entries),
                 attention_tile_rows(self._geometry.group, self.tile_rows),
-                SPLIT_KEYS,
+                self.split_keys,
             ),
         )
 
@@ -175,6 +184,20 @@ def rounded(length: int) -> int:
     """`length` rounded up to a multiple of 16, so that lists start at multiples of 16 bytes: Triton compiles a kernel
     anew for a pointer that does not."""
     return -(-length // 16) * 16
+
+
+def split_keys_of(contexts: _Int64s, full_rows: int | None) -> int:
+    """Keys of one item of attention at most, for decode rows of these contexts; 0: they are not split.
+
+    Splitting pays where rows are few or one context is much longer than the others.
+    """
+    if full_rows is None:
+        return SPLIT_KEYS
+    longest = int(contexts.max(initial=0))
+    if longest <= SPLIT_KEYS:
+        return 0
+    are_alike = longest <= _ALIKE * contexts.mean()
+    return 0 if len(contexts) >= full_rows and are_alike else SPLIT_KEYS
 
 
 def attention_tile_rows(group: int, tile_rows: int) -> int:

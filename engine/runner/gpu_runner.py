@@ -1,10 +1,14 @@
-"""Runs steps on a GPU (or in Triton's interpreter): lists in one copy, decode steps as graphs, tokens read later.
+"""Runs steps on a GPU (or in Triton's interpreter): lists in one copy, decode rows as graphs, tokens read later.
 
     host    plan, write lists | copy | launch |  plan the next step ... | read the tokens of the step before
     device                      copy   forward, sample, copy tokens back
 
 The host needs no number of a step to launch the next: positions, places and the sampling of a row depend on how many
 tokens it has, and the token itself is fed from the step before on the device.
+
+A step with prompts is two launches: its decode rows by their graph in tiles of 16 rows, then its prompts kernel by
+kernel in tiles of 64. Together, each decode row of an adapter of its own would fill a tile of 64 rows. The weights are
+read twice, which costs less from a few adapters on.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned, num_persistent_programs
+from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.layouts.segments import SegmentLimits
 from ...kernels.paged_attention.types import Partials
 from ...kernels.paged_attention.work import WorkLimits
@@ -35,20 +40,42 @@ from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, a
 from .runner import LaunchedStep, SampledTokens
 from .sampler import NO_TOKEN, StopTokens
 
-_SHRINK_PROGRAMS = 4  # per multiprocessor, as in kernels.lora_shrink.triton
+# per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
+_SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4
 # What a bucket has room for, per row: rank 64 on the three members of qkv is 12 chunks, and a few stop tokens are
 # withheld. Steps that need more (a batch full of distinct adapters of higher ranks) run without a graph.
 _BUCKET_CHUNKS, _BUCKET_WITHHELD = 12, 8
 
 
+# Of a row's adapter in the table at first: rank 64 on every linear layer.
+_CHUNKS_PER_MEMBER = 4
+# Scratch at first, per row of the largest step. Twelve chunks: see above.
+_SCRATCH_PER_TOKEN = 12
+
+
 @dataclass(frozen=True, slots=True)
 class FirstSizes:
-    """What a runner allocates at first; all of it grows with what steps need. 4096 rows of scratch are 256 KiB, which
-    lets a small step split its contractions 16 times."""
+    """What a runner allocates at first. All of it grows with what steps need, which drops every graph."""
 
-    num_residents: int = 64
-    num_chunks: int = 1 << 14
-    scratch_rows: int = 1 << 12
+    num_residents: int
+    num_chunks: int
+    scratch_rows: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, pool_elements: int) -> FirstSizes:
+        """Room for a batch of distinct adapters, and as many that left it, as far as the pool can hold them.
+
+        For 512 rows on 32 layers of 7 linear ones 80 MB of table and, with 16,384 tokens, 13 MB of scratch.
+        """
+        shapes = model.linear_shapes().values()
+        smallest_chunk = CHUNK_RANK * min(map(sum, shapes))
+        num_residents = 2 * bucket_of(config.batch_rows)
+        most_chunks = num_residents * len(shapes) * _CHUNKS_PER_MEMBER
+        return cls(
+            num_residents,
+            rounded(min(most_chunks, pool_elements // smallest_chunk)),
+            rounded(config.step_tokens * _SCRATCH_PER_TOKEN),
+        )
 
 
 class GpuRunner:
@@ -72,19 +99,22 @@ class GpuRunner:
         self._seen_switches = live.num_switches
         self._weight_addresses = decoder.weight_addresses()
         self._executor = executor
-        first = first or FirstSizes()
+        first = first or FirstSizes.of(config, model, len(memory))
         self._adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
         self._num_pages = len(memory) // layout.page_elements
         self._context_pages = layout.pages_for_tokens(model.max_context_tokens)
         self._page_tokens = layout.page_tokens
         self._group = model.num_heads // model.num_kv_heads
         programs = num_persistent_programs(device, _SHRINK_PROGRAMS)
-        self._num_programs = 1 if config.mode == "exact" else programs
+        is_exact = config.mode == "exact"
+        self._num_programs = 1 if is_exact else programs
+        attention_programs = num_persistent_programs(device, _ATTENTION_PROGRAMS)
+        self._full_rows = None if is_exact else -(-2 * attention_programs // model.num_kv_heads)
         rows = bucket_of(config.batch_rows)
         self._memory = GpuMemory.allocate(
             model, self._adapters.table, first.scratch_rows, self._attention_items(rows), layout.page_tokens
         )
-        self._buffers: dict[int, StepBuffer] = {}
+        self._buffers: dict[tuple[int, bool], StepBuffer] = {}
         # the step before: its tokens as the next step reads them and as the host does, their log-probabilities, and
         # whose they are
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -95,26 +125,47 @@ class GpuRunner:
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
-        planned = self._plan(entries)
-        self._make_room(planned)
-        bucket = self._bucket(planned)
-        sizes = planned.exact_sizes(len(self._memory.scratch)) if bucket is None else self._bucket_sizes(bucket)
-        target = self._buffer(bucket, sizes)
+        # all of the step at once: what one part needs must not make the other's adapters leave the table
+        rows = self._table_rows(entries)
+        parts = [self._plan(part, rows) for part in _parts(entries)]
+        for planned in parts:
+            self._make_room(planned)
+        sampled: tuple[Sequence, ...] = ()
+        for planned in parts:
+            self._launch_part(planned, first=len(sampled), may_replay=planned is parts[0])
+            sampled += planned.sampled
+        self._places = {id(sequence): place for place, sequence in enumerate(sampled)}
+        return self._launched(sampled, any(planned.wants_logprobs for planned in parts))
+
+    def _launch_part(self, planned: PlannedStep, first: int, *, may_replay: bool) -> None:
+        """Launch one part; its tokens stand from place `first` on. Graphs put theirs at the beginning."""
+        bucket = self._bucket(planned) if may_replay else None
+        key = None
+        if bucket is not None:
+            kind = planned.has_lora, planned.wants_logprobs, planned.draws, planned.split_keys > 0
+            key = self._executor.choose(GraphKey(bucket, *kind))
+            sizes = self._bucket_sizes(key.bucket, planned.split_keys)
+        else:
+            sizes = planned.exact_sizes(len(self._memory.scratch))
+        target = self._buffer(key, sizes)
         host = StepBuffer(sizes, empty_pinned(len(target.buffer), torch.int32, target.buffer.device))
         planned.write(host, self._places)
         host.copy_to(target, planned.num_pages)
 
         def work() -> None:
-            self.compute(
-                target.step(self._decoder.model, has_lora=planned.has_lora, wants_logprobs=planned.wants_logprobs)
+            step = target.step(
+                self._decoder.model,
+                has_lora=planned.has_lora,
+                wants_logprobs=planned.wants_logprobs,
+                draws=planned.draws,
+                first_place=first,
             )
+            self.compute(step)
 
-        if bucket is None:
+        if key is None:
             work()
         else:
-            self._executor.run(GraphKey(bucket, planned.has_lora, planned.wants_logprobs), work)
-        self._places = {id(sequence): place for place, sequence in enumerate(planned.sampled)}
-        return self._launched(planned.sampled, planned.wants_logprobs)
+            self._executor.run(key, work)
 
     def compute(self, step: GpuStep) -> None:
         """Launch the device's part: forward pass and sampling; the tokens stay on the device for the next step."""
@@ -128,31 +179,41 @@ class GpuRunner:
         raw = logits.clone() if step.wants_logprobs else logits
         _withhold_(logits, step.withheld)
         is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
-        tokens = sample_tokens(logits, step.sampling)
-        self._tokens[:count].copy_(tokens)
-        self._read_tokens[:count].copy_(torch.where(is_finite, tokens, NO_TOKEN))
+        # argmax takes the first of equals, as the kernel does
+        tokens = sample_tokens(logits, step.sampling) if step.draws else logits.argmax(-1)
+        places = slice(step.first_place, step.first_place + count)
+        self._tokens[places].copy_(tokens)
+        self._read_tokens[places].copy_(torch.where(is_finite, tokens, NO_TOKEN))
         if whole is not None:
-            self._logprobs[:count].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
+            self._logprobs[places].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
 
-    def _plan(self, entries: Items[StepEntry]) -> PlannedStep:
-        plus = [e.adapter for e in entries]
-        minus = [e.minus.resident if e.minus else None for e in entries]
+    def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
+        """Table rows of all adapters of a step by their `order`."""
+        plus = (e.adapter for e in entries)
+        minus = (e.minus.resident for e in entries if e.minus)
         rows = self._adapters.rows_of(adapter for adapter in (*plus, *minus) if adapter is not None)
         if self._adapters.table is not self._memory.table:
             self._memory = replace(self._memory, table=self._adapters.table)
             self._forget_addresses()
+        return rows
+
+    def _plan(self, entries: Items[StepEntry], rows: dict[int, int]) -> PlannedStep:
+        plus = [e.adapter for e in entries]
+        minus = [e.minus.resident if e.minus else None for e in entries]
         plus_rows, minus_rows = (
             np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
             for adapters in (plus, minus)
         )
-        geometry = StepGeometry(self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs)
+        geometry = StepGeometry(
+            self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs, self._full_rows
+        )
         return PlannedStep(entries, plus_rows, minus_rows, geometry, self._stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Grow scratch to what the step needs (ranks have no limit), and drop graphs whose weights have moved."""
         memory, device = self._memory, self._memory.scratch.device
         if planned.scratch_rows > len(memory.scratch):
-            shape = (2 * planned.scratch_rows, memory.scratch.shape[1])
+            shape = (rounded(2 * planned.scratch_rows), memory.scratch.shape[1])
             scratch = torch.empty(shape, dtype=torch.float32, device=device)
             self._memory = memory = replace(memory, scratch=scratch)
             self._forget_addresses()
@@ -177,7 +238,7 @@ class GpuRunner:
         if not planned.is_decode:
             return None
         bucket = bucket_of(planned.num_rows)
-        sizes = self._bucket_sizes(bucket)
+        sizes = self._bucket_sizes(bucket, planned.split_keys)
         fits = (
             len(planned.sampled) <= sizes.sampled
             and planned.num_withheld <= sizes.withheld
@@ -187,7 +248,7 @@ class GpuRunner:
         )
         return bucket if fits else None
 
-    def _bucket_sizes(self, bucket: int) -> StepSizes:
+    def _bucket_sizes(self, bucket: int, split_keys: int) -> StepSizes:
         tile_rows = attention_tile_rows(self._group, DECODE_TILE_ROWS)
         return StepSizes(
             rows=bucket,
@@ -197,7 +258,7 @@ class GpuRunner:
             segments=SegmentLimits(
                 rounded(bucket), rounded(bucket * _BUCKET_CHUNKS), len(self._memory.scratch), DECODE_TILE_ROWS
             ),
-            attention=WorkLimits(rounded(self._attention_items(bucket)), bucket, tile_rows, SPLIT_KEYS),
+            attention=WorkLimits(rounded(self._attention_items(bucket)), bucket, tile_rows, split_keys),
         )
 
     def _bucket_pages(self, bucket: int) -> int:
@@ -207,14 +268,15 @@ class GpuRunner:
     def _attention_items(self, bucket: int) -> int:
         return bucket + self._bucket_pages(bucket) * self._page_tokens // SPLIT_KEYS
 
-    def _buffer(self, bucket: int | None, sizes: StepSizes) -> StepBuffer:
-        """Where a step's lists go on the device: a bucket's buffer stays where it is."""
-        if bucket is not None and bucket in self._buffers:
-            return self._buffers[bucket]
+    def _buffer(self, key: GraphKey | None, sizes: StepSizes) -> StepBuffer:
+        """Where a step's lists go on the device: that of a graph stays where it is."""
+        place = None if key is None else (key.bucket, key.splits)
+        if place in self._buffers:
+            return self._buffers[place]
         device = self._memory.scratch.device
         buffer = StepBuffer(sizes, torch.empty(StepBuffer.length(sizes), dtype=torch.int32, device=device))
-        if bucket is not None:
-            self._buffers[bucket] = buffer
+        if place is not None:
+            self._buffers[place] = buffer
         return buffer
 
     def _launched(self, sampled: tuple[Sequence, ...], wants_logprobs: bool) -> LaunchedStep:
@@ -237,6 +299,19 @@ class GpuRunner:
             return tokens.tolist(), logprobs.tolist()
 
         return LaunchedStep(sampled, read)
+
+
+def _parts(entries: Items[StepEntry]) -> list[Items[StepEntry]]:
+    """The step's decode rows and its prompts, each launched by itself; all entries where that cannot be.
+
+    Decode rows need nothing that a prompt of the same step computes. A row that computes several tokens, the last of
+    which is on its way, must be launched before the step's own tokens take its place.
+    """
+    decoding = [entry for entry in entries if entry.is_decode]
+    others = [entry for entry in entries if not entry.is_decode]
+    if not decoding or not others or any(entry.sequence.num_pending for entry in others):
+        return [entries]
+    return [decoding, others]
 
 
 def _withhold_(logits: Tensor, token_ids: Tensor) -> None:

@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..launch import to_device
@@ -35,6 +37,8 @@ NUM_SITES = 4
 QKV, O_PROJ, GATE_UP, DOWN = range(NUM_SITES)
 SITE_FIELDS = 4
 CHUNK_FIELDS = 5
+# Of a chunk's fields those that say where its numbers are: a_offset, b_offset, column_start, num_columns.
+_PLACED_FIELDS = [0, 1, 3, 4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,19 @@ class ResidentSite:
     chunks: tuple[Chunk, ...] = ()
     factor_offset: int = -1
     bias_offset: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """One adapter as the table holds it. `counts` int32 [num_layers * 4]: chunks of each layer's sites, one after the
+    other; `chunks` int64 [num_chunks, 5]; `scales` fp32 [num_chunks]; `vectors` int64 [num_layers * 4, 2]: factor and
+    bias offsets, None where there are no such vectors.
+    """
+
+    counts: NDArray[np.int32]
+    chunks: NDArray[np.int64]
+    scales: NDArray[np.float32]
+    vectors: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +107,33 @@ class LoraTable:
 
         `layers[layer][site]`. Steps launched before still read the old rows.
         """
-        rows: list[tuple[int, int, int, int]] = []
-        chunks: list[Chunk] = []
-        for sites in layers:
-            assert len(sites) == NUM_SITES, f"a layer has {NUM_SITES} packed sites, got {len(sites)}"
-            for site in sites:
-                rows.append((first_chunk + len(chunks), len(site.chunks), site.factor_offset, site.bias_offset))
-                chunks.extend(site.chunks)
-        device = self.pool.device
-        self.sites[resident] = to_device(torch.tensor(rows), device).view(len(layers), NUM_SITES, SITE_FIELDS)
-        if chunks:
-            last = first_chunk + len(chunks)
-            assert last <= len(self.chunks), f"chunks end at row {last}, the table has {len(self.chunks)}"
-            uneven = [c for c in chunks if any(n % self.alignment for n in _placed_numbers(c))]
-            assert not uneven, f"{uneven[0]} is not aligned to {self.alignment} elements"
-            fields = [(c.a_offset, c.b_offset, c.num_rows, c.column_start, c.num_columns) for c in chunks]
-            self.chunks[first_chunk:last] = to_device(torch.tensor(fields), device)
-            self.scales[first_chunk:last] = to_device(torch.tensor([c.scale for c in chunks]), device)
+        assert all(len(sites) == NUM_SITES for sites in layers), f"a layer has {NUM_SITES} packed sites"
+        sites = [site for of_layer in layers for site in of_layer]
+        chunks = [chunk for site in sites for chunk in site.chunks]
+        fields = [(c.a_offset, c.b_offset, c.num_rows, c.column_start, c.num_columns) for c in chunks]
+        rows = AdapterRows(
+            np.array([len(site.chunks) for site in sites], np.int32),
+            np.array(fields, np.int64).reshape(-1, CHUNK_FIELDS),
+            np.array([c.scale for c in chunks], np.float32),
+            np.array([(site.factor_offset, site.bias_offset) for site in sites], np.int64),
+        )
+        self.write_rows(resident, first_chunk, rows)
         return len(chunks)
 
-
-def _placed_numbers(chunk: Chunk) -> tuple[int, ...]:
-    return chunk.a_offset, chunk.b_offset, chunk.column_start, chunk.num_columns
+    def write_rows(self, resident: int, first_chunk: int, rows: AdapterRows) -> None:
+        """`write` of an adapter that is in arrays already."""
+        device, last = self.pool.device, first_chunk + len(rows.chunks)
+        assert last <= len(self.chunks), f"chunks end at row {last}, the table has {len(self.chunks)}"
+        uneven = rows.chunks[:, _PLACED_FIELDS] % self.alignment != 0
+        assert not uneven.any(), (
+            f"{rows.chunks[uneven.any(1)][:1].tolist()} is not aligned to {self.alignment} elements"
+        )
+        sites = np.full((len(rows.counts), SITE_FIELDS), -1, np.int64)
+        sites[:, 0] = first_chunk + np.cumsum(rows.counts) - rows.counts
+        sites[:, 1] = rows.counts
+        if rows.vectors is not None:
+            sites[:, 2:] = rows.vectors
+        self.sites[resident] = to_device(torch.from_numpy(sites), device).view(-1, NUM_SITES, SITE_FIELDS)
+        if len(rows.chunks):
+            self.chunks[first_chunk:last] = to_device(torch.from_numpy(rows.chunks), device)
+            self.scales[first_chunk:last] = to_device(torch.from_numpy(rows.scales), device)

@@ -42,7 +42,7 @@ def _side(
     )
 
 
-@triton.jit(do_not_specialize=["site_row"])
+@triton.jit(do_not_specialize=["site_row", "scratch_rows"])
 def _gate_up(
     out, y, bias, intermediate, site_row, rows_per_resident,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,

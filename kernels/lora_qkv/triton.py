@@ -57,7 +57,7 @@ def _norm_weight(q_norm, k_norm, head, H: tl.constexpr, dims, in_dims, offset):
     return (weight.to(tl.float32) + offset)[None, :]
 
 
-@triton.jit(do_not_specialize=["layer", "site_row"])
+@triton.jit(do_not_specialize=["layer", "site_row", "scratch_rows"])
 def _qkv(
     y, bias, q_norm, k_norm, norm_eps, norm_offset, cos, sin, slots, layer, page_elements,
     site_row, rows_per_resident,

@@ -24,7 +24,7 @@ _BLOCK_N = 128
 _SUMS_PER_THREAD = 32
 
 
-@triton.jit(do_not_specialize=["site_row", "splits_at"])
+@triton.jit(do_not_specialize=["site_row", "splits_at", "scratch_rows"])
 def _add_residual(
     out, y, residual, bias, out_features, site_row, rows_per_resident, splits_at,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,

@@ -22,7 +22,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 _BLOCK_K = 128
 
 
-@triton.jit(do_not_specialize=["site_row", "max_items", "items_at", "splits_at"])
+@triton.jit(do_not_specialize=["site_row", "max_items", "items_at", "splits_at", "scratch_rows"])
 def _shrink(
     x, x_stride, in_features, site_row, rows_per_resident, items_at, splits_at,
     pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,

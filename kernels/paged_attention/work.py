@@ -41,7 +41,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class WorkLimits:
     """Sizes of the buffer and how work is cut. `tile_rows`: the kernel's BLOCK_M, query tokens times heads of a
-    group. `split_keys`: keys of one decode item."""
+    group. `split_keys`: keys of one decode item at most; 0: contexts are not cut, and nothing is combined."""
 
     max_items: int
     max_combines: int
@@ -91,7 +91,7 @@ def plan_attention(
             items.extend(_prefill_items(span, tile_tokens))
             continue
         context = span.position + 1
-        pieces = -(-context // limits.split_keys)
+        pieces = -(-context // limits.split_keys) if limits.split_keys else 1
         # equal pieces, so that no item is a short rest
         length = -(-context // pieces)
         for piece in range(pieces):

@@ -20,6 +20,7 @@ from ...engine.local_cache import scratch_folder, temporary_folder
 from ...jobs.errors import JobError, JobFailedError, JobRequestError
 from ...jobs.spec import JobSpec
 from .background_state import background_security
+from .devices import device_kind
 from .embedded_cluster import EmbeddedCluster
 from .security import security_of
 from .versions import check_versions
@@ -139,13 +140,19 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
 def num_embedded_workers(spec: JobSpec) -> int:
     """Workers of a cluster of our own: as asked, else one per GPU, else two.
 
-    Raises `JobRequestError` for `local-cuda` on a machine without GPUs.
+    Raises `JobRequestError` for `local-cuda` on a machine without GPUs, and for more workers than GPUs: an engine takes
+    the whole memory of one.
     """
     gpus = visible_gpus(os.environ)
     if spec.cluster == "local-cuda" and not gpus:
         raise JobRequestError(
             f"cluster={spec.cluster!r}: this machine shows no NVIDIA GPU (/dev/nvidia*, {VISIBLE_DEVICES}). Take "
             "--cluster local for engines on its processor."
+        )
+    if gpus and device_kind(spec.device) == "cuda" and (spec.workers or 0) > len(gpus):
+        raise JobRequestError(
+            f"workers={spec.workers}: this machine shows {len(gpus)} GPU{'s' * (len(gpus) > 1)}, and an engine takes "
+            f"the memory of a whole one. Take at most --workers {len(gpus)}, or --device cpu."
         )
     return spec.workers or len(gpus) or DEFAULT_WORKERS
 

@@ -90,7 +90,8 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 def _segments(num_rows: int, tile_rows: int) -> Segments:
     counts = np.ones((2, 4), np.int32)
-    limits = SegmentLimits(rounded(num_rows), rounded(2 * num_rows), scratch_rows=256, tile_rows=tile_rows)
+    # as a runner's scratch grows
+    limits = SegmentLimits(rounded(num_rows), rounded(2 * num_rows), scratch_rows=255 + num_rows, tile_rows=tile_rows)
     plus, minus = np.arange(num_rows, dtype=np.int32) % 2, np.full(num_rows, -1, np.int32)
     return plan_segments(plus, minus, counts, limits, num_programs=1)
 

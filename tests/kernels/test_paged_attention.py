@@ -56,7 +56,7 @@ def check(
     assert_close(found, expected.flatten(1))
 
 
-@pytest.mark.parametrize("split_keys", [8, 512])
+@pytest.mark.parametrize("split_keys", [0, 8, 512])
 @pytest.mark.parametrize(
     "rule",
     [RULE, AttentionRule(0.25, window=6), AttentionRule(0.4, softcap=1.5), AttentionRule(0.3, window=3, softcap=2.0)],

@@ -40,7 +40,16 @@ def test_the_twin_s_random_numbers_are_the_engine_s(keys: tuple[int, int, int]) 
 
 @pytest.mark.parametrize(
     "cut",
-    [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 40, 1.0), (1.0, 5, 0.6), (1.0, 1, 0.5), (2.0, 9999, 0.3)]
+    [
+        (0.0, 0, 1.0),
+        (1.0, 0, 1.0),
+        (0.7, 0, 0.9),
+        (1.3, 40, 1.0),
+        (1.0, 5, 0.6),
+        (1.0, 1, 0.5),
+        (2.0, 9999, 0.3),
+        (1.0, 9999, 1.0),
+    ]
     + [
         pytest.param((temperature, *cut), marks=pytest.mark.long)
         for temperature in (SMALLEST_TEMPERATURE, 1e-6, LARGEST_TEMPERATURE)
@@ -51,6 +60,19 @@ def test_the_twin_s_random_numbers_are_the_engine_s(keys: tuple[int, int, int]) 
 def test_rows_are_drawn_as_by_sorting(device: torch.device, cut: tuple[float, int, float]) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)).to(device) * 3
     found, expected = both(logits, rows_for(device, [cut] * 6))
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("capacity", [16, 128])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_draws_are_the_same_from_few_candidates_and_from_the_whole_row(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capacity: int, spread: float
+) -> None:
+    """Flat rows have too many candidates, steep ones few; cuts that leave more than the nearest need others."""
+    monkeypatch.setattr("lorabatch.kernels.sampling.triton._CAPACITY", capacity)
+    settings = [(0.7, 0, 0.5), (1.0, 0, 0.9), (1.5, 0, 0.99), (1.0, 0, 1 - 1e-9), (0.7, 20, 1.0), (1.0, 60, 0.9)]
+    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(5)).to(device) * spread
+    found, expected = both(logits, rows_for(device, settings * 2))
     assert found.tolist() == expected.tolist()
 
 

@@ -1,8 +1,11 @@
-"""Which decode steps share a graph."""
+"""Which decode steps share a graph, and which split their contexts."""
 
 from __future__ import annotations
 
-from lorabatch.engine.runner.gpu_graphs import bucket_of
+import numpy as np
+
+from lorabatch.engine.runner.gpu_graphs import GraphChoice, GraphKey, bucket_of
+from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS, split_keys_of
 
 
 def test_a_bucket_holds_its_rows_with_at_most_a_fifth_of_padding() -> None:
@@ -16,3 +19,34 @@ def test_a_bucket_holds_its_rows_with_at_most_a_fifth_of_padding() -> None:
 def test_buckets_are_few() -> None:
     assert len({bucket_of(rows) for rows in range(1, 513)}) == 32
     assert [bucket_of(rows) for rows in (1, 7, 8, 9, 17, 255, 512)] == [1, 7, 8, 10, 20, 256, 512]
+
+
+def key(bucket: int, has_lora: bool = True) -> GraphKey:
+    return GraphKey(bucket, has_lora, wants_logprobs=False, draws=False, splits=False)
+
+
+def test_a_batch_that_drains_replays_larger_graphs_and_captures_none() -> None:
+    choice = GraphChoice()
+    captured: set[GraphKey] = set()
+    for rows in (512, 512, *range(500, 0, -40)):
+        captured.add(choice.choose(key(bucket_of(rows)), captured))
+    assert captured == {key(512)}
+
+
+def test_a_bucket_that_comes_again_gets_a_graph_of_its_own() -> None:
+    choice, captured = GraphChoice(), {key(64)}
+    assert [choice.choose(key(8), captured) for _ in range(3)] == [key(64), key(64), key(8)]
+    captured.add(key(8))
+    assert choice.choose(key(5), captured) == key(8), "the smallest that holds the rows"
+    assert choice.choose(key(5, has_lora=False), captured) == key(5, has_lora=False), "the first of its kind"
+    assert choice.choose(key(80), captured) == key(80), "no larger one"
+
+
+def test_contexts_are_split_where_rows_are_few_or_one_is_much_longer() -> None:
+    many, few = np.full(200, 3000), np.full(20, 3000)
+    assert split_keys_of(many, full_rows=130) == 0
+    assert split_keys_of(few, full_rows=130) == SPLIT_KEYS
+    assert split_keys_of(np.append(many, 40_000), full_rows=130) == SPLIT_KEYS
+    assert split_keys_of(np.full(3, SPLIT_KEYS), full_rows=130) == 0, "nothing to split"
+    assert split_keys_of(np.zeros(0, np.int64), full_rows=130) == 0
+    assert split_keys_of(many, full_rows=None) == SPLIT_KEYS, "in mode exact no row depends on others"

@@ -114,7 +114,34 @@ def test_a_padded_bucket_gives_what_the_rows_alone_give(tiny_llama: Path) -> Non
     found = by_id(list(engine.run(requests)))
     expected = by_id(list(make_engine(tiny_llama).run(requests)))
     assert {key: r.token_ids for key, r in found.items()} == {key: r.token_ids for key, r in expected.items()}
-    assert noting.keys == [GraphKey(10, False, False), GraphKey(1, False, False)], "9 rows run in a bucket of 10"
+    keys = [GraphKey(10, False, False, False, False), GraphKey(1, False, False, False, False)]
+    assert noting.keys == keys, "9 rows run in a bucket of 10"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_decode_rows_beside_prompts_keep_their_graph_and_their_tokens(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], temperature: float
+) -> None:
+    """Prompts of 30 tokens in steps of 12: rows that decode are launched by themselves, and fed by both launches."""
+    noting = Noting()
+
+    class Backend(GpuBackend):
+        def executor(self) -> Noting:
+            return noting
+
+    names = ["rank1", "rank20"]
+    found = []
+    for engine in (device_engine(tiny_llama, make_backend=Backend, max_step_tokens=12), make_engine(tiny_llama)):
+        ids = [None, *register_all(engine, {name: tiny_adapters[name] for name in names}).values()]
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=7, logprobs=True)
+        requests = [Request(str(i), PROMPT * (1 if i < 3 else 6), ids[i % 3], sampling, i) for i in range(5)]
+        found.append(by_id(list(engine.run(requests))))
+        engine.check_integrity()
+    assert {key: r.token_ids for key, r in found[0].items()} == {key: r.token_ids for key, r in found[1].items()}
+    for key, result in found[0].items():
+        assert result.token_logprobs == pytest.approx(found[1][key].token_logprobs, abs=1e-4)
+    assert {key.draws for key in noting.keys} == {temperature > 0}
+    assert len(noting.keys) >= 8, "steps with and without prompts have their decode rows in a graph"
 
 
 def test_the_next_step_is_launched_before_the_last_is_read(tiny_llama: Path) -> None:

@@ -100,7 +100,10 @@ def test_every_token_that_could_end_a_row_is_withheld(
     assert found["device"]["no minimum"].token_ids == (end,)
     assert end not in found["device"]["own end"].token_ids[:3]
     assert all(result.error is None for result in found["device"].values())
-    assert executor.num_graphs == 1, "steps with more withheld tokens than a bucket has room for run without a graph"
+    many, before = next(r for r in requests if r.request_id == "many"), executor.num_graphs
+    assert answers(engine, [many])["many"] == found["host"]["many"]
+    num_graphs = executor.num_graphs - before
+    assert num_graphs == 1, "steps with more withheld tokens than a bucket has room for run without a graph"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.cluster.connect import (
     embedded,
     existing,
+    num_embedded_workers,
     open_client,
     scheduler_loss_reported,
     start_local_cluster,
@@ -43,6 +44,15 @@ def test_an_address_without_a_scheduler_is_a_wrong_request(address: str) -> None
         existing(address, timeout="1s"),
     ):
         raise AssertionError("connected to nothing")
+
+
+def test_engines_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert num_embedded_workers(make_spec(device="cuda")) == 2
+    assert num_embedded_workers(make_spec(device="cuda", workers=1)) == 1
+    assert num_embedded_workers(make_spec(device="cpu", workers=5)) == 5
+    with pytest.raises(JobRequestError, match=r"workers=3: this machine shows 2 GPUs.*at most --workers 2"):
+        num_embedded_workers(make_spec(device="cuda", workers=3))
 
 
 def test_an_embedded_cluster_shares_the_cores_and_other_clusters_decide_for_themselves() -> None:
