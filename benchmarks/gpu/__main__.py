@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,7 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     model = TINY.name if options.tiny else options.model
     scale_arguments = ["--tiny"] if options.tiny else ["--model", options.model]
-    result = run_all(model, scale_arguments, device, options.seconds, lambda partial: _write(options.json, partial))
+    folder = None
+    if options.json is not None:
+        folder = options.json.with_suffix("")  # of what sections have found so far, and of traces
+        folder.mkdir(parents=True, exist_ok=True)
+    write = partial(_write, options.json)
+    result = run_all(model, scale_arguments, device, options.seconds, write, folder=folder)
     print(as_table(result))
     for wrong in problems_of(result):
         print(f"wrong: {wrong}", file=sys.stderr)

@@ -9,12 +9,14 @@ import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.correctness import check_all
-from lorabatch.benchmarks.gpu.engine_checks import check_engine, check_launches
+from lorabatch.benchmarks.gpu.engine_checks import check_engine, check_launches, check_real_widths
+from lorabatch.benchmarks.gpu.shapes import ModelShape
 
 
 def run_checks(
     dtypes: list[torch.dtype],
     max_tokens: int,
+    shape: ModelShape,
     device: torch.device,
     deadline: Deadline,
     save: Callable[[list[str]], None],
@@ -27,6 +29,7 @@ def run_checks(
     engine = [
         ("engine beside the CPU path", lambda: check_engine(device, max_tokens)),
         ("launches", lambda: check_launches(device)),
+        ("a layer of real widths", lambda: check_real_widths(device, shape)),
     ]
     checks[1:1] = engine
     problems: list[str] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -16,6 +18,9 @@ from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
 
 _RANKS = (1, 20, 64)
+# Of one layer and a small vocabulary: the largest log-probability of a row's next token, in bf16 and in fp32.
+_LOGPROB_LIMIT = 0.05
+_VOCAB = 4096
 
 
 def check_engine(device: torch.device, max_tokens: int, shape: ModelShape = TINY) -> list[str]:
@@ -76,15 +81,55 @@ def check_launches(device: torch.device, shape: ModelShape = TINY) -> list[str]:
         return problems
 
 
+def check_real_widths(device: torch.device, shape: ModelShape) -> list[str]:
+    """Whether one layer of the model's real widths says what the CPU path says in fp32: prompts of 300 tokens, some of
+    them begun alike, and decode steps, of the base and of three ranks. In bf16 on a GPU.
+    """
+    small = replace(shape, num_layers=1, vocab=min(_VOCAB, shape.vocab))
+    is_gpu = device.type == "cuda"
+    length = 300 if is_gpu else 20
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", small)
+        write_weights(folder)
+        pool_bytes = 256 << 20 if is_gpu else 8 << 20
+        cpu = EngineConfig(device="cpu", mode="unmerged", pool_bytes=pool_bytes, max_batch_rows=8)
+        other = replace(
+            cpu, device=device.type, dtype="bfloat16" if is_gpu else "float32", kernels="auto" if is_gpu else "triton"
+        )
+        sampling = SamplingParams(max_tokens=6 if is_gpu else 2, ignore_eos=True, logprobs=True)
+        expected, found = (_long_rows(folder, config, length, sampling) for config in (cpu, other))
+    problems = []
+    for one, two in zip(expected, found, strict=True):
+        if two.error is not None:
+            problems.append(f"real widths, row {one.request_id}: {two.error}")
+            continue
+        assert one.token_logprobs is not None
+        assert two.token_logprobs is not None
+        # up to the first token that differs; that one is as likely, or the row is wrong
+        tokens = zip(one.token_ids, two.token_ids, strict=True)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens))
+        pairs = list(zip(one.token_logprobs, two.token_logprobs, strict=True))[: num_same + 1]
+        worst = max(abs(a - b) for a, b in pairs)
+        if not worst <= _LOGPROB_LIMIT:
+            problems.append(f"real widths, row {one.request_id}: log-probability off by {worst:.3g}")
+    return problems
+
+
+def _long_rows(folder: Path, config: EngineConfig, length: int, sampling: SamplingParams) -> list[Result]:
+    engine = Engine(folder, config)
+    ids = _registered(engine, folder)
+    vocab = engine.model.vocab_size
+    rows = []
+    for i in range(6):
+        own = length // 2 if i % 2 else 0  # half of them begin alike
+        prompt = tuple((place * 31 + (i * 7919 if place >= own else 0)) % (vocab - 1) + 1 for place in range(length))
+        rows.append(Request(f"{i}", prompt, ids[i % len(ids)], sampling, i))
+    return sorted(engine.run(rows), key=lambda result: result.request_id)
+
+
 def _serve(folder: Path, config: EngineConfig, max_tokens: int) -> list[Result]:
     engine = Engine(folder, config)
-    ids: list[str | None] = [None]
-    for rank in _RANKS:
-        path = write_random_adapter(folder.parent / f"rank{rank}", engine.model, rank, seed=rank)
-        content = audit_adapter(path, engine.model, path.name).content_sha256
-        assert content is not None, f"the random adapter of rank {rank} was refused"
-        engine.register_adapter(content, path)
-        ids.append(content)
+    ids = _registered(engine, folder)
     greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     drawn = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, seed=3)
     rows = [
@@ -92,3 +137,15 @@ def _serve(folder: Path, config: EngineConfig, max_tokens: int) -> list[Result]:
         for i, sampling in enumerate([greedy, greedy, greedy, greedy, drawn, drawn])
     ]
     return sorted(engine.run(rows), key=lambda result: result.request_id)
+
+
+def _registered(engine: Engine, folder: Path) -> list[str | None]:
+    """None for the base, and random adapters of `_RANKS`."""
+    ids: list[str | None] = [None]
+    for rank in _RANKS:
+        path = write_random_adapter(folder.parent / f"rank{rank}", engine.model, rank, seed=rank)
+        content = audit_adapter(path, engine.model, path.name).content_sha256
+        assert content is not None, f"the random adapter of rank {rank} was refused"
+        engine.register_adapter(content, path)
+        ids.append(content)
+    return ids

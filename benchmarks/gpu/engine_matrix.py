@@ -2,11 +2,15 @@
 
 One engine serves all points; its batcher is exchanged between them. A point's rows are added, their prompts computed
 (prefill), and then decode steps of the full batch are timed on the wall clock, from device idle to device idle.
+
+What only decodes begins behind a context whose keys and values are whatever the pages hold. It is measured several
+times, each beside the base of the same rows, since a device's clock drifts.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,7 +25,7 @@ from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.measure import ranks_for
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.scheduler.batching import BatchView, ReplicaMode, StepPlan
 
 
@@ -37,11 +41,22 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """`batch` rows behind `context` tokens each, dealt to each number of `adapters` of rank 16."""
+
+    batch: int
+    context: int
+    adapters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineMatrix:
     """Points in the order in which they are measured: what matters most first. `warm_steps` capture graphs and are
-    not timed."""
+    not timed. `decoding` comes before all points, `repeats` times each."""
 
     points: tuple[Point, ...]
+    decoding: tuple[Decoding, ...] = ()
+    repeats: int = 3
     decode_steps: int = 48
     warm_steps: int = 6
     max_step_tokens: int = 8192
@@ -67,7 +82,8 @@ def full_matrix() -> EngineMatrix:
         if batch == 256:
             points.append(Point(64, 0, None, "unmerged", long))
             points += [Point(64, count, 16, "unmerged", long) for count in (1, 16, 64)]
-    return EngineMatrix(tuple(points))
+    counts = (1, 16, 64, 256)
+    return EngineMatrix(tuple(points), (Decoding(256, 1024, counts), Decoding(64, 1024, counts[:3])))
 
 
 def tiny_matrix() -> EngineMatrix:
@@ -79,7 +95,8 @@ def tiny_matrix() -> EngineMatrix:
         Point(3, 2, 8, "mixture", 4),
         Point(1, 1, "mixed", "unmerged", 20),
     )
-    return EngineMatrix(points, decode_steps=2, warm_steps=1, max_step_tokens=16)
+    decoding = (Decoding(3, 20, (1, 2)),)
+    return EngineMatrix(points, decoding, repeats=2, decode_steps=2, warm_steps=1, max_step_tokens=16)
 
 
 class ExchangeableBatcher:
@@ -125,10 +142,21 @@ def measure_engine(
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "load_s": time.perf_counter() - start,
+        "decoding": [],
         "points": rows,
         "left_out": [],
         "failed_points": [],
     }
+    for decoding in matrix.decoding:
+        try:
+            engine = engine or Engine(folder, config, batcher)
+            _measure_decoding(engine, decoding, matrix, device, deadline, result, save)
+        except Exception as error:
+            traceback.print_exc()
+            result["failed_points"].append(asdict(decoding) | {"error": f"{type(error).__name__}: {error}"})
+            engine = None
+            save(result)
+            _free_memory(device)
     base_of: dict[tuple[int, int], dict[str, float]] = {}
     for index, point in enumerate(matrix.points):
         batcher.mode = "unmerged"
@@ -200,6 +228,91 @@ def measure_point(
     engine.abort([request.request_id for request in requests])
     engine.check_integrity()
     return result
+
+
+def _measure_decoding(
+    engine: Engine,
+    decoding: Decoding,
+    matrix: EngineMatrix,
+    device: torch.device,
+    deadline: Deadline,
+    result: dict[str, Any],
+    save: Callable[[Any], None],
+) -> None:
+    """Decode steps of each number of adapters, each repeat right after one of the base. Saves medians, and the spread
+    of the ratios.
+    """
+    adapters = {
+        count: _adapters(engine, Point(decoding.batch, count, 16, "unmerged", 0)) for count in decoding.adapters
+    }
+    times: dict[int, list[tuple[float, float]]] = {}
+    others = list(result["decoding"])
+    for repeat in range(matrix.repeats):
+        for count, adapter_ids in adapters.items():
+            if deadline.has_passed:
+                return
+            _make_resident(engine, adapter_ids)
+            if not repeat:  # graphs of this kind of step are captured
+                _decode_s(engine, decoding, adapter_ids, matrix, device)
+            pair = (
+                _decode_s(engine, decoding, [], matrix, device),
+                _decode_s(engine, decoding, adapter_ids, matrix, device),
+            )
+            times.setdefault(count, []).append(pair)
+            rows = [_decoding_row(decoding, of, found, matrix.decode_steps) for of, found in times.items()]
+            result["decoding"] = others + rows
+            save(result)
+
+
+def _decoding_row(
+    decoding: Decoding, adapters: int, times: Sequence[tuple[float, float]], num_steps: int
+) -> dict[str, Any]:
+    ratios = [base_s / seconds for base_s, seconds in times]
+    return {
+        "batch": decoding.batch,
+        "context": decoding.context,
+        "adapters": adapters,
+        "base_step_ms": statistics.median(base_s for base_s, _ in times) / num_steps * 1e3,
+        "step_ms": statistics.median(seconds for _, seconds in times) / num_steps * 1e3,
+        "of_base": statistics.median(ratios),
+        "of_base_from": min(ratios),
+        "of_base_to": max(ratios),
+        "repeats": len(times),
+    }
+
+
+def _decode_s(
+    engine: Engine, decoding: Decoding, adapter_ids: Sequence[str], matrix: EngineMatrix, device: torch.device
+) -> float:
+    """Seconds of `matrix.decode_steps` steps."""
+    sampling = SamplingParams(max_tokens=matrix.warm_steps + matrix.decode_steps + 8, ignore_eos=True)
+    point = Point(decoding.batch, len(adapter_ids), None, "unmerged", decoding.context)
+    requests = [_request(engine, point, index, adapter_ids, sampling) for index in range(decoding.batch)]
+    engine.import_rows(ExportedRow(request, (1,)) for request in requests)
+    admit = engine._batch.admit
+
+    def admit_stored(view: BatchView, plan: StepPlan) -> Any:
+        plan, served = admit(view, plan)
+        for sequence in served:
+            if sequence.num_stored == 0:
+                sequence.num_stored = sequence.total_tokens - 1
+        return plan, served
+
+    engine._batch.admit = admit_stored  # type: ignore[method-assign]
+    try:
+        for _ in range(matrix.warm_steps):
+            engine.step()
+        assert engine.telemetry().num_running == decoding.batch, "the pool does not hold all rows"
+        _wait(device)
+        began_s = time.perf_counter()
+        for _ in range(matrix.decode_steps):
+            engine.step()
+        _wait(device)
+        return time.perf_counter() - began_s
+    finally:
+        engine._batch.admit = admit  # type: ignore[method-assign]
+        engine.abort([request.request_id for request in requests])
+        engine.check_integrity()
 
 
 def _ratios(measured: dict[str, float], base: dict[str, float]) -> dict[str, float]:

@@ -20,6 +20,8 @@ from lorabatch.kernels.paged_attention import attend_pages
 from lorabatch.kernels.paged_attention import reference as attention_reference
 from lorabatch.kernels.rms_norm import reference as norm_reference
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
+from lorabatch.kernels.sampling import SamplingRows, sample_tokens
+from lorabatch.kernels.sampling import reference as sampling_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ def kernel_cases(layer: DecodeLayer, ranks: list[int], context: int) -> list[Ker
         _residual(layer, ranks),
         _attention(layer, context),
         _norm(layer),
+        _sampling(layer, "top-p sampling", top_p=0.9, top_k=0),
+        _sampling(layer, "top-k sampling", top_p=1.0, top_k=40),
     ]
 
 
@@ -144,4 +148,31 @@ def _norm(layer: DecodeLayer) -> KernelCase:
         flops=0.0,
         run=lambda: add_rms_norm(stream, y, weight, 1e-5),
         twin=lambda: norm_reference.norm(x.clone(), y, weight, 1e-5, 0.0),
+    )
+
+
+def _sampling(layer: DecodeLayer, name: str, *, top_p: float, top_k: int) -> KernelCase:
+    logits = _like(layer, layer.shape.vocab)
+    count, device = len(logits), logits.device
+    streams = torch.arange(count, device=device)
+    rows = SamplingRows(
+        temperature=torch.full((count,), 0.7, device=device),
+        top_k=torch.full((count,), top_k, dtype=torch.int32, device=device),
+        top_p=torch.full((count,), top_p, dtype=torch.float64, device=device),
+        seeds=torch.zeros_like(streams),
+        streams=streams,
+        positions=torch.zeros_like(streams),
+    )
+
+    def twin() -> Tensor:
+        tokens = torch.empty(count, dtype=torch.int64, device=device)
+        sampling_reference.sample(tokens, logits, rows)
+        return tokens
+
+    return KernelCase(
+        name,
+        num_bytes=float(logits.numel() * logits.element_size()),
+        flops=0.0,
+        run=lambda: sample_tokens(logits, rows),
+        twin=twin,
     )

@@ -39,27 +39,30 @@ def ranks_for(rank: int | str, count: int) -> list[int]:
 
 def measure_kernels(
     shape: ModelShape,
-    batch: int,
-    num_adapters: int,
-    context: int,
+    matrix: Matrix,
     peaks: Peaks,
     device: torch.device,
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> list[dict[str, Any]]:
-    """One row per kernel: seconds, floor and the fraction of the floor's speed that is reached."""
-    ranks = ranks_for(16, num_adapters)
-    layer = _layer(shape, batch, context, ranks, device)
-    rows = []
-    for case in kernel_cases(layer, ranks, context):
+    """One row per kernel, batch and number of adapters, the largest first: seconds, floor and the fraction of the
+    floor's speed that is reached.
+    """
+    rows: list[dict[str, Any]] = []
+    for batch, count in itertools.product(matrix.batches[::-1], matrix.adapters[::-1]):
+        if count > batch:
+            continue
         if deadline.has_passed:
             break
-        seconds = median_s(case.run, device)
-        floor_s = peaks.floor_s(case.num_bytes, case.flops)
-        rows.append(
-            {"kernel": case.name, "us": seconds * 1e6, "floor_us": floor_s * 1e6, "fraction": floor_s / seconds}
-        )
-        save(rows)
+        ranks = ranks_for(16, count)
+        for case in kernel_cases(_layer(shape, batch, matrix.context, ranks, device), ranks, matrix.context):
+            if deadline.has_passed:
+                break
+            seconds = median_s(case.run, device)
+            floor_s = peaks.floor_s(case.num_bytes, case.flops)
+            found = {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "fraction": floor_s / seconds}
+            rows.append({"kernel": case.name, "batch": batch, "adapters": count} | found)
+            save(rows)
     return rows
 
 

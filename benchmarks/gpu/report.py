@@ -10,11 +10,18 @@ def as_table(result: dict[str, Any]) -> str:
     lines = [f"{result['model']} on {result['machine']['device']}, {result['machine']['date']}"]
     failed = {name: value["failed"] for name, value in result.items() if isinstance(value, dict) and "failed" in value}
     result = {name: found_until_then(value) for name, value in result.items()}
-    lines += _section(result, "kernels", "kernel                     us   floor  fraction", _kernel)
+    lines += _section(result, "kernels", "kernel                batch adapters      us   floor  fraction", _kernel)
     switches = result.get("switches", {})
     lines += ["", *(f"{name:<18}{value:>8.2f}" for name, value in switches.items() if isinstance(value, float))]
-    lines += ["", "batch  prompt adapters   rank      mode  prefill t/s  decode t/s   step ms  of base"]
     engine = result.get("engine", {})
+    lines += [
+        "",
+        "batch context adapters   step ms  base ms  of base (from, to)",
+        *map(_decoding, engine.get("decoding", [])),
+    ]
+    steady = result.get("steady", {})
+    lines += ["", "adapters  drawn  output t/s  steps  with prompts  host waits s", *map(_job, steady.get("jobs", []))]
+    lines += ["", "batch  prompt adapters   rank      mode  prefill t/s  decode t/s   step ms  of base"]
     lines += [_point(row) for row in engine.get("points", [])]
     lines += [f"{len(engine.get('left_out', []))} points left out for want of time"] if engine.get("left_out") else []
     lines += [f"{len(engine['failed_points'])} points failed"] if engine.get("failed_points") else []
@@ -51,7 +58,20 @@ def _section(result: dict[str, Any], name: str, head: str, line: Any) -> list[st
 
 
 def _kernel(row: dict[str, Any]) -> str:
-    return f"{row['kernel']:<22}{row['us']:>8.1f}{row['floor_us']:>8.1f}{row['fraction']:>9.0%}"
+    sizes = f"{row['kernel']:<22}{row['batch']:>5}{row['adapters']:>9}"
+    return f"{sizes}{row['us']:>8.1f}{row['floor_us']:>8.1f}{row['fraction']:>10.0%}"
+
+
+def _decoding(row: dict[str, Any]) -> str:
+    sizes = (
+        f"{row['batch']:>5}{row['context']:>8}{row['adapters']:>9}{row['step_ms']:>10.2f}{row['base_step_ms']:>9.2f}"
+    )
+    return f"{sizes}{row['of_base']:>9.1%} ({row['of_base_from']:.1%}, {row['of_base_to']:.1%})"
+
+
+def _job(row: dict[str, Any]) -> str:
+    sizes = f"{row['adapters']:>8}{'yes' if row['draws'] else 'no':>7}{row['output_tokens_per_s']:>12.0f}"
+    return f"{sizes}{row['num_steps']:>7}{row['steps_with_prompts']:>14.0%}{row['host_waits_s']:>14.2f}"
 
 
 def _point(row: dict[str, Any]) -> str:

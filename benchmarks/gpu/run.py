@@ -1,12 +1,14 @@
 """Runs the sections one after the other, each in a process of its own.
 
 An error on a GPU spoils its process for good, and a kernel that hangs ends only with it. So a section that fails,
-hangs or runs late costs itself alone: what it had saved stands in the results, and the next one starts afresh.
+hangs or runs late costs itself alone: what it had saved stands in the results, and the next one starts afresh. Compiled
+kernels are in one cache, which the first section fills.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,8 +35,29 @@ def run_all(
     seconds: float,
     write: Callable[[Any], None],
     grace_s: float = GRACE_S,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """All sections as one JSON object, written whenever one has ended. `grace_s`: what each may take beyond."""
+    """All sections as one JSON object, written whenever one has ended. `grace_s`: what each may take beyond. `folder`:
+    where each keeps what it has found so far, and its other files, should this process be ended.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(temporary, "triton")))
+        try:
+            return _run_all(model, scale_arguments, device, seconds, write, grace_s, folder or Path(temporary))
+        finally:
+            if os.environ["TRITON_CACHE_DIR"].startswith(temporary):
+                del os.environ["TRITON_CACHE_DIR"]
+
+
+def _run_all(
+    model: str,
+    scale_arguments: Sequence[str],
+    device: torch.device,
+    seconds: float,
+    write: Callable[[Any], None],
+    grace_s: float,
+    folder: Path,
+) -> dict[str, Any]:
     start, deadline = time.monotonic(), Deadline.after(seconds)
     result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device), "seconds": {}}
     for section in SECTIONS:
@@ -43,7 +66,7 @@ def run_all(
         left = deadline.within(section.seconds if device.type == "cuda" else seconds).left_s
         print(f"{section.name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
         if left > 0:
-            result[section.name] = _in_a_process(section.name, left, scale_arguments, grace_s)
+            result[section.name] = _in_a_process(section.name, left, scale_arguments, grace_s, folder)
         else:
             result[section.name] = {"skipped": "no time left"}
         result["seconds"][section.name] = round(time.monotonic() - began, 1)
@@ -62,26 +85,23 @@ def run_one(section: Section, scale: Scale, device: torch.device, seconds: float
 
     try:
         with torch.inference_mode():
-            save(section.measure(scale, Place(device, Deadline.after(seconds), save)))
+            save(section.measure(scale, Place(device, Deadline.after(seconds), save, path.parent)))
     except Exception as error:
         traceback.print_exc()
         found["failed"] = f"{type(error).__name__}: {error}"
         _write_whole(path, found)
 
 
-def _in_a_process(name: str, seconds: float, arguments: Sequence[str], grace_s: float) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        command = [sys.executable, "-m", __package__ or "", "--only", name, "--json", str(path)]
-        failed = None
-        try:
-            done = subprocess.run(
-                [*command, "--seconds", str(seconds), *arguments], timeout=seconds + grace_s, check=False
-            )
-            failed = None if done.returncode == 0 else f"its process ended with {done.returncode}"
-        except subprocess.TimeoutExpired:
-            failed = f"ended after {seconds + grace_s:.0f} s"
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _in_a_process(name: str, seconds: float, arguments: Sequence[str], grace_s: float, folder: Path) -> Any:
+    path = folder / f"{name}.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", __package__ or "", "--only", name, "--json", str(path)]
+    try:
+        done = subprocess.run([*command, "--seconds", str(seconds), *arguments], timeout=seconds + grace_s, check=False)
+        failed = None if done.returncode == 0 else f"its process ended with {done.returncode}"
+    except subprocess.TimeoutExpired:
+        failed = f"ended after {seconds + grace_s:.0f} s"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     failed = found.get("failed", failed)
     value = found.get("value")
     return value if failed is None else {"failed": failed, "until_then": value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.ceilings import measure_ceilings, measured_peaks
 from lorabatch.benchmarks.gpu.checks import run_checks
 from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of
 from lorabatch.benchmarks.gpu.engine_matrix import EngineMatrix, full_matrix, measure_engine, tiny_matrix
@@ -18,7 +20,9 @@ from lorabatch.benchmarks.gpu.measure import Matrix, measure_kernels, measure_la
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.peers import measure_peft
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
+from lorabatch.benchmarks.gpu.steady import SteadyMatrix, full_jobs, measure_steady, tiny_jobs
 from lorabatch.benchmarks.gpu.vllm_peer import measure_vllm
+from lorabatch.benchmarks.gpu.warm_up import compile_all
 
 # Of a free H200 (149 GB) the pool gets 101 GB: 256 adapters of rank 64 for an 8B model (86 GB) and their rows fit, and
 # so do the weights (16 GB), their merged copies (14 GB) and the largest step beside it.
@@ -36,6 +40,7 @@ class Scale:
     dtypes: tuple[torch.dtype, ...]
     kernels: Matrix
     engine: EngineMatrix
+    steady: SteadyMatrix
     peer_batch: int
     peer_adapters: int
     peer_tokens: int
@@ -44,11 +49,12 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a section runs, until when, and what takes its results as they come."""
+    """Where a section runs, until when, what takes its results as they come, and a folder for more files."""
 
     device: torch.device
     deadline: Deadline
     save: Save
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +68,36 @@ class Section:
 
 def full_scale(shape: ModelShape) -> Scale:
     """For a GPU."""
-    return Scale(shape, (torch.bfloat16, torch.float32, torch.float16), Matrix(), full_matrix(), 64, 8, 32, 12)
+    return Scale(
+        shape, (torch.bfloat16, torch.float32, torch.float16), Matrix(), full_matrix(), full_jobs(), 64, 8, 32, 12
+    )
 
 
 def tiny_scale() -> Scale:
     """For a CPU and Triton's interpreter, whose numbers mean nothing."""
     kernels = Matrix(batches=(2,), adapters=(1, 2), ranks=(8,), context=20)
-    return Scale(TINY, (torch.float32,), kernels, tiny_matrix(), 2, 2, 3, 2)
+    return Scale(TINY, (torch.float32,), kernels, tiny_matrix(), tiny_jobs(), 2, 2, 3, 2)
+
+
+def _compile(scale: Scale, place: Place) -> dict[str, Any]:
+    return compile_all(scale.shape, scale.dtypes, place.device, place.deadline, place.save)
+
+
+def _ceilings(scale: Scale, place: Place) -> dict[str, Any]:
+    return measure_ceilings(scale.shape, place.device, place.deadline, place.save)
 
 
 def _checks(scale: Scale, place: Place) -> list[str]:
-    return run_checks(list(scale.dtypes), scale.check_tokens, place.device, place.deadline, place.save)
+    sizes = list(scale.dtypes), scale.check_tokens, scale.shape
+    return run_checks(*sizes, place.device, place.deadline, place.save)
 
 
 def _kernels(scale: Scale, place: Place) -> list[dict[str, Any]]:
-    matrix = scale.kernels
-    sizes = matrix.batches[-1], matrix.adapters[-1], matrix.context
-    return measure_kernels(scale.shape, *sizes, _peaks(place.device), place.device, place.deadline, place.save)
+    return measure_kernels(scale.shape, scale.kernels, _peaks(place), place.device, place.deadline, place.save)
 
 
 def _switches(scale: Scale, place: Place) -> dict[str, float]:
-    return measure_switches(scale.shape, _peaks(place.device), place.device)
+    return measure_switches(scale.shape, _peaks(place), place.device)
 
 
 def _engine(scale: Scale, place: Place) -> dict[str, Any]:
@@ -90,6 +105,14 @@ def _engine(scale: Scale, place: Place) -> dict[str, Any]:
         folder = write_model_folder(Path(name) / "model", scale.shape)
         pool_bytes = _pool_bytes(place.device)
         return measure_engine(folder, scale.engine, place.device, pool_bytes, place.deadline, place.save)
+
+
+def _steady(scale: Scale, place: Place) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        trace = None if place.folder is None else place.folder / "trace.json"
+        pool_bytes = _pool_bytes(place.device)
+        return measure_steady(folder, scale.steady, place.device, pool_bytes, place.deadline, place.save, trace)
 
 
 def _peft(scale: Scale, place: Place) -> dict[str, Any]:
@@ -110,19 +133,26 @@ def _layer(scale: Scale, place: Place) -> list[dict[str, Any]]:
 
 
 SECTIONS = (
-    Section("problems", 150.0, _checks),
-    Section("kernels", 50.0, _kernels),
-    Section("switches", 20.0, _switches),
-    Section("engine", 220.0, _engine),
-    Section("peft", 60.0, _peft),
+    Section("compile", 60.0, _compile),
+    Section("ceilings", 20.0, _ceilings),
+    Section("problems", 60.0, _checks),
+    Section("engine", 150.0, _engine),
+    Section("steady", 110.0, _steady),
+    Section("kernels", 40.0, _kernels),
+    Section("switches", 15.0, _switches),
+    Section("peft", 40.0, _peft),
     Section("vllm", 100.0, _vllm),
     Section("layer", 40.0, _layer),
 )
 
 
-def _peaks(device: torch.device) -> Peaks:
-    """On a CPU, an H200's: to have a table."""
-    return peaks_of(describe(device)["device"]) or _H200
+def _peaks(place: Place) -> Peaks:
+    """As the section before has measured them, else of the data sheet; on a CPU an H200's, to have a table."""
+    listed = peaks_of(describe(place.device)["device"]) or _H200
+    path = None if place.folder is None else place.folder / "ceilings.json"
+    if path is None or not path.exists():
+        return listed
+    return measured_peaks(json.loads(path.read_text(encoding="utf-8")).get("value"), listed)
 
 
 def _pool_bytes(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
 from lorabatch.benchmarks.gpu.measure import MIXED, ranks_for
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
-from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B
+from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
 from lorabatch.engine.engine import Engine
 
 CPU = torch.device("cpu")
@@ -101,7 +101,24 @@ def test_a_whole_run_at_the_smallest_sizes(
     failed = {name: part for name, part in result.items() if isinstance(part, dict) and "failed" in part}
     assert not failed, done.stderr[-3000:]
     assert (done.returncode, result["problems"]) == (0, [])
-    assert {row["kernel"] for row in result["kernels"]} >= {"attention decode", "LoRA shrink qkv"}
+    assert {row["kernel"] for row in result["kernels"]} >= {"attention decode", "LoRA shrink qkv", "top-p sampling"}
+    assert {(row["batch"], row["adapters"]) for row in result["kernels"]} == {(2, 1), (2, 2)}
+    assert list(result["compile"]["seconds"]) == [
+        f"{kind} in float32" for kind in ("prompts", "decode", "sampling", "merge")
+    ]
+    assert result["compile"]["not_compiled"] == {}
+    assert result["ceilings"].keys() >= {
+        "copy_bytes_per_s",
+        "pinned_bytes_per_s",
+        "launch_us",
+        "graph_node_us",
+        "products",
+    }
+    decoding = [(row["batch"], row["context"], row["adapters"], row["repeats"]) for row in result["engine"]["decoding"]]
+    assert decoding == [(3, 20, 1, 2), (3, 20, 2, 2)]
+    assert [row["adapters"] for row in result["steady"]["jobs"]] == [0, 2]
+    assert all(row["steps_with_prompts"] > 0 for row in result["steady"]["jobs"])
+    assert "_attend" in result["steady"]["kernels"] or "aten::" in result["steady"]["kernels"]
     assert [row["mode"] for row in result["engine"]["points"]] == [
         "unmerged", "unmerged", "merged", "mixture", "unmerged"
     ]  # fmt: skip
@@ -126,6 +143,14 @@ def test_results_say_where_and_with_what_they_were_measured(
     assert machine.keys() >= {"device", "driver", "cuda", "python", "commit", "date", "versions"}
     assert machine["versions"]["torch"] == version("torch")
     assert whole_run[1]["seconds"].keys() == {section.name for section in SECTIONS}
+
+
+@pytest.mark.long
+def test_a_run_that_is_cut_short_leaves_what_its_sections_have_found(
+    whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
+    folder = Path(whole_run[0].args[-1]).with_suffix("")
+    assert {path.stem for path in folder.glob("*.json")} == {section.name for section in SECTIONS} | {"trace"}
 
 
 def place(seconds: float, saved: list[Any]) -> Place:
@@ -163,7 +188,7 @@ def test_a_point_that_fails_is_reported_and_the_next_has_a_new_engine(monkeypatc
     assert len(found["points"]) == 2
     assert [p["error"] for p in found["failed_points"]] == ["RuntimeError: out of memory"]
     assert engines[0] is engines[1] is not engines[2]
-    assert [len(value["points"]) for value in saved] == [1, 1, 2]
+    assert [len(value["points"]) for value in saved][-3:] == [1, 1, 2]
 
 
 def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path) -> None:
@@ -204,8 +229,9 @@ def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(checks, "check_all", failing)
     monkeypatch.setattr(checks, "check_engine", lambda *_: ["a token differs"])
+    monkeypatch.setattr(checks, "check_real_widths", lambda *_: [])
     saved: list[Any] = []
-    found = checks.run_checks([torch.float32], 1, CPU, Deadline.after(60.0), saved.append)
+    found = checks.run_checks([torch.float32], 1, TINY, CPU, Deadline.after(60.0), saved.append)
     assert found == ["kernels in torch.float32 failed: RuntimeError: does not compile", "a token differs"]
     assert problems_of({"problems": found}) == found
     assert problems_of({"problems": {"failed": "hung", "until_then": ["x"]}}) == ["x", "checks failed: hung"]

@@ -1,0 +1,128 @@
+"""What the machine can do at best, measured: the ceilings that the other sections' numbers are compared with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.benchmarks.gpu.device import Peaks, median_s
+from lorabatch.benchmarks.gpu.shapes import ModelShape
+from lorabatch.kernels.launch import empty_pinned
+
+_COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 20}
+_PINNED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
+_ROWS = {"cuda": (64, 128, 256, 512, 8192), "cpu": (4,)}
+_NODES = 100
+
+
+def measure_ceilings(
+    shape: ModelShape, device: torch.device, deadline: Deadline, save: Callable[[Any], None]
+) -> dict[str, Any]:
+    """Bytes per second of a copy on the device and from pinned memory, operations per second of the model's products,
+    and microseconds of a kernel that does nothing: launched by the host, and as one more node of a graph.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found: dict[str, Any] = {}
+    steps: list[tuple[str, Callable[[], Any]]] = [
+        ("copy_bytes_per_s", lambda: _copy_bytes_per_s(device)),
+        ("pinned_bytes_per_s", lambda: _pinned_bytes_per_s(device)),
+        ("launch_us", lambda: _launch_us(device)),
+        ("graph_us", lambda: _graph_us(device)),
+        ("graph_node_us", lambda: _graph_node_us(device)),
+        ("products", lambda: _products(shape, dtype, device, deadline)),
+    ]
+    for name, measure in steps:
+        if deadline.has_passed:
+            break
+        found[name] = measure()
+        save(found)
+    return found
+
+
+def measured_peaks(found: Any, listed: Peaks) -> Peaks:
+    """Rates of `measure_ceilings`, where there are any, else those of the data sheet."""
+    if not isinstance(found, dict) or "copy_bytes_per_s" not in found:
+        return listed
+    flops = [row["flops_per_s"] for row in found.get("products", [])]
+    return Peaks(found["copy_bytes_per_s"], max(flops, default=listed.flops_per_s))
+
+
+def _copy_bytes_per_s(device: torch.device) -> float:
+    """Read and written bytes together."""
+    source = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_s(lambda: target.copy_(source), device)
+
+
+def _pinned_bytes_per_s(device: torch.device) -> float:
+    source = empty_pinned(_PINNED_BYTES[device.type], torch.uint8, device)
+    target = torch.empty_like(source, device=device)
+    return source.numel() / median_s(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _products(shape: ModelShape, dtype: torch.dtype, device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
+    """`x W^T` of each packed linear layer by torch."""
+    rows: list[dict[str, Any]] = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> float:
+        return median_s(lambda: torch.nn.functional.linear(x, weight), device)
+
+    for in_features, members in shape.sites:
+        weight = torch.randn(sum(members), in_features, device=device).to(dtype)
+        for num_rows in _ROWS[device.type]:
+            if deadline.has_passed:
+                return rows
+            x = torch.randn(num_rows, in_features, device=device).to(dtype)
+            seconds = product(x, weight)
+            flops = 2.0 * num_rows * weight.numel()
+            num_bytes = dtype.itemsize * (weight.numel() + x.numel() + num_rows * len(weight))
+            rows.append(
+                {
+                    "rows": num_rows,
+                    "in_features": in_features,
+                    "out_features": len(weight),
+                    "us": seconds * 1e6,
+                    "flops_per_s": flops / seconds,
+                    "bytes_per_s": num_bytes / seconds,
+                }
+            )
+    return rows
+
+
+def _launch_us(device: torch.device) -> float:
+    """Of the host, for a small kernel by torch."""
+    one = torch.zeros(1, device=device)
+    times = []
+    for _ in range(5):
+        _wait(device)
+        began_s = time.perf_counter()
+        for _ in range(_NODES):
+            one.add_(1)
+        times.append((time.perf_counter() - began_s) / _NODES)
+    return statistics.median(times) * 1e6
+
+
+def _graph_us(device: torch.device) -> float:
+    """Of a graph of one small kernel: what the time of a graph contains beside its kernels."""
+    one = torch.zeros(1, device=device)
+    return median_s(lambda: one.add_(1), device) * 1e6
+
+
+def _graph_node_us(device: torch.device) -> float:
+    """Of the device, from one small kernel of a graph to the next that depends on it."""
+    one = torch.zeros(1, device=device)
+
+    def chain(length: int) -> float:
+        return median_s(lambda: [one.add_(1) for _ in range(length)], device)
+
+    return (chain(2 * _NODES) - chain(_NODES)) / _NODES * 1e6
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,193 @@
+"""A job as users have it: more rows than places, answers of unequal lengths, prompts that come while others decode.
+
+Says what a step is made of, and where its time goes: steps with prompts, time in which the host waits, a profiler's
+table of kernels and a trace for a browser (`chrome://tracing`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lorabatch.benchmarks.gpu.budget import Deadline
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.engine import Engine
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.runner.runner import LaunchedStep
+
+_TABLE_ROWS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`num_rows` rows over `adapters` of rank 16 (0: the base), greedy or drawn with top-p. Prompts and answers have
+    log-normal lengths of these means, in tokens."""
+
+    num_rows: int
+    adapters: int
+    draws: bool
+    batch: int = 256
+    prompt_tokens: float = 300.0
+    answer_tokens: float = 150.0
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyMatrix:
+    """Jobs in the order in which they are measured, and steps that a profiler watches."""
+
+    jobs: tuple[Job, ...]
+    profiled_steps: int = 5
+
+
+def full_jobs() -> SteadyMatrix:
+    """1,500 rows at 256 places: the base, 16 and 256 adapters; greedy, then drawn."""
+    return SteadyMatrix(tuple(Job(1500, count, draws) for draws in (False, True) for count in (0, 16, 256)))
+
+
+def tiny_jobs() -> SteadyMatrix:
+    """For a machine without a GPU, to see that all of it runs."""
+    jobs = (Job(4, 0, draws=False, batch=2, prompt_tokens=4.0, answer_tokens=2.0),)
+    return SteadyMatrix((*jobs, Job(4, 2, draws=True, batch=2, prompt_tokens=4.0, answer_tokens=2.0)), 2)
+
+
+def measure_steady(
+    folder: Path,
+    matrix: SteadyMatrix,
+    device: torch.device,
+    pool_bytes: int | None,
+    deadline: Deadline,
+    save: Callable[[Any], None],
+    trace: Path | None,
+) -> dict[str, Any]:
+    """One row per job; then the kernels of some steps of the job before the last. `trace`: a file for them."""
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"jobs": rows}
+    for job in matrix.jobs:
+        if deadline.has_passed:
+            return found
+        engine = _engine(folder, job, device, pool_bytes)
+        requests = _requests(engine, job)
+        rows.append(asdict(job) | _served(engine, requests, job, device))
+        save(found)
+        if job.adapters and "kernels" not in found and not deadline.has_passed:
+            found["kernels"] = _profiled(engine, requests, matrix.profiled_steps, device, trace)
+            save(found)
+        del engine
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def _engine(folder: Path, job: Job, device: torch.device, pool_bytes: int | None) -> Engine:
+    config = EngineConfig(
+        device=device.type,
+        kernels="triton" if device.type == "cpu" else "auto",
+        load_format="dummy",
+        mode="unmerged",
+        max_batch_rows=job.batch,
+        pool_bytes=pool_bytes,
+        host_tier_bytes=0,
+        uses_prefix_cache=False,
+    )
+    return Engine(folder, config)
+
+
+def _requests(engine: Engine, job: Job) -> list[Request]:
+    adapters = [engine.register_dummy_adapter(f"{i}", 16) for i in range(job.adapters)]
+    draw = np.random.default_rng(0)
+    spread = 0.6
+    lengths = draw.lognormal(-(spread**2) / 2, spread, (2, job.num_rows))
+    prompts = np.maximum(lengths[0] * job.prompt_tokens, 1).astype(int)
+    answers = np.maximum(lengths[1] * job.answer_tokens, 1).astype(int)
+    chosen: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9} if job.draws else {}
+    rows = []
+    for i, (prompt, answer) in enumerate(zip(prompts.tolist(), answers.tolist(), strict=True)):
+        sampling = SamplingParams(max_tokens=answer, ignore_eos=True, **chosen)
+        ids = tuple((7919 * i + 31 * place) % (engine.model.vocab_size - 1) + 1 for place in range(prompt))
+        rows.append(Request(f"{i}", ids, adapters[i % len(adapters)] if adapters else None, sampling, i))
+    return rows
+
+
+def _served(engine: Engine, requests: list[Request], job: Job, device: torch.device) -> dict[str, float]:
+    """Tokens per second of the whole job, and what its steps were."""
+    # the first rows compile, load adapters and capture graphs
+    for _ in engine.run(requests[: job.batch]):
+        pass
+    watch = _Watch(engine)
+    before = engine.telemetry()
+    _wait(device)
+    began_s = time.perf_counter()
+    for result in engine.run(requests):
+        assert result.error is None, result.error
+    _wait(device)
+    seconds, after = time.perf_counter() - began_s, engine.telemetry()
+    watch.end()
+    return {
+        "seconds": seconds,
+        "output_tokens_per_s": (after.generated_tokens - before.generated_tokens) / seconds,
+        "prompt_tokens_per_s": (after.prompt_tokens - before.prompt_tokens) / seconds,
+        "num_steps": watch.num_steps,
+        "steps_with_prompts": watch.num_mixed / max(watch.num_steps, 1),
+        "mean_rows": watch.num_rows / max(watch.num_steps, 1),
+        "host_waits_s": watch.waited_s,
+        "adapter_stall_s": after.adapter_stall_s - before.adapter_stall_s,
+    }
+
+
+class _Watch:
+    """Counts an engine's steps, and the time that its host waits for their tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._launch = engine._runner.launch
+        self.num_steps = self.num_mixed = self.num_rows = 0
+        self.waited_s = 0.0
+        engine._runner.launch = self._launched  # type: ignore[method-assign]
+
+    def _launched(self, entries: Any) -> LaunchedStep:
+        self.num_steps += 1
+        self.num_mixed += any(not entry.is_decode for entry in entries)
+        self.num_rows += len(entries)
+        step = self._launch(entries)
+
+        def read() -> Any:
+            began_s = time.perf_counter()
+            tokens = step.read()
+            self.waited_s += time.perf_counter() - began_s
+            return tokens
+
+        return LaunchedStep(step.sampled, read)
+
+    def end(self) -> None:
+        """Leave the engine as it was."""
+        self._engine._runner.launch = self._launch  # type: ignore[method-assign]
+
+
+def _profiled(engine: Engine, requests: list[Request], num_steps: int, device: torch.device, trace: Path | None) -> str:
+    """A table of the kernels of some steps in the middle of the job."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine.add(requests)
+    for _ in range(4 * num_steps):
+        engine.step()
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=kinds) as watched:
+        for _ in range(num_steps):
+            engine.step()
+        _wait(device)
+    engine.abort([request.request_id for request in requests])
+    if trace is not None:
+        watched.export_chrome_trace(str(trace))
+    order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return str(watched.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
