@@ -39,9 +39,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class SteadyMatrix:
-    """Jobs in the order in which they are measured, and steps that a profiler watches."""
+    """Jobs in the order in which they are measured, and steps that a profiler watches, behind others."""
 
     jobs: tuple[Job, ...]
+    steps_before: int = 200
     profiled_steps: int = 5
 
 
@@ -53,7 +54,7 @@ def full_jobs() -> SteadyMatrix:
 def tiny_jobs() -> SteadyMatrix:
     """For a machine without a GPU, to see that all of it runs."""
     jobs = (Job(4, 0, draws=False, batch=2, prompt_tokens=4.0, answer_tokens=2.0),)
-    return SteadyMatrix((*jobs, Job(4, 2, draws=True, batch=2, prompt_tokens=4.0, answer_tokens=2.0)), 2)
+    return SteadyMatrix((*jobs, Job(4, 2, draws=True, batch=2, prompt_tokens=4.0, answer_tokens=2.0)), 1, 2)
 
 
 def measure_steady(
@@ -76,7 +77,7 @@ def measure_steady(
         rows.append(asdict(job) | _served(engine, requests, job, device))
         save(found)
         if job.adapters and "kernels" not in found and not deadline.has_passed:
-            found["kernels"] = _profiled(engine, requests, matrix.profiled_steps, device, trace)
+            found["kernels"] = _profiled(engine, requests, matrix, device, trace)
             save(found)
         del engine
         if device.type == "cuda":
@@ -169,16 +170,18 @@ class _Watch:
         self._engine._runner.launch = self._launch  # type: ignore[method-assign]
 
 
-def _profiled(engine: Engine, requests: list[Request], num_steps: int, device: torch.device, trace: Path | None) -> str:
+def _profiled(
+    engine: Engine, requests: list[Request], matrix: SteadyMatrix, device: torch.device, trace: Path | None
+) -> str:
     """A table of the kernels of some steps in the middle of the job."""
     from torch.profiler import ProfilerActivity, profile
 
     engine.add(requests)
-    for _ in range(4 * num_steps):
+    for _ in range(matrix.steps_before):
         engine.step()
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=kinds) as watched:
-        for _ in range(num_steps):
+        for _ in range(matrix.profiled_steps):
             engine.step()
         _wait(device)
     engine.abort([request.request_id for request in requests])
