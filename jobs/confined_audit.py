@@ -77,8 +77,8 @@ class Auditors:
         try:
             audit: AdapterAudit = from_plain(AdapterAudit, process.run(_TASK, to_plain(question), cpu_s, memory_bytes))
         except (ConfinedError, MessageError) as error:
-            reasons = (reason(name, f"cannot be audited: {error}. Save the adapter again"),)
-            return AdapterAudit(name, folder, "refused", reasons, (), None)
+            what = f"cannot be audited: {error}. Save the adapter again, without a tokenizer where the base's will do"
+            return AdapterAudit(name, folder, "refused", (reason(name, what),), (), None)
         finally:
             self._free.put(process)
         return replace(audit, folder=folder)

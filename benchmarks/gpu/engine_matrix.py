@@ -152,11 +152,8 @@ def measure_engine(
             engine = engine or Engine(folder, config, batcher)
             _measure_decoding(engine, decoding, matrix, device, deadline, result, save)
         except Exception as error:
-            traceback.print_exc()
-            result["failed_points"].append(asdict(decoding) | {"error": f"{type(error).__name__}: {error}"})
             engine = None
-            save(result)
-            _free_memory(device)
+            _keep_failure(decoding, error, result, save, device)
     base_of: dict[tuple[int, int], dict[str, float]] = {}
     for index, point in enumerate(matrix.points):
         batcher.mode = "unmerged"
@@ -167,11 +164,8 @@ def measure_engine(
             engine = engine or Engine(folder, config, batcher)
             measured = measure_point(engine, batcher, point, matrix, device)
         except Exception as error:
-            traceback.print_exc()
-            result["failed_points"].append(asdict(point) | {"error": f"{type(error).__name__}: {error}"})
             engine = None
-            save(result)
-            _free_memory(device)
+            _keep_failure(point, error, result, save, device)
             continue
         if point.adapters == 0:
             base_of[point.batch, point.prompt_tokens] = measured
@@ -344,8 +338,14 @@ def _request(engine: Engine, point: Point, index: int, adapter_ids: Sequence[str
     return Request(f"{point.mode}-{index}", prompt, adapter_id, sampling, index)
 
 
-def _free_memory(device: torch.device) -> None:
-    """What a failed engine held, before the next one takes as much."""
+def _keep_failure(
+    point: Point | Decoding, error: Exception, result: dict[str, Any], save: Callable[[Any], None], device: torch.device
+) -> None:
+    """Save why a point failed, and free what its engine held before the next one takes as much."""
+    traceback.print_exception(error)
+    result["failed_points"].append(asdict(point) | {"error": f"{type(error).__name__}: {error}"})
+    save(result)
+    error.__traceback__ = None  # its frames hold the engine
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -41,12 +41,8 @@ def run_all(
     where each keeps what it has found so far, and its other files, should this process be ended.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(temporary, "triton")))
-        try:
-            return _run_all(model, scale_arguments, device, seconds, write, grace_s, folder or Path(temporary))
-        finally:
-            if os.environ["TRITON_CACHE_DIR"].startswith(temporary):
-                del os.environ["TRITON_CACHE_DIR"]
+        environment = {"TRITON_CACHE_DIR": str(Path(temporary, "triton"))} | os.environ
+        return _run_all(model, scale_arguments, device, seconds, write, grace_s, folder or Path(temporary), environment)
 
 
 def _run_all(
@@ -57,6 +53,7 @@ def _run_all(
     write: Callable[[Any], None],
     grace_s: float,
     folder: Path,
+    environment: dict[str, str],
 ) -> dict[str, Any]:
     start, deadline = time.monotonic(), Deadline.after(seconds)
     result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device), "seconds": {}}
@@ -66,7 +63,7 @@ def _run_all(
         left = deadline.within(section.seconds if device.type == "cuda" else seconds).left_s
         print(f"{section.name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
         if left > 0:
-            result[section.name] = _in_a_process(section.name, left, scale_arguments, grace_s, folder)
+            result[section.name] = _in_a_process(section.name, left, scale_arguments, grace_s, folder, environment)
         else:
             result[section.name] = {"skipped": "no time left"}
         result["seconds"][section.name] = round(time.monotonic() - began, 1)
@@ -92,12 +89,19 @@ def run_one(section: Section, scale: Scale, device: torch.device, seconds: float
         _write_whole(path, found)
 
 
-def _in_a_process(name: str, seconds: float, arguments: Sequence[str], grace_s: float, folder: Path) -> Any:
+def _in_a_process(
+    name: str, seconds: float, arguments: Sequence[str], grace_s: float, folder: Path, environment: dict[str, str]
+) -> Any:
     path = folder / f"{name}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", __package__ or "", "--only", name, "--json", str(path)]
     try:
-        done = subprocess.run([*command, "--seconds", str(seconds), *arguments], timeout=seconds + grace_s, check=False)
+        done = subprocess.run(
+            [*command, "--seconds", str(seconds), *arguments],
+            timeout=seconds + grace_s,
+            check=False,
+            env=environment,
+        )
         failed = None if done.returncode == 0 else f"its process ended with {done.returncode}"
     except subprocess.TimeoutExpired:
         failed = f"ended after {seconds + grace_s:.0f} s"

@@ -65,7 +65,7 @@ class FirstSizes:
     def of(cls, config: EngineConfig, model: ModelConfig, pool_elements: int) -> FirstSizes:
         """Room for a batch of distinct adapters, and as many that left it, as far as the pool can hold them.
 
-        For 512 rows on 32 layers of 7 linear ones 80 MB of table and, with 16,384 tokens, 13 MB of scratch.
+        For 512 rows on 32 layers of 7 linear ones up to 45 MB of table and, with 16,384 tokens, 13 MB of scratch.
         """
         shapes = model.linear_shapes().values()
         smallest_chunk = CHUNK_RANK * min(map(sum, shapes))
@@ -73,7 +73,7 @@ class FirstSizes:
         most_chunks = num_residents * len(shapes) * _CHUNKS_PER_MEMBER
         return cls(
             num_residents,
-            rounded(min(most_chunks, pool_elements // smallest_chunk)),
+            rounded(max(1, min(most_chunks, pool_elements // smallest_chunk))),
             rounded(config.step_tokens * _SCRATCH_PER_TOKEN),
         )
 

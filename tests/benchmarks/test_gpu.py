@@ -206,7 +206,7 @@ def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: p
     child = (
         "import json, os, sys, time; a = sys.argv; name, path = a[a.index('--only') + 1], a[a.index('--json') + 1];"
         "open(path, 'w').write(json.dumps({'value': [name]}));"
-        "name == 'kernels' and os._exit(7); name == 'engine' and time.sleep(600)"
+        "name == 'ceilings' and os._exit(7); name == 'engine' and time.sleep(600)"
     )
     start = subprocess.run
     monkeypatch.setattr(
@@ -215,7 +215,7 @@ def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: p
     written: list[Any] = []
     result = run.run_all("tiny", [], CPU, 3.0, lambda partial: written.append(sorted(partial)), grace_s=1.0)
     assert result["problems"] == ["problems"]
-    assert result["kernels"] == {"failed": "its process ended with 7", "until_then": ["kernels"]}
+    assert result["ceilings"] == {"failed": "its process ended with 7", "until_then": ["ceilings"]}
     assert result["engine"]["until_then"] == ["engine"]
     assert result["layer"] == {"skipped": "no time left"}
     assert len(written) == len(SECTIONS)
