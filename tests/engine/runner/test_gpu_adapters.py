@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorabatch.engine.config import read_model_config
+from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.memory.residency import ResidentAdapter
 from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
 from lorabatch.engine.runner.gpu_adapters import GpuAdapters
+from lorabatch.engine.runner.gpu_runner import FirstSizes
 from lorabatch.kernels.segment_lora import LoraMember, LoraSiteWeights
 
 
@@ -86,3 +87,9 @@ def test_a_step_of_more_adapters_than_the_table_holds_gets_a_larger_table(
     assert sorted(rows) == [0, 1, 2, 3, 4]
     assert len(set(rows.values())) == 5
     assert [adapters.chunk_counts[row].tolist() for row in rows.values()] == [[4, 0, 0, 0]] * 5
+
+
+def test_a_table_for_a_pool_of_nothing_can_grow(model: ModelConfig, memory: torch.Tensor) -> None:
+    first = FirstSizes.of(EngineConfig(max_batch_rows=1, max_step_tokens=1), model, pool_elements=10)
+    adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
+    assert len(adapters.rows_of([resident(memory, model, order, rank=20) for order in range(5)])) == 5
