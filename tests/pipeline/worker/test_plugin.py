@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,8 +25,10 @@ def engines() -> set[int]:
     """Engine processes of this one's workers."""
     found = set()
     for process in psutil.Process().children(recursive=True):
-        if "lorabatch.engine.server.process" in process.cmdline():
-            found.add(process.pid)
+        # one that ends just now has no command line any more
+        with suppress(psutil.NoSuchProcess):
+            if "lorabatch.engine.server.process" in process.cmdline():
+                found.add(process.pid)
     return found
 
 
@@ -57,6 +60,10 @@ def test_a_worker_that_nobody_told_that_the_run_is_over_ends_its_engine(
         time.sleep(3 * CHECK_S)
         assert plugin_name(kept) in worker.plugins, "the other run goes on"
         wait_for_engines(1, before)
+        folder = worker.plugins[plugin_name(kept)].engine.folder
+        assert folder.exists()
         del scheduler.worker_plugins[plugin_name(kept)]
         wait_for_engines(0, before)
+        while folder.exists():  # the last thing that a leaving run removes
+            time.sleep(CHECK_S / 10)
         unregister_plugin(client, kept)
