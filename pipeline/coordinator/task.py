@@ -191,7 +191,14 @@ def plan_shards(run: JobRun, indexed: IndexTotals) -> JobPlan:
         changed = changed_adapters(job.store.read_record(), job.record)
         if changed - job.changed_adapters:
             job.store.check_current(job.record)  # it was this run that was opened earlier
-        plan = reopen_shards(job.store, job.record, read_plan(job.store), changed, run.control.check_displaced)
+        plan = reopen_shards(
+            job.store,
+            job.record,
+            read_plan(job.store),
+            changed,
+            length_share=run.settings.length_share,
+            check=run.control.check_displaced,
+        )
     run.reporter.notes = row_notes(job.record, indexed.rows_per_adapter)
     # This process may have been stopped, and the output be another job's or another coordinator's by now.
     run.control.check_displaced()

@@ -215,7 +215,7 @@ class WorkLeft:
             None
             if known_lengths is not None
             else LengthDistribution.of_groups(
-                (s.num_rows, s.predicted_output_tokens / s.num_rows, s.longest_output_tokens) for s in with_work
+                (s.num_rows, _predicted(s) / s.num_rows, max(1, s.longest_output_tokens)) for s in with_work
             )
         )
 
@@ -226,7 +226,7 @@ class WorkLeft:
     def _add(self, shard: Shard, share: float) -> None:
         if shard.has_engine_work:
             counts = self._sums[shard.adapters]
-            for i, value in enumerate((shard.num_rows, shard.prompt_tokens, shard.predicted_output_tokens)):
+            for i, value in enumerate((shard.num_rows, shard.prompt_tokens, _predicted(shard))):
                 counts[i] += share * value
 
     def now(
@@ -304,6 +304,11 @@ class WorkLeft:
                 output += predicted * mean / predicted_mean
                 guessed += predicted * mean / predicted_mean * self.lengths.share_guessed
         return output, guessed
+
+
+def _predicted(shard: Shard) -> int:
+    """Output tokens. An engine computes one at least for each row, also where earlier answers were empty."""
+    return max(shard.num_rows, shard.predicted_output_tokens)
 
 
 class BatchFill:

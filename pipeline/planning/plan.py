@@ -18,17 +18,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ...engine.local_cache import temporary_folder
+from ...engine.request import Request
 from ...jobs.errors import InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
 from ...jobs.record import JobRecord, adapter_problem, index_key
 from ...jobs.spec import ErrorBudget
 from ...jobs.store import JobStore
+from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
 from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order
 from ...scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 from ..dataset import schema as prepared
 from ..dataset.answers import encode_answers
 from ..dataset.index import IndexTotals
-from ..dataset.reader import read_shard
+from ..dataset.reader import ShardRows, read_shard
 from ..dataset.writer import answers_in_part
 from ..result import KindOfError
 from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, read_chunks
@@ -267,13 +269,14 @@ def reopen_shards(
     record: JobRecord,
     plan: JobPlan,
     changed: Collection[str],
+    length_share: float = PRIOR_SHARE,
     check: Callable[[], None] = lambda: None,
 ) -> JobPlan:
     """Uncommit every part with a row of a changed adapter; answers of its other rows go to the shard's journal.
 
-    `record`: with the adapters as they are now. `check`: called before each part; raises to stop there. Needs the
-    prepared rows. Safe to repeat after a crash: a part is removed only after what is kept of it is written. Returns the
-    plan with what these shards need now.
+    `record`: with the adapters as they are now. `length_share`: of their `max_tokens` that rows are expected to
+    generate. `check`: called before each part; raises to stop there. Needs the prepared rows. Safe to repeat after a
+    crash: a part is removed only after what is kept of it is written. Returns the plan with what these shards need now.
     """
     affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
     committed = store.committed_parts()
@@ -283,7 +286,11 @@ def reopen_shards(
     serving = {adapter.name for adapter in record.adapters if not adapter.is_refused}
     shards = list(plan.shards)
     for shard_id in affected:
-        shards[shard_id] = _refreshed(shards[shard_id], plan.adapter_names[shard_id], serving)
+        adapters = tuple(name for name in plan.adapter_names[shard_id] if name in serving)
+        if adapters != shards[shard_id].adapters:
+            check()
+            rows = read_shard(store, record, shard_id)
+            shards[shard_id] = _refreshed(shards[shard_id], adapters, rows, length_share)
     refreshed = replace(plan, shards=tuple(shards))
     if refreshed != plan:
         store.write_plan_facts(plan_facts(refreshed))
@@ -300,8 +307,15 @@ def _reopen(store: JobStore, record: JobRecord, shard_id: int) -> None:
     store.remove_part(shard_id)
 
 
-def _refreshed(shard: Shard, names: Collection[str], serving: Collection[str]) -> Shard:
+def _refreshed(shard: Shard, adapters: tuple[str, ...], rows: ShardRows, length_share: float) -> Shard:
     """The same rows; adapters that can serve them now. A shard of errors only may need an engine after all."""
-    adapters = tuple(name for name in names if name in serving)
-    mode = "unmerged" if adapters and shard.mode == "none" else shard.mode
-    return replace(shard, adapters=adapters, mode=mode)
+    requests = [request for request in rows.requests if isinstance(request, Request)]
+    expected = expected_tokens(np.array([r.sampling.max_tokens for r in requests], np.int32), length_share)
+    return replace(
+        shard,
+        adapters=adapters,
+        mode="unmerged" if adapters and shard.mode == "none" else shard.mode,
+        prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+        predicted_output_tokens=round(float(expected.sum())),
+        longest_output_tokens=round(float(expected.max(initial=0.0))),
+    )

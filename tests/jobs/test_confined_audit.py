@@ -100,7 +100,13 @@ def test_an_interrupted_audit_ends_its_processes(
 ) -> None:
     bad = endless(tiny_adapters["rank8"], tiny_llama, tmp_path / "bad")
     command = [sys.executable, "-m", "lorabatch", "audit", "--model", str(tiny_llama), str(bad)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as audit:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # also where the tests themselves run in the background, without interrupts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as audit:
         own = psutil.Process(audit.pid)
         while not (children := own.children()) or children[0].cpu_times().user < 1:
             assert audit.poll() is None

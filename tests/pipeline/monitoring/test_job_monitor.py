@@ -86,6 +86,17 @@ def test_answers_that_have_finished_say_how_long_others_are(monitor: JobMonitor)
     assert 15 < left.num_steps < 30
 
 
+@pytest.mark.parametrize("known_lengths", [(), ["a"], None], ids=["unknown", "of earlier jobs", "exact"])
+def test_rows_that_are_expected_to_have_empty_answers_are_work_too(known_lengths: list[str] | None) -> None:
+    shard = replace(make_shard(0, 10), prompt_tokens=0, predicted_output_tokens=0, longest_output_tokens=0)
+    monitor = JobMonitor([shard], {}, {"sha-a": "a"}, known_lengths=known_lengths)
+    assert monitor.work_left(8).output_tokens >= 5
+    monitor.reported(make_report("w1", ((0, 4),), finished=(FinishedRows("sha-a", 6, 0),)))
+    left = monitor.work_left(8)
+    assert left.num_rows == 4
+    assert left.output_tokens > 0
+
+
 def test_lengths_that_are_known_stay_what_they_are() -> None:
     exact = JobMonitor([make_shard(0, 10)], {}, {"sha-a": "a"}, known_lengths=None)
     exact.reported(make_report("w1", (), finished=(FinishedRows("sha-a", 20, 100),)))

@@ -298,7 +298,12 @@ def test_rows_of_a_repaired_or_new_adapter_get_their_engine(finished: Any) -> No
     refreshed = reopen_shards(finished.store, record, plan, {"gamma", "broken"})
     assert reopened.isdisjoint(finished.store.committed_parts())
     assert all(not plan.shards[i].has_engine_work for i in reopened)
-    assert all(refreshed.shards[i].has_engine_work for i in reopened)
+    for shard in (refreshed.shards[i] for i in reopened):
+        assert shard.has_engine_work
+        requests = read_shard(finished.store, record, shard.shard_id).requests
+        assert shard.prompt_tokens == sum(len(request.prompt_token_ids) for request in requests)
+        assert shard.predicted_output_tokens
+        assert shard.longest_output_tokens
     assert read_plan(finished.store) == refreshed
 
 
