@@ -20,7 +20,7 @@ from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_shrink import lora_shrink
 from lorabatch.kernels.merge import MergeJob, MergePair
 from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
-from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention
+from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimits, plan_attention, tile_rows_for
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
 
 _EPS = 1e-5
@@ -58,7 +58,7 @@ class DecodeLayer:
         slots = order[:, position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
         angles = torch.rand(batch, shape.head_dim // 2, device=device)
         self.finish = HeadFinish(angles.cos(), angles.sin(), slots.to(device))
-        self.work = _attention_work(shape, batch, position, device)
+        self.work = _attention_work(shape, batch, position, dtype, device)
         self.partials = Partials.allocate(self.work.limits.max_items, shape.num_heads, shape.head_dim, device)
         self.rule = AttentionRule(shape.head_dim**-0.5)
 
@@ -126,11 +126,13 @@ def _segments(table: LoraTable, residents: np.ndarray, num_programs: int, device
     return Segments(limits, host.buffer.to(device))
 
 
-def _attention_work(shape: ModelShape, batch: int, position: int, device: torch.device) -> AttentionWork:
+def _attention_work(
+    shape: ModelShape, batch: int, position: int, dtype: torch.dtype, device: torch.device
+) -> AttentionWork:
     split_keys = 512
     items = batch * (position // split_keys + 1)
-    tile_rows = max(16, 1 << (shape.num_heads // shape.num_kv_heads - 1).bit_length())
+    tile_rows = tile_rows_for(shape.layout, dtype, is_decode=True)
     limits = WorkLimits(items, batch, tile_rows, split_keys)
     spans = [Span(row, 1, position, row) for row in range(batch)]
-    host = plan_attention(spans, shape.num_heads // shape.num_kv_heads, limits)
+    host = plan_attention(spans, shape.layout.group, limits)
     return AttentionWork(limits, host.buffer.to(device))

@@ -9,10 +9,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ...kernels.layouts.heads import HeadLayout
 from ...kernels.layouts.segments import SegmentLimits, plan_segments
-from ...kernels.paged_attention.work import Span, WorkLimits, plan_attention
+from ...kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
 from ...kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
 from ..models.gpu_step import StepBuffer, StepSizes
 from ..models.step_batch import StepEntry
@@ -31,12 +33,12 @@ _Int64s = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
     """Sizes that a step's lists depend on. `chunk_counts` [table rows, 4]: most chunks of a resident in any layer, per
-    site. `group`: query heads of a key head. `num_programs`: that share a contraction. `full_rows`: rows whose
-    attention fills the device; None where the sum of a row must not depend on others."""
+    site. `layout` and `dtype`: of the pool. `num_programs`: that share a contraction. `full_rows`: rows whose attention
+    fills the device; None where the sum of a row must not depend on others."""
 
     chunk_counts: _Int32s
-    page_tokens: int
-    group: int
+    layout: HeadLayout
+    dtype: torch.dtype
     num_programs: int
     full_rows: int | None
 
@@ -64,7 +66,7 @@ class PlannedStep:
         self._total = np.fromiter((e.sequence.total_tokens for e in entries), np.int64, count)
         self._plus, self._minus = plus, minus
         self._context = self._stored + self._num_tokens
-        self._num_pages = -(-self._context // geometry.page_tokens)
+        self._num_pages = -(-self._context // geometry.layout.page_tokens)
         yields = self._context == self._total
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
@@ -123,7 +125,7 @@ class PlannedStep:
             attention=WorkLimits(
                 rounded(self.num_attention_items),
                 len(self.entries),
-                attention_tile_rows(self._geometry.group, self.tile_rows),
+                tile_rows_for(self._geometry.layout, self._geometry.dtype, self.is_decode),
                 self.split_keys,
             ),
         )
@@ -138,7 +140,7 @@ class PlannedStep:
         counts = self._num_pages.tolist()
         pages = np.concatenate([_pages(entry, count) for entry, count in zip(self.entries, counts, strict=True)])
         page_starts = np.cumsum(self._num_pages) - self._num_pages
-        pages_of_rows = pages[page_starts[entry_of_row] + positions // geometry.page_tokens]
+        pages_of_rows = pages[page_starts[entry_of_row] + positions // geometry.layout.page_tokens]
         prompts = np.fromiter((e.sequence.prompt_tokens for e in self.entries), np.int64, len(self.entries))
         sources = np.full(num_rows, -1)
         for i in np.flatnonzero([e.sequence.num_pending > 0 for e in self.entries]).tolist():
@@ -149,7 +151,7 @@ class PlannedStep:
             "token_ids": np.fromiter((t for e in self.entries for t in _token_ids(e)), np.int32, num_rows),
             "sources": sources,
             "positions": positions,
-            "slots": pages_of_rows * geometry.page_tokens + positions % geometry.page_tokens,
+            "slots": pages_of_rows * geometry.layout.page_tokens + positions % geometry.layout.page_tokens,
             "prompt_tokens": prompts[entry_of_row],
             "total_tokens": self._total[entry_of_row],
             "sampled_rows": (row_starts + self._num_tokens - 1)[self._yielding],
@@ -177,7 +179,7 @@ class PlannedStep:
         )
         columns = (row_starts, self._num_tokens, self._stored, page_starts)
         spans = [Span(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
-        plan_attention(spans, geometry.group, sizes.attention, into=host.view("attention"))
+        plan_attention(spans, geometry.layout.group, sizes.attention, into=host.view("attention"))
 
 
 def rounded(length: int) -> int:
@@ -198,11 +200,6 @@ def split_keys_of(contexts: _Int64s, full_rows: int | None) -> int:
         return 0
     are_alike = longest <= _ALIKE * contexts.mean()
     return 0 if len(contexts) >= full_rows and are_alike else SPLIT_KEYS
-
-
-def attention_tile_rows(group: int, tile_rows: int) -> int:
-    """Rows of an attention tile: at least the `group` of query heads of one token."""
-    return max(tile_rows, 1 << (group - 1).bit_length())
 
 
 def _pages(entry: StepEntry, count: int) -> _Int64s:

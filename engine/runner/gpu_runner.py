@@ -24,7 +24,7 @@ from ...kernels.launch import empty_pinned, num_persistent_programs
 from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.layouts.segments import SegmentLimits
 from ...kernels.paged_attention.types import Partials
-from ...kernels.paged_attention.work import WorkLimits
+from ...kernels.paged_attention.work import WorkLimits, tile_rows_for
 from ...kernels.sampling import sample_tokens
 from ..config import EngineConfig
 from ..memory.pool import PageLayout
@@ -36,7 +36,7 @@ from ..models.step_batch import StepEntry
 from ..request import Sequence
 from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
-from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, attention_tile_rows, rounded
+from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
 from .runner import LaunchedStep, SampledTokens
 from .sampler import NO_TOKEN, StopTokens
 
@@ -104,7 +104,6 @@ class GpuRunner:
         self._num_pages = len(memory) // layout.page_elements
         self._context_pages = layout.pages_for_tokens(model.max_context_tokens)
         self._page_tokens = layout.page_tokens
-        self._group = model.num_heads // model.num_kv_heads
         programs = num_persistent_programs(device, _SHRINK_PROGRAMS)
         is_exact = config.mode == "exact"
         self._num_programs = 1 if is_exact else programs
@@ -204,9 +203,8 @@ class GpuRunner:
             np.fromiter((rows[adapter.order] if adapter else -1 for adapter in adapters), np.int32, len(entries))
             for adapters in (plus, minus)
         )
-        geometry = StepGeometry(
-            self._adapters.chunk_counts, self._page_tokens, self._group, self._num_programs, self._full_rows
-        )
+        heads, dtype = self._memory.heads, self._memory.table.pool.dtype
+        geometry = StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self._full_rows)
         return PlannedStep(entries, plus_rows, minus_rows, geometry, self._stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
@@ -249,7 +247,7 @@ class GpuRunner:
         return bucket if fits else None
 
     def _bucket_sizes(self, bucket: int, split_keys: int) -> StepSizes:
-        tile_rows = attention_tile_rows(self._group, DECODE_TILE_ROWS)
+        tile_rows = tile_rows_for(self._memory.heads, self._memory.table.pool.dtype, is_decode=True)
         return StepSizes(
             rows=bucket,
             sampled=bucket,

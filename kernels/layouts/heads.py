@@ -20,6 +20,11 @@ class HeadLayout:
     page_tokens: int
 
     @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def page_elements(self) -> int:
         """Numbers in a page."""
         return self.num_layers * 2 * self.num_kv_heads * self.page_tokens * self.head_dim

@@ -4,7 +4,8 @@ Bytes per row: y read, out written, (2 + 1) x 14336 x 2 = 84 KiB, what an unfuse
 only B, 2 x 16 x 14336 x 2 = 896 KiB per adapter of rank 16 and tile. BLOCK_N = 128 columns of gate and the same
 of up: 2 x 4 KiB of B per chunk pair, two fp32 accumulators of 16 x 128 in 128 threads = 32 registers each. 14336
 columns give 112 items per tile: one tile nearly fills the 132 multiprocessors. 95 registers x 128 threads let 5
-programs fit on each. Tiles of 64 rows (prefill) take 512 threads for as many sums in each.
+programs fit on each. Tiles of 64 rows (prefill) take 64 columns and 256 threads for as many sums in each, so that two
+programs fit: one loads while the other computes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..layouts.lora_table import GATE_UP, NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
 PROGRAMS_PER_MULTIPROCESSOR = 5
-_BLOCK_N = 128
+_BLOCK_N, _PREFILL_BLOCK_N = 128, 64
 _SUMS_PER_THREAD = 32
 
 
@@ -91,13 +92,15 @@ def gate_up(
     layer: int,
 ) -> None:
     """See `lora_gate_up`."""
+    tile_rows = segments.limits.tile_rows
+    block_n = _BLOCK_N if tile_rows < 64 else _PREFILL_BLOCK_N
     grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
     _gate_up[grid](
         out, y, bias, out.shape[1], layer * NUM_SITES + GATE_UP, table.sites.shape[1] * NUM_SITES,
         table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         SPLITS=SPLITS_AT + GATE_UP, IS_SILU=activation == "silu", HAS_BIAS=bias is not None,
-        BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype),
+        BLOCK_M=tile_rows, BLOCK_N=block_n, EXACT=is_exact_dot(y.dtype),
         ALIGN=table.alignment, num_stages=2,
-        num_warps=num_warps_for(segments.limits.tile_rows * 2 * _BLOCK_N, _SUMS_PER_THREAD, fewest=4),
+        num_warps=num_warps_for(tile_rows * 2 * block_n, _SUMS_PER_THREAD, fewest=4),
     )  # fmt: skip

@@ -8,9 +8,11 @@ multiprocessor have 4 such steps in flight, where 4.8 TB/s x 700 ns / 132 = 25 K
 keys reads 256 KiB and leaves 4 x 128 x 4 = 2 KiB of partial sums: under 1 %, read back once more. Where rows alone fill
 the device, contexts are not split and the launch that combines them is left out: some 75 us of a step of 32 layers.
 
-Prefill multiplies 4 x queries x keys x D per head. A tile of 64 rows (16 tokens x 4 heads) loads 32 KiB of keys and
-values for 64 x 64 x 128 x 4 = 2.1 MFLOP, 64 flops per byte, which L2 serves: neighbouring items share their keys. Its
-sums are 64 x 128: 256 threads hold 32 each, and one such program fits on a multiprocessor beside another's tail.
+Prefill multiplies 4 x queries x keys x D per head. A tile of 128 rows (32 tokens x 4 heads) loads 32 KiB of keys and
+values for 128 x 64 x 128 x 4 = 4.2 MFLOP, 128 flops per byte, which L2 serves: neighbouring items share their keys. Its
+sums are 128 x 128: 256 threads hold 64 each beside 32 scores, 235 registers, and nothing is kept in memory. Heads of
+256 take 64 rows and blocks of 32 keys for as many sums. Keys that all queries of a tile see, most of a long prompt's,
+are loaded and compared without masks.
 """
 
 from __future__ import annotations
@@ -20,14 +22,52 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import multiply
-from ..launch import is_exact_dot, is_interpreted, num_persistent_programs, num_warps_for
+from ..launch import is_exact_dot, is_interpreted, num_persistent_programs
 from ..layouts.heads import HeadLayout
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # 108 registers x 128 threads, 38 KiB of shared memory each
+PROGRAMS_PER_MULTIPROCESSOR = 4  # 96 registers x 128 threads, 38 KiB of shared memory each
 _BLOCK_BYTES = 128  # of one feature of a block of keys: 64 keys of 2 bytes
-_SUMS_PER_THREAD = 32
+_PREFILL_ROWS = 64  # of a tile, from where on it is one of prefill; a group of so many heads is computed as such
+
+
+@triton.jit
+def _block(
+    largest, total, acc, queries, positions, start, end, page_numbers, pool_at_head, page_elements, dims, in_dims,
+    scale, softcap, window,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, TO_VALUES: tl.constexpr, IS_MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """`largest`, `total` and `acc` with BLOCK_N more keys. Unless IS_MASKED all queries see all of them."""
+    LOG2_E: tl.constexpr = 1.4426950408889634  # weights are powers of 2, one instruction each
+    keys_at = start + tl.arange(0, BLOCK_N)
+    is_key = keys_at < end
+    at = page_numbers + keys_at // PAGE
+    page = (tl.load(at, mask=is_key, other=0) if IS_MASKED else tl.load(at)).to(tl.int64)
+    at = pool_at_head + page * page_elements + (keys_at % PAGE) * HEAD_DIM
+    inside = in_dims[:, None] & is_key[None, :] if IS_MASKED else in_dims[:, None]
+    keys = tl.load(at[None, :] + dims[:, None], mask=inside, other=0.0)
+    scores = multiply(queries, keys, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), EXACT) * scale
+    if HAS_SOFTCAP:
+        # tanh(z) = 2 sigmoid(2 z) - 1
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    scores *= LOG2_E
+    if IS_MASKED:
+        seen = is_key[None, :] & (keys_at[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            seen = seen & (keys_at[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    # a row that has seen no key yet keeps 0 - (-inf) out of the exponent
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(largest - shift)
+    inside = is_key[:, None] & in_dims[None, :] if IS_MASKED else in_dims[None, :]
+    values = tl.load((at + TO_VALUES)[:, None] + dims[None, :], mask=inside, other=0.0)
+    acc = multiply(weights.to(values.dtype), values, acc * shrink[:, None], EXACT)
+    return new_largest, total * shrink + tl.sum(weights, axis=1), acc
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -39,7 +79,7 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
-    LOG2_E: tl.constexpr = 1.4426950408889634  # weights are powers of 2, one instruction each
+    TO_VALUES: tl.constexpr = K * PAGE * HEAD_DIM
     m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < HEAD_DIM
@@ -61,36 +101,29 @@ def _attend(
         inside = is_query[:, None] & in_dims[None, :]
         q_at = q + q_rows[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         queries = tl.load(q_at, mask=inside, other=0.0)
-        if HAS_WINDOW:
-            begin = tl.maximum(begin, position - window + 1)
         largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        head_offset = (layer * 2 * K + kv_head) * (PAGE * HEAD_DIM)
-        for start in range(begin, end, BLOCK_N):
-            keys_at = start + tl.arange(0, BLOCK_N)
-            is_key = keys_at < end
-            page = tl.load(block_tables + sequence * table_stride + keys_at // PAGE, mask=is_key, other=0).to(tl.int64)
-            at = pool + page * page_elements + head_offset + (keys_at % PAGE) * HEAD_DIM
-            keys = tl.load(at[None, :] + dims[:, None], mask=is_key[None, :] & in_dims[:, None], other=0.0)
-            scores = multiply(queries, keys, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), EXACT) * scale
-            if HAS_SOFTCAP:
-                # tanh(z) = 2 sigmoid(2 z) - 1
-                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-            seen = is_key[None, :] & (keys_at[None, :] <= positions[:, None])
-            if HAS_WINDOW:
-                seen = seen & (keys_at[None, :] > positions[:, None] - window)
-            scores = tl.where(seen, scores * LOG2_E, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-            # a row that has seen no key yet keeps 0 - (-inf) out of the exponent
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(scores - shift[:, None])
-            shrink = tl.exp2(largest - shift)
-            total = total * shrink + tl.sum(weights, axis=1)
-            vals_at = at + K * PAGE * HEAD_DIM
-            vals = tl.load(vals_at[:, None] + dims[None, :], mask=is_key[:, None] & in_dims[None, :], other=0.0)
-            acc = multiply(weights.to(vals.dtype), vals, acc * shrink[:, None], EXACT)
-            largest = new_largest
+        page_numbers = block_tables + sequence * table_stride
+        pool_at_head = pool + (layer * 2 * K + kv_head) * (PAGE * HEAD_DIM)
+        if HAS_WINDOW:
+            begin = tl.maximum(begin, position - window + 1)
+            masked_from = begin
+        else:
+            # every query sees the keys up to the first one's own
+            masked_from = begin + (tl.minimum(end, position + 1) - begin) // BLOCK_N * BLOCK_N
+        for start in range(begin, masked_from, BLOCK_N):
+            largest, total, acc = _block(
+                largest, total, acc, queries, positions, start, end, page_numbers, pool_at_head, page_elements, dims,
+                in_dims, scale, softcap, window,
+                HEAD_DIM, PAGE, TO_VALUES, False, HAS_WINDOW, HAS_SOFTCAP, BLOCK_M, BLOCK_N, EXACT,
+            )  # fmt: skip
+        for start in range(masked_from, end, BLOCK_N):
+            largest, total, acc = _block(
+                largest, total, acc, queries, positions, start, end, page_numbers, pool_at_head, page_elements, dims,
+                in_dims, scale, softcap, window,
+                HEAD_DIM, PAGE, TO_VALUES, True, HAS_WINDOW, HAS_SOFTCAP, BLOCK_M, BLOCK_N, EXACT,
+            )  # fmt: skip
         if partial >= 0:
             at_head = partial * H + heads
             tl.store(values + at_head[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
@@ -144,16 +177,17 @@ def attend(
 ) -> None:
     """See `attend_pages`."""
     grid = (num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR),)
-    block_d = max(16, triton.next_power_of_2(layout.head_dim))
+    tile_rows, block_d = work.limits.tile_rows, max(16, triton.next_power_of_2(layout.head_dim))
+    block_bytes = _BLOCK_BYTES if block_d <= 128 else _BLOCK_BYTES // 2
     _attend[grid](
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
         work.header, work.items, partials.values, partials.stats,
         rule.scale, rule.softcap or 0.0, rule.window or 0,
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, PAGE=layout.page_tokens,
         FIELDS=ITEM_FIELDS, HAS_WINDOW=rule.window is not None, HAS_SOFTCAP=rule.softcap is not None,
-        BLOCK_M=work.limits.tile_rows, BLOCK_N=16 if is_interpreted() else _BLOCK_BYTES // q.element_size(),
-        EXACT=is_exact_dot(q.dtype),
-        num_warps=num_warps_for(work.limits.tile_rows * block_d, _SUMS_PER_THREAD, fewest=4), num_stages=2,
+        BLOCK_M=tile_rows, BLOCK_N=16 if is_interpreted() else block_bytes // q.element_size(),
+        EXACT=is_exact_dot(q.dtype), num_warps=8 if tile_rows >= _PREFILL_ROWS else 4,
+        num_stages=3 if tile_rows >= _PREFILL_ROWS else 2,
     )  # fmt: skip
     if work.limits.split_keys:
         _combine[grid](

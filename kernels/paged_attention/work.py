@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..layouts.heads import HeadLayout
+
 HEADER_LENGTH = 4
 ITEM_FIELDS = 7
 COMBINE_FIELDS = 3
@@ -73,6 +75,13 @@ class AttentionWork:
     @property
     def combines(self) -> Tensor:
         return self.buffer[HEADER_LENGTH + self.limits.max_items * ITEM_FIELDS :].view(-1, COMBINE_FIELDS)
+
+
+def tile_rows_for(layout: HeadLayout, dtype: torch.dtype, is_decode: bool) -> int:
+    """Rows of an attention tile in a step of decoding rows alone, or in one with prompts: at least the query heads of a
+    token that share a key head. See `kernels.paged_attention.triton` for the sizes."""
+    in_prefill = 128 if layout.head_dim <= 128 and dtype.itemsize == 2 else 64
+    return max(16 if is_decode else in_prefill, 1 << (layout.group - 1).bit_length())
 
 
 def plan_attention(

@@ -1,7 +1,10 @@
-"""Compiles every kernel to H200 machine code on a machine without a GPU; prints what each one takes, as JSON.
+"""Compiles every kernel to a GPU's machine code on a machine without a GPU; prints what each one takes, as JSON.
 
-Run with TRITON_INTERPRET=0. The compiler is real; a driver that only names its target stands in for the GPU's, and
-kernels are reached through their own wrappers, with Llama-3-8B's shapes in bf16, but are not launched.
+    TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py CAPABILITY HEAD_DIM
+
+CAPABILITY is 80 (A100), 90 (H100, H200) or 100 (B200). The compiler is real; a driver that only names its target
+stands in for the GPU's, and kernels are reached through their own wrappers, in bf16, but are not launched. Shapes are
+those of Llama-3-8B but for HEAD_DIM; with another one than its 128, only kernels that depend on it are compiled.
 """
 
 from __future__ import annotations
@@ -33,21 +36,24 @@ from lorabatch.kernels.merge import MergeJob, MergePair
 from lorabatch.kernels.merge import triton as merge
 from lorabatch.kernels.paged_attention import triton as attention
 from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
-from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
+from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
 from lorabatch.kernels.rms_norm import triton as rms_norm
 from lorabatch.kernels.sampling import SamplingRows
 from lorabatch.kernels.sampling import triton as sampling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-LAYOUT = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=1, page_tokens=16)
 HIDDEN, INTERMEDIATE = 4096, 14336
+LLAMA_HEAD_DIM = 128
 
 
 class _TargetOnly:
     """The part of a driver that compiling asks for."""
 
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -58,7 +64,10 @@ class _TargetOnly:
 
 def main() -> None:
     """Compile all, print `{kernel: {registers, stack_bytes, shared_bytes, has_tensor_cores, has_wide_loads}}`."""
-    triton.runtime.driver.set_active(_TargetOnly())
+    capability, head_dim = map(int, sys.argv[1:])
+    triton.runtime.driver.set_active(_TargetOnly(capability))
+    layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=head_dim, num_layers=1, page_tokens=16)
+    compile_all = head_dim == LLAMA_HEAD_DIM
     compiled: dict[str, Any] = {}
     programs: dict[str, set[int]] = {}
     run = JITFunction.run
@@ -72,12 +81,16 @@ def main() -> None:
     JITFunction.run = compile_only
     # as a model's layers and steps of several sizes would
     for layer, num_rows in ((0, 2), (1, 3), (2, 40), (16, 16)):
-        _reach_tiled_kernels(layer, num_rows, DECODE_TILE_ROWS)
-        _reach_other_kernels(layer, num_rows)
+        _reach_kernels_of_heads(layout, layer, num_rows, DECODE_TILE_ROWS)
+        if compile_all:
+            _reach_tiled_kernels(layer, num_rows, DECODE_TILE_ROWS)
+            _reach_other_kernels(layer, num_rows)
     kind = " in prefill"
-    _reach_tiled_kernels(0, 200, PREFILL_TILE_ROWS)
-    kind = " of fp32 pairs"
-    _reach_merge(1, torch.float32)
+    _reach_kernels_of_heads(layout, 0, 200, PREFILL_TILE_ROWS)
+    if compile_all:
+        _reach_tiled_kernels(0, 200, PREFILL_TILE_ROWS)
+        kind = " of fp32 pairs"
+        _reach_merge(1, torch.float32)
     json.dump(
         {name: _describe(kernel) | {"num_programs": len(programs[name])} for name, kernel in compiled.items()},
         sys.stdout,
@@ -96,26 +109,37 @@ def _segments(num_rows: int, tile_rows: int) -> Segments:
     return plan_segments(plus, minus, counts, limits, num_programs=1)
 
 
+def _table() -> LoraTable:
+    return LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, alignment=8)
+
+
+def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int) -> None:
+    head_dim, heads, is_decode = layout.head_dim, layout.num_heads + 2 * layout.num_kv_heads, tile_rows < 64
+    segments, weight = _segments(num_rows, tile_rows), _bf16(head_dim)
+    angles, slots = torch.zeros(num_rows, head_dim // 2), torch.zeros(num_rows, dtype=torch.int32)
+    finish = HeadFinish(angles, angles, slots, bias=_bf16(heads * head_dim), q_norm=weight, k_norm=weight)
+    y = _bf16(num_rows, heads * head_dim)
+    qkv.qkv(y, finish, layout, _table(), segments, segments.allocate_scratch(), layer)
+    pool, q = _bf16(4 * layout.page_elements), _bf16(num_rows, layout.num_heads, head_dim)
+    spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
+    limits = WorkLimits(rounded(2 * num_rows), num_rows, tile_rows_for(layout, q.dtype, is_decode), 512)
+    work = plan_attention(spans, layout.group, limits)
+    partials = Partials.allocate(64, layout.num_heads, head_dim, torch.device("cpu"))
+    tables = torch.zeros(num_rows, 64, dtype=torch.int32)
+    rule = AttentionRule(0.1) if head_dim == LLAMA_HEAD_DIM else AttentionRule(0.1, window=512, softcap=50.0)
+    attention.attend(q, q, pool, tables, work, partials, layout, layer, rule)
+
+
 def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int) -> None:
-    table = LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, alignment=8)
-    segments = _segments(num_rows, tile_rows)
+    table, segments = _table(), _segments(num_rows, tile_rows)
     scratch = segments.allocate_scratch()
-    x, weight = _bf16(num_rows, HIDDEN), _bf16(128)
+    x = _bf16(num_rows, HIDDEN)
     for site in range(NUM_SITES):
         shrink.shrink(x, table, segments, scratch, layer, site)
     for site in (O_PROJ, DOWN):
         residual.add_residual(x, _bf16(num_rows, HIDDEN), x, None, table, segments, scratch, layer, site)
     y, active = _bf16(num_rows, 2 * INTERMEDIATE), _bf16(num_rows, INTERMEDIATE)
     gate_up.gate_up(active, y, None, "silu", table, segments, scratch, layer)
-    angles, slots = torch.zeros(num_rows, 64), torch.zeros(num_rows, dtype=torch.int32)
-    finish = HeadFinish(angles, angles, slots, bias=_bf16(48 * 128), q_norm=weight, k_norm=weight)
-    qkv.qkv(_bf16(num_rows, 48 * 128), finish, LAYOUT, table, segments, scratch, layer)
-    pool, q = _bf16(4 * LAYOUT.page_elements), _bf16(num_rows, 32, 128)
-    spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
-    work = plan_attention(spans, 4, WorkLimits(rounded(2 * num_rows), num_rows, tile_rows, 512))
-    partials = Partials.allocate(64, 32, 128, torch.device("cpu"))
-    tables = torch.zeros(num_rows, 64, dtype=torch.int32)
-    attention.attend(q, q, pool, tables, work, partials, LAYOUT, layer, AttentionRule(0.1, window=512, softcap=50.0))
 
 
 def _reach_other_kernels(layer: int, num_rows: int) -> None:
@@ -148,7 +172,7 @@ def _describe(kernel: Any) -> dict[str, Any]:
         "stack_bytes": numbers["STACK"] + numbers["LOCAL"],
         "shared_bytes": kernel.metadata.shared,
         "num_warps": kernel.metadata.num_warps,
-        "has_tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
+        "has_tensor_cores": any(name in ptx for name in ("mma.sync", "wgmma", "tcgen05.mma")),
         "has_wide_loads": bool(re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10|ld\.global\S*\.v4\.b32", ptx)),
     }
 

@@ -1,4 +1,6 @@
-"""Every kernel compiles to machine code for an H200, on any machine: the interpreter accepts what compilers refuse."""
+"""Every kernel compiles to machine code for three kinds of GPU, on any machine: the interpreter accepts what compilers
+refuse. What each one takes is in a table (`benchmarks/results`); `python tests/kernels/test_compilation.py` writes it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,23 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REGISTERS = 65536  # of a multiprocessor of an H200, and its shared memory for one kernel's programs
-SHARED_BYTES = 227 * 1024
-PERSISTENT = {
+TABLE = Path(__file__).parents[2] / "benchmarks/results/2026-11-25-gpu-kernels-compiled.md"
+# Shared memory of a multiprocessor, for one kernel's programs, by compute capability.
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+GPUS = {80: "A100", 90: "H100, H200", 100: "B200"}
+REGISTERS = 65536  # of a multiprocessor
+HEAD_DIMS = (64, 96, 128, 256)
+LLAMA_HEAD_DIM = 128
+# Compiled with Llama-3-8B's head size only, but for those that depend on it.
+OPERATORS = {
     "_shrink": "lora_shrink",
     "_add_residual": "lora_residual",
     "_gate_up": "lora_gate_up",
@@ -23,63 +34,130 @@ PERSISTENT = {
     "_combine": "paged_attention",
     "_merge": "merge",
 }
-TILED = {"_shrink", "_add_residual", "_gate_up", "_qkv", "_attend"}  # other programs for steps with prompts
-PREFILL = {f"{name} in prefill" for name in TILED | {"_combine"}}
+OF_HEADS = {"_qkv", "_attend", "_combine"}
+TILED = {"_shrink", "_add_residual", "_gate_up", *OF_HEADS}  # other programs for steps with prompts
 OTHERS = {"_norm", "_sample", "_merge of fp32 pairs"}
+# fp32 pairs are multiplied by the ordinary cores; a few registers, read back from the L1 cache
+MOST_STACK_BYTES = {"_merge of fp32 pairs": 48}
+
+Kernels = dict[str, dict[str, Any]]
+Compiled = dict[tuple[int, int], Kernels]
 
 
-pytestmark = pytest.mark.long
+def compile_kernels() -> Compiled:
+    """What each kernel takes, by compute capability and head size. Other processes: this one's Triton interprets."""
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
+        script = Path(__file__).parent / "compile_kernels.py"
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+
+        def compile_for(key: tuple[int, int]) -> Kernels:
+            command = [sys.executable, script, *map(str, key)]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            assert done.returncode == 0, f"{key}: {done.stderr[-3000:]}"
+            kernels: Kernels = json.loads(done.stdout)
+            return kernels
+
+        keys = [(capability, head_dim) for capability in GPUS for head_dim in HEAD_DIMS]
+        return dict(zip(keys, pool.map(compile_for, keys), strict=True))
+
+
+def programs_that_fit(kernel: dict[str, Any], capability: int) -> int:
+    """On one multiprocessor at once, by registers and shared memory. The system takes 1 KiB of each program's."""
+    registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["num_warps"]
+    return int(min(REGISTERS // registers, SHARED_BYTES[capability] // (kernel["shared_bytes"] + 1024)))
+
+
+def as_table(compiled: Compiled, version: str) -> str:
+    """Markdown: registers x threads, shared memory, programs that fit, by kernel, head size and GPU."""
+    lines = [
+        "# GPU kernels: registers and shared memory",
+        "",
+        "By the compiler, without a GPU: `python tests/kernels/test_compilation.py`. Registers x threads of a program,",
+        "its shared memory, and the programs that fit on a multiprocessor; bytes of registers kept in memory where",
+        "there are any. bf16. A rank is cut into chunks of 16, so that the same code serves all ranks.",
+        "",
+        f"Triton {version}.",
+        "",
+        f"| kernel | head size | {' | '.join(f'{gpu} (sm_{capability})' for capability, gpu in GPUS.items())} |",
+        f"|---|---{'|---' * len(GPUS)}|",
+    ]
+    for head_dim in sorted(HEAD_DIMS, key=lambda size: size != LLAMA_HEAD_DIM):
+        for name in compiled[90, head_dim]:
+            cells = " | ".join(_cell(compiled[capability, head_dim][name], capability) for capability in GPUS)
+            size = head_dim if name.split()[0] in OF_HEADS else ""
+            lines.append(f"| `{name.split()[0]}`{name.removeprefix(name.split()[0])} | {size} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(kernel: dict[str, Any], capability: int) -> str:
+    spilled = f", {kernel['stack_bytes']} bytes spilled" if kernel["stack_bytes"] else ""
+    size = f"{kernel['registers']} x {32 * kernel['num_warps']}, {kernel['shared_bytes'] / 1024:.1f} KiB"
+    return f"{size}: {programs_that_fit(kernel, capability)}{spilled}"
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each kernel takes. A process of its own: this one's Triton interprets."""
-    cache = str(tmp_path_factory.mktemp("triton"))
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    script = Path(__file__).parent / "compile_kernels.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return kernels
+def compiled() -> Compiled:
+    return compile_kernels()
 
 
-def test_every_kernel_is_there_and_keeps_its_numbers_in_registers(compiled: dict[str, dict[str, Any]]) -> None:
-    assert compiled.keys() == PERSISTENT.keys() | PREFILL | OTHERS
-    # fp32 pairs are multiplied by the ordinary cores: up to 8 of 128 registers, read back from the L1 cache
-    allowed = {name: 32 if name == "_merge of fp32 pairs" else 8 for name in compiled}
-    spilling = {
-        name: kernel["stack_bytes"] for name, kernel in compiled.items() if kernel["stack_bytes"] > allowed[name]
-    }
-    assert not spilling, f"bytes of registers kept in memory: {spilling}"
+def each(compiled: Compiled) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    for (capability, _), kernels in compiled.items():
+        for name, kernel in kernels.items():
+            yield capability, name, kernel
 
 
-def test_programs_for_prompts_fit_beside_each_other(compiled: dict[str, dict[str, Any]]) -> None:
-    """At least 8 warps on a multiprocessor: two on each of its four schedulers, one computing while another loads."""
-    for name in PREFILL - {"_combine in prefill"}:
-        kernel = compiled[name]
-        registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["num_warps"]
-        programs = min(REGISTERS // registers, SHARED_BYTES // (kernel["shared_bytes"] + 1024))
-        assert programs * kernel["num_warps"] >= 8, f"{name}: {programs} programs of {kernel['num_warps']} warps fit"
+@pytest.mark.long
+class TestCompiled:
+    def test_every_kernel_is_there(self, compiled: Compiled) -> None:
+        of_heads = OF_HEADS | {f"{name} in prefill" for name in OF_HEADS}
+        everything = OPERATORS.keys() | {f"{name} in prefill" for name in TILED} | OTHERS
+        for (_, head_dim), kernels in compiled.items():
+            assert kernels.keys() == (everything if head_dim == LLAMA_HEAD_DIM else of_heads)
+
+    def test_numbers_stay_in_registers(self, compiled: Compiled) -> None:
+        spilling = {
+            (capability, name): kernel["stack_bytes"]
+            for capability, name, kernel in each(compiled)
+            if kernel["stack_bytes"] > MOST_STACK_BYTES.get(name, 16)
+        }
+        assert not spilling, f"bytes of registers kept in memory: {spilling}"
+
+    def test_programs_for_prompts_fit_beside_each_other(self, compiled: Compiled) -> None:
+        """8 warps at least: two on each of a multiprocessor's four schedulers, one computing while another loads."""
+        for capability, name, kernel in each(compiled):
+            if name.endswith("in prefill") and not name.startswith("_combine"):
+                programs = programs_that_fit(kernel, capability)
+                assert programs * kernel["num_warps"] >= 8, f"{name}, sm_{capability}: {programs} programs fit"
+
+    def test_one_program_serves_all_layers_sites_and_step_sizes(self, compiled: Compiled) -> None:
+        """Each more would be compiled when a job first needs it. A merge has one for each number of layers' bits."""
+        several = {name for _, name, kernel in each(compiled) if kernel["num_programs"] > 1}
+        assert several <= {"_merge"}
+
+    def test_all_programs_of_a_persistent_grid_fit_at_once(self, compiled: Compiled) -> None:
+        """On an H200 with Llama's heads, which the numbers of programs were chosen for."""
+        kernels = compiled[90, LLAMA_HEAD_DIM]
+        for name, operator in OPERATORS.items():
+            wanted = importlib.import_module(f"lorabatch.kernels.{operator}.triton").PROGRAMS_PER_MULTIPROCESSOR
+            fit = programs_that_fit(kernels[name], 90)
+            assert fit >= wanted, f"{name}: {fit} of {wanted} programs fit on a multiprocessor"
+
+    def test_products_run_on_tensor_cores_with_wide_loads(self, compiled: Compiled) -> None:
+        for capability, name, kernel in each(compiled):
+            if name.split()[0] in OPERATORS.keys() - {"_combine"} and name not in OTHERS:
+                assert kernel["has_tensor_cores"], f"{name}, sm_{capability} multiplies on ordinary cores"
+                assert kernel["has_wide_loads"], f"{name}, sm_{capability} loads less than 16 bytes at a time"
+
+    def test_the_table_is_of_these_kernels(self, compiled: Compiled) -> None:
+        import triton
+
+        table = TABLE.read_text(encoding="utf-8")
+        if f"Triton {triton.__version__}." not in table:
+            pytest.skip(f"the table is of another version than Triton {triton.__version__}")
+        assert as_table(compiled, triton.__version__) == table, f"run {__file__}"
 
 
-def test_one_program_serves_all_layers_sites_and_step_sizes(compiled: dict[str, dict[str, Any]]) -> None:
-    """Each more would be compiled when a job first needs it. A merge has one for each number of layers' bits."""
-    several = {name: kernel["num_programs"] for name, kernel in compiled.items() if kernel["num_programs"] > 1}
-    assert several.keys() <= {"_merge"}, several
+if __name__ == "__main__":
+    import triton
 
-
-def test_all_programs_of_a_persistent_grid_fit_at_once(compiled: dict[str, dict[str, Any]]) -> None:
-    for name, operator in PERSISTENT.items():
-        kernel = compiled[name]
-        programs = importlib.import_module(f"lorabatch.kernels.{operator}.triton").PROGRAMS_PER_MULTIPROCESSOR
-        registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["num_warps"] * programs
-        assert registers <= REGISTERS, f"{name}: {programs} programs take {registers} registers"
-        # every program takes 1 KiB of shared memory for the system
-        shared = (kernel["shared_bytes"] + 1024) * programs
-        assert shared <= SHARED_BYTES, f"{name}: {programs} programs take {shared} bytes of shared memory"
-
-
-def test_products_run_on_tensor_cores_with_wide_loads(compiled: dict[str, dict[str, Any]]) -> None:
-    for name in (PERSISTENT.keys() | PREFILL) - {"_combine", "_combine in prefill"}:
-        assert compiled[name]["has_tensor_cores"], f"{name} multiplies on ordinary cores"
-        assert compiled[name]["has_wide_loads"], f"{name} loads less than 16 bytes at a time"
+    TABLE.write_text(as_table(compile_kernels(), triton.__version__), encoding="utf-8")
