@@ -8,6 +8,7 @@ changed between two runs, `reopen_shards` opens the shards with their rows again
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -283,11 +284,11 @@ def reopen_shards(
     for shard_id in sorted(committed.keys() & affected):
         check()
         _reopen(store, record, shard_id)
-    serving = {adapter.name for adapter in record.adapters if not adapter.is_refused}
+    weight_bytes = {adapter.name: adapter.weight_bytes for adapter in serving_adapters(record)}
     shards = list(plan.shards)
     for shard_id in affected:
-        adapters = tuple(name for name in plan.adapter_names[shard_id] if name in serving)
-        if adapters != shards[shard_id].adapters:
+        adapters = {name: weight_bytes[name] for name in plan.adapter_names[shard_id] if name in weight_bytes}
+        if tuple(adapters) != shards[shard_id].adapters:
             check()
             rows = read_shard(store, record, shard_id)
             shards[shard_id] = _refreshed(shards[shard_id], adapters, rows, length_share)
@@ -307,15 +308,21 @@ def _reopen(store: JobStore, record: JobRecord, shard_id: int) -> None:
     store.remove_part(shard_id)
 
 
-def _refreshed(shard: Shard, adapters: tuple[str, ...], rows: ShardRows, length_share: float) -> Shard:
-    """The same rows; adapters that can serve them now. A shard of errors only may need an engine after all."""
-    requests = [request for request in rows.requests if isinstance(request, Request)]
+def _refreshed(shard: Shard, adapters: Mapping[str, int], rows: ShardRows, length_share: float) -> Shard:
+    """The same rows; `adapters` that can serve them now, with their bytes. A shard of errors only may need an engine
+    after all."""
+    names = rows.table.column(prepared.ADAPTER).to_pylist()
+    answered = [(name or "", r) for name, r in zip(names, rows.requests, strict=True) if isinstance(r, Request)]
+    requests, of_each = [request for _, request in answered], Counter(name for name, _ in answered)
     expected = expected_tokens(np.array([r.sampling.max_tokens for r in requests], np.int32), length_share)
     return replace(
         shard,
-        adapters=adapters,
+        adapters=tuple(adapters),
+        adapter_bytes=sum(adapters.values()),
         mode="unmerged" if adapters and shard.mode == "none" else shard.mode,
         prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         predicted_output_tokens=round(float(expected.sum())),
         longest_output_tokens=round(float(expected.max(initial=0.0))),
+        # where rows were dealt out
+        adapter_rows=shard.adapter_rows and tuple(of_each[name] for name in (*adapters, "")),
     )

@@ -290,7 +290,7 @@ def test_repeating_it_after_a_crash_loses_and_doubles_nothing(finished: Any, mon
 
 def test_rows_of_a_repaired_or_new_adapter_get_their_engine(finished: Any) -> None:
     plan = read_plan(finished.store)
-    gamma = AdapterRecord(name="gamma", url="/gamma", verdict="exact", sha256="e" * 64, rank=4)
+    gamma = AdapterRecord(name="gamma", url="/gamma", verdict="exact", sha256="e" * 64, rank=4, weight_bytes=1000)
     broken = finished.record.adapters[2].model_copy(update={"verdict": "exact", "sha256": "f" * 64})
     reopened = shards_with(finished, "broken") | shards_with(finished, "gamma")
     assert reopened
@@ -304,7 +304,19 @@ def test_rows_of_a_repaired_or_new_adapter_get_their_engine(finished: Any) -> No
         assert shard.prompt_tokens == sum(len(request.prompt_token_ids) for request in requests)
         assert shard.predicted_output_tokens
         assert shard.longest_output_tokens
+        assert shard.adapter_bytes == gamma.weight_bytes + broken.weight_bytes
     assert read_plan(finished.store) == refreshed
+
+
+def test_rows_of_each_adapter_are_counted_anew_where_they_were_dealt_out(finished: Any) -> None:
+    plan = read_plan(finished.store)
+    dealt = [replace(shard, adapter_rows=(shard.num_rows, *(0 for _ in shard.adapters))) for shard in plan.shards]
+    gamma = AdapterRecord(name="gamma", url="/gamma", verdict="exact", sha256="e" * 64, rank=4)
+    record = with_adapters(finished.record, gamma)
+    refreshed = reopen_shards(finished.store, record, replace(plan, shards=tuple(dealt)), {"gamma"})
+    for i in shards_with(finished, "gamma"):
+        shard, names = refreshed.shards[i], read_shard(finished.store, record, i).table.column("adapter").to_pylist()
+        assert shard.adapter_rows == tuple(names.count(name) for name in (*shard.adapters, None))
 
 
 def test_nothing_changed_means_nothing_is_touched(finished: Any) -> None:
