@@ -276,21 +276,23 @@ def reopen_shards(
     """Uncommit every part with a row of a changed adapter; answers of its other rows go to the shard's journal.
 
     `record`: with the adapters as they are now. `length_share`: of their `max_tokens` that rows are expected to
-    generate. `check`: called before each part; raises to stop there. Needs the prepared rows. Safe to repeat after a
+    generate. `check`: called before each shard; raises to stop there. Needs the prepared rows. Safe to repeat after a
     crash: a part is removed only after what is kept of it is written. Returns the plan with what these shards need now.
     """
     affected = [i for i, names in enumerate(plan.adapter_names) if not set(changed).isdisjoint(names)]
     committed = store.committed_parts()
-    for shard_id in sorted(committed.keys() & affected):
-        check()
-        _reopen(store, record, shard_id)
     weight_bytes = {adapter.name: adapter.weight_bytes for adapter in serving_adapters(record)}
     shards = list(plan.shards)
     for shard_id in affected:
         adapters = {name: weight_bytes[name] for name in plan.adapter_names[shard_id] if name in weight_bytes}
-        if tuple(adapters) != shards[shard_id].adapters:
-            check()
-            rows = read_shard(store, record, shard_id)
+        is_served_by_others = tuple(adapters) != shards[shard_id].adapters
+        if shard_id not in committed and not is_served_by_others:
+            continue
+        check()
+        rows = read_shard(store, record, shard_id)
+        if shard_id in committed:
+            _reopen(store, record, rows)
+        if is_served_by_others:
             shards[shard_id] = _refreshed(shards[shard_id], adapters, rows, length_share)
     refreshed = replace(plan, shards=tuple(shards))
     if refreshed != plan:
@@ -298,14 +300,13 @@ def reopen_shards(
     return refreshed
 
 
-def _reopen(store: JobStore, record: JobRecord, shard_id: int) -> None:
-    rows = read_shard(store, record, shard_id)
-    with store.open_part(shard_id) as part:
+def _reopen(store: JobStore, record: JobRecord, rows: ShardRows) -> None:
+    with store.open_part(rows.shard_id) as part:
         kept = answers_in_part(part, rows, record)
-    store.clear_wip(shard_id)
+    store.clear_wip(rows.shard_id)
     if kept:
-        store.append_wip(shard_id, _ATTEMPT, encode_answers(kept.values()))
-    store.remove_part(shard_id)
+        store.append_wip(rows.shard_id, _ATTEMPT, encode_answers(kept.values()))
+    store.remove_part(rows.shard_id)
 
 
 def _refreshed(shard: Shard, adapters: Mapping[str, int], rows: ShardRows, length_share: float) -> Shard:

@@ -37,8 +37,9 @@ OPERATORS = {
 OF_HEADS = {"_qkv", "_attend", "_combine"}
 TILED = {"_shrink", "_add_residual", "_gate_up", *OF_HEADS}  # other programs for steps with prompts
 OTHERS = {"_norm", "_sample", "_merge of fp32 pairs"}
-# fp32 pairs are multiplied by the ordinary cores; a few registers, read back from the L1 cache
-MOST_STACK_BYTES = {"_merge of fp32 pairs": 48}
+# A few registers, read back from the L1 cache: of a kernel, and of the one that multiplies by the ordinary cores. The
+# kernels' sizes were chosen for an H200.
+MOST_STACK_BYTES = {90: (8, 32), 80: (16, 48), 100: (16, 48)}
 
 Kernels = dict[str, dict[str, Any]]
 Compiled = dict[tuple[int, int], Kernels]
@@ -118,7 +119,7 @@ class TestCompiled:
         spilling = {
             (capability, name): kernel["stack_bytes"]
             for capability, name, kernel in each(compiled)
-            if kernel["stack_bytes"] > MOST_STACK_BYTES.get(name, 16)
+            if kernel["stack_bytes"] > MOST_STACK_BYTES[capability]["fp32" in name]
         }
         assert not spilling, f"bytes of registers kept in memory: {spilling}"
 
