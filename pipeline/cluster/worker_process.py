@@ -11,6 +11,7 @@ begun.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distributed import Nanny, Worker
+from distributed.protocol.pickle import dumps
 
 from ...engine.untrusted import LogFormatter
 from ...jobs.input.without_pandas import leave_out_pandas
@@ -34,6 +36,9 @@ SPARE_THREADS = "lorabatch.spare-engine-threads"
 # How long a worker may take to end in order, which keeps its finished rows. By default 5 s, too little where many
 # processes want the cores.
 _END_LIMIT_S = 20.0
+# From SIGTERM on; then its nanny kills a worker that has not ended. Leaving takes seconds, on a busy machine more.
+_LEAVES_WITHIN_S = 60.0
+_NANNY_ANSWERS_WITHIN_S = 2.0
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
@@ -153,10 +158,30 @@ def leave_on_sigterm(worker: Worker) -> None:
     """Have this process close the worker at SIGTERM, unless it has a handler already. From the event loop only."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, worker)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.loop.add_callback, _leave, worker)
 
 
-def _leave(worker: Worker) -> None:
+async def _leave(worker: Worker) -> None:
     logger.info("SIGTERM: the worker leaves, its engines hand over begun rows")
+    # Its nanny may be gone, stopped or cut off.
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(_have_nanny_watch(worker), _NANNY_ANSWERS_WITHIN_S)
     # The nanny stays: it gets a signal of its own when it is to leave too, and else starts another worker.
-    worker.loop.add_callback(worker.close, nanny=False, reason="SIGTERM")
+    await worker.close(nanny=False, reason="SIGTERM")
+
+
+async def _have_nanny_watch(worker: Worker) -> None:
+    """Have the worker's nanny see to it that this process ends: the scheduler, which restarts workers that hang, does
+    not know one any more that hangs, or is stopped, while it leaves."""
+    if worker.nanny is None:
+        return
+    arguments = {"pid": os.getpid(), "limit_s": _LEAVES_WITHIN_S}
+    async with worker.rpc(worker.nanny) as nanny:  # type: ignore[arg-type]  # its address
+        await nanny.run(function=dumps(_kill_late_worker), kwargs=dumps(arguments), wait=False)
+
+
+async def _kill_late_worker(pid: int, limit_s: float, dask_worker: Nanny) -> None:
+    await asyncio.sleep(limit_s)
+    if dask_worker.pid == pid:
+        logger.warning("the worker was to end at SIGTERM and has not: it is killed")
+        os.kill(pid, signal.SIGKILL)

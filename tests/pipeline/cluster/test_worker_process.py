@@ -1,13 +1,21 @@
-"""GPUs counted without CUDA, and shared out among embedded workers, which leave the main module alone."""
+"""GPUs counted without CUDA, and shared out among embedded workers, which leave the main module alone, and which are
+replaced when they hang while they leave.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pytest
+from distributed import Worker, WorkerPlugin
 
+from lorabatch.pipeline.cluster import worker_process
 from lorabatch.pipeline.cluster.connect import embedded
 from lorabatch.pipeline.cluster.worker_process import gpu_of_worker, visible_gpus
 
@@ -54,3 +62,28 @@ def test_embedded_workers_leave_out_what_takes_long_to_import_and_they_do_not_ne
 
     with embedded(1) as client:
         assert list(client.run(heavy_modules).values()) == [[]]
+
+
+# The scheduler would restart a worker that it still knows after 60 s.
+_REPLACED_WITHIN_S = 50.0
+
+
+def test_a_worker_that_is_stopped_while_it_leaves_is_replaced() -> None:
+    class StoppedWhileItLeaves(WorkerPlugin):
+        def teardown(self, worker: Worker) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def leaves_within_a_second(dask_worker: Worker) -> int:
+        worker_process._LEAVES_WITHIN_S = 1.0
+        worker_process.leave_on_sigterm(dask_worker)
+        return os.getpid()
+
+    with embedded(1) as client:
+        client.register_plugin(StoppedWhileItLeaves())
+        ((address, pid),) = client.run(leaves_within_a_second).items()
+        os.kill(pid, signal.SIGTERM)
+        stop_s = time.monotonic() + _REPLACED_WITHIN_S
+        while set(client.scheduler_info(n_workers=-1)["workers"]) <= {address}:
+            assert time.monotonic() < stop_s, "the stopped worker was not replaced"
+            time.sleep(0.1)
+        assert not psutil.pid_exists(pid)
