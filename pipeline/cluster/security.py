@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, cast
 
 from distributed import Worker
@@ -11,6 +15,7 @@ from distributed.security import Security
 from ...jobs.spec import TlsFiles
 
 _NAME = "lorabatch"
+_OPEN_FILES = Path("/proc/self/fd")
 # The key is forgotten with its cluster, whose clocks may differ or be set while it runs.
 _VALID_SINCE, _VALID_FOR = timedelta(days=7), timedelta(days=3650)
 
@@ -43,12 +48,56 @@ def temporary_security() -> Security:
     return security_with(certificate.public_bytes(serialization.Encoding.PEM).decode(), key_text.decode())
 
 
+class _OneKey(Security):
+    """One certificate and its key for all roles, as PEM texts that never lie on a disk.
+
+    `Security` writes both to temporary files for a moment, since OpenSSL reads files only. A process that is killed
+    then leaves them behind.
+    """
+
+    def __init__(self, certificate: str, key: str) -> None:
+        super().__init__(tls_ca_file=certificate, require_encryption=True, **_of_all_roles(certificate, key))
+
+    def get_connection_args(self, role: str) -> dict[str, Any]:
+        """See `Security`."""
+        with self._in_memory_files() as security:
+            return cast(dict[str, Any], security.get_connection_args(role))
+
+    def get_listen_args(self, role: str) -> dict[str, Any]:
+        """See `Security`."""
+        with self._in_memory_files() as security:
+            return cast(dict[str, Any], security.get_listen_args(role))
+
+    @contextmanager
+    def _in_memory_files(self) -> Iterator[Security]:
+        own: Any = self
+        with _in_memory_file(own.tls_client_cert) as certificate, _in_memory_file(own.tls_client_key) as key:
+            roles = _of_all_roles(certificate, key)
+            yield Security(tls_ca_file=own.tls_ca_file, require_encryption=True, **roles)
+
+
+@contextmanager
+def _in_memory_file(text: str) -> Iterator[str]:
+    """The name by which this process can open a file with this text; the text itself where no files lie in memory (not
+    on Linux).
+    """
+    if not hasattr(os, "memfd_create") or not _OPEN_FILES.exists():
+        yield text
+        return
+    with os.fdopen(os.memfd_create("lorabatch"), "w") as file:
+        file.write(text)
+        file.flush()
+        yield str(_OPEN_FILES / str(file.fileno()))
+
+
+def _of_all_roles(certificate: str, key: str) -> dict[str, Any]:
+    roles = ("client", "scheduler", "worker")
+    return {f"tls_{role}_cert": certificate for role in roles} | {f"tls_{role}_key": key for role in roles}
+
+
 def security_with(certificate: str, key: str) -> Security:
     """One certificate and its key, as PEM texts, for all processes of a cluster."""
-    roles: dict[str, Any] = {}
-    for role in ("client", "scheduler", "worker"):
-        roles |= {f"tls_{role}_cert": certificate, f"tls_{role}_key": key}
-    return Security(tls_ca_file=certificate, require_encryption=True, **roles)
+    return _OneKey(certificate, key)
 
 
 def security_of(files: TlsFiles) -> Security | None:

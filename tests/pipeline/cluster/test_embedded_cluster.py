@@ -6,11 +6,14 @@ import asyncio
 import http.client
 import importlib.util
 import logging
+import os
+import pickle
 import socket
 import ssl
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -138,6 +141,26 @@ def test_a_certificate_of_another_cluster_opens_no_connection(client: Client) ->
     for security in (temporary_security(), Security.temporary(), Security()):
         with pytest.raises((OSError, TypeError)):
             Client(address, security=security, timeout="1s", set_as_default=False)
+
+
+@pytest.mark.parametrize("system", ["this one", "without files in memory"])
+def test_keys_open_connections_and_lie_in_no_file(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed would leave the file behind."""
+    security, is_linux = pickle.loads(pickle.dumps(temporary_security())), hasattr(os, "memfd_create")
+    if system == "this one" and is_linux:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    elif is_linux:
+        monkeypatch.delattr(os, "memfd_create")
+    scheduler, client = security.get_listen_args("scheduler"), security.get_connection_args("client")
+    assert scheduler["require_encryption"]
+    assert client["require_encryption"]
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor() as pool:
+        accepted = pool.submit(scheduler["ssl_context"].wrap_socket, theirs, server_side=True)
+        with client["ssl_context"].wrap_socket(ours) as connection, accepted.result(20) as other:
+            other.sendall(b"hello")
+            assert connection.recv(5) == b"hello"
+            assert connection.getpeercert(binary_form=True) == other.getpeercert(binary_form=True)
 
 
 def test_workers_speak_tls_among_one_another_too(client: Client) -> None:
