@@ -233,10 +233,11 @@ class Coordinator:
             self._see_workers()
             self._handle(Tick(self._now_s()))
         if self._now_s() - self._shown_s >= _SHOW_INTERVAL_S:
+            # Right after the check: one that is stopped and replaced writes nothing among its successor's events.
             self._run.control.check_displaced()
+            self._events.flush()
             self._shown_s = self._now_s()
             self._run.reporter(self._monitor.state(time.time(), self._time_left()))
-            self._events.flush()
 
     def _time_left(self) -> TimeLeft:
         measured = self.costs.measured() if self.costs.is_known else None
