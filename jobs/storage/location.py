@@ -70,6 +70,9 @@ class Location:
 
         with self._translated("open", ""):
             fs, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
+        # An old listing would hide what other processes have written since, from threads that read meanwhile too.
+        if hasattr(fs, "dircache"):
+            fs.dircache.use_listings_cache = False
         return fs, root.rstrip("/") or root
 
     @property
@@ -140,6 +143,7 @@ class Location:
     def read(self, name: str) -> bytes:
         """The whole file."""
         with self._translated("read", name):
+            self._forget(name)
             return bytes(self.fs.cat_file(self.path(name)))
 
     def open(self, name: str) -> BinaryIO:

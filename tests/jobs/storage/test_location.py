@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from botocore.exceptions import ClientError
 from distributed.core import error_message
@@ -38,6 +39,18 @@ Place = tuple[str, dict[str, Any]]
 @pytest.fixture
 def location(place: Place) -> Location:
     return Location(*place, scratch="_scratch")
+
+
+def test_what_another_process_writes_after_a_listing_is_read_whole(location: Location) -> None:
+    """s3fs looks for the size of a file in old listings before it reads it."""
+    location.write("sub/a", b"one")
+    assert location.list("sub") == {"a": 3}
+    if location.is_local:
+        location.local_path("sub/b").write_bytes(b"four")
+    else:
+        other, _ = fsspec.core.url_to_fs(location.url, skip_instance_cache=True, **location.storage_options)
+        other.pipe_file(location.path("sub/b"), b"four")
+    assert location.read("sub/b") == b"four"
 
 
 def test_written_files_are_listed_and_read_back(location: Location) -> None:
