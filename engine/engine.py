@@ -68,14 +68,15 @@ class Engine:
             )
             memory = backend.allocate(plan.num_pages * plan.layout.page_elements)
         self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device)
-        self._batch = _running_batch(backend, plan, memory, self._registry, config)
+        cost = config.cost or backend.default_cost
+        self._batch = _running_batch(backend, plan, memory, self._registry, config, cost.mixed_step_s > 0)
         self._live = LiveWeights(backend.decoder)
         self._lengths = LengthEstimator()
         #: Chooses the rows and the mode of each step.
         self.batcher = batcher or choose_batcher(
             config,
             ReplicaFacts(
-                cost=config.cost or backend.default_cost,
+                cost=cost,
                 ranks=self._registry.ranks,
                 must_merge=self._registry.must_merge,
                 max_batch_rows=config.batch_rows,
@@ -306,7 +307,12 @@ class Engine:
 
 
 def _running_batch(
-    backend: Backend, plan: MemoryPlan, memory: Tensor, registry: AdapterRegistry, config: EngineConfig
+    backend: Backend,
+    plan: MemoryPlan,
+    memory: Tensor,
+    registry: AdapterRegistry,
+    config: EngineConfig,
+    shows_memory: bool,
 ) -> RunningBatch:
     """An empty batch over `memory` (the flat pool), as the backend's kernels read it."""
     traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
@@ -319,7 +325,13 @@ def _running_batch(
         prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, memory)
     clean = eraser_for(memory, layout) if traits.reads_other_rows else None
     room = Room(pool, layout, residency, registry, prefixes)
-    return RunningBatch(room, clean, may_switch=config.mode == "auto", merges_all=config.mode == "merged")
+    return RunningBatch(
+        room,
+        clean,
+        may_switch=config.mode == "auto",
+        merges_all=config.mode == "merged",
+        shows_memory=shows_memory,
+    )
 
 
 def problem_with(
@@ -357,7 +369,7 @@ class StepCounts:
         self.generated_tokens = self.prompt_tokens = self.step_rows = self.num_steps = 0
         self._elements_per_rank = elements_per_rank
         self._prefill_tokens = self._decode_rows = self._context_tokens = 0
-        self._num_lora_steps = self._num_adapters = self._lora_tokens = 0
+        self._num_lora_steps = self._num_adapters = self._lora_tokens = self._num_mixed_steps = 0
         self._rank_sum = self._rank_tokens = self._prefill_pairs = 0.0
 
     def launching(self, entries: Items[StepEntry]) -> None:
@@ -391,6 +403,7 @@ class StepCounts:
         self._context_tokens += context_tokens
         self._prefill_pairs += prefill_pairs
         self._num_lora_steps += bool(tokens_of)
+        self._num_mixed_steps += prefill_tokens > 0 and decode_rows > 0
         self._num_adapters += len(tokens_of)
         for adapter, num_tokens in tokens_of.items():
             rank = adapter.num_elements / self._elements_per_rank
@@ -411,4 +424,5 @@ class StepCounts:
             self._rank_tokens,
             self._prefill_pairs,
             self._lora_tokens,
+            self._num_mixed_steps,
         )

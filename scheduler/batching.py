@@ -87,7 +87,8 @@ class BatchView:
     step may hold. `merged_adapter`: whose weights are merged now (None: no adapter's). `resident_adapter`: int32
     `[num_resident]`, adapters that need not be loaded. `paused_steps`: int64 `[num_running]`, steps that each has sat
     out so far (None: not counted). `memory`: what is left for waiting rows (None: enough for all). `waiting_tokens`:
-    float64 `[num_waiting]`, what each is expected to generate (None: nothing is known).
+    float64 `[num_waiting]`, what each is expected to generate (None: nothing is known). `has_prompts`: of running rows,
+    some prompts are not computed yet.
     """
 
     running_adapter: NDArray[np.int32]
@@ -98,6 +99,7 @@ class BatchView:
     paused_steps: NDArray[np.int64] | None = None
     memory: FreeMemory | None = None
     waiting_tokens: NDArray[np.float64] | None = None
+    has_prompts: bool = False
 
     def of_waiting(self, rows: NDArray[np.int64]) -> BatchView:
         """The view in which only these rows wait, in this order."""
@@ -124,7 +126,8 @@ class StepPlan:
 
     `merged_adapter`: whose weights must be merged (None exactly when `mode == "unmerged"`).
     `serve`: bool `[num_running]`, the running rows that take part; the others pause and keep their memory.
-    `admit`: int64, positions among the waiting rows, in the order to admit them while memory lasts.
+    `admit`: int64, positions among the waiting rows, in the order to admit them while memory lasts. `holds_back`: none
+    of them enters in this step, but their adapters are read.
     In mode `merged` every served and admitted row is of the merged adapter; in `mixture` any may join.
     """
 
@@ -132,6 +135,7 @@ class StepPlan:
     merged_adapter: int | None
     serve: NDArray[np.bool_]
     admit: NDArray[np.int64]
+    holds_back: bool = False
 
     def check_integrity(self, view: BatchView) -> None:
         """Raise AssertionError when the plan breaks the rules above or overfills the batch."""
@@ -434,6 +438,51 @@ class CostBatcher:
         patience = max(1.0, output_tokens)
         batcher = AdaptiveBatcher(self.cost, self.ranks(), steps_to_come, patience=patience, merge_s=merge_s)
         return batcher.next_step(view)
+
+
+@dataclass(slots=True)
+class PromptsTogether:
+    """Has the prompts of several rows share a step, where prompts cost the rows that decode beside them `mixed_step_s`.
+
+    Rows that could enter are held back until that has wasted as much as a mixed step costs. In each step it wastes the
+    share that they would bear of the seconds that a step takes with any number of rows. Where `B` rows of `n` tokens
+    end evenly, `B * sqrt(2 * mixed_step_s / (n * seconds))` enter together, which wastes least. Rows enter at once when
+    no others would wait then, when prompts are computed anyway, and when other rows pause or weights are switched.
+    """
+
+    inner: Batcher
+    cost: CostModel
+    ranks: Ranks
+    _wasted_s: float = 0.0
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        plan = self.inner.next_step(view)
+        num_running, num_entering = len(view.running_adapter), _num_entering(view, plan)
+        if not num_entering:
+            return plan
+        goes_on = plan.merged_adapter == view.merged_adapter and bool(plan.serve.all())
+        others_wait = num_entering < len(view.waiting_adapter)
+        if num_running and others_wait and goes_on and not view.has_prompts:
+            merged = plan.merged_adapter
+            fixed = lora_load(view.running_adapter, 0.0, self.ranks(), merged_adapter=merged, kernel=self.cost.kernel)
+            share = num_entering / (num_running + num_entering)
+            self._wasted_s += float(self.cost.step_seconds(fixed)) * share
+            if self._wasted_s < self.cost.mixed_step_s:
+                return replace(plan, holds_back=True)
+        self._wasted_s = 0.0
+        return plan
+
+
+def _num_entering(view: BatchView, plan: StepPlan) -> int:
+    """Rows of a plan that would enter now."""
+    memory = view.memory
+    if memory is None or not len(plan.admit):
+        return len(plan.admit)
+    rows = plan.admit
+    if memory.awaited:
+        rows = rows[~np.isin(view.waiting_adapter[rows], list(memory.awaited))]
+    return memory.num_fitting(rows, view.waiting_adapter, view.running_adapter)
 
 
 @dataclass(frozen=True, slots=True)

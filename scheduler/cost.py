@@ -56,7 +56,8 @@ def prompt_pairs(num_tokens: ArrayLike, num_stored: ArrayLike = 0.0) -> NDArray[
 class CostModel:
     """Coefficients of one kind of replica; all in seconds per unit of the name, none negative.
 
-    `step_s`: a step that does nothing. `lora_step_s`: added once when any row is unmerged (launches).
+    `step_s`: a step that does nothing. `lora_step_s`: added once when any row is unmerged (launches). `mixed_step_s`:
+    added once when prompts and decoding rows share a step; 0 where an engine computes both in one pass.
     `merge_s`: switch the merged adapter; `first_merge_s` more for a replica's first one, which makes its second copy of
     the weights. `host_bytes_per_s`, `peer_…`, `storage_…`: where an adapter comes
     from, plus `load_s` for each load. `kernel`: `exact` pays each token its own rank, `padded` the largest
@@ -81,6 +82,7 @@ class CostModel:
     prefill_pair_s: float = 0.0
     lora_token_s: float = 0.0
     first_merge_s: float = 0.0
+    mixed_step_s: float = 0.0
 
     def step_seconds(self, load: StepLoad) -> NDArray[np.float64]:
         """Seconds of a step, or of each step of an array of them."""
@@ -97,6 +99,7 @@ class CostModel:
             + self.rank_token_s * given.rank_tokens
             + self.prefill_pair_s * given.prefill_pairs
             + self.lora_token_s * given.lora_tokens
+            + self.mixed_step_s * ((given.prefill_tokens > 0) & (given.decode_rows > 0))
         )
         return np.asarray(seconds, dtype=np.float64)
 
@@ -248,7 +251,8 @@ CPU_SMOLLM2_135M = CostModel(
     lora_token_s=4.6e-5,
     first_merge_s=1.4,
 )
-# H200, Llama-3-8B bf16: 16 GB of weights at about 4 TB/s; 16 GFLOP per token at about 500 TFLOP/s.
+# H200, Llama-3-8B bf16, by arithmetic: 16 GB of weights at about 4 TB/s; 16 GFLOP per token at about 500 TFLOP/s. A
+# step with prompts and decoding rows is two passes, of which the second reads the weights once more, without a graph.
 H200_LLAMA_3_8B = CostModel(
     step_s=0.0055,
     prefill_token_s=3.2e-5,
@@ -263,6 +267,7 @@ H200_LLAMA_3_8B = CostModel(
     host_bytes_per_s=4e10,
     peer_bytes_per_s=1e10,
     storage_bytes_per_s=1e9,
+    mixed_step_s=0.005,
 )
 # dLoRA (OSDI 24): one A800 80 GB, Llama-2-7B, rank 8. An iteration of decode takes 50 ms (section 7.1: the
 # SLO of
@@ -324,6 +329,7 @@ STEP_COEFFICIENTS = (
     "rank_token_s",
     "prefill_pair_s",
     "lora_token_s",
+    "mixed_step_s",
 )
 _ROUNDS = 6
 # Relative errors up to this are noise; larger ones weigh less, for the step may have been disturbed.
@@ -333,14 +339,17 @@ _NOISE = 0.05
 def _features(load: StepLoad) -> list[float]:
     """One number per name of `STEP_COEFFICIENTS`."""
     adapters = float(np.asarray(load.num_adapters))
-    others = (load.prefill_tokens, load.decode_rows, load.context_tokens)
+    prefill_tokens, decode_rows = float(np.asarray(load.prefill_tokens)), float(np.asarray(load.decode_rows))
     unmerged = (load.rank_sum, load.rank_tokens, load.prefill_pairs, load.lora_tokens)
     return [
         1.0,
-        *(float(np.asarray(value)) for value in others),
+        prefill_tokens,
+        decode_rows,
+        float(np.asarray(load.context_tokens)),
         float(adapters > 0),
         adapters,
         *(float(np.asarray(value)) for value in unmerged),
+        float(prefill_tokens > 0 and decode_rows > 0),
     ]
 
 
@@ -358,13 +367,15 @@ def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
     A step's variance is taken to grow with its seconds: what a job takes is a sum of steps, and these weights make the
     predicted sum that of the samples, where weights on relative errors would serve the many short steps. Samples that
     the fit misses by much weigh less in the next of a few rounds, so that steps which were disturbed while they were
-    measured do not bend it. A coefficient whose feature no sample exercises keeps the prior's value. Raises ValueError
-    without samples.
+    measured do not bend it. A coefficient whose feature no sample exercises keeps the prior's value, and so does
+    `mixed_step_s` of 0, which says how engines compute. Raises ValueError without samples.
     """
     if not samples:
         raise ValueError("fit needs at least one measured step; found none.")
     seconds = np.array([sample.seconds for sample in samples])
     features = np.array([_features(sample.load) for sample in samples])
+    if not prior.mixed_step_s:
+        features[:, STEP_COEFFICIENTS.index("mixed_step_s")] = 0.0
     is_seen = np.asarray(features.any(axis=0))
     kept = np.array([getattr(prior, name) for name in STEP_COEFFICIENTS])
     certain = 1.0 / np.sqrt(np.maximum(seconds, 1e-9))

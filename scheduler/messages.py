@@ -52,7 +52,7 @@ class StepTotals:
     """What the steps of an engine have done since it started, added up in the terms of the cost model.
 
     The fields stand in the order of the model's coefficients, for their meaning see `StepLoad`. `num_lora_steps`: steps
-    with unmerged rows.
+    with unmerged rows. `num_mixed_steps`: with prompts and decoding rows.
     """
 
     num_steps: int = 0
@@ -65,6 +65,7 @@ class StepTotals:
     rank_tokens: float = 0.0
     prefill_pairs: float = 0.0
     lora_tokens: int = 0
+    num_mixed_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,12 +143,16 @@ class Admission:
         self._may_switch = may_switch
 
     def admit(self, plan: StepPlan, *, is_mixture: bool) -> None:
-        """Admit the plan's rows in its order until memory ends. `is_mixture`: a merged adapter is pinned too."""
+        """Admit the plan's rows in its order until memory ends, or only read their adapters where it holds them back.
+
+        `is_mixture`: a merged adapter is pinned too.
+        """
         if len(plan.admit) == 0:
             return
         rows, next_use = list(self._waiting), self.next_use()
         wanted = [rows[position] for position in plan.admit.tolist()]
-        admitted = self._ready(wanted, plan)
+        ready = self._ready(wanted, plan)
+        admitted = [] if plan.holds_back else ready
         absent = self._absent_adapters(admitted, plan)
         pages = sum(map(self._rounded_pages, admitted)) + sum(map(self._room.adapter_pages, absent))
         if pages <= self._pool.largest_free_run // 2:

@@ -23,12 +23,18 @@ from .admission import Admission, Room, WaitingRows, row_owner
 class RunningBatch:
     """Tracks waiting and running rows and their memory; no arithmetic on tensors.
 
-    `may_switch`: weights may change while rows run. `merges_all`: no adapter is ever served from the pool. `clean`
-    erases a run before a row gets it (None: needless).
+    `may_switch`: weights may change while rows run. `merges_all`: no adapter is ever served from the pool.
+    `shows_memory`: the batcher asks which rows would enter. `clean` erases a run before a row gets it (None: needless).
     """
 
     def __init__(
-        self, room: Room, clean: Callable[[PageRun], None] | None, *, may_switch: bool, merges_all: bool
+        self,
+        room: Room,
+        clean: Callable[[PageRun], None] | None,
+        *,
+        may_switch: bool,
+        merges_all: bool,
+        shows_memory: bool = False,
     ) -> None:
         self.pool = room.pool
         self.residency = room.residency
@@ -38,7 +44,7 @@ class RunningBatch:
         self._room = room
         self._merges_all = merges_all
         self._taken_out: MergedShare | None = None
-        self._may_switch = may_switch
+        self._shows_memory = may_switch or (shows_memory and not merges_all)
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
         self._lengths = LengthsByPrompt()
@@ -81,8 +87,9 @@ class RunningBatch:
             merged_adapter=None if merged_adapter_id is None else code_of[merged_adapter_id],
             resident_adapter=np.array([code_of[a] for a in self.residency.resident_ids], np.int32),
             paused_steps=np.fromiter((s.num_paused for s in rows), np.int64, len(rows)),
-            memory=self._admission.free_memory() if self._may_switch else None,
+            memory=self._admission.free_memory() if self._shows_memory else None,
             waiting_tokens=self._expected_tokens(),
+            has_prompts=any(not s.is_decoding for s in rows),
         )
 
     def _expected_tokens(self) -> NDArray[np.float64] | None:

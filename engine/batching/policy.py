@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ...scheduler.batching import Batcher, ClusteredBatcher, MergeWaveBatcher, ReplicaFacts, batcher_of
+from ...scheduler.batching import (
+    Batcher,
+    ClusteredBatcher,
+    MergeWaveBatcher,
+    PromptsTogether,
+    ReplicaFacts,
+    batcher_of,
+)
 from ..config import EngineConfig
 
 
@@ -10,8 +17,12 @@ def choose_batcher(config: EngineConfig, facts: ReplicaFacts) -> Batcher:
     """The configured batcher, or that of the mode.
 
     `unmerged` and `exact` merge only what is exact no other way; `merged` merges every adapter, one after the other;
-    `auto` decides by cost. What must be merged has waves of its own in every mode.
+    `auto` decides by cost. What must be merged has waves of its own in every mode. Prompts enter together where mixed
+    steps cost more than others: on GPUs.
     """
+    batcher: Batcher
     if config.batcher is not None or config.mode == "auto":
-        return batcher_of(config.batcher or "cost", facts)
-    return MergeWaveBatcher(ClusteredBatcher(), facts.must_merge, 1 if config.mode == "merged" else None)
+        batcher = batcher_of(config.batcher or "cost", facts)
+    else:
+        batcher = MergeWaveBatcher(ClusteredBatcher(), facts.must_merge, 1 if config.mode == "merged" else None)
+    return PromptsTogether(batcher, facts.cost, facts.ranks) if facts.cost.mixed_step_s else batcher

@@ -202,7 +202,8 @@ class SimulatedReplica:
             self._read_ahead(now_s)
         # In a full batch nothing changes when an adapter comes.
         is_full = len(self.running) >= self._settings.max_batch_rows
-        may_leap = not len(admit) and (is_full or not self._memory.absent(view.waiting_adapter, now_s))
+        is_same = is_full or not (plan.holds_back or self._memory.absent(view.waiting_adapter, now_s))
+        may_leap = not len(admit) and is_same
         return self._advance(now_s, overhead_s, is_served, self._num_passes(is_served, may_leap, now_s, until_s))
 
     def _view(self, seen: NDArray[np.int64], now_s: float) -> BatchView:
@@ -224,6 +225,7 @@ class SimulatedReplica:
             paused_steps=self._timeline.paused_steps[self.running],
             memory=memory,
             waiting_tokens=self._expected_tokens(seen),
+            has_prompts=bool(self._unstored.any()),
         )
 
     def _expected_tokens(self, waiting: NDArray[np.int64]) -> NDArray[np.float64] | None:
@@ -239,6 +241,8 @@ class SimulatedReplica:
         if not len(plan.admit):
             return plan.admit
         admit = plan.admit[self._is_ready(view.waiting_adapter[plan.admit], now_s)]
+        if plan.holds_back:
+            return admit[:0]
         if view.memory is None:
             return admit
         admit = admit[: view.memory.num_fitting(admit, view.waiting_adapter, view.running_adapter)]
@@ -397,6 +401,7 @@ class SimulatedReplica:
         timeline.row_steps[self.number] += int(tokens.sum())
         timeline.prompt_tokens[self.number] += int(chunk.sum())
         timeline.merged_steps[self.number] += num_passes * (self._merged is not None)
+        timeline.mixed_steps[self.number] += num_passes * bool(is_prompt.any() and not is_prompt.all())
         if not is_served.all():
             timeline.paused_steps[self.running[~is_served]] += num_passes
         if is_prompt.any():

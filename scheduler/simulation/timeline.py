@@ -19,7 +19,8 @@ class Timeline:
     """`admit_s`: joined a batch; `first_token_s`; `finish_s`: float64 seconds since the start. `replica`: int32, the
     last one it ran on. `paused_steps` int64: steps in which it held memory and sat out. `busy_s`, `switch_s`, `load_s`
     float64 `[num_replicas]`: time in steps (all included), of which changing the merged adapter, and loading adapters.
-    `num_steps` int64, `row_steps` int64, `prompt_tokens` int64 (computed), `merged_steps` int64 `[num_replicas]`.
+    `num_steps` int64, `row_steps` int64, `prompt_tokens` int64 (computed), `merged_steps` int64, `mixed_steps` int64
+    `[num_replicas]`: the latter with prompts and decoding rows.
     `peak_adapters` int64 `[num_replicas]`: most adapters resident at once.
     """
 
@@ -35,6 +36,7 @@ class Timeline:
     row_steps: NDArray[np.int64]
     prompt_tokens: NDArray[np.int64]
     merged_steps: NDArray[np.int64]
+    mixed_steps: NDArray[np.int64]
     peak_adapters: NDArray[np.int64]
 
     @classmethod
@@ -53,6 +55,7 @@ class Timeline:
             row_steps=np.zeros(num_replicas, np.int64),
             prompt_tokens=np.zeros(num_replicas, np.int64),
             merged_steps=np.zeros(num_replicas, np.int64),
+            mixed_steps=np.zeros(num_replicas, np.int64),
             peak_adapters=np.zeros(num_replicas, np.int64),
         )
 
@@ -104,7 +107,8 @@ def serving_metrics(workload: Workload, timeline: Timeline) -> ServingMetrics:
 @dataclass(frozen=True, slots=True)
 class JobMetrics:
     """`utilisation`: busy time over makespan, all replicas. `batch_rows`: mean rows per pass. `switch_share`,
-    `load_share`: of busy time. `merged_share`: of passes.
+    `load_share`: of busy time. `merged_share`, `mixed_share`: of passes, those with a merged adapter and those with
+    prompts and decoding rows.
     """
 
     makespan_s: float
@@ -114,6 +118,7 @@ class JobMetrics:
     switch_share: float
     load_share: float
     merged_share: float
+    mixed_share: float
 
 
 def job_metrics(workload: Workload, timeline: Timeline, makespan_s: float) -> JobMetrics:
@@ -128,6 +133,7 @@ def job_metrics(workload: Workload, timeline: Timeline, makespan_s: float) -> Jo
         switch_share=float(timeline.switch_s.sum()) / busy if busy else 0.0,
         load_share=float(timeline.load_s.sum()) / busy if busy else 0.0,
         merged_share=float(timeline.merged_steps.sum()) / passes if passes else 0.0,
+        mixed_share=float(timeline.mixed_steps.sum()) / passes if passes else 0.0,
     )
 
 

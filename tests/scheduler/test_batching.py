@@ -13,6 +13,7 @@ from lorabatch.scheduler.batching import (
     ClusteredBatcher,
     FreeMemory,
     InClusters,
+    PromptsTogether,
     ReplicaFacts,
     StepPlan,
     admission_order,
@@ -20,7 +21,10 @@ from lorabatch.scheduler.batching import (
     clustered_order,
     without_vain_merge,
 )
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
+from lorabatch.scheduler.simulation.synthetic import make_workload
+from lorabatch.scheduler.simulation.timeline import Timeline
 
 
 def make_view(running, waiting, *, batch=8, merged=None):
@@ -193,3 +197,78 @@ def test_every_batcher_serves_the_rows_at_hand_and_gives_forced_adapters_a_wave(
 def test_an_unknown_batcher_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match="batcher='lifo': expected one of cost, waves, dlora"):
         batcher_of("lifo", None)
+
+
+# A mixed step wastes nearly what three whole steps take.
+MIXED = replace(CPU_SMOLLM2_135M, mixed_step_s=2.9 * CPU_SMOLLM2_135M.step_s)
+
+
+def together():
+    return PromptsTogether(ClusteredBatcher(), MIXED, lambda: np.zeros(1))
+
+
+def test_rows_are_held_back_until_empty_places_have_wasted_what_a_mixed_step_costs():
+    batcher = together()
+    # One of four places is empty: each step wastes a quarter of itself.
+    plans = [batcher.next_step(make_view([-1] * 3, [-1] * 9, batch=4)) for _ in range(24)]
+    assert [plan.holds_back for plan in plans] == ([True] * 11 + [False]) * 2
+    assert {len(plan.admit) for plan in plans} == {1}
+    half = [batcher.next_step(make_view([-1] * 2, [-1] * 9, batch=4)).holds_back for _ in range(6)]
+    assert half == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"waiting_adapter": np.full(1, -1, np.int32)},
+        {"running_adapter": np.zeros(0, np.int32)},
+        {"has_prompts": True},
+        {"merged_adapter": 0},
+    ],
+    ids=["no others wait", "nothing runs", "prompts are computed anyway", "weights are switched"],
+)
+def test_rows_enter_at_once_where_holding_them_back_gains_nothing(changes):
+    view = make_view([-1] * 3, [-1] * 9, batch=4)
+    assert together().next_step(view).holds_back
+    assert not together().next_step(replace(view, **changes)).holds_back
+
+
+def test_rows_without_memory_or_adapter_waste_nothing():
+    view = make_view([-1] * 3, [0] * 9, batch=4)
+    for memory in (FreeMemory((1,), np.full(9, 2)), FreeMemory((99,), np.full(9, 2), awaited=frozenset({0}))):
+        batcher = together()
+        plans = [batcher.next_step(replace(view, memory=memory)) for _ in range(50)]
+        assert not any(plan.holds_back for plan in plans)
+
+
+class InGroups:
+    """Unmerged; rows enter in groups of one size."""
+
+    def __init__(self, size):
+        self._size = size
+
+    def next_step(self, view):
+        plan = ClusteredBatcher().next_step(view)
+        is_enough = len(plan.admit) >= min(self._size, len(view.waiting_adapter))
+        return replace(plan, holds_back=len(view.running_adapter) > 0 and not is_enough)
+
+
+@pytest.mark.parametrize("output_tokens", [20, 100])
+def test_no_fixed_size_of_groups_is_better_than_what_rows_held_back_waste(output_tokens):
+    generator, num_rows = np.random.default_rng(output_tokens), 1_000
+    lengths = generator.integers(1, 2 * output_tokens, num_rows)
+    workload = make_workload((), np.full(num_rows, -1, np.int32), np.full(num_rows, 20), lengths, max_tokens=200)
+
+    def seconds(batcher):
+        settings = ReplicaSettings(max_batch_rows=64, max_step_tokens=4096)
+        replica = SimulatedReplica(0, workload, H200_LLAMA_3_8B, batcher, settings, Timeline.empty(num_rows, 1))
+        replica.add(np.arange(num_rows))
+        end_s = 0.0
+        while replica.num_rows:
+            end_s = replica.step(end_s).end_s
+        return end_s
+
+    ours = seconds(PromptsTogether(ClusteredBatcher(), H200_LLAMA_3_8B, lambda: np.zeros(0)))
+    fixed = {size: seconds(InGroups(size)) for size in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)}
+    assert ours < 0.9 * fixed[1]
+    assert ours < 1.02 * min(fixed.values())

@@ -162,17 +162,37 @@ def make_samples(model, count, noise, seed=0):
     return samples
 
 
+# What is assumed of another GPU.
+GPU = H200_LLAMA_3_8B.scaled(3.0)
+
+
 def test_exact_measurements_give_back_the_model():
     model = replace(H200_LLAMA_3_8B, prefill_pair_s=2e-9, lora_token_s=3e-6)
-    fitted = fit(make_samples(model, 300, 0.0), CPU_SMOLLM2_135M)
-    names = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "context_token_s", "adapter_s")
+    fitted = fit(make_samples(model, 300, 0.0), GPU)
+    names = (
+        "mixed_step_s",
+        "step_s",
+        "prefill_token_s",
+        "prefill_pair_s",
+        "decode_row_s",
+        "context_token_s",
+        "adapter_s",
+    )
     for name in (*names, "lora_token_s", "rank_token_s"):
         assert getattr(fitted, name) == pytest.approx(getattr(model, name), rel=1e-4)
     assert fitted.fit_r_squared == pytest.approx(1.0)
 
 
+def test_mixed_steps_of_engines_that_compute_both_in_one_pass_have_no_price():
+    assert fit(make_samples(H200_LLAMA_3_8B, 100, 0.0), CPU_SMOLLM2_135M).mixed_step_s == 0
+    both, prompts, rows = StepLoad(prefill_tokens=9, decode_rows=2), StepLoad(prefill_tokens=9), StepLoad(decode_rows=2)
+    for cost in (CPU_SMOLLM2_135M, H200_LLAMA_3_8B):
+        apart = cost.step_seconds(prompts) + cost.step_seconds(rows) - cost.step_s
+        assert cost.step_seconds(both) - apart == pytest.approx(cost.mixed_step_s)
+
+
 def test_noisy_measurements_still_predict_new_steps():
-    fitted = fit(make_samples(H200_LLAMA_3_8B, 500, 0.05), CPU_SMOLLM2_135M)
+    fitted = fit(make_samples(H200_LLAMA_3_8B, 500, 0.05), GPU)
     fresh = make_samples(H200_LLAMA_3_8B, 100, 0.0, seed=1)
     errors = [abs(float(fitted.step_seconds(s.load)) / s.seconds - 1) for s in fresh]
     assert np.mean(errors) < 0.05
@@ -218,7 +238,7 @@ def test_least_squares_meet_the_optimality_conditions(seed):
 def test_steps_that_were_disturbed_do_not_bend_the_fit():
     samples = make_samples(H200_LLAMA_3_8B, 300, 0.02)
     disturbed = [StepSample(s.load, s.seconds * (3 if i % 6 == 0 else 1)) for i, s in enumerate(samples)]
-    fitted = fit(disturbed, CPU_SMOLLM2_135M)
+    fitted = fit(disturbed, GPU)
     assert fit_quality(samples, fitted).median_error < 0.03
     assert fit_quality(disturbed, fitted).r_squared < fit_quality(samples, fitted).r_squared
 

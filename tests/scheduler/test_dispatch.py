@@ -65,7 +65,8 @@ def test_a_job_ends_sooner_when_adapters_come_from_other_workers():
         adapters, adapter, np.full(800, 100, np.int32), rng.integers(20, 200, 800).astype(np.int32)
     )
     settings = RunSettings.of_machine("h200-llama-3-8b", batch_rows=16)
-    slow_storage = replace(settings.engine, cost=replace(settings.cost, storage_bytes_per_s=2e8))
+    cost = replace(settings.cost, storage_bytes_per_s=2e8, mixed_step_s=0.0)
+    slow_storage = replace(settings.engine, cost=cost)
     from_storage, from_workers = (
         replace(settings, engine=slow_storage, shares_adapters=is_shared).simulate(workload, 2).metrics
         for is_shared in (False, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.pipeline.planning.profile import load_of
-from lorabatch.scheduler.batching import ClusteredBatcher
+from lorabatch.scheduler.batching import Batcher, ClusteredBatcher, PromptsTogether
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel, StepLoad
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_workload
@@ -30,16 +31,25 @@ def numbers(load: StepLoad) -> tuple[float, ...]:
     return tuple(float(x) for x in (load.prefill_tokens, load.decode_rows, load.context_tokens, load.prefill_pairs))  # type: ignore[arg-type]
 
 
-def engine_steps(model: Path, rows: Rows, batch_rows: int, step_tokens: int, num_pages: int) -> list[tuple[float, ...]]:
+def batcher(cost: CostModel) -> Batcher:
+    """Unmerged; holds rows back where mixed steps cost more than others."""
+    ranks = np.zeros(0)
+    return PromptsTogether(ClusteredBatcher(), cost, lambda: ranks) if cost.mixed_step_s else ClusteredBatcher()
+
+
+def engine_steps(
+    model: Path, rows: Rows, batch_rows: int, step_tokens: int, num_pages: int, cost: CostModel = CPU_SMOLLM2_135M
+) -> list[tuple[float, ...]]:
     """Steps of an engine that has all rows from the start."""
     config = EngineConfig(
+        cost=cost,
         max_batch_rows=batch_rows,
         max_step_tokens=step_tokens,
         pool_bytes=PAGE_BYTES * num_pages,
         num_threads=1,
         uses_prefix_cache=False,
     )
-    engine, steps = Engine(model, config, ClusteredBatcher()), []
+    engine, steps = Engine(model, config, batcher(cost)), []
     engine.observe_step = lambda entries: steps.append(numbers(load_of(entries, {})))
     engine.add(
         Request(f"row-{i}", tuple(range(3, 3 + prompt)), None, SamplingParams(max_tokens=output, ignore_eos=True))
@@ -62,14 +72,15 @@ class Recorder(CostModel):
 STEPS: list[tuple[float, ...]] = []
 
 
-def simulated_steps(rows: Rows, batch_rows: int, step_tokens: int, num_pages: int) -> list[tuple[float, ...]]:
+def simulated_steps(
+    rows: Rows, batch_rows: int, step_tokens: int, num_pages: int, cost: CostModel = CPU_SMOLLM2_135M
+) -> list[tuple[float, ...]]:
     """Steps of a simulated replica with the same limits."""
     prompts, outputs = np.array(rows, np.int32).T
     workload = make_workload((), np.full(len(rows), -1, np.int32), prompts, outputs, max_tokens=outputs)
     limits = ReplicaSettings(batch_rows, step_tokens, kv_tokens=16 * num_pages, page_tokens=16, run_pages=4)
     timeline = Timeline.empty(len(rows), 1)
-    cost = Recorder(**CPU_SMOLLM2_135M.to_json())
-    replica = SimulatedReplica(0, workload, cost, ClusteredBatcher(), limits, timeline)
+    replica = SimulatedReplica(0, workload, Recorder(**cost.to_json()), batcher(cost), limits, timeline)
     replica.add(np.arange(len(rows)))
     STEPS.clear()
     now_s = 0.0
@@ -89,6 +100,23 @@ def test_prompts_are_cut_as_the_engine_cuts_them(
     tiny_llama: Path, rows: Rows, batch_rows: int, step_tokens: int
 ) -> None:
     limits = (batch_rows, step_tokens, 400)
+    assert simulated_steps(rows, *limits) == engine_steps(tiny_llama, rows, *limits)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=14),
+    batch_rows=st.integers(1, 8),
+    num_pages=st.sampled_from([30, 400]),
+    mixed_steps=st.floats(0.2, 4),
+)
+def test_rows_are_held_back_as_in_the_engine(
+    tiny_llama: Path, rows: Rows, batch_rows: int, num_pages: int, mixed_steps: float
+) -> None:
+    """`mixed_steps`: what a mixed step costs, in steps."""
+    cost = replace(CPU_SMOLLM2_135M, mixed_step_s=mixed_steps * CPU_SMOLLM2_135M.step_s)
+    rows = rows if num_pages == 400 else [rows[0]] * len(rows)
+    limits = (batch_rows, 50, num_pages, cost)
     assert simulated_steps(rows, *limits) == engine_steps(tiny_llama, rows, *limits)
 
 
