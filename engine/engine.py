@@ -27,6 +27,7 @@ from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharin
 from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError
 from .memory.allocation import MemoryPlan, eraser_for, host_tier_bytes
+from .memory.limits import keeps_merged_copy
 from .memory.loader import AdapterLoader, HostTier
 from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
@@ -214,7 +215,8 @@ class Engine:
     def switch_weights(self, adapter_id: str | None) -> None:
         """Merge an adapter into the live weights instead of the one that is merged; None restores the base's.
 
-        Raises `AdapterUnusableError`; the weights are then the base's.
+        Raises `AdapterUnusableError`; the weights are then the base's. Memory for merged weights is kept in the modes
+        that choose to merge; in others an adapter that must be merged finds some or is unusable.
         """
         if adapter_id is None:
             self._live.restore()
@@ -224,6 +226,14 @@ class Engine:
                 self._live.merge(adapter_id, weights)
             except AdapterRefusedError as error:
                 raise AdapterUnusableError(adapter_id, str(error)) from error
+            except torch.OutOfMemoryError as error:
+                if keeps_merged_copy(self.config):
+                    raise
+                raise AdapterUnusableError(
+                    adapter_id,
+                    f"adapter {weights.audit.name!r} is exact only when merged, and the device has no memory for merged "
+                    "weights; lower pool_bytes, or answer its rows in a job of --mode merged",
+                ) from error
 
     def check_integrity(self) -> None:
         """Assert that pool, pins and running rows agree with each other."""

@@ -8,7 +8,8 @@ numbers come from its memory:
   kernel (some 450 launches for 32 layers) over more tokens.
 - `batch_rows`: as many as the pool holds with contexts of 1024 tokens, in steps of 64, from 64 to 512. Weights are read
   once per step whatever the rows; beyond 512 rows planning a step on the host would take longer than the step.
-- the pool: what weights, merging and the largest step leave.
+- the pool: what weights, the copy that adapters are merged into, and the largest step leave. There is no copy in the modes `unmerged` and
+  `exact`, nor in `auto` where it would take more than a third of what the weights leave.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _MOST_ROWS, _ROWS_STEP = 512, 64
 _MOST_TOKENS, _FEWEST_TOKENS = 16384, 512
 _CONTEXT_TOKENS = 1024
 _STEP_SHARE = 1 / 16
+# Of what weights leave, the most that mode `auto` gives to the copy: more would cost more rows than merging can win.
+_MERGE_SHARE = 1 / 3
 # Where memory allows, runs on a CPU are rounded up to this many pages: sequences of equal runs share attention calls.
 # (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
 RUN_PAGES: dict[DeviceKind, int] = {"cpu": 4, "cuda": 1}
@@ -73,8 +76,7 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
     if kind == "cpu":
         steps, pool_bytes = cpu_limits(config), config.pool_bytes or default_cpu_pool_bytes(memory_bytes)
     else:
-        free_bytes = max(0, memory_bytes - _CONTEXT_BYTES - weight_bytes(model, itemsize))
-        steps, pool_bytes = gpu_plan(free_bytes, config, model, itemsize)
+        steps, pool_bytes = gpu_plan(_left_by_weights(memory_bytes, model, itemsize), config, model, itemsize)
     token_bytes = 2 * model.num_layers * model.kv_size * itemsize
     return EngineLimits(
         steps.batch_rows, steps.step_tokens, pool_bytes, token_bytes, config.page_tokens, RUN_PAGES[kind]
@@ -85,6 +87,20 @@ def weight_bytes(model: ModelConfig, itemsize: int) -> int:
     """The base model on a device: linear layers, embeddings and head."""
     embeddings = model.vocab_size * model.embedding_size * (1 if model.is_tied else 2)
     return live_weight_bytes(model, itemsize) + embeddings * itemsize
+
+
+def keeps_merged_copy(config: EngineConfig) -> bool:
+    """Whether an engine on a GPU leaves memory for weights to merge adapters into."""
+    return config.mode in ("auto", "merged")
+
+
+def has_room_to_merge(memory_bytes: int, model: ModelConfig, itemsize: int) -> bool:
+    """Whether a GPU with so much memory has room for a copy of the weights to merge adapters into, beside the pool."""
+    return live_weight_bytes(model, itemsize) <= _left_by_weights(memory_bytes, model, itemsize) * _MERGE_SHARE
+
+
+def _left_by_weights(memory_bytes: int, model: ModelConfig, itemsize: int) -> int:
+    return max(0, memory_bytes - _CONTEXT_BYTES - weight_bytes(model, itemsize))
 
 
 def cpu_limits(config: EngineConfig) -> StepLimits:
@@ -100,8 +116,10 @@ def default_cpu_pool_bytes(host_bytes: int) -> int:
 def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> tuple[StepLimits, int]:
     """Limits of a step and bytes of the pool on a GPU with `free_bytes` left by the weights."""
 
+    copy_bytes = live_weight_bytes(model, itemsize) if keeps_merged_copy(config) else 0
+
     def pool_bytes(limits: StepLimits) -> int:
-        return config.pool_bytes or gpu_pool_bytes(free_bytes, limits, model, itemsize)
+        return config.pool_bytes or gpu_pool_bytes(free_bytes, copy_bytes, limits, model, itemsize)
 
     def is_small(tokens: int) -> bool:
         return step_bytes(StepLimits(rows or _ROWS_STEP, tokens), model, itemsize) <= free_bytes * _STEP_SHARE
@@ -119,9 +137,11 @@ def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize
     return limits, pool_bytes(limits)
 
 
-def gpu_pool_bytes(free_bytes: int, limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
-    """Bytes of the pool when `free_bytes` are left after the weights; 0 when nothing is left for it."""
-    left = free_bytes * (1 - _SLACK_SHARE) - live_weight_bytes(model, itemsize) - step_bytes(limits, model, itemsize)
+def gpu_pool_bytes(free_bytes: int, copy_bytes: int, limits: StepLimits, model: ModelConfig, itemsize: int) -> int:
+    """Bytes of the pool when `free_bytes` are left after the weights and `copy_bytes` are kept for merged ones; 0 when
+    nothing is left for it.
+    """
+    left = free_bytes * (1 - _SLACK_SHARE) - copy_bytes - step_bytes(limits, model, itemsize)
     return max(int(left), 0)
 
 

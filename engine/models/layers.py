@@ -108,6 +108,11 @@ class Linear:
         elif self._live is not self._plain_pristine:
             self._live.copy_(self._plain_pristine)
 
+    def free_live(self) -> None:
+        """Compute with the pristine weight again, and keep no buffer for merged ones."""
+        self.restore()
+        self._live = self._plain_pristine
+
 
 def activation_of(model: ModelConfig) -> Activate:
     """From the packed output of the first layer, gate beside up [T, 2 * inner], to [T, inner].

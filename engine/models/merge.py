@@ -39,7 +39,10 @@ class LiveWeights:
         self.switching_s = 0.0
 
     def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
-        """Make the weights those of the merged adapter, whatever they were before."""
+        """Make the weights those of the merged adapter, whatever they were before.
+
+        On any error they are the base's, and merged weights take no memory.
+        """
         if self.merged_adapter_id == adapter_id:
             return
         began_s = time.perf_counter()
@@ -50,6 +53,8 @@ class LiveWeights:
         except Exception:
             # weights merged by half would be neither the base's nor the adapter's
             self.restore()
+            for _, linear in (*self._packed_linears(), *self._whole_linears()):
+                linear.free_live()
             raise
         self.switching_s += time.perf_counter() - began_s
 

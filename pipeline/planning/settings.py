@@ -18,8 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.batching.policy import choose_batcher
-from ...engine.config import DeviceKind, EngineConfig, Mode, dtype_on, has_blocks, products_format, read_model_config
-from ...engine.memory.limits import EngineLimits, engine_limits
+from ...engine.config import (
+    DeviceKind,
+    EngineConfig,
+    Mode,
+    dtype_on,
+    has_blocks,
+    pool_format,
+    products_format,
+    read_model_config,
+)
+from ...engine.memory.limits import ITEM_BYTES, EngineLimits, engine_limits, has_room_to_merge
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
@@ -78,8 +87,7 @@ _GPU_PRESET_PARAMETERS = 8.0e9
 class RunSettings:
     """What every run of a job is built from.
 
-    `engine`: as engines are started, cost model included; limits that it leaves open are in `limits`. `length_share`:
-    of `max_tokens` that answers are expected to take. `migrates`: running rows may move. `shares_adapters`: workers
+    `engine`: as engines are started, cost model included. `model`: the base. `length_share`: of `max_tokens` that answers are expected to take. `migrates`: running rows may move. `shares_adapters`: workers
     fetch adapters from one another. `shares_prefixes`: engines compute prompt beginnings once. `merged_only`: names of
     adapters that are exact only when merged. `cost_origin`: where the cost model comes from, for people. `policy`,
     `placement`: names in `scheduler.policies`; see `under`.
@@ -92,7 +100,7 @@ class RunSettings:
     """
 
     engine: EngineConfig
-    limits: EngineLimits
+    model: ModelConfig
     device: Device
     length_share: float = PRIOR_SHARE
     rows_per_shard: int | None = None
@@ -125,7 +133,7 @@ class RunSettings:
             dtype=spec.dtype,
             base_quantization=spec.base_quantization,
             device=spec.device,
-            mode=_mode(spec, device.kind, job.model_folder),
+            mode=_mode(spec, device, model, job.model_folder),
             load_format=spec.load_format,
             cost=chosen.cost,
         )
@@ -136,7 +144,7 @@ class RunSettings:
         names = {adapter.sha256: adapter.name for adapter in served} | {"": ""}
         settings = cls(
             engine,
-            engine_limits(engine, model, device.kind, device.memory_bytes),
+            model,
             device,
             length_share=1.0 if spec.sampling.ignore_eos else PRIOR_SHARE,
             rows_per_shard=spec.rows_per_shard,
@@ -162,8 +170,7 @@ class RunSettings:
         """For rows without a job, on the machine and the model of a preset cost model, by its name in `MACHINES`."""
         kind, memory_bytes, model = _MACHINE_MODELS[name]
         engine = EngineConfig(max_batch_rows=batch_rows, device=kind, cost=MACHINES[name])
-        limits = engine_limits(engine, parse_model_config(dict(model), {}), kind, memory_bytes)
-        return cls(engine, limits, Device(kind, name, memory_bytes), cost_origin=name)
+        return cls(engine, parse_model_config(dict(model), {}), Device(kind, name, memory_bytes), cost_origin=name)
 
     def under(self, policy: str, placement: str = "planner") -> RunSettings:
         """The same engines under a policy. Raises `JobRequestError` for one that the mode does not allow."""
@@ -179,6 +186,11 @@ class RunSettings:
             mode = "auto" if chosen.may_merge else "unmerged"
         engine = replace(self.engine, mode=mode, batcher=chosen.batcher)
         return replace(self, engine=engine, policy=policy, placement=placement)
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Of an engine: those that were asked for, others by the device's memory."""
+        return engine_limits(self.engine, self.model, self.device.kind, self.device.memory_bytes)
 
     @property
     def products(self) -> str:
@@ -452,13 +464,21 @@ def _preset(model: ModelConfig, kind: DeviceKind, products: str, threads: int | 
     return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}", True)
 
 
-def _mode(spec: JobSpec, kind: DeviceKind, model_folder: Path) -> Mode:
-    """The mode of engines. `auto` merges nothing into a base held in few bits: merged weights are held in 32."""
+def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path) -> Mode:
+    """The mode of engines. `auto` merges nothing into a base held in few bits, since merged weights are held in 32, nor
+    on a GPU without room for merged ones.
+    """
     if spec.mode != "auto":
         return spec.mode
-    is_widened = products_format(kind, spec.dtype, spec.base_quantization) != "float32"
-    in_blocks = kind == "cpu" and spec.policy == "planner" and not is_widened and has_blocks(model_folder)
-    return "unmerged" if in_blocks or spec.base_quantization != "none" else "auto"
+    if spec.base_quantization != "none":
+        return "unmerged"
+    if spec.policy != "planner":
+        return "auto"
+    if device.kind == "cuda":
+        itemsize = ITEM_BYTES[pool_format(device.kind, spec.dtype, spec.base_quantization)]
+        return "auto" if has_room_to_merge(device.memory_bytes, model, itemsize) else "unmerged"
+    is_widened = products_format(device.kind, spec.dtype, spec.base_quantization) != "float32"
+    return "unmerged" if has_blocks(model_folder) and not is_widened else "auto"
 
 
 def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path | None:

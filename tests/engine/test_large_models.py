@@ -10,7 +10,7 @@ import torch
 
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, ModelShape
-from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.memory.allocation import plan_pool
 from lorabatch.engine.memory.limits import (
     EngineLimits,
@@ -19,6 +19,7 @@ from lorabatch.engine.memory.limits import (
     engine_limits,
     gpu_plan,
     gpu_pool_bytes,
+    has_room_to_merge,
     live_weight_bytes,
     step_bytes,
     weight_bytes,
@@ -71,13 +72,15 @@ def test_the_memory_of_an_8b_engine_on_an_h200() -> None:
     weight_bytes = sum(math.prod(sizes) for sizes in stored_shapes(model).values()) * BF16
     assert live_weight_bytes(model, BF16) == 32 * LLAMA_3_8B.layer_weights * BF16
     assert step_bytes(plan.limits, model, BF16) < 2 << 30
-    pool = gpu_pool_bytes(H200_BYTES - weight_bytes, plan.limits, model, BF16)
-    assert 90 << 30 < pool < H200_BYTES - weight_bytes - live_weight_bytes(model, BF16)
+    copy_bytes = live_weight_bytes(model, BF16)
+    pool = gpu_pool_bytes(H200_BYTES - weight_bytes, copy_bytes, plan.limits, model, BF16)
+    assert 90 << 30 < pool < H200_BYTES - weight_bytes - copy_bytes
+    assert gpu_pool_bytes(H200_BYTES - weight_bytes, 0, plan.limits, model, BF16) == pool + copy_bytes
 
 
 def test_a_card_that_holds_the_weights_and_little_else_has_no_pool() -> None:
     model = model_of(LLAMA_3_8B)
-    assert gpu_pool_bytes(10 << 30, StepLimits(64, 512), model, BF16) == 0
+    assert gpu_pool_bytes(10 << 30, live_weight_bytes(model, BF16), StepLimits(64, 512), model, BF16) == 0
 
 
 @pytest.mark.parametrize(
@@ -100,9 +103,25 @@ def test_a_card_s_memory_decides_how_many_rows_and_tokens_a_step_has(
     found, pool = gpu_plan(free, EngineConfig(), model, BF16)
     assert found == limits
     assert step_bytes(StepLimits(64, found.step_tokens), model, BF16) <= free / 16
-    assert pool == gpu_pool_bytes(free, found, model, BF16)
+    assert pool == gpu_pool_bytes(free, live_weight_bytes(model, BF16), found, model, BF16)
     token_bytes = 2 * model.num_layers * model.kv_size * BF16
     assert found.batch_rows == 64 or found.batch_rows * 1024 * token_bytes <= pool
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "exact"])
+def test_modes_that_choose_no_merge_keep_no_memory_for_it(mode: Mode) -> None:
+    model = model_of(LLAMA_3_8B)
+    free = (40 << 30) - weight_bytes(model, BF16)
+    (_, of_auto), (limits, pool) = (gpu_plan(free, EngineConfig(mode=each), model, BF16) for each in ("auto", mode))
+    assert pool == gpu_pool_bytes(free, 0, limits, model, BF16) > 2 * of_auto
+    assert limits.batch_rows == 128
+
+
+@pytest.mark.parametrize(("card_gib", "has_room"), [(39, False), (78, True), (139, True)])
+def test_a_card_has_room_to_merge_where_the_copy_takes_a_third_of_what_weights_leave(
+    card_gib: int, has_room: bool
+) -> None:
+    assert has_room_to_merge(card_gib << 30, model_of(LLAMA_3_8B), BF16) == has_room
 
 
 def test_what_is_asked_for_stays() -> None:

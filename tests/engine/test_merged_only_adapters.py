@@ -12,6 +12,7 @@ from peft_oracle import register_all, weights_sha256
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.models.layers import Linear
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, SamplingParams
 
@@ -91,3 +92,35 @@ def test_mode_merged_needs_no_room_in_the_pool_for_adapters(tiny_llama: Path, ti
     assert small[adapter_id].mode == "merged"
     assert "raise pool_bytes" in (refused[adapter_id].error or "")
     assert refused["None"] == small["None"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_without_memory_for_merged_weights_only_rows_that_need_them_are_errors(
+    make_adapter: Callable[..., Path], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes that choose to merge keep that memory: there it is the engine that fails, not an adapter."""
+    folders = {
+        "dora": make_adapter(tmp_path / "dora", tiny_llama, use_dora=True),
+        "plain": make_adapter(tmp_path / "plain", tiny_llama, seed=1),
+    }
+    replace, merged = Linear.replace, []
+
+    def replace_some(linear: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        merged.append(linear)
+        if len(merged) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        replace(linear, weight, bias)
+
+    monkeypatch.setattr(Linear, "replace", replace_some)
+    engine = Engine(tiny_llama, EngineConfig(mode="unmerged", pool_bytes=4 << 20))
+    before, ids = weights_sha256(engine), register_all(engine, folders)
+    rows = [Request(name, PROMPT, ids[name], SamplingParams(max_tokens=3, ignore_eos=True)) for name in folders]
+    results = {result.request_id: result for result in engine.run(rows)}
+    assert "no memory for merged weights" in (results["dora"].error or "")
+    assert (results["plain"].error, results["plain"].mode) == (None, "unmerged")
+    assert weights_sha256(engine) == before
+    merged.clear()
+    engine = Engine(tiny_llama, EngineConfig(mode="merged", pool_bytes=4 << 20))
+    ids = register_all(engine, folders)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(engine.run([Request("dora", PROMPT, ids["dora"], SamplingParams(max_tokens=3))]))

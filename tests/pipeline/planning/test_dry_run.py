@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from lorabatch.console.plan_tables import plan_json, print_plan
-from lorabatch.engine.config import BLOCKS_KEY
+from lorabatch.engine.config import BLOCKS_KEY, read_model_config
+from lorabatch.engine.memory.limits import live_weight_bytes, weight_bytes
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
 from lorabatch.pipeline.planning.dry_run import dry_run
 
@@ -61,6 +62,19 @@ def test_nothing_is_merged_into_a_base_in_blocks_unless_it_is_asked_for(
     assert dry_run(in_blocks | {"mode": "merged"}).settings.engine.mode == "merged"
     assert dry_run(in_blocks | {"policy": "dlora"}).settings.engine.mode == "auto"
     assert dry_run(in_blocks | {"device": "cuda"}).settings.engine.mode == "auto"
+
+
+def test_nothing_is_merged_on_a_gpu_that_would_lose_its_pool_to_merged_weights(
+    options: dict[str, Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_model_config(tiny_llama)
+    for copies, expected in ((2, "unmerged"), (4, "auto")):
+        left = copies * live_weight_bytes(model, 2)
+        of_gpu = (1 << 30) + weight_bytes(model, 2) + left
+        monkeypatch.setattr("lorabatch.pipeline.cluster.devices._ASSUMED_GPU_BYTES", of_gpu)
+        on_gpu = options | {"device": "cuda:77", "pool_bytes": 1 << 20}
+        modes = {mode: dry_run(on_gpu | {"mode": mode}).settings.engine.mode for mode in ("auto", "merged", "unmerged")}
+        assert modes == {"auto": expected, "merged": "merged", "unmerged": "unmerged"}
 
 
 def test_lengths_are_known_when_the_stop_token_is_ignored(options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
-from lorabatch.engine.memory.limits import engine_limits, total_host_bytes
+from lorabatch.engine.memory.limits import total_host_bytes
 from lorabatch.jobs.history import AnswerLengths
 from lorabatch.kernels import cpu_instructions
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
@@ -27,7 +27,7 @@ from lorabatch.scheduler.simulation.synthetic import make_adapters, make_workloa
 def settings_for(model: Path, **options: Any) -> RunSettings:
     config = EngineConfig(num_threads=1, device="cpu", cost=CPU_SMOLLM2_135M, pool_bytes=1 << 24, **options)
     device = Device("cpu", "CPU", total_host_bytes())
-    return RunSettings(config, engine_limits(config, read_model_config(model), "cpu", device.memory_bytes), device)
+    return RunSettings(config, read_model_config(model), device)
 
 
 def described(batcher: Any) -> Any:
