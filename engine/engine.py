@@ -202,6 +202,11 @@ class Engine:
         )
 
     @property
+    def num_preempted(self) -> int:
+        """Times that a row lost its memory to others and waited again, with its tokens."""
+        return self._batch.num_preempted
+
+    @property
     def switching_s(self) -> float:
         """Seconds spent on merging adapters so far."""
         return self._live.switching_s
@@ -216,7 +221,7 @@ class Engine:
         """Merge an adapter into the live weights instead of the one that is merged; None restores the base's.
 
         Raises `AdapterUnusableError`; the weights are then the base's. Memory for merged weights is kept in the modes
-        that choose to merge; in others an adapter that must be merged finds some or is unusable.
+        that choose to merge. In others an adapter that must be merged finds some or is unusable.
         """
         if adapter_id is None:
             self._live.restore()
@@ -231,8 +236,8 @@ class Engine:
                     raise
                 raise AdapterUnusableError(
                     adapter_id,
-                    f"adapter {weights.audit.name!r} is exact only when merged, and the device has no memory for merged "
-                    "weights; lower pool_bytes, or answer its rows in a job of --mode merged",
+                    f"adapter {weights.audit.name!r} is exact only when merged, and the device has no memory for "
+                    "merged weights; lower pool_bytes, or answer its rows in a job of --mode merged",
                 ) from error
 
     def check_integrity(self) -> None:
@@ -255,6 +260,7 @@ class Engine:
 
     def _plan_step(self) -> list[StepEntry]:
         """Entries of the next step, as the batcher chooses them."""
+        self._batch.grow()
         view = self._batch.view(self.config.batch_rows, self._live.merged_adapter_id)
         plan = self.batcher.next_step(view)
         entries = self._enact(view, plan)
@@ -341,6 +347,7 @@ def _running_batch(
         may_switch=config.mode == "auto",
         merges_all=config.mode == "merged",
         shows_memory=shows_memory,
+        rows_grow=traits.has_block_tables,
     )
 
 

@@ -193,7 +193,7 @@ class Sequence:
     `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
     device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
     adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.
-    `num_paused`: steps that it sat out, holding memory.
+    `num_paused`: steps that it sat out, holding memory. `held_tokens`: tokens for which it holds memory.
     """
 
     request: Request
@@ -205,6 +205,7 @@ class Sequence:
     holds_adapter: bool = False
     num_reused: int = 0
     num_paused: int = 0
+    held_tokens: int = 0
 
     @classmethod
     def of(cls, row: ExportedRow) -> Sequence:
@@ -251,6 +252,12 @@ class Sequence:
             return list(prompt[start:end])
         generated = self.token_ids[max(start - len(prompt), 0) : end - len(prompt)]
         return [*prompt[start:], *generated]
+
+    def preempted(self) -> Sequence:
+        """The sequence that goes on with its tokens once there is memory for it again; nothing of it is stored."""
+        again = Sequence.of(self.exported())
+        again.mode, again.num_paused = self.mode, self.num_paused
+        return again
 
     def exported(self) -> ExportedRow:
         """What another engine needs to go on."""

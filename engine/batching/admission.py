@@ -1,7 +1,10 @@
 """Admits waiting rows to the running batch while memory lasts, and makes room for them.
 
 Admission is exact: a row enters when the pages for its prompt and all of `max_tokens` are free and its adapter is
-resident, so a running row is never preempted. `Room` makes room in the pool by giving up what is cheapest to restore:
+resident, so a running row is never preempted. Where rows grow, a row enters with the pages of the tokens that it is
+expected to generate (docs/adr/0084-rows-grow-on-gpus.md).
+
+`Room` makes room in the pool by giving up what is cheapest to restore:
 prefix pages that no row waits for, then adapters that no running row uses, the one needed furthest in the future first.
 `WaitingRows` holds the rows without pages, in order of arrival.
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from functools import partial
 from itertools import accumulate, islice
 from math import inf
@@ -18,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...scheduler.batching import FreeMemory, StepPlan
+from ...scheduler.estimates.lengths import PRIOR_SHARE, tokens_to_hold
 from ..memory.loader import MAX_AHEAD
 from ..memory.pool import PageLayout, PagePool, PageRun
 from ..memory.registry import AdapterRegistry
@@ -77,6 +82,23 @@ class Room:
             return True
         if max(self.pool.free_runs_without(self._evictable_owners(may_go)), default=0) < num_pages:
             return False
+        return self._give_up(has_room, next_use, may_go)
+
+    def make_room_anywhere(
+        self, num_pages: int, next_use: Callable[[], NextUse], may_go: Callable[[str], bool] = lambda adapter_id: True
+    ) -> bool:
+        """Free so many pages, wherever they are, as `make_room` does."""
+
+        def has_room() -> bool:
+            return self.pool.num_free >= num_pages
+
+        if has_room():
+            return True
+        if sum(self.pool.free_runs_without(self._evictable_owners(may_go))) < num_pages:
+            return False
+        return self._give_up(has_room, next_use(), may_go)
+
+    def _give_up(self, has_room: Callable[[], bool], next_use: NextUse, may_go: Callable[[str], bool]) -> bool:
         # a prefix page that no row waits for, then what a copy restores, then what has to be computed again
         if self._cache is not None and self._cache.make_room(has_room, spare_awaited=True):
             return True
@@ -122,7 +144,8 @@ def _is_later(next_use: NextUse, use: float, other_id: str) -> bool:
 class Admission:
     """Moves rows from `waiting` to `running`, with pages of the pool and a pin on their adapters.
 
-    `may_switch`: weights may change while rows run. `clean` erases a run before a row gets it (None: needless).
+    `may_switch`: weights may change while rows run. `rows_grow`: rows take more pages when they need them. `clean`
+    erases a run before a row gets it (None: needless).
     """
 
     def __init__(
@@ -133,6 +156,7 @@ class Admission:
         clean: Callable[[PageRun], None] | None,
         *,
         may_switch: bool,
+        rows_grow: bool,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -141,21 +165,25 @@ class Admission:
         self._residency, self._registry = room.residency, room.registry
         self._clean = clean
         self._may_switch = may_switch
+        self._rows_grow = rows_grow
 
-    def admit(self, plan: StepPlan, *, is_mixture: bool) -> None:
+    def admit(self, plan: StepPlan, expected: NDArray[np.float64] | None, *, is_mixture: bool) -> None:
         """Admit the plan's rows in its order until memory ends, or only read their adapters where it holds them back.
 
-        `is_mixture`: a merged adapter is pinned too.
+        `expected`: tokens of the answers of rows that wait (None: not known). `is_mixture`: a merged adapter is pinned
+        too.
         """
         if len(plan.admit) == 0:
             return
         rows, next_use = list(self._waiting), self.next_use()
         wanted = [rows[position] for position in plan.admit.tolist()]
+        for sequence, tokens in zip(wanted, self.tokens_to_hold(expected)[plan.admit].tolist(), strict=True):
+            sequence.held_tokens = tokens
         ready = self._ready(wanted, plan)
         admitted = [] if plan.holds_back else ready
         absent = self._absent_adapters(admitted, plan)
         pages = sum(map(self._rounded_pages, admitted)) + sum(map(self._room.adapter_pages, absent))
-        if pages <= self._pool.largest_free_run // 2:
+        if pages <= (self._pool.num_free if self._rows_grow else self._pool.largest_free_run) // 2:
             # Nothing has to make room for another: adapters first, then runs of equal size side by side.
             for adapter_id in absent:
                 self._room.make_resident(adapter_id, next_use)
@@ -172,7 +200,11 @@ class Admission:
             absent = (a for a in self._next_uses() if self._residency.get(a) is None)
             loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), MAX_AHEAD))
 
-    def free_memory(self) -> FreeMemory:
+    def tokens_to_hold(self, expected: NDArray[np.float64] | None) -> NDArray[np.int64]:
+        """Tokens for which each waiting row takes memory when it enters, `[num_waiting]`."""
+        return self._waiting.tokens_to_hold(expected) if self._rows_grow else self._waiting.capacity_tokens()
+
+    def free_memory(self, expected: NDArray[np.float64] | None) -> FreeMemory:
         """Memory left for waiting rows, where weights may change while rows run."""
         pages: dict[int, int] = {}
         awaited = []
@@ -184,8 +216,11 @@ class Admission:
                 pages[code] = self._room.adapter_pages(adapter_id)
             if not self._room.is_available(adapter_id):
                 awaited.append(code)
-        row_pages = -(-self._waiting.capacity_tokens() // self._layout.page_tokens)
-        return FreeMemory(tuple(self._room.gaps()), row_pages, pages, self._layout.run_pages, frozenset(awaited))
+        row_pages = -(-self.tokens_to_hold(expected) // self._layout.page_tokens)
+        gaps = self._room.gaps()
+        if self._rows_grow:
+            gaps = [sum(gaps)]
+        return FreeMemory(tuple(gaps), row_pages, pages, self._layout.run_pages, frozenset(awaited))
 
     def next_use(self) -> NextUse:
         """A function from an adapter to the number of rows that enter before its next; infinite where none waits."""
@@ -225,13 +260,13 @@ class Admission:
         loader.prefetch(unread[: max(MAX_AWAITED - num_begun, 0)])
 
     def _rounded_pages(self, sequence: Sequence) -> int:
-        exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        exact = self._layout.pages_for_tokens(sequence.held_tokens)
         return -(-exact // self._layout.run_pages) * self._layout.run_pages
 
     def _admit_row(self, sequence: Sequence, plan: StepPlan, next_use: NextUse, *, is_mixture: bool) -> bool:
         """Give a waiting row its pages and its adapter; False when memory does not allow it now."""
         adapter_id = self._adapter_to_hold(sequence, plan)
-        exact = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        exact = self._layout.pages_for_tokens(sequence.held_tokens)
         if not self._take_memory(sequence, (self._rounded_pages(sequence), exact), adapter_id, next_use):
             if self._running or is_mixture:
                 return False
@@ -239,8 +274,10 @@ class Admission:
             self._room.make_room(self._pool.num_pages, next_use)
             has_memory = self._take_memory(sequence, (exact,), adapter_id, next_use)
             assert has_memory, f"row {sequence.request.request_id} does not fit into an empty pool"
+        owner = row_owner(sequence)
+        sequence.held_tokens = self._pool.num_pages_of(owner) * self._layout.page_tokens
         if self._clean is not None:
-            self._clean(self._pool.run_of(row_owner(sequence)))
+            self._clean(self._pool.run_of(owner))
         if adapter_id is not None:
             self._residency.pin(adapter_id)
             sequence.holds_adapter = True
@@ -252,9 +289,18 @@ class Admission:
     ) -> bool:
         """Allocate the largest possible of `sizes` for the row and load its adapter; False when both do not fit."""
         owner = row_owner(sequence)
-        if not self._room.make_room(min(sizes), next_use, lambda other: other != adapter_id):
-            return False
-        next(size for size in sizes if self._pool.allocate(owner, size) is not None)
+
+        def may_go(other_id: str) -> bool:
+            return other_id != adapter_id
+
+        if self._rows_grow:
+            if not self._room.make_room_anywhere(min(sizes), lambda: next_use, may_go):
+                return False
+            self._pool.allocate_anywhere(owner, min(sizes))
+        else:
+            if not self._room.make_room(min(sizes), next_use, may_go):
+                return False
+            next(size for size in sizes if self._pool.allocate(owner, size) is not None)
         is_resident = False
         try:
             is_resident = adapter_id is None or self._room.make_resident(adapter_id, next_use)
@@ -277,6 +323,9 @@ class WaitingRows:
         self._num_of: Counter[str] = Counter()
         self._capacity_tokens: dict[str, int] = {}
         self._prompt_tokens: dict[str, int] = {}
+        self._generated_tokens: dict[str, int] = {}
+        # Tokens of answers that cannot be shorter.
+        self._least_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -289,10 +338,14 @@ class WaitingRows:
 
     def append(self, sequence: Sequence) -> None:
         """Add a row at the end. Request ids are unique among unfinished rows."""
-        assert sequence.request.request_id not in self._rows, f"row {sequence.request.request_id} waits already"
-        self._rows[sequence.request.request_id] = sequence
-        self._capacity_tokens[sequence.request.request_id] = sequence.capacity_tokens
-        self._prompt_tokens[sequence.request.request_id] = sequence.prompt_tokens
+        request_id, sampling = sequence.request.request_id, sequence.request.sampling
+        assert request_id not in self._rows, f"row {request_id} waits already"
+        self._rows[request_id] = sequence
+        self._capacity_tokens[request_id] = sequence.capacity_tokens
+        self._prompt_tokens[request_id] = sequence.prompt_tokens
+        self._generated_tokens[request_id] = len(sequence.token_ids)
+        has_no_end = sampling.ignore_eos and not sampling.stop
+        self._least_tokens[request_id] = sampling.max_tokens if has_no_end else sampling.min_tokens
         if sequence.request.adapter_id is not None:
             self._num_of[sequence.request.adapter_id] += 1
 
@@ -300,12 +353,19 @@ class WaitingRows:
         """Remove a row and return it. Raises KeyError when it does not wait."""
         sequence = self._rows.pop(request_id)
         del self._capacity_tokens[request_id], self._prompt_tokens[request_id]
+        del self._generated_tokens[request_id], self._least_tokens[request_id]
         adapter_id = sequence.request.adapter_id
         if adapter_id is not None:
             self._num_of[adapter_id] -= 1
             if not self._num_of[adapter_id]:
                 del self._num_of[adapter_id]
         return sequence
+
+    def put_first(self, sequences: Items[Sequence]) -> None:
+        """Add rows at the beginning."""
+        later = [self.remove(request_id) for request_id in list(self._rows)]
+        for sequence in (*sequences, *later):
+            self.append(sequence)
 
     def wants(self, adapter_id: str) -> bool:
         """Whether a row of the adapter waits."""
@@ -323,6 +383,15 @@ class WaitingRows:
     def capacity_tokens(self) -> NDArray[np.int64]:
         """`Sequence.capacity_tokens` of every row, [num_waiting], in order of arrival."""
         return np.fromiter(self._capacity_tokens.values(), np.int64, len(self))
+
+    def tokens_to_hold(self, expected: NDArray[np.float64] | None) -> NDArray[np.int64]:
+        """Tokens for which every row takes memory when it may take more later, [num_waiting], in order of arrival."""
+        prompt, capacity = self.prompt_tokens(), self.capacity_tokens()
+        generated = np.fromiter(self._generated_tokens.values(), np.int64, len(self))
+        least = np.fromiter(self._least_tokens.values(), np.int64, len(self))
+        max_tokens = capacity - prompt + 1
+        guess = PRIOR_SHARE * max_tokens if expected is None else expected
+        return tokens_to_hold(prompt, generated, max_tokens, np.maximum(guess, least))
 
     def prompt_tokens(self) -> NDArray[np.int64]:
         """`Sequence.prompt_tokens` of every row, [num_waiting], in order of arrival."""

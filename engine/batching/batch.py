@@ -24,7 +24,8 @@ class RunningBatch:
     """Tracks waiting and running rows and their memory; no arithmetic on tensors.
 
     `may_switch`: weights may change while rows run. `merges_all`: no adapter is ever served from the pool.
-    `shows_memory`: the batcher asks which rows would enter. `clean` erases a run before a row gets it (None: needless).
+    `shows_memory`: the batcher asks which rows would enter. `rows_grow`: rows take more pages when they need them,
+    where block tables name them. `clean` erases a run before a row gets it (None: needless).
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class RunningBatch:
         may_switch: bool,
         merges_all: bool,
         shows_memory: bool = False,
+        rows_grow: bool = False,
     ) -> None:
         self.pool = room.pool
         self.residency = room.residency
@@ -43,12 +45,17 @@ class RunningBatch:
         self._registry = room.registry
         self._room = room
         self._merges_all = merges_all
+        self._rows_grow = rows_grow
         self._taken_out: MergedShare | None = None
         self._shows_memory = may_switch or (shows_memory and not merges_all)
         self._waiting = WaitingRows()
         self._running: dict[str, Sequence] = {}
         self._lengths = LengthsByPrompt()
-        self._admission = Admission(self._waiting, self._running, room, clean, may_switch=may_switch)
+        self._admission = Admission(
+            self._waiting, self._running, room, clean, may_switch=may_switch, rows_grow=rows_grow
+        )
+        #: Times that a row lost its memory to others.
+        self.num_preempted = 0
 
     @property
     def num_waiting(self) -> int:
@@ -79,7 +86,7 @@ class RunningBatch:
     def view(self, max_batch_rows: int, merged_adapter_id: str | None) -> BatchView:
         """The state of the batch as the batcher sees it."""
         code_of = self._registry.code_of
-        rows = self._running.values()
+        rows, expected = self._running.values(), self._expected_tokens()
         return BatchView(
             running_adapter=np.fromiter((code_of[s.request.adapter_id] for s in rows), np.int32, len(rows)),
             waiting_adapter=self._waiting.adapter_codes(code_of),
@@ -87,8 +94,8 @@ class RunningBatch:
             merged_adapter=None if merged_adapter_id is None else code_of[merged_adapter_id],
             resident_adapter=np.array([code_of[a] for a in self.residency.resident_ids], np.int32),
             paused_steps=np.fromiter((s.num_paused for s in rows), np.int64, len(rows)),
-            memory=self._admission.free_memory() if self._shows_memory else None,
-            waiting_tokens=self._expected_tokens(),
+            memory=self._admission.free_memory(expected) if self._shows_memory else None,
+            waiting_tokens=expected,
             has_prompts=any(not s.is_decoding for s in rows),
         )
 
@@ -102,6 +109,32 @@ class RunningBatch:
         waiting = self._waiting.prompt_tokens()
         max_tokens = self._waiting.capacity_tokens() - waiting + 1
         return self._lengths.expected(waiting, max_tokens, prompt, generated)
+
+    def grow(self) -> None:
+        """Take pages for the next token of every running row. Where none are left, the rows that came last are
+        preempted: they wait again, first of all, with what they have generated.
+        """
+        if not self._rows_grow:
+            return
+        short = [s for s in self._running.values() if s.total_tokens > s.held_tokens and not s.awaits_end]
+        if not short:
+            return
+        lost: list[Sequence] = []
+        while not self._room.make_room_anywhere(len(short), self._admission.next_use):
+            last = next(reversed(self._running.values()))
+            assert len(self._running) > 1, f"row {last.request.request_id} does not fit into an empty pool"
+            self.release(last)
+            short = [s for s in short if s is not last]
+            lost.append(last.preempted())
+            self.num_preempted += 1
+        if lost:
+            self._waiting.put_first(lost[::-1])
+            if self.prefixes is not None:
+                for sequence in lost:
+                    self.prefixes.expect(sequence)
+        for sequence in short:
+            self.pool.extend(row_owner(sequence))
+            sequence.held_tokens += self._layout.page_tokens
 
     def finished(self, sequence: Sequence) -> None:
         """Learn from the length of an answer that is complete."""
@@ -151,7 +184,7 @@ class RunningBatch:
         self.residency.loader.drop_unwanted(self._waiting.wants)
         self.residency.settle()
         paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
-        self._admission.admit(plan, is_mixture=self.is_mixture)
+        self._admission.admit(plan, view.waiting_tokens, is_mixture=self.is_mixture)
         if plan.mode != "merged":
             self._admission.read_ahead()
         served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
@@ -228,17 +261,20 @@ class RunningBatch:
             unfinished = [s.request.request_id for s in (*self._waiting, *self._running.values())]
             self.prefixes.check_integrity(unfinished)
         for sequence in self._running.values():
-            pages = self.pool.run_of(row_owner(sequence)).num_pages + len(self._shared_pages(sequence))
+            pages = self.pool.num_pages_of(row_owner(sequence)) + len(self._shared_pages(sequence))
             held = pages * self._layout.page_tokens
-            needed = sequence.capacity_tokens
+            noted = sequence.held_tokens
+            assert held == noted, f"row {sequence.request.request_id} holds {held} token places, {noted} are noted"
+            needed = sequence.num_stored if self._rows_grow else sequence.capacity_tokens
             assert held >= needed, f"row {sequence.request.request_id} holds {held} token places, needs {needed}"
 
     def _entry(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> StepEntry:
-        adapter_id, run = sequence.request.adapter_id, self.pool.run_of(row_owner(sequence))
-        shared = self._shared_pages(sequence)
+        adapter_id, owner = sequence.request.adapter_id, row_owner(sequence)
+        run, shared = self.pool.run_of(owner), self._shared_pages(sequence)
+        extensions = self.pool.extensions_of(owner)
         if adapter_id is not None and self._registry.code_of[adapter_id] == plan.merged_adapter:
             sequence.served("merged")
-            return StepEntry(sequence, num_tokens, run, None, None, shared)
+            return StepEntry(sequence, num_tokens, run, None, None, shared, extensions)
         adapter = None if adapter_id is None else self.residency.get(adapter_id)
         assert adapter_id is None or adapter is not None, (
             f"row {sequence.request.request_id}: its adapter left the pool"
@@ -248,9 +284,9 @@ class RunningBatch:
             self.residency.join(adapter_id)
         if plan.mode == "mixture":
             sequence.served("mixture")
-            return StepEntry(sequence, num_tokens, run, adapter, self._taken_out, shared)
+            return StepEntry(sequence, num_tokens, run, adapter, self._taken_out, shared, extensions)
         sequence.served("base" if adapter is None else "unmerged")
-        return StepEntry(sequence, num_tokens, run, adapter, None, shared)
+        return StepEntry(sequence, num_tokens, run, adapter, None, shared, extensions)
 
     def _shared_pages(self, sequence: Sequence) -> tuple[int, ...]:
         return () if self.prefixes is None else self.prefixes.pages_of(sequence)

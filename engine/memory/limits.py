@@ -8,8 +8,8 @@ numbers come from its memory:
   kernel (some 450 launches for 32 layers) over more tokens.
 - `batch_rows`: as many as the pool holds with contexts of 1024 tokens, in steps of 64, from 64 to 512. Weights are read
   once per step whatever the rows; beyond 512 rows planning a step on the host would take longer than the step.
-- the pool: what weights, the copy that adapters are merged into, and the largest step leave. There is no copy in the modes `unmerged` and
-  `exact`, nor in `auto` where it would take more than a third of what the weights leave.
+- the pool: what weights, the copy that adapters are merged into, and the largest step leave. Modes `unmerged` and
+  `exact` keep no copy, and jobs in `auto` merge nothing where it would take more than a third of what weights leave.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _MERGE_SHARE = 1 / 3
 # Where memory allows, runs on a CPU are rounded up to this many pages: sequences of equal runs share attention calls.
 # (64 rows with answers of 16 to 72 tokens: 33 calls a layer with exact runs, 9 with runs of 4 pages.)
 RUN_PAGES: dict[DeviceKind, int] = {"cpu": 4, "cuda": 1}
+# Whether a row may take more pages as it grows: where block tables name them one by one.
+ROWS_GROW: dict[DeviceKind, bool] = {"cpu": False, "cuda": True}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -1,7 +1,8 @@
 """Allocates the pages of one pool for keys, values and adapters (unified paging, S-LoRA section 4.2, with exact sizes).
 
 A page holds the keys and values of `page_tokens` tokens in all layers. An owner (a sequence or an adapter) takes a
-run of pages; on CPU the run is contiguous, so that its owner lays it out as it likes and reads it as views.
+run of pages, so that it lays it out as it likes and reads it as views. Where block tables name pages one by one, a run
+can be extended by pages from anywhere.
 Nothing is reserved for adapters or for keys and values: one free list serves both.
 """
 
@@ -55,6 +56,8 @@ class PagePool:
         self.num_pages = num_pages
         self._free: list[PageRun] = [PageRun(0, num_pages)]  # sorted by start, never adjacent
         self._owned: dict[Hashable, PageRun] = {}
+        # Pages by which runs were extended, in order.
+        self._extensions: dict[Hashable, list[PageRun]] = {}
 
     @property
     def num_free(self) -> int:
@@ -79,8 +82,16 @@ class PagePool:
         return runs
 
     def run_of(self, owner: Hashable) -> PageRun:
-        """The run an owner holds. Raises KeyError when it holds none."""
+        """The run an owner holds, without what it was extended by. Raises KeyError when it holds none."""
         return self._owned[owner]
+
+    def num_pages_of(self, owner: Hashable) -> int:
+        """Pages that an owner holds. Raises KeyError when it holds none."""
+        return sum(run.num_pages for run in (self._owned[owner], *self._extensions.get(owner, ())))
+
+    def extensions_of(self, owner: Hashable) -> tuple[PageRun, ...]:
+        """What an owner's run was extended by, in order."""
+        return tuple(self._extensions.get(owner, ()))
 
     def allocate(self, owner: Hashable, num_pages: int, *, from_end: bool = False) -> PageRun | None:
         """A contiguous run for `owner`, or None when no free run is long enough.
@@ -106,8 +117,37 @@ class PagePool:
         return taken
 
     def release(self, owner: Hashable) -> None:
-        """Free an owner's run and join it with free neighbours. Raises KeyError when it holds none."""
-        self._free_run(self._owned.pop(owner))
+        """Free all pages of an owner and join them with free neighbours. Raises KeyError when it holds none."""
+        for run in (self._owned.pop(owner), *self._extensions.pop(owner, ())):
+            self._free_run(run)
+
+    def allocate_anywhere(self, owner: Hashable, num_pages: int) -> None:
+        """Pages for `owner` wherever they are, of which so many must be free."""
+        assert self.num_free >= num_pages, f"owner {owner!r} asked for {num_pages} pages of {self.num_free} free ones"
+        run = self.allocate(owner, min(num_pages, self.largest_free_run))
+        assert run is not None
+        for _ in range(num_pages - run.num_pages):
+            self.extend(owner)
+
+    def extend(self, owner: Hashable) -> None:
+        """Give an owner one page more, of which one must be free: the one behind its last if it can be had, else of the
+        smallest gap.
+        """
+        assert self._free, f"owner {owner!r} asked for a page of a full pool"
+        extensions = self._extensions.setdefault(owner, [])
+        last = extensions[-1] if extensions else self._owned[owner]
+        i = bisect.bisect_left(self._free, last.end, key=lambda free: free.start)
+        if i == len(self._free) or self._free[i].start != last.end:
+            i = min(range(len(self._free)), key=lambda i: self._free[i].num_pages)
+        gap = self._free[i]
+        if gap.num_pages > 1:
+            self._free[i] = PageRun(gap.start + 1, gap.num_pages - 1)
+        else:
+            del self._free[i]
+        if extensions and gap.start == last.end:
+            extensions[-1] = PageRun(last.start, last.num_pages + 1)
+        else:
+            extensions.append(PageRun(gap.start, 1))
 
     def _free_run(self, run: PageRun) -> None:
         i = bisect.bisect_left(self._free, run.start, key=lambda free: free.start)
@@ -120,25 +160,30 @@ class PagePool:
         self._free.insert(i, PageRun(start, end - start))
 
     def pass_first(self, owner: Hashable, heir: Hashable) -> PageRun:
-        """Make the first page of an owner's run, which has more, another owner's."""
+        """Make the first page of an owner, which has more, another owner's."""
         first = self._take_first(owner)
         assert heir not in self._owned, f"owner {heir!r} holds {self._owned[heir]} already"
         self._owned[heir] = first
         return first
 
     def release_first(self, owner: Hashable) -> None:
-        """Free the first page of an owner's run, which has more."""
+        """Free the first page of an owner, which has more."""
         self._free_run(self._take_first(owner))
 
     def _take_first(self, owner: Hashable) -> PageRun:
-        run = self._owned[owner]
-        assert run.num_pages > 1, f"owner {owner!r} would be left without a page of {run}"
-        self._owned[owner] = PageRun(run.start + 1, run.num_pages - 1)
+        run, extensions = self._owned[owner], self._extensions.get(owner)
+        assert run.num_pages > 1 or extensions, f"owner {owner!r} would be left without a page of {run}"
+        if run.num_pages > 1:
+            self._owned[owner] = PageRun(run.start + 1, run.num_pages - 1)
+        else:
+            assert extensions
+            self._owned[owner] = extensions.pop(0)
         return PageRun(run.start, 1)
 
     def check_integrity(self) -> None:
         """Assert that every page is free or held by exactly one owner, and free runs are sorted and joined."""
-        runs = sorted([*self._free, *self._owned.values()], key=lambda run: run.start)
+        extensions = (run for runs in self._extensions.values() for run in runs)
+        runs = sorted([*self._free, *self._owned.values(), *extensions], key=lambda run: run.start)
         position = 0
         for run in runs:
             assert run.start == position, f"page {position}: next run starts at {run.start} ({runs})"

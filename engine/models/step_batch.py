@@ -29,7 +29,7 @@ class StepEntry:
     """`num_tokens` next tokens of one sequence, with the adapter it is served by (None: base or merged).
 
     `minus`: the merged adapter, where the sequence must not see it (mixture). `shared`: pages of the prefix cache that
-    begin its block table; `run` goes on behind them.
+    begin its block table; `run` goes on behind them, and `extensions` behind that.
     """
 
     sequence: Sequence
@@ -38,6 +38,7 @@ class StepEntry:
     adapter: ResidentAdapter | None
     minus: MergedShare | None = None
     shared: tuple[int, ...] = ()
+    extensions: tuple[PageRun, ...] = ()
 
     @property
     def is_decode(self) -> bool:

@@ -205,7 +205,10 @@ def split_keys_of(contexts: _Int64s, full_rows: int | None) -> int:
 def _pages(entry: StepEntry, count: int) -> _Int64s:
     """The first `count` pages of a row's block table."""
     own = np.arange(entry.run.start, entry.run.start + count - len(entry.shared))
-    return np.concatenate([np.array(entry.shared, np.int64), own]) if entry.shared else own
+    if not entry.shared and not entry.extensions:
+        return own
+    runs = [np.arange(run.start, run.end) for run in (entry.run, *entry.extensions)]
+    return np.concatenate([np.array(entry.shared, np.int64), *runs])[:count]
 
 
 def _token_ids(entry: StepEntry) -> list[int]:

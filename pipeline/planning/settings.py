@@ -28,7 +28,7 @@ from ...engine.config import (
     products_format,
     read_model_config,
 )
-from ...engine.memory.limits import ITEM_BYTES, EngineLimits, engine_limits, has_room_to_merge
+from ...engine.memory.limits import ITEM_BYTES, ROWS_GROW, EngineLimits, engine_limits, has_room_to_merge
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
@@ -87,10 +87,11 @@ _GPU_PRESET_PARAMETERS = 8.0e9
 class RunSettings:
     """What every run of a job is built from.
 
-    `engine`: as engines are started, cost model included. `model`: the base. `length_share`: of `max_tokens` that answers are expected to take. `migrates`: running rows may move. `shares_adapters`: workers
-    fetch adapters from one another. `shares_prefixes`: engines compute prompt beginnings once. `merged_only`: names of
-    adapters that are exact only when merged. `cost_origin`: where the cost model comes from, for people. `policy`,
-    `placement`: names in `scheduler.policies`; see `under`.
+    `engine`: as engines are started, cost model included. `model`: the base. `length_share`: of `max_tokens` that
+    answers are expected to take. `migrates`: running rows may move. `shares_adapters`: workers fetch adapters from one
+    another. `shares_prefixes`: engines compute prompt beginnings once. `merged_only`: names of adapters that are exact
+    only when merged. `cost_origin`: where the cost model comes from, for people. `policy`, `placement`: names in
+    `scheduler.policies`; see `under`.
 
     `prices`: what steps take as earlier jobs have measured it (None: as the cost model says). Predictions are made with
     it and no decision, so that engines can be shared and do the same whatever ran before. `lengths`: of the answers of
@@ -267,6 +268,7 @@ class RunSettings:
             page_tokens=limits.page_tokens,
             run_pages=limits.run_pages,
             token_bytes=0 if self.engine.mode == "merged" else limits.token_bytes,
+            rows_grow=ROWS_GROW[self.device.kind] and self.length_share < 1,
             adapter_source="storage",
             loads_beside_steps=self.device.kind != "cpu",
             look_ahead=_ALL_ROWS,

@@ -42,6 +42,20 @@ def expected_tokens(max_tokens: NDArray[np.int32], share: float = PRIOR_SHARE) -
     return np.where(max_tokens > 0, np.maximum(1.0, share * max_tokens.astype(np.float64)), 0.0)
 
 
+def tokens_to_hold(
+    prompt_tokens: Integers, generated_tokens: Integers, max_tokens: Integers, expected: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Tokens for which rows take memory when they enter, where they may take more later, int64 `[num_rows]`.
+
+    `expected`: of whole answers. A row that has outlived that is taken to generate half as much again. The last token
+    of a row is never read back.
+    """
+    left = np.maximum(expected - generated_tokens, np.maximum(1.0, expected / 2))
+    answer = np.minimum(generated_tokens + np.ceil(left).astype(np.int64), max_tokens)
+    held: NDArray[np.int64] = np.maximum(1, prompt_tokens.astype(np.int64) + answer - 1)
+    return held
+
+
 def known_tokens(
     expected: NDArray[np.float64],
     max_tokens: NDArray[np.int32],

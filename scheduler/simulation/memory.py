@@ -25,18 +25,21 @@ class SimulatedPages:
         page_bytes = page_tokens * token_bytes
         sizes = {i: adapter.weight_bytes for i, adapter in enumerate(workload.adapters)} if page_bytes else {}
         self.of_adapter = {i: max(1, -(-size // page_bytes)) for i, size in sizes.items()}
-        self._run_pages = run_pages
+        self._page_tokens, self._run_pages = page_tokens, run_pages
 
-    def rounded(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of rows where memory is ample."""
-        return -(-self.of_row[rows] // self._run_pages) * self._run_pages
+    def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self._page_tokens)
 
-    def taken(self, rows: NDArray[np.int64], held: int) -> NDArray[np.int64]:
-        """What these rows take, in this order, beside rows that hold so much."""
-        rounded = self.rounded(rows)
+    def rounded(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of rows that need so many, where memory is ample."""
+        return -(-pages // self._run_pages) * self._run_pages
+
+    def taken(self, exact: NDArray[np.int64], held: int) -> NDArray[np.int64]:
+        """What rows that need so many take, in this order, beside rows that hold so much."""
+        rounded = self.rounded(exact)
         if self.num_pages is None or held + int(rounded.sum()) <= self.num_pages:
             return rounded
-        exact = self.of_row[rows]
         for i, pages in enumerate(rounded.tolist()):
             rounded[i] = pages if held + pages <= self.num_pages else exact[i]
             held += int(rounded[i])

@@ -1,8 +1,11 @@
 """A simulated replica: the real batching policy on rows whose steps take the cost model's seconds.
 
 Admission and steps follow the engine's rules (`engine/batching`). A row enters when the pages of its prompt and all of
-`max_tokens` are free and its adapter is there; a running row is never preempted. A step holds one token of each
-decoding row, then as much of the prompts as its tokens allow, in order of admission: a prompt that is longer is begun.
+`max_tokens` are free and its adapter is there. Where rows grow, those of the tokens that it is expected to generate are
+enough: it takes more as it grows, and when none is left the rows that came last are preempted.
+
+A step holds one token of each decoding row, then as much of the prompts as its tokens allow, in order of admission: a
+prompt that is longer is begun.
 An absent adapter is read beside the steps, and its rows wait, unless nothing else can run. Not modelled: pages that are
 free but not side by side, and the pages that a prefix cache holds.
 
@@ -24,7 +27,7 @@ from numpy.typing import NDArray
 
 from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
-from ..estimates.lengths import LengthEstimator, LengthsByPrompt
+from ..estimates.lengths import LengthEstimator, LengthsByPrompt, expected_tokens, tokens_to_hold
 from ..estimates.pace import StepBudget
 from ..workload import Workload
 from .memory import SimulatedMemory, SimulatedPages
@@ -40,9 +43,9 @@ class ReplicaSettings:
 
     `kv_tokens`: tokens that the pool holds, in pages of `page_tokens`; a row takes one run of pages, a multiple of
     `run_pages` where there is room. None: endless. `token_bytes`: keys and values of one token, by which adapters take
-    pages of the pool too; 0: they take none. `adapter_slots`: adapters resident at once, least recently used goes
-    first; None: endless. `loads_beside_steps`: loads cost steps nothing; on CPU both take the same cores.
-    `look_ahead`: waiting rows the batcher sees.
+    pages of the pool too; 0: they take none. `rows_grow`: see above. `adapter_slots`: adapters resident at once, least
+    recently used goes first; None: endless. `loads_beside_steps`: loads cost steps nothing; on CPU both take the same
+    cores. `look_ahead`: waiting rows the batcher sees.
     """
 
     max_batch_rows: int = 64
@@ -51,6 +54,7 @@ class ReplicaSettings:
     page_tokens: int = 1
     run_pages: int = 1
     token_bytes: int = 0
+    rows_grow: bool = False
     adapter_slots: int | None = None
     adapter_source: AdapterSource = "host"
     loads_beside_steps: bool = True
@@ -184,20 +188,21 @@ class SimulatedReplica:
 
     def step(self, now_s: float, until_s: float = float("inf")) -> StepOutcome:
         """Run one step, or one leap that ends about `until_s` at the latest. There must be rows."""
+        self._grow()
         seen = self.waiting[: self._settings.look_ahead]
         view = self._view(seen, now_s)
         plan = self._batcher.next_step(view)
-        admit = self._admissible(plan, seen, view, now_s)
+        admit = self._admissible(plan, view, now_s)
         if not plan.serve.any() and len(admit) == 0:
             # Paused rows hold the memory that the policy wants for others: let them finish.
             plan = all_unmerged(view, plan.admit)
-            admit = self._admissible(plan, seen, view, now_s)
+            admit = self._admissible(plan, view, now_s)
         rows = np.concatenate([self.running[plan.serve], seen[admit]])
         plan = without_vain_merge(plan, self._merged, self._workload.adapter_index[rows])
         overhead_s = self._switch(plan.merged_adapter)
         if len(admit) or self._settings.adapter_slots is not None:
             overhead_s += self._load(rows, now_s)
-        is_served = self._join(plan.serve, admit, now_s)
+        is_served = self._join(plan.serve, admit, None if view.memory is None else view.memory.row_pages[admit], now_s)
         if plan.mode != "merged":
             self._read_ahead(now_s)
         # In a full batch nothing changes when an adapter comes.
@@ -209,12 +214,12 @@ class SimulatedReplica:
     def _view(self, seen: NDArray[np.int64], now_s: float) -> BatchView:
         """What the batcher sees."""
         adapters, memory = self._workload.adapter_index, None
-        running, waiting = adapters[self.running], adapters[seen]
+        running, waiting, expected = adapters[self.running], adapters[seen], self._expected_tokens(seen)
         if self._pages.num_pages is not None:
             free = max(0, self._pages.num_pages - int(self._held.sum()) - self._pinned_pages)
             awaited = self._memory.absent(waiting, now_s)
             memory = FreeMemory(
-                (free,), self._pages.of_row[seen], self._pages.of_adapter, self._settings.run_pages, awaited
+                (free,), self._pages_to_hold(seen, expected), self._pages.of_adapter, self._settings.run_pages, awaited
             )
         return BatchView(
             running,
@@ -224,7 +229,7 @@ class SimulatedReplica:
             resident_adapter=self._memory.resident_array,
             paused_steps=self._timeline.paused_steps[self.running],
             memory=memory,
-            waiting_tokens=self._expected_tokens(seen),
+            waiting_tokens=expected,
             has_prompts=bool(self._unstored.any()),
         )
 
@@ -236,7 +241,37 @@ class SimulatedReplica:
         own = prompt[self.running]
         return self._by_prompt.expected(prompt[waiting], limit[waiting], own, self._total - own)
 
-    def _admissible(self, plan: StepPlan, seen: NDArray[np.int64], view: BatchView, now_s: float) -> NDArray[np.int64]:
+    def _pages_to_hold(self, waiting: NDArray[np.int64], expected: NDArray[np.float64] | None) -> NDArray[np.int64]:
+        """Pages that each of these rows takes when it enters."""
+        if not self._settings.rows_grow or not len(waiting):
+            return self._pages.of_row[waiting]
+        prompt, limit = self._workload.prompt_tokens[waiting], self._workload.max_tokens[waiting]
+        brought = np.array([self._brought.get(row, 0) for row in waiting.tolist()] if self._brought else [0])
+        guess = expected_tokens(limit) if expected is None else expected
+        return self._pages.of_tokens(tokens_to_hold(prompt, brought, limit, guess))
+
+    def _grow(self) -> None:
+        """Take pages for the next token of each row; where none is left, the rows that came last wait again."""
+        if not self._settings.rows_grow or self._pages.num_pages is None or not len(self.running):
+            return
+        ahead = self._settings.leap_steps if self._settings.is_coarse else 1
+        tokens = self._total + np.minimum(ahead, self._remaining) - 1
+        needed = np.maximum(self._held, self._pages.of_tokens(tokens))
+        num_kept = len(needed)
+        while num_kept > 1 and needed[:num_kept].sum() > self._pages.num_pages - self._pinned_pages:
+            num_kept -= 1
+            self._preempt_last()
+        self._held = needed[:num_kept]
+        self._memory.shrink(self._pages.left_for_adapters(int(self._held.sum())), self._pages.of_adapter, self._pin())
+
+    def _preempt_last(self) -> None:
+        row = int(self.running[-1])
+        self._brought[row] = int(self._total[-1] - self._workload.prompt_tokens[row])
+        self._timeline.preempted[self.number] += 1
+        self.waiting = np.concatenate([[row], self.waiting])
+        self._keep(np.arange(len(self.running)) < len(self.running) - 1)
+
+    def _admissible(self, plan: StepPlan, view: BatchView, now_s: float) -> NDArray[np.int64]:
         """Positions of the plan's admissions that enter: until memory ends, without those that wait for an adapter."""
         if not len(plan.admit):
             return plan.admit
@@ -247,7 +282,7 @@ class SimulatedReplica:
             return admit
         admit = admit[: view.memory.num_fitting(admit, view.waiting_adapter, view.running_adapter)]
         # As in the engine: where nothing has to make room, rows of equal size lie side by side.
-        rounded = self._pages.rounded(seen[admit])
+        rounded = self._pages.rounded(view.memory.row_pages[admit])
         absent = {a for a in set(view.waiting_adapter[admit].tolist()) if not self._memory.has(a)}
         num_pages = int(rounded.sum()) + sum(self._pages.of_adapter.get(a, 0) for a in absent)
         if num_pages <= view.memory.gaps[0] // 2:
@@ -296,8 +331,12 @@ class SimulatedReplica:
         timeline.peak_adapters[self.number] = max(timeline.peak_adapters[self.number], len(self._memory.resident))
         return seconds
 
-    def _join(self, serve: NDArray[np.bool_], positions: NDArray[np.int64], now_s: float) -> NDArray[np.bool_]:
-        """Waiting rows at these positions become the last running ones; returns who takes part, `[num_running]`."""
+    def _join(
+        self, serve: NDArray[np.bool_], positions: NDArray[np.int64], pages: NDArray[np.int64] | None, now_s: float
+    ) -> NDArray[np.bool_]:
+        """Waiting rows at these positions become the last running ones, each with its `pages` (None: endless memory).
+        Returns who takes part, `[num_running]`.
+        """
         if len(positions) == 0:
             return serve
         admitted = self.waiting[positions]
@@ -312,7 +351,8 @@ class SimulatedReplica:
         self._remaining = np.concatenate([self._remaining, np.maximum(1, self._output[admitted] - brought)])
         self._total = np.concatenate([self._total, total])
         self._unstored = np.concatenate([self._unstored, unstored])
-        self._held = np.concatenate([self._held, self._pages.taken(admitted, int(self._held.sum()))])
+        taken = self._pages.taken(self._pages.of_row[admitted] if pages is None else pages, int(self._held.sum()))
+        self._held = np.concatenate([self._held, taken])
         pinned = self._pin()
         self._memory.shrink(self._pages.left_for_adapters(int(self._held.sum())), self._pages.of_adapter, pinned)
         # A row on loan was admitted where it came from.
@@ -348,6 +388,8 @@ class SimulatedReplica:
         if not may_leap or num_prompts or not is_served.all():
             return 1
         passes = int(min(limit, self._remaining.min()))
+        if self._settings.rows_grow and self._pages.num_pages is not None:
+            passes = min(passes, int((self._held * self._settings.page_tokens - self._total).min()) + 1)
         if len(self.running) < self._settings.max_batch_rows and until_s < float("inf"):
             load = StepLoad(decode_rows=len(self.running), context_tokens=self._total.sum())
             passes = min(passes, max(1, int((until_s - now_s) / float(self._cost.step_seconds(load)))))

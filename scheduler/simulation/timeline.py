@@ -20,7 +20,8 @@ class Timeline:
     last one it ran on. `paused_steps` int64: steps in which it held memory and sat out. `busy_s`, `switch_s`, `load_s`
     float64 `[num_replicas]`: time in steps (all included), of which changing the merged adapter, and loading adapters.
     `num_steps` int64, `row_steps` int64, `prompt_tokens` int64 (computed), `merged_steps` int64, `mixed_steps` int64
-    `[num_replicas]`: the latter with prompts and decoding rows.
+    `[num_replicas]`: the latter with prompts and decoding rows. `preempted` int64 `[num_replicas]`: times that a row
+    lost its memory to others.
     `peak_adapters` int64 `[num_replicas]`: most adapters resident at once.
     """
 
@@ -37,6 +38,7 @@ class Timeline:
     prompt_tokens: NDArray[np.int64]
     merged_steps: NDArray[np.int64]
     mixed_steps: NDArray[np.int64]
+    preempted: NDArray[np.int64]
     peak_adapters: NDArray[np.int64]
 
     @classmethod
@@ -56,6 +58,7 @@ class Timeline:
             prompt_tokens=np.zeros(num_replicas, np.int64),
             merged_steps=np.zeros(num_replicas, np.int64),
             mixed_steps=np.zeros(num_replicas, np.int64),
+            preempted=np.zeros(num_replicas, np.int64),
             peak_adapters=np.zeros(num_replicas, np.int64),
         )
 
@@ -108,7 +111,7 @@ def serving_metrics(workload: Workload, timeline: Timeline) -> ServingMetrics:
 class JobMetrics:
     """`utilisation`: busy time over makespan, all replicas. `batch_rows`: mean rows per pass. `switch_share`,
     `load_share`: of busy time. `merged_share`, `mixed_share`: of passes, those with a merged adapter and those with
-    prompts and decoding rows.
+    prompts and decoding rows. `num_preempted`: times that a row lost its memory.
     """
 
     makespan_s: float
@@ -119,6 +122,7 @@ class JobMetrics:
     load_share: float
     merged_share: float
     mixed_share: float
+    num_preempted: int
 
 
 def job_metrics(workload: Workload, timeline: Timeline, makespan_s: float) -> JobMetrics:
@@ -134,6 +138,7 @@ def job_metrics(workload: Workload, timeline: Timeline, makespan_s: float) -> Jo
         load_share=float(timeline.load_s.sum()) / busy if busy else 0.0,
         merged_share=float(timeline.merged_steps.sum()) / passes if passes else 0.0,
         mixed_share=float(timeline.mixed_steps.sum()) / passes if passes else 0.0,
+        num_preempted=int(timeline.preempted.sum()),
     )
 
 

@@ -29,6 +29,50 @@ def test_any_order_of_taking_and_giving_back_keeps_the_books(num_pages: int, mov
     assert pool.largest_free_run == pool.num_free == num_pages
 
 
+@given(st.integers(2, 30), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8)), max_size=60))
+def test_runs_that_are_extended_keep_the_books(num_pages: int, moves: list[tuple[int, int]]) -> None:
+    pool, held, heirs = PagePool(num_pages), list[int](), 0
+    for turn, (move, size) in enumerate(moves):
+        owner = held[size % len(held)] if held else -1
+        before = pool.num_free
+        if move == 0 and size <= before:
+            pool.allocate_anywhere(turn, size)
+            held.append(turn)
+            assert (pool.num_pages_of(turn), pool.num_free) == (size, before - size)
+        elif move == 1 and held and before:
+            pages = pool.num_pages_of(owner)
+            pool.extend(owner)
+            assert (pool.num_pages_of(owner), pool.num_free) == (pages + 1, before - 1)
+        elif move == 2 and held and pool.num_pages_of(owner) > 1:
+            if size % 2:
+                pool.release_first(owner)
+            else:
+                pool.pass_first(owner, ("heir", turn))
+                heirs += 1
+        elif move == 3 and held:
+            held.remove(owner)
+            pool.release(owner)
+        pool.check_integrity()
+    for owner in held:
+        pool.release(owner)
+    pool.check_integrity()
+    assert pool.num_free == num_pages - heirs
+
+
+def test_a_run_is_extended_by_the_page_behind_it_or_else_from_the_smallest_gap() -> None:
+    pool = PagePool(12)
+    for owner, size in (("row", 2), ("next", 2), ("b", 3), ("c", 1), ("d", 1)):
+        pool.allocate(owner, size)
+    for owner in ("b", "d"):
+        pool.release(owner)
+    for _ in range(4):
+        pool.extend("row")
+    assert pool.extensions_of("row") == (PageRun(4, 3), PageRun(8, 1))
+    pool.release("row")
+    pool.check_integrity()
+    assert (pool.extensions_of("row"), pool.num_free) == ((), 9)
+
+
 def test_a_gap_is_refilled_by_a_run_of_its_size() -> None:
     pool = PagePool(10)
     for owner in "abc":

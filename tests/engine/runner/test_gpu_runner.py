@@ -192,6 +192,20 @@ def test_a_row_taken_out_in_flight_leaves_nothing_and_may_come_again(tiny_llama:
     assert by_id(found) == expected
 
 
+def test_rows_that_grow_and_lose_their_pages_generate_what_they_would_with_all_memory(tiny_llama: Path) -> None:
+    """A whole row takes 8 pages and enters with 5: four of them fill the pool, and two can stay to the end."""
+    asked = rows(5, max_tokens=24, ignore_eos=True, stop=("what no row says",))
+    page_bytes = 2048
+    engine = device_engine(tiny_llama, pool_bytes=20 * page_bytes)
+    engine.add(asked)
+    results: list[Result] = []
+    while engine.num_unfinished:
+        results += engine.step()
+        engine.check_integrity()
+    assert engine.num_preempted > 0
+    assert by_id(results) == by_id(list(device_engine(tiny_llama).run(asked)))
+
+
 def test_rows_share_prefixes_page_by_page(tiny_llama: Path) -> None:
     shared = tuple(range(5, 25))
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
