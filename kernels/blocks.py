@@ -25,58 +25,98 @@ def tile_fields(tiles, tile):
 @triton.jit
 def site_chunks(sites, resident, site_row, rows_per_resident):
     """first_chunk, num_chunks of a resident at one layer and site; no chunks when `resident` is -1."""
-    at = sites + (resident.to(tl.int64) * rows_per_resident + site_row) * 4
+    at = sites + (resident.to(tl.int64) * rows_per_resident + site_row) * 8
     is_there = resident >= 0
     return tl.load(at, mask=is_there, other=0), tl.load(at + 1, mask=is_there, other=0)
 
 
 @triton.jit
-def lora_columns(
-    columns, in_columns, first_column, last_column, rows_in_tile, scratch_row, num_rows,
-    plus, minus, site_row, rows_per_resident, num_splits,
-    pool, sites, chunks, scales, scratch, plane_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Sum of signed chunks for one tile and BLOCK_N packed outputs, fp32 [BLOCK_M, BLOCK_N].
-
-    `columns` [BLOCK_N] with mask `in_columns`, all within `first_column` .. `last_column`.
-    """
-    first_plus, num_plus = site_chunks(sites, plus, site_row, rows_per_resident)
-    first_minus, num_minus = site_chunks(sites, minus, site_row, rows_per_resident)
-    ranks = tl.arange(0, 16)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for c in range(0, num_plus + num_minus):
-        chunk = tl.where(c < num_plus, first_plus + c, first_minus + c - num_plus)
-        at = chunks + chunk * 5
-        start = tl.multiple_of(tl.load(at + 3), ALIGN)
-        count = tl.multiple_of(tl.load(at + 4), ALIGN)
-        if (start <= last_column) & (start + count > first_column):
-            scale = tl.load(scales + chunk) * tl.where(c < num_plus, 1.0, -1.0)
-            h_rows = (scratch_row + c * num_rows + rows_in_tile).to(tl.int64)
-            h_at = scratch + h_rows[:, None] * 16 + ranks[None, :]
-            h = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
-            for split in range(0, num_splits):
-                h += tl.load(h_at + split * plane_stride, mask=(rows_in_tile < num_rows)[:, None], other=0.0)
-            inside = in_columns & (columns >= start) & (columns < start + count)
-            b_at = pool + tl.multiple_of(tl.load(at + 1), ALIGN) + ranks[:, None] * count + (columns - start)[None, :]
-            b = tl.load(b_at, mask=(ranks < tl.load(at + 2))[:, None] & inside[None, :], other=0.0)
-            acc = multiply((h * scale).to(b.dtype), b, acc, EXACT)
-    return acc
+def member_chunks(sites, resident, site_row, rows_per_resident, member, LAST: tl.constexpr):
+    """first_chunk, num_chunks of a site, and begin, end among them of those that reach `member` of its LAST + 1."""
+    at = sites + (resident.to(tl.int64) * rows_per_resident + site_row) * 8
+    is_there = resident >= 0
+    first = tl.load(at, mask=is_there, other=0).to(tl.int32)
+    count = tl.load(at + 1, mask=is_there, other=0).to(tl.int32)
+    if LAST == 0:
+        return first, count, count * 0, count
+    else:  # noqa: RET505  (Triton compiles one branch, so both must be branches)
+        begin = tl.load(at + 3 + 2 * member, mask=is_there & (member > 0), other=0).to(tl.int32)
+        end = tl.load(at + tl.where(member == LAST, 1, 4 + 2 * member), mask=is_there, other=0).to(tl.int32)
+        return first, count, begin, end
 
 
 @triton.jit
-def finish_columns(
-    value, columns, in_columns, plus, minus, site_row, rows_per_resident, sites, pool_fp32, bias,
-    HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """factor * value + base bias + adapter bias, fp32; `value` [BLOCK_M, BLOCK_N]."""
-    plus_at = sites + (plus.to(tl.int64) * rows_per_resident + site_row) * 4
-    factor_offset = tl.load(plus_at + 2, mask=plus >= 0, other=-1)
+def tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, LAST: tl.constexpr):
+    """Which chunks a tile adds to a member's columns: those of `plus`, then those of `minus`.
+
+    num_plus, num_chunks, then chunk and scratch position of number 0 as if all were those of `plus`, and as if all
+    were those of `minus`.
+    """
+    first_plus, all_plus, begin_plus, end_plus = member_chunks(sites, plus, site_row, rows_per_resident, member, LAST)
+    first_minus, _, begin_minus, end_minus = member_chunks(sites, minus, site_row, rows_per_resident, member, LAST)
+    num_plus = end_plus - begin_plus
+    num_chunks = num_plus + end_minus - begin_minus
+    minus_at = all_plus + begin_minus - num_plus
+    return num_plus, num_chunks, first_plus + begin_plus, begin_plus, first_minus + begin_minus - num_plus, minus_at
+
+
+@triton.jit
+def chunk_fields(chunks, scales, of_tile, c, is_needed, ALIGN: tl.constexpr):
+    """Chunk `c` of `tile_chunks`: where its B is (b_offset, num_ranks, start, count), then where its shrink is and by
+    what to scale it (position, scale). Without ranks, and scaled to 0, where there is none or it is not needed.
+    No load waits for another."""
+    num_plus, num_chunks, plus_chunk, plus_at, minus_chunk, minus_at = of_tile
+    is_plus = c < num_plus
+    is_there = is_needed & (c < num_chunks)
+    chunk = c + tl.where(is_plus, plus_chunk, minus_chunk)
+    at = chunks + chunk * 5
+    b_offset = tl.multiple_of(tl.load(at + 1, mask=is_there, other=0), ALIGN)
+    num_ranks = tl.load(at + 2, mask=is_there, other=0)
+    start = tl.multiple_of(tl.load(at + 3, mask=is_there, other=0), ALIGN)
+    count = tl.multiple_of(tl.load(at + 4, mask=is_there, other=0), ALIGN)
+    scale = tl.load(scales + chunk, mask=is_there, other=0.0) * tl.where(is_plus, 1.0, -1.0)
+    position = tl.where(is_there, c + tl.where(is_plus, plus_at, minus_at), -1)
+    return (b_offset, num_ranks, start, count), (position, scale)
+
+
+@triton.jit
+def load_b(pool, of_chunk, columns, in_columns):
+    """[16, BLOCK_N] of a chunk's B; zeros behind its ranks."""
+    b_offset, num_ranks, start, count = of_chunk
+    ranks = tl.arange(0, 16)
+    at = pool + b_offset + ranks[:, None] * count + (columns - start)[None, :]
+    return tl.load(at, mask=(ranks < num_ranks)[:, None] & in_columns[None, :], other=0.0)
+
+
+@triton.jit
+def load_h(scratch, of_chunk, scratch_row, num_rows, rows_in_tile, num_splits, plane_stride, BLOCK_M: tl.constexpr):
+    """Scaled [BLOCK_M, 16] of a chunk's shrink, planes added in order; zeros where there is no chunk."""
+    position, scale = of_chunk
+    rows = (scratch_row + position * num_rows + rows_in_tile).to(tl.int64)
+    at = scratch + rows[:, None] * 16 + tl.arange(0, 16)[None, :]
+    inside = (rows_in_tile < tl.where(position >= 0, num_rows, 0))[:, None]
+    h = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+    for split in range(0, num_splits):
+        h += tl.load(at + split * plane_stride, mask=inside, other=0.0)
+    return h * scale
+
+
+@triton.jit
+def vector_offsets(sites, plus, minus, site_row, rows_per_resident):
+    """Where a tile's fp32 vectors are in the pool: factor of `plus`, bias of `plus`, bias of `minus`; -1: none."""
+    plus_at = sites + (plus.to(tl.int64) * rows_per_resident + site_row) * 8
+    minus_at = sites + (minus.to(tl.int64) * rows_per_resident + site_row) * 8
+    factor = tl.load(plus_at + 2, mask=plus >= 0, other=-1)
     plus_bias = tl.load(plus_at + 3, mask=plus >= 0, other=-1)
-    minus_at = sites + (minus.to(tl.int64) * rows_per_resident + site_row) * 4
-    minus_bias = tl.load(minus_at + 3, mask=minus >= 0, other=-1)
-    if factor_offset >= 0:
-        value = value * tl.load(pool_fp32 + factor_offset + columns, mask=in_columns, other=0.0)[None, :]
+    return factor, plus_bias, tl.load(minus_at + 3, mask=minus >= 0, other=-1)
+
+
+@triton.jit
+def finish_columns(value, columns, in_columns, vectors, pool_fp32, bias, HAS_BIAS: tl.constexpr):
+    """factor * value + base bias + adapter bias, fp32; `value` [BLOCK_M, BLOCK_N], `vectors` of `vector_offsets`."""
+    factor, plus_bias, minus_bias = vectors
+    if factor >= 0:
+        value = value * tl.load(pool_fp32 + factor + columns, mask=in_columns, other=0.0)[None, :]
     if HAS_BIAS:
         value = value + tl.load(bias + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     if plus_bias >= 0:
@@ -84,3 +124,16 @@ def finish_columns(
     if minus_bias >= 0:
         value = value - tl.load(pool_fp32 + minus_bias + columns, mask=in_columns, other=0.0)[None, :]
     return value
+
+
+@triton.jit
+def blocks_per_item(num_blocks, num_tiles, MOST: tl.constexpr):
+    """Column blocks of one item: as many as leave two items for each program, at most MOST."""
+    return tl.minimum(tl.cdiv(num_blocks * num_tiles, 2 * tl.num_programs(0)), MOST)
+
+
+@triton.jit
+def step_after(block, c, chunks_per_block):
+    """Whether chunk `c` is the last of its block, then block and chunk of the step after it."""
+    is_last = c + 1 == chunks_per_block
+    return is_last, tl.where(is_last, block + 1, block), tl.where(is_last, 0, c + 1)

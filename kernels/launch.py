@@ -48,6 +48,14 @@ def is_exact_dot(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or is_interpreted()
 
 
+def most_registers(dtype: torch.dtype, num_programs: int) -> int | None:
+    """The compiler's limit for a thread's registers, so that `num_programs` of 128 threads fit on a multiprocessor.
+
+    None where products run on the ordinary cores, which need more.
+    """
+    return None if is_exact_dot(dtype) else 65536 // (128 * num_programs) // 8 * 8
+
+
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on `device`, copied from the host through pinned memory, so that the host does not wait."""
     if values.device == device:

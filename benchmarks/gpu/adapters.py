@@ -20,7 +20,8 @@ def random_table(
     placed = [_place(shape, rank) for rank in ranks]
     num_chunks = sum(len(site.chunks) for sites, _ in placed for site in sites)
     aligned = all(n % _ALIGNMENT == 0 for i, members in shape.sites for n in (i, *members))
-    table = LoraTable.allocate(pool, max(len(ranks), 1), 1, num_chunks, _ALIGNMENT if aligned else 1)
+    parts = [members for _, members in shape.sites]
+    table = LoraTable.allocate(pool, max(len(ranks), 1), 1, num_chunks, parts, _ALIGNMENT if aligned else 1)
     first_chunk = 0
     for resident, (sites, length) in enumerate(placed):
         first_chunk += table.write(resident, first_chunk, [[_moved(site, start) for site in sites]])

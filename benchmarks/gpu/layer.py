@@ -103,7 +103,7 @@ class DecodeLayer:
     def _pairs(self, resident: int, site: int) -> list[tuple[Tensor, Tensor, float, slice]]:
         """A, B, scale and output rows of each linear layer of a site; chunks joined again."""
         in_features = self.shape.sites[site][0]
-        first, count, _, _ = self.table.sites[resident, 0, site].tolist()
+        first, count = self.table.sites[resident, 0, site].tolist()[:2]
         joined: dict[int, list[tuple[Tensor, Tensor, float, slice]]] = {}
         for index in range(first, first + count):
             a_at, b_at, rows, column, width = self.table.chunks[index].tolist()

@@ -130,17 +130,21 @@ class ModelConfig:
         """Whether some layer's angles depend on how long a row is."""
         return any(rope is not None and rope.kind in ("dynamic", "longrope") for rope in self.layer_ropes)
 
-    def members_of_site(self, site: PackedSite) -> dict[str, tuple[int, int]]:
-        """`(out_features, in_features)` of a packed site's linear layers, by name below the decoder layer."""
+    def parts_of_site(self, site: PackedSite) -> tuple[int, ...]:
+        """Columns of a packed site as a layer splits them: queries, keys and values; gate and up; else one part."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        in_features = {"qkv": hidden, "o": self.q_size, "gate_up": hidden, "down": inner}[site]
-        parts = {
+        return {
             "qkv": (self.q_size, self.kv_size, self.kv_size),
             "o": (hidden,),
             "gate_up": (inner, inner) if self.has_gate else (inner,),
             "down": (hidden,),
         }[site]
-        members = self.names.sites[site]
+
+    def members_of_site(self, site: PackedSite) -> dict[str, tuple[int, int]]:
+        """`(out_features, in_features)` of a packed site's linear layers, by name below the decoder layer."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        in_features = {"qkv": hidden, "o": self.q_size, "gate_up": hidden, "down": inner}[site]
+        members, parts = self.names.sites[site], self.parts_of_site(site)
         if len(members) == 1:
             parts = (sum(parts),)
         assert len(members) == len(parts), f"{site}: {members} for {len(parts)} outputs"

@@ -32,6 +32,7 @@ class GpuAdapters:
     def __init__(self, memory: torch.Tensor, model: ModelConfig, num_rows: int, num_chunks: int) -> None:
         self._memory = memory
         self._num_layers = model.num_layers
+        self._parts = [model.parts_of_site(site) for site in PACKED_SITES]
         sizes = [n for site in PACKED_SITES for shape in model.members_of_site(site).values() for n in shape]
         self._alignment = 1 if any(n % _ALIGNED_ELEMENTS for n in sizes) else _ALIGNED_ELEMENTS
         self._start(num_rows, num_chunks)
@@ -45,7 +46,9 @@ class GpuAdapters:
 
     def _start(self, num_rows: int, num_chunks: int) -> None:
         """An empty table."""
-        self.table = LoraTable.allocate(self._memory, num_rows, self._num_layers, num_chunks, self._alignment)
+        self.table = LoraTable.allocate(
+            self._memory, num_rows, self._num_layers, num_chunks, self._parts, self._alignment
+        )
         # most chunks in any layer, per packed site
         self.chunk_counts: NDArray[np.int32] = np.zeros((num_rows, NUM_SITES), np.int32)
         self._chunk_rows = PagePool(num_chunks)

@@ -7,8 +7,10 @@ Chunks of one adapter may be anywhere in the pool (no chunk crosses a page), so 
 
 Per resident adapter, layer and packed site (qkv, o, gate_up, down), `sites` holds
 
-    first_chunk, num_chunks        rows of `chunks`
+    first_chunk, num_chunks        rows of `chunks`, in the order of their columns
     factor_offset, bias_offset     fp32 vectors over the site's packed outputs, in fp32 elements of the pool; -1: none
+    end_0, begin_1, end_1, begin_2 which of the chunks reach the first part of the site's columns (the first end_0), the
+                                   second, and the third (from begin_2 on); a pair over the whole site reaches them all
 
 and the operator computes, for a row x of that adapter and the base product y = W x,
 
@@ -35,7 +37,7 @@ from ..launch import to_device
 CHUNK_RANK = 16
 NUM_SITES = 4
 QKV, O_PROJ, GATE_UP, DOWN = range(NUM_SITES)
-SITE_FIELDS = 4
+SITE_FIELDS = 8
 CHUNK_FIELDS = 5
 # Of a chunk's fields those that say where its numbers are: a_offset, b_offset, column_start, num_columns.
 _PLACED_FIELDS = [0, 1, 3, 4]
@@ -78,8 +80,9 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class LoraTable:
-    """The table on the device. `sites` int64 [num_residents, num_layers, 4, 4], `chunks` int64 [num_chunks, 5]
+    """The table on the device. `sites` int64 [num_residents, num_layers, 4, 8], `chunks` int64 [num_chunks, 5]
     (the fields of `Chunk` up to `num_columns`), `scales` fp32 [num_chunks]; `pool` is the flat page memory.
+    `part_ends` int64 [4, 2], on the host: where the first and the second part of a site's columns end.
 
     `alignment`: all offsets, in_features and columns are multiples of it. With 8 (of 2 bytes) compiled kernels load
     16 bytes at a time; they cannot know it of numbers that they read from the table."""
@@ -89,18 +92,29 @@ class LoraTable:
     chunks: Tensor
     scales: Tensor
     pool_fp32: Tensor = field(repr=False)
+    part_ends: NDArray[np.int64] = field(repr=False)
     alignment: int = 1
 
     @classmethod
     def allocate(
-        cls, pool: Tensor, num_residents: int, num_layers: int, num_chunks: int, alignment: int = 1
+        cls,
+        pool: Tensor,
+        num_residents: int,
+        num_layers: int,
+        num_chunks: int,
+        parts: Sequence[Sequence[int]],
+        alignment: int = 1,
     ) -> LoraTable:
-        """An empty table for adapters in `pool`, on its device. A pool of fp16 or bf16 needs an even size."""
+        """An empty table for adapters in `pool`, on its device. A pool of fp16 or bf16 needs an even size.
+
+        `parts`: the columns of each packed site, as its operator splits them: queries, keys, values; all of o; gate,
+        up; all of down."""
         device = pool.device
         sites = torch.zeros(num_residents, num_layers, NUM_SITES, SITE_FIELDS, dtype=torch.int64, device=device)
         chunks = torch.zeros(max(num_chunks, 1), CHUNK_FIELDS, dtype=torch.int64, device=device)
         scales = torch.zeros(max(num_chunks, 1), dtype=torch.float32, device=device)
-        return cls(pool, sites, chunks, scales, pool.view(torch.float32), alignment)
+        ends = np.array([np.cumsum([*widths, 0])[:2] for widths in parts], np.int64)
+        return cls(pool, sites, chunks, scales, pool.view(torch.float32), ends, alignment)
 
     def write(self, resident: int, first_chunk: int, layers: Sequence[Sequence[ResidentSite]]) -> int:
         """Enter one adapter as row `resident`, its chunks from row `first_chunk` on; returns how many it has.
@@ -132,7 +146,14 @@ class LoraTable:
         sites[:, 0] = first_chunk + np.cumsum(rows.counts) - rows.counts
         sites[:, 1] = rows.counts
         if rows.vectors is not None:
-            sites[:, 2:] = rows.vectors
+            sites[:, 2:4] = rows.vectors
+        site = np.repeat(np.arange(len(rows.counts)), rows.counts)
+        starts, ends = rows.chunks[:, 3], rows.chunks[:, 3] + rows.chunks[:, 4]
+        assert ((np.diff(starts) >= 0) | (np.diff(site) > 0)).all(), "chunks of a site are not in the order of columns"
+        for part in range(2):
+            part_end = self.part_ends[site % NUM_SITES, part]
+            sites[:, 4 + 2 * part] = np.bincount(site, starts < part_end, len(sites))
+            sites[:, 5 + 2 * part] = np.bincount(site, ends <= part_end, len(sites))
         self.sites[resident] = to_device(torch.from_numpy(sites), device).view(-1, NUM_SITES, SITE_FIELDS)
         if len(rows.chunks):
             self.chunks[first_chunk:last] = to_device(torch.from_numpy(rows.chunks), device)

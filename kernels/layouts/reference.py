@@ -11,7 +11,7 @@ from .segments import SPLITS_AT, Segments, Tile
 
 def shrunk_rows(x: Tensor, table: LoraTable, place: tuple[int, int, int]) -> list[Tensor]:
     """`x A_c^T` for every chunk of one (resident, layer, site), each fp64 [len(x), num_rows]."""
-    first, count, _, _ = table.sites[place].tolist()
+    first, count = table.sites[place].tolist()[:2]
     shrunk = []
     for a_offset, _, num_rows, _, _ in table.chunks[first : first + count].tolist():
         a = table.pool[a_offset : a_offset + num_rows * x.shape[1]].view(num_rows, x.shape[1])
@@ -39,7 +39,7 @@ def _expand_row(y: Tensor, m: int, tile: Tile, table: LoraTable, planes: Tensor,
     for resident, sign in ((tile.plus, 1.0), (tile.minus, -1.0)):
         if resident < 0:
             continue
-        first, count, _, bias_offset = table.sites[(resident, *place)].tolist()
+        first, count, _, bias_offset = table.sites[(resident, *place)].tolist()[:4]
         for index in range(first, first + count):
             _, b_offset, num_rows, start, width = table.chunks[index].tolist()
             h = planes[:, tile.scratch_row + position * tile.num_rows + m, :num_rows].double().sum(0)

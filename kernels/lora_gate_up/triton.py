@@ -1,11 +1,11 @@
 """LoRA expand of gate and up, fused with bias and activation, on a GPU.
 
 Bytes per row: y read, out written, (2 + 1) x 14336 x 2 = 84 KiB, what an unfused activation moves as well; on top
-only B, 2 x 16 x 14336 x 2 = 896 KiB per adapter of rank 16 and tile. BLOCK_N = 128 columns of gate and the same
-of up: 2 x 4 KiB of B per chunk pair, two fp32 accumulators of 16 x 128 in 128 threads = 32 registers each. 14336
-columns give 112 items per tile: one tile nearly fills the 132 multiprocessors. 95 registers x 128 threads let 5
-programs fit on each. Tiles of 64 rows (prefill) take 64 columns and 256 threads for as many sums in each, so that two
-programs fit: one loads while the other computes.
+only B, 2 x 16 x 14336 x 2 = 896 KiB per adapter of rank 16 and tile. An item is up to 8 blocks of columns of a tile,
+walked chunk by chunk: while one chunk of a block is multiplied, B of the next chunk or block is on its way, 8 KiB with
+128 columns of gate and as many of up. 128 registers x 128 threads (32 fp32 sums each) let 4 programs fit on a
+multiprocessor: 32 KiB in flight, where the full bandwidth needs 4.8 TB/s x 700 ns / 132 = 25. y comes from the L2
+cache and is asked for before B is multiplied. Tiles of 64 rows (prefill) take 32 columns: as many sums.
 """
 
 from __future__ import annotations
@@ -14,33 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import finish_columns, lora_columns, tile_fields
-from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
+from ..blocks import (
+    blocks_per_item,
+    chunk_fields,
+    finish_columns,
+    load_b,
+    load_h,
+    multiply,
+    step_after,
+    tile_chunks,
+    tile_fields,
+    vector_offsets,
+)
+from ..launch import is_exact_dot, most_registers, num_persistent_programs
 from ..layouts.lora_table import GATE_UP, NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
-PROGRAMS_PER_MULTIPROCESSOR = 5
-_BLOCK_N, _PREFILL_BLOCK_N = 128, 64
-_SUMS_PER_THREAD = 32
-
-
-@triton.jit
-def _side(
-    y, rows, m, columns, in_columns, first, scratch_row, num_rows, plus, minus, site_row, rows_per_resident,
-    num_splits, width, bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Gate or up of one block, fp32 [BLOCK_M, BLOCK_N]."""
-    acc = lora_columns(
-        columns, in_columns, first, first + BLOCK_N - 1, m, scratch_row, num_rows,
-        plus, minus, site_row, rows_per_resident, num_splits,
-        pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT, ALIGN,
-    )  # fmt: skip
-    inside = (m < num_rows)[:, None] & in_columns[None, :]
-    acc += tl.load(y + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    return finish_columns(
-        acc, columns, in_columns, plus, minus, site_row, rows_per_resident, sites, pool_fp32, bias, HAS_BIAS
-    )
+PROGRAMS_PER_MULTIPROCESSOR = 4
+_BLOCK_N, _PREFILL_BLOCK_N = 128, 32
 
 
 @triton.jit(do_not_specialize=["site_row", "scratch_rows"])
@@ -51,34 +42,63 @@ def _gate_up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     num_splits = tl.load(header + SPLITS)
+    num_tiles = tl.load(header)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
     num_blocks = tl.cdiv(intermediate, BLOCK_N)
+    blocks = blocks_per_item(num_blocks, num_tiles, 8)
+    num_groups = tl.cdiv(num_blocks, blocks)
     m = tl.arange(0, BLOCK_M)
-    for work in range(tl.program_id(0), tl.load(header) * num_blocks, tl.num_programs(0)):
-        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, work // num_blocks)
+    for item in range(tl.program_id(0), num_tiles * num_groups, tl.num_programs(0)):
+        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, item // num_groups)
         rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
-        first = (work % num_blocks) * BLOCK_N
-        columns = first + tl.arange(0, BLOCK_N)
-        in_columns = columns < intermediate
-        gate = _side(
-            y, rows, m, columns, in_columns, first, scratch_row, num_rows, plus, minus, site_row, rows_per_resident,
-            num_splits, 2 * intermediate, bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
-            HAS_BIAS, BLOCK_M, BLOCK_N, EXACT, ALIGN,
-        )  # fmt: skip
-        up = _side(
-            y, rows, m, columns + intermediate, in_columns, first + intermediate, scratch_row, num_rows,
-            plus, minus, site_row, rows_per_resident, num_splits, 2 * intermediate,
-            bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
-            HAS_BIAS, BLOCK_M, BLOCK_N, EXACT, ALIGN,
-        )  # fmt: skip
-        if IS_SILU:
-            active = gate * tl.sigmoid(gate)
-        else:
-            # tanh(z) = 2 sigmoid(2 z) - 1, so 0.5 g (1 + tanh(z)) = g sigmoid(2 z); 1.5957... = 2 sqrt(2 / pi)
-            active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        inside = (m < num_rows)[:, None] & in_columns[None, :]
-        at = out + rows[:, None] * intermediate + columns[None, :]
-        tl.store(at, (active * up).to(out.dtype.element_ty), mask=inside)
+        of_gate = tile_chunks(sites, plus, minus, site_row, rows_per_resident, 0, 1)
+        of_up = tile_chunks(sites, plus, minus, site_row, rows_per_resident, 1, 1)
+        vectors = vector_offsets(sites, plus, minus, site_row, rows_per_resident)
+        first_block = (item % num_groups) * blocks
+        chunks_per_block = tl.maximum(tl.maximum(of_gate[1], of_up[1]), 1)
+        num_steps = (tl.minimum(first_block + blocks, num_blocks) - first_block) * chunks_per_block
+        block, c = first_block, 0
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        next_gate, gate_shrink = chunk_fields(chunks, scales, of_gate, 0, True, ALIGN)
+        next_up, up_shrink = chunk_fields(chunks, scales, of_up, 0, True, ALIGN)
+        next_gate_b = load_b(pool, next_gate, columns, columns < intermediate)
+        next_up_b = load_b(pool, next_up, columns + intermediate, columns < intermediate)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(0, num_steps):
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_last, block, c = step_after(block, c, chunks_per_block)
+            inside = ((m < num_rows) & is_last)[:, None] & (columns < intermediate)[None, :]
+            at_y = y + rows[:, None] * (2 * intermediate) + columns[None, :]
+            gate_y = tl.load(at_y, mask=inside, other=0.0)
+            up_y = tl.load(at_y + intermediate, mask=inside, other=0.0)
+            gate_b = next_gate_b
+            up_b = next_up_b
+            gate_h = load_h(scratch, gate_shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+            up_h = load_h(scratch, up_shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+            # B of the next chunk or block is on its way while this one is multiplied
+            ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            next_gate, gate_shrink = chunk_fields(chunks, scales, of_gate, c, step + 1 < num_steps, ALIGN)
+            next_up, up_shrink = chunk_fields(chunks, scales, of_up, c, step + 1 < num_steps, ALIGN)
+            next_gate_b = load_b(pool, next_gate, ahead, ahead < intermediate)
+            next_up_b = load_b(pool, next_up, ahead + intermediate, ahead < intermediate)
+            gate = multiply(gate_h.to(gate_b.dtype), gate_b, gate, EXACT)
+            up = multiply(up_h.to(up_b.dtype), up_b, up, EXACT)
+            if is_last:
+                gate += gate_y.to(tl.float32)
+                up += up_y.to(tl.float32)
+                in_columns = columns < intermediate
+                gate = finish_columns(gate, columns, in_columns, vectors, pool_fp32, bias, HAS_BIAS)
+                up = finish_columns(up, columns + intermediate, in_columns, vectors, pool_fp32, bias, HAS_BIAS)
+                if IS_SILU:
+                    active = gate * tl.sigmoid(gate)
+                else:
+                    # tanh(z) = 2 sigmoid(2 z) - 1, so 0.5 g (1 + tanh(z)) = g sigmoid(2 z); 1.5957... = 2 sqrt(2 / pi)
+                    active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+                at = out + rows[:, None] * intermediate + columns[None, :]
+                tl.store(at, (active * up).to(out.dtype.element_ty), mask=inside)
+                gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
 
 def gate_up(
@@ -93,14 +113,13 @@ def gate_up(
 ) -> None:
     """See `lora_gate_up`."""
     tile_rows = segments.limits.tile_rows
-    block_n = _BLOCK_N if tile_rows < 64 else _PREFILL_BLOCK_N
     grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
     _gate_up[grid](
         out, y, bias, out.shape[1], layer * NUM_SITES + GATE_UP, table.sites.shape[1] * NUM_SITES,
         table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         SPLITS=SPLITS_AT + GATE_UP, IS_SILU=activation == "silu", HAS_BIAS=bias is not None,
-        BLOCK_M=tile_rows, BLOCK_N=block_n, EXACT=is_exact_dot(y.dtype),
-        ALIGN=table.alignment, num_stages=2,
-        num_warps=num_warps_for(tile_rows * 2 * block_n, _SUMS_PER_THREAD, fewest=4),
+        BLOCK_M=tile_rows, BLOCK_N=_BLOCK_N if tile_rows < 64 else _PREFILL_BLOCK_N,
+        EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
+        num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -2,11 +2,12 @@
 
 Bytes per row: y read, queries and keys and values written, 2 x 6144 x 2 = 24 KiB for 32 + 8 + 8 heads of 128; a
 separate norm, rotation and store would move them twice more. On top only B, 16 x 6144 x 2 = 192 KiB per adapter of
-rank 16 and tile. One work item is one head of one tile: a rotation needs both halves of a head, a norm all of it,
-and nothing needs more. 48 heads give 48 items per tile. A head is computed as two halves (and a rest that is not
-rotated), so that partners of a rotation meet in one thread and nothing is shuffled. 16 x 128 fp32 in 64 threads is
-32 registers each, 96 to 128 in all with norm and bias: 8 programs fit whatever Triton's version, and hide one
-another's chain of small loads. Tiles of 64 rows (prefill) take 256 threads, so that the sums are 32 registers again.
+rank 16 and tile. The block of columns is a head: a rotation needs both halves of one, a norm all of it, and nothing
+needs more. It is computed as two halves (and a rest that is not rotated), so that partners of a rotation meet in one
+thread and nothing is shuffled; both halves take the same chunks and shrinks. An item is up to 4 heads of a tile: only
+the first waits for the tile's fields to come from the L2 cache. 16 x 128 fp32 in 64 threads are 32 registers each,
+128 in all: 8 programs fit on a multiprocessor. Each waits for its 4 KiB of B for about 0.7 of 1.3 us: 18 KiB in
+flight, where the full bandwidth needs 25. Tiles of 64 rows (prefill) take 256 threads, and one head per item.
 """
 
 from __future__ import annotations
@@ -15,8 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import finish_columns, lora_columns, tile_fields
-from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
+from ..blocks import (
+    blocks_per_item,
+    chunk_fields,
+    finish_columns,
+    load_b,
+    load_h,
+    multiply,
+    tile_chunks,
+    tile_fields,
+    vector_offsets,
+)
+from ..launch import is_exact_dot, most_registers, num_persistent_programs, num_warps_for
 from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
@@ -24,28 +35,7 @@ from .types import HeadFinish
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 _SUMS_PER_THREAD = 32
-
-
-@triton.jit
-def _part(
-    y, rows, m, head, dims, in_dims, HEAD_DIM: tl.constexpr, heads,
-    scratch_row, num_rows, plus, minus, site_row, rows_per_resident,
-    num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch, plane_stride,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Features `dims` of one head, fp32 [BLOCK_M, BLOCK_N]; zeros where masked."""
-    columns = head * HEAD_DIM + dims
-    acc = lora_columns(
-        columns, in_dims, head * HEAD_DIM, head * HEAD_DIM + HEAD_DIM - 1, m, scratch_row, num_rows,
-        plus, minus, site_row, rows_per_resident, num_splits,
-        pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT, ALIGN,
-    )  # fmt: skip
-    inside = (m < num_rows)[:, None] & in_dims[None, :]
-    y_at = y + rows[:, None] * (heads * HEAD_DIM) + columns[None, :]
-    acc += tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
-    return finish_columns(
-        acc, columns, in_dims, plus, minus, site_row, rows_per_resident, sites, pool_fp32, bias, HAS_BIAS
-    )
+_MOST_HEADS = 4  # of an item
 
 
 @triton.jit
@@ -63,83 +53,111 @@ def _qkv(
     site_row, rows_per_resident,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, SPLITS: tl.constexpr, MOST_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     heads: tl.constexpr = H + 2 * K
     num_splits = tl.load(header + SPLITS)
+    num_tiles = tl.load(header)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
     m = tl.arange(0, BLOCK_M)
     halves = tl.arange(0, HALF_BLOCK)
     in_half = halves < HALF
     rests = 2 * HALF + tl.arange(0, REST_BLOCK)
     in_rest = rests < HEAD_DIM
-    for work in range(tl.program_id(0), tl.load(header) * heads, tl.num_programs(0)):
-        head = work % heads
-        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, work // heads)
-        rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
-        # rows that keep this head in y, turn it, store it in the pool: all of the tile's or none
-        rows_in_y = tl.where(head < H, num_rows, 0)
-        rows_turned = tl.where(head < H + K, num_rows, 0)
-        rows_in_pool = num_rows - rows_in_y
-        # queries stay in y, keys and values go to their slot of their page
-        slot = tl.load(slots + rows, mask=m < num_rows, other=-1).to(tl.int64)
-        kv_head = (head - H) % K
-        is_value = (head - H) // K
-        at_pool = (
-            (slot // PAGE) * page_elements
-            + ((layer * 2 + is_value) * K + kv_head) * (PAGE * HEAD_DIM)
-            + (slot % PAGE) * HEAD_DIM
-        )
-        at_y = rows * (heads * HEAD_DIM) + head * HEAD_DIM
-        to_y = (m < rows_in_y)[:, None]
-        to_pool = ((m < rows_in_pool) & (slot >= 0))[:, None]
+    if MOST_HEADS == 1:
+        heads_per_item: tl.constexpr = 1
+    else:
+        heads_per_item = blocks_per_item(heads, num_tiles, MOST_HEADS)
+    num_groups = tl.cdiv(heads, heads_per_item)
+    for item in range(tl.program_id(0), num_tiles * num_groups, tl.num_programs(0)):
+        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, item // num_groups)
+        vectors = vector_offsets(sites, plus, minus, site_row, rows_per_resident)
+        first_head = (item % num_groups) * heads_per_item
+        if MOST_HEADS == 1:
+            num_heads: tl.constexpr = 1
+        else:
+            num_heads = tl.minimum(heads_per_item, heads - first_head)
+        for number in range(0, num_heads):
+            head = first_head + number
+            rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
+            slot = tl.load(slots + rows, mask=m < num_rows, other=-1).to(tl.int64)
+            # rows that keep this head in y, turn it, store it in the pool: all of the tile's or none
+            rows_in_y = tl.where(head < H, num_rows, 0)
+            rows_turned = tl.where(head < H + K, num_rows, 0)
+            rows_in_pool = num_rows - rows_in_y
+            # queries stay in y, keys and values go to their slot of their page
+            kv_head = (head - H) % K
+            is_value = (head - H) // K
+            at_pool = (
+                (slot // PAGE) * page_elements
+                + ((layer * 2 + is_value) * K + kv_head) * (PAGE * HEAD_DIM)
+                + (slot % PAGE) * HEAD_DIM
+            )
+            at_y = rows * (heads * HEAD_DIM) + head * HEAD_DIM
+            to_y = (m < rows_in_y)[:, None]
+            to_pool = ((m < rows_in_pool) & (slot >= 0))[:, None]
 
-        squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        if HALF > 0:
-            first = _part(
-                y, rows, m, head, halves, in_half, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
-                site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
-                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT, ALIGN,
-            )  # fmt: skip
-            second = _part(
-                y, rows, m, head, halves + HALF, in_half, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
-                site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
-                plane_stride, HAS_BIAS, BLOCK_M, HALF_BLOCK, EXACT, ALIGN,
-            )  # fmt: skip
-            squares += tl.sum(first * first + second * second, axis=1)
-        if 2 * HALF < HEAD_DIM:
-            rest = _part(
-                y, rows, m, head, rests, in_rest, HEAD_DIM, heads, scratch_row, num_rows, plus, minus,
-                site_row, rows_per_resident, num_splits, bias, pool, pool_fp32, sites, chunks, scales, scratch,
-                plane_stride, HAS_BIAS, BLOCK_M, REST_BLOCK, EXACT, ALIGN,
-            )  # fmt: skip
-            squares += tl.sum(rest * rest, axis=1)
-            if HAS_NORM:
-                if head < H + K:
-                    weight = _norm_weight(q_norm, k_norm, head, H, rests, in_rest, norm_offset)
-                    rest = rest * tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None] * weight
-            tl.store(y + at_y[:, None] + rests[None, :], rest.to(y.dtype.element_ty), mask=to_y & in_rest[None, :])
-            kept = to_pool & in_rest[None, :]
-            tl.store(pool + at_pool[:, None] + rests[None, :], rest.to(pool.dtype.element_ty), mask=kept)
-        if HALF > 0:
-            if HAS_NORM:
-                if head < H + K:
-                    inverse = tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None]
-                    first *= inverse * _norm_weight(q_norm, k_norm, head, H, halves, in_half, norm_offset)
-                    second *= inverse * _norm_weight(q_norm, k_norm, head, H, halves + HALF, in_half, norm_offset)
-            turns = (m < rows_turned)[:, None] & in_half[None, :]
-            c = tl.load(cos + rows[:, None] * HALF + halves[None, :], mask=turns, other=1.0)
-            s = tl.load(sin + rows[:, None] * HALF + halves[None, :], mask=turns, other=0.0)
-            turned_first = first * c - second * s
-            turned_second = second * c + first * s
-            kept_y, kept_pool = to_y & in_half[None, :], to_pool & in_half[None, :]
-            y_at = y + at_y[:, None] + halves[None, :]
-            tl.store(y_at, turned_first.to(y.dtype.element_ty), mask=kept_y)
-            tl.store(y_at + HALF, turned_second.to(y.dtype.element_ty), mask=kept_y)
-            pool_at = pool + at_pool[:, None] + halves[None, :]
-            tl.store(pool_at, turned_first.to(pool.dtype.element_ty), mask=kept_pool)
-            tl.store(pool_at + HALF, turned_second.to(pool.dtype.element_ty), mask=kept_pool)
+            member = tl.where(head < H, 0, tl.where(head < H + K, 1, 2))
+            of_tile = tile_chunks(sites, plus, minus, site_row, rows_per_resident, member, 2)
+            begin = head * HEAD_DIM
+            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            if HALF > 0:
+                at = y + at_y[:, None] + halves[None, :]
+                inside = (m < num_rows)[:, None] & in_half[None, :]
+                first_y = tl.load(at, mask=inside, other=0.0)
+                second_y = tl.load(at + HALF, mask=inside, other=0.0)
+                first = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
+                second = tl.zeros((BLOCK_M, HALF_BLOCK), dtype=tl.float32)
+                for c in range(0, of_tile[1]):
+                    chunk, shrink = chunk_fields(chunks, scales, of_tile, c, True, ALIGN)
+                    first_b = load_b(pool, chunk, begin + halves, in_half)
+                    second_b = load_b(pool, chunk, begin + HALF + halves, in_half)
+                    h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+                    first = multiply(h.to(first_b.dtype), first_b, first, EXACT)
+                    second = multiply(h.to(second_b.dtype), second_b, second, EXACT)
+                first += first_y.to(tl.float32)
+                second += second_y.to(tl.float32)
+                first = finish_columns(first, begin + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
+                second = finish_columns(second, begin + HALF + halves, in_half, vectors, pool_fp32, bias, HAS_BIAS)
+                squares += tl.sum(first * first + second * second, axis=1)
+            if 2 * HALF < HEAD_DIM:
+                inside = (m < num_rows)[:, None] & in_rest[None, :]
+                rest_y = tl.load(y + at_y[:, None] + rests[None, :], mask=inside, other=0.0)
+                rest = tl.zeros((BLOCK_M, REST_BLOCK), dtype=tl.float32)
+                for c in range(0, of_tile[1]):
+                    chunk, shrink = chunk_fields(chunks, scales, of_tile, c, True, ALIGN)
+                    rest_b = load_b(pool, chunk, begin + rests, in_rest)
+                    h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+                    rest = multiply(h.to(rest_b.dtype), rest_b, rest, EXACT)
+                rest += rest_y.to(tl.float32)
+                rest = finish_columns(rest, begin + rests, in_rest, vectors, pool_fp32, bias, HAS_BIAS)
+                squares += tl.sum(rest * rest, axis=1)
+                if HAS_NORM:
+                    if head < H + K:
+                        weight = _norm_weight(q_norm, k_norm, head, H, rests, in_rest, norm_offset)
+                        rest = rest * tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None] * weight
+                tl.store(y + at_y[:, None] + rests[None, :], rest.to(y.dtype.element_ty), mask=to_y & in_rest[None, :])
+                kept = to_pool & in_rest[None, :]
+                tl.store(pool + at_pool[:, None] + rests[None, :], rest.to(pool.dtype.element_ty), mask=kept)
+            if HALF > 0:
+                if HAS_NORM:
+                    if head < H + K:
+                        inverse = tl.rsqrt(squares / HEAD_DIM + norm_eps)[:, None]
+                        first *= inverse * _norm_weight(q_norm, k_norm, head, H, halves, in_half, norm_offset)
+                        second *= inverse * _norm_weight(q_norm, k_norm, head, H, halves + HALF, in_half, norm_offset)
+                turns = (m < rows_turned)[:, None] & in_half[None, :]
+                c = tl.load(cos + rows[:, None] * HALF + halves[None, :], mask=turns, other=1.0)
+                s = tl.load(sin + rows[:, None] * HALF + halves[None, :], mask=turns, other=0.0)
+                turned_first = first * c - second * s
+                turned_second = second * c + first * s
+                kept_y, kept_pool = to_y & in_half[None, :], to_pool & in_half[None, :]
+                y_at = y + at_y[:, None] + halves[None, :]
+                tl.store(y_at, turned_first.to(y.dtype.element_ty), mask=kept_y)
+                tl.store(y_at + HALF, turned_second.to(y.dtype.element_ty), mask=kept_y)
+                pool_at = pool + at_pool[:, None] + halves[None, :]
+                tl.store(pool_at, turned_first.to(pool.dtype.element_ty), mask=kept_pool)
+                tl.store(pool_at + HALF, turned_second.to(pool.dtype.element_ty), mask=kept_pool)
 
 
 def qkv(
@@ -152,7 +170,7 @@ def qkv(
     layer: int,
 ) -> None:
     """See `lora_qkv_`."""
-    half = finish.cos.shape[1]
+    half, tile_rows = finish.cos.shape[1], segments.limits.tile_rows
     # 16 columns are the narrowest tensor core tile
     half_block = max(16, triton.next_power_of_2(half))
     rest_block = max(16, triton.next_power_of_2(layout.head_dim - 2 * half))
@@ -165,9 +183,10 @@ def qkv(
         table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         H=layout.num_heads, K=layout.num_kv_heads, HEAD_DIM=layout.head_dim, HALF=half, PAGE=layout.page_tokens,
-        HALF_BLOCK=half_block, REST_BLOCK=rest_block,
-        SPLITS=SPLITS_AT + QKV, HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
-        BLOCK_M=segments.limits.tile_rows, EXACT=is_exact_dot(y.dtype),
-        ALIGN=table.alignment, num_stages=2,
-        num_warps=num_warps_for(segments.limits.tile_rows * num_columns, _SUMS_PER_THREAD, fewest=2),
+        HALF_BLOCK=half_block, REST_BLOCK=rest_block, SPLITS=SPLITS_AT + QKV,
+        MOST_HEADS=_MOST_HEADS if tile_rows < 64 else 1,
+        HAS_NORM=finish.q_norm is not None, HAS_BIAS=finish.bias is not None,
+        BLOCK_M=tile_rows, EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment, num_stages=1,
+        num_warps=num_warps_for(tile_rows * num_columns, _SUMS_PER_THREAD, fewest=2),
+        maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR // 2) if tile_rows < 64 else None,
     )  # fmt: skip

@@ -1,11 +1,10 @@
 """LoRA expand of o and down, fused with bias and residual, on a GPU.
 
 Bytes per row: y and residual read, residual written, 3 x 4096 x 2 = 24 KiB, which an unfused residual add would
-move as well; on top of that only B, 16 x 4096 x 2 = 128 KiB per chunk and tile. BLOCK_N = 128: one work item reads
-4 KiB of B per chunk, and 4096 columns give 32 items per tile, so even one tile of 16 rows is spread over 32
-programs, and 33 tiles over all 1056. Each item walks a chain of small loads (tile, site, chunk, H, B) of about 700 ns
-each; programs on one multiprocessor hide one another's. 62 registers x 128 threads let 8 of them fit. Tiles of 64 rows
-(prefill) have 32 sums in each of 256 threads, 126 registers.
+move as well; on top of that only B, 16 x 4096 x 2 = 128 KiB per chunk and tile. An item is up to 8 blocks of 256
+columns of a tile, walked as `lora_gate_up` does: while one chunk of a block is multiplied, B of the next chunk or
+block is on its way, 8 KiB. 168 registers x 128 threads let 3 programs fit on a multiprocessor: 24 KiB in flight, as
+good as the 25 of the full bandwidth; y and residual come from the L2 cache. Tiles of 64 rows (prefill) take 64 columns.
 """
 
 from __future__ import annotations
@@ -14,14 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..blocks import finish_columns, lora_columns, tile_fields
-from ..launch import is_exact_dot, num_persistent_programs, num_warps_for
+from ..blocks import (
+    blocks_per_item,
+    chunk_fields,
+    finish_columns,
+    load_b,
+    load_h,
+    multiply,
+    step_after,
+    tile_chunks,
+    tile_fields,
+    vector_offsets,
+)
+from ..launch import is_exact_dot, most_registers, num_persistent_programs
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
-PROGRAMS_PER_MULTIPROCESSOR = 8
-_BLOCK_N = 128
-_SUMS_PER_THREAD = 32
+PROGRAMS_PER_MULTIPROCESSOR = 3
+_BLOCK_N, _PREFILL_BLOCK_N = 256, 64
 
 
 @triton.jit(do_not_specialize=["site_row", "splits_at", "scratch_rows"])
@@ -32,29 +41,47 @@ def _add_residual(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     num_splits = tl.load(header + splits_at)
+    num_tiles = tl.load(header)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
     num_blocks = tl.cdiv(out_features, BLOCK_N)
+    blocks = blocks_per_item(num_blocks, num_tiles, 8)
+    num_groups = tl.cdiv(num_blocks, blocks)
     m = tl.arange(0, BLOCK_M)
-    for work in range(tl.program_id(0), tl.load(header) * num_blocks, tl.num_programs(0)):
-        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, work // num_blocks)
-        first = (work % num_blocks) * BLOCK_N
-        columns = first + tl.arange(0, BLOCK_N)
-        in_columns = columns < out_features
-        acc = lora_columns(
-            columns, in_columns, first, first + BLOCK_N - 1, m, scratch_row, num_rows,
-            plus, minus, site_row, rows_per_resident, num_splits,
-            pool, sites, chunks, scales, scratch, plane_stride, BLOCK_M, BLOCK_N, EXACT, ALIGN,
-        )  # fmt: skip
+    for item in range(tl.program_id(0), num_tiles * num_groups, tl.num_programs(0)):
+        row_start, num_rows, plus, minus, scratch_row = tile_fields(tiles, item // num_groups)
         rows = tl.load(perm + row_start + m, mask=m < num_rows, other=0).to(tl.int64)
-        at = rows[:, None] * out_features + columns[None, :]
-        inside = (m < num_rows)[:, None] & in_columns[None, :]
-        acc += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-        acc = finish_columns(
-            acc, columns, in_columns, plus, minus, site_row, rows_per_resident, sites, pool_fp32, bias, HAS_BIAS
-        )
-        if HAS_RESIDUAL:
-            acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+        of_tile = tile_chunks(sites, plus, minus, site_row, rows_per_resident, 0, 0)
+        vectors = vector_offsets(sites, plus, minus, site_row, rows_per_resident)
+        first_block = (item % num_groups) * blocks
+        chunks_per_block = tl.maximum(of_tile[1], 1)
+        num_steps = (tl.minimum(first_block + blocks, num_blocks) - first_block) * chunks_per_block
+        block, c = first_block, 0
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        next_chunk, shrink = chunk_fields(chunks, scales, of_tile, 0, True, ALIGN)
+        next_b = load_b(pool, next_chunk, columns, columns < out_features)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(0, num_steps):
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_last, block, c = step_after(block, c, chunks_per_block)
+            at = rows[:, None] * out_features + columns[None, :]
+            inside = ((m < num_rows) & is_last)[:, None] & (columns < out_features)[None, :]
+            base = tl.load(y + at, mask=inside, other=0.0)
+            if HAS_RESIDUAL:
+                kept = tl.load(residual + at, mask=inside, other=0.0)
+            b = next_b
+            h = load_h(scratch, shrink, scratch_row, num_rows, m, num_splits, plane_stride, BLOCK_M)
+            # B of the next chunk or block is on its way while this one is multiplied
+            ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            next_chunk, shrink = chunk_fields(chunks, scales, of_tile, c, step + 1 < num_steps, ALIGN)
+            next_b = load_b(pool, next_chunk, ahead, ahead < out_features)
+            acc = multiply(h.to(b.dtype), b, acc, EXACT)
+            if is_last:
+                acc += base.to(tl.float32)
+                acc = finish_columns(acc, columns, columns < out_features, vectors, pool_fp32, bias, HAS_BIAS)
+                if HAS_RESIDUAL:
+                    acc += kept.to(tl.float32)
+                tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
 
 def add_residual(
@@ -69,13 +96,14 @@ def add_residual(
     site: int,
 ) -> None:
     """See `lora_residual_`."""
+    tile_rows = segments.limits.tile_rows
     grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
     _add_residual[grid](
         out, y, residual, bias, y.shape[1], layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,
         SPLITS_AT + site, table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),
         HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-        BLOCK_M=segments.limits.tile_rows, BLOCK_N=_BLOCK_N, EXACT=is_exact_dot(y.dtype),
-        ALIGN=table.alignment, num_stages=2,
-        num_warps=num_warps_for(segments.limits.tile_rows * _BLOCK_N, _SUMS_PER_THREAD, fewest=4),
+        BLOCK_M=tile_rows, BLOCK_N=_BLOCK_N if tile_rows < 64 else _PREFILL_BLOCK_N,
+        EXACT=is_exact_dot(y.dtype), ALIGN=table.alignment,
+        num_stages=1, num_warps=4, maxnreg=most_registers(y.dtype, PROGRAMS_PER_MULTIPROCESSOR),
     )  # fmt: skip

@@ -44,6 +44,7 @@ from lorabatch.kernels.sampling import triton as sampling
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, INTERMEDIATE = 4096, 14336
 LLAMA_HEAD_DIM = 128
+PARTS = [(4096, 1024, 1024), (HIDDEN,), (INTERMEDIATE, INTERMEDIATE), (HIDDEN,)]
 
 
 class _TargetOnly:
@@ -110,7 +111,7 @@ def _segments(num_rows: int, tile_rows: int) -> Segments:
 
 
 def _table() -> LoraTable:
-    return LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, alignment=8)
+    return LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, parts=PARTS, alignment=8)
 
 
 def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int) -> None:

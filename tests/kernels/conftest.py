@@ -54,8 +54,8 @@ def assert_close(dtype: torch.dtype) -> Callable[[Tensor, Tensor], None]:
 def make_table(device: torch.device, dtype: torch.dtype) -> Callable[..., LoraTable]:
     """`make_table(site, in_features, members, ranks_of_residents, vectors=())`: adapters on layer 1 of 2.
 
-    Chunks are in random order with poisoned gaps, so that reading beside a chunk shows. Residents named in
-    `vectors` also get column factors and biases.
+    Chunks have poisoned gaps between them, so that reading beside a chunk shows. Residents named in `vectors` also get
+    column factors and biases. `parts`: columns of the site's parts, where they are not those of `members`.
     """
 
     def make(
@@ -65,12 +65,15 @@ def make_table(device: torch.device, dtype: torch.dtype) -> Callable[..., LoraTa
         ranks_of_residents: Sequence[Ranks],
         vectors: Sequence[int] = (),
         biases: Sequence[int] = (),
+        parts: Sequence[int] | None = None,
     ) -> LoraTable:
         num_columns = max(end for _, end in members)
         total = sum(r or 0 for ranks in ranks_of_residents for r in ranks)
         size = 2 * (total + 8) * (in_features + num_columns + 8) + 8 * num_columns * len(ranks_of_residents)
         pool = torch.full((size,), torch.nan, dtype=dtype, device=device)
-        table = LoraTable.allocate(pool, len(ranks_of_residents), 2, total + len(ranks_of_residents) + 1)
+        of_this = parts or [end - start for start, end in members]
+        of_sites = [of_this if number == site else [1] for number in range(NUM_SITES)]
+        table = LoraTable.allocate(pool, len(ranks_of_residents), 2, total + len(ranks_of_residents) + 1, of_sites)
         placer = _Placer(table)
         first = 0
         for resident, ranks in enumerate(ranks_of_residents):

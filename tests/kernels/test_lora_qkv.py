@@ -29,7 +29,7 @@ def with_pages(table: LoraTable, layout: HeadLayout) -> LoraTable:
     chunks = table.chunks.clone()
     chunks[:, :2] += size
     sites = table.sites.clone()
-    vectors = sites[..., 2:]
+    vectors = sites[..., 2:4]
     vectors[vectors >= 0] += size * pool.element_size() // 4
     return replace(table, pool=pool, pool_fp32=pool.view(torch.float32), chunks=chunks, sites=sites)
 
@@ -112,3 +112,16 @@ def test_heads_whose_size_is_no_power_of_two(
     layout = HeadLayout(num_heads=3, num_kv_heads=1, head_dim=40, num_layers=2, page_tokens=4)
     table = with_pages(make_table(QKV, IN, [(0, 120), (120, 160), (160, 200)], [(8, 20, 1)]), layout)
     check(table, group(table, [0, -1, 0]), finish_for(3, 40, dtype, device), layout, dtype, assert_close)
+
+
+def test_a_pair_over_the_whole_packed_layer_reaches_queries_keys_and_values(
+    make_table: Callable[..., LoraTable],
+    group: Callable[..., Segments],
+    assert_close: Callable[..., None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """As Phi-3's qkv_proj has."""
+    table = with_pages(make_table(QKV, IN, [(0, 32)], [(20,), (8,)], parts=[16, 8, 8]), LAYOUT)
+    segments = group(table, [0, 1, -1, 0], [-1, -1, 1, -1])
+    check(table, segments, finish_for(4, 8, dtype, device), LAYOUT, dtype, assert_close)

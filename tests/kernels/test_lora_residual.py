@@ -71,7 +71,7 @@ def by_definition(
     if resident < 0:
         return w.double() @ x.double() + bias.double()
     effective, added = w.double().clone(), bias.double().clone()
-    first, count, factor_at, bias_at = table.sites[resident, 1, DOWN].tolist()
+    first, count, factor_at, bias_at = table.sites[resident, 1, DOWN].tolist()[:4]
     for index in range(first, first + count):
         a_at, b_at, rank, _, _ = table.chunks[index].tolist()
         a = table.pool[a_at : a_at + rank * IN].view(rank, IN).double()

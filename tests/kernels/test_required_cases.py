@@ -136,7 +136,7 @@ def behind_pages(table: LoraTable) -> LoraTable:
     pool = torch.cat([torch.zeros(size, dtype=table.pool.dtype, device=table.pool.device), table.pool])
     chunks, sites = table.chunks.clone(), table.sites.clone()
     chunks[:, :2] += size
-    vectors = sites[..., 2:]
+    vectors = sites[..., 2:4]
     vectors[vectors >= 0] += size * pool.element_size() // 4
     return replace(table, pool=pool, pool_fp32=pool.view(torch.float32), chunks=chunks, sites=sites)
 
