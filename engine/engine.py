@@ -333,7 +333,7 @@ def _running_batch(
     """An empty batch over `memory` (the flat pool), as the backend's kernels read it."""
     traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
     read = partial(registry.load_packed, in_panels=traits.has_lora_panels)
-    loader = AdapterLoader(read, HostTier(host_tier_bytes(config)))
+    loader = AdapterLoader(read, HostTier(host_tier_bytes(config)), backend.loader_threads)
     residency = AdapterResidency(pool, memory, layout.page_elements, loader, backend.copies())
     prefixes: PrefixSharing | None = None
     if shares_prefixes(config, model, is_arithmetic_fixed=traits.is_arithmetic_fixed):
@@ -423,7 +423,7 @@ class StepCounts:
         self._num_mixed_steps += prefill_tokens > 0 and decode_rows > 0
         self._num_adapters += len(tokens_of)
         for adapter, num_tokens in tokens_of.items():
-            rank = adapter.num_elements / self._elements_per_rank
+            rank = adapter.numbers.numel() / self._elements_per_rank
             self._rank_sum += rank
             self._rank_tokens += rank * num_tokens
             self._lora_tokens += num_tokens

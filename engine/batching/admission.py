@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from ...scheduler.batching import FreeMemory, StepPlan
 from ...scheduler.estimates.lengths import PRIOR_SHARE, tokens_to_hold
-from ..memory.loader import MAX_AHEAD
 from ..memory.pool import PageLayout, PagePool, PageRun
 from ..memory.registry import AdapterRegistry
 from ..memory.residency import AdapterResidency, adapter_owner
@@ -198,7 +197,7 @@ class Admission:
         loader = self._residency.loader
         if loader.has_time and self._waiting:
             absent = (a for a in self._next_uses() if self._residency.get(a) is None)
-            loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), MAX_AHEAD))
+            loader.prefetch(islice((a for a in absent if not self._registry.must_merge_id(a)), loader.max_ahead))
 
     def tokens_to_hold(self, expected: NDArray[np.float64] | None) -> NDArray[np.int64]:
         """Tokens for which each waiting row takes memory when it enters, `[num_waiting]`."""

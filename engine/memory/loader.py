@@ -1,4 +1,4 @@
-"""Reads adapters from storage in a thread while steps run, and keeps those that left the pool in host memory."""
+"""Reads adapters from storage in threads while steps run, and keeps those that left the pool in host memory."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from .packed import PackedAdapter
 
-# Adapters read before any row may enter with them; each waits in host memory beside the tier.
+# Adapters read before any row may enter with them, or one for each thread if that is more; each waits in host memory
+# beside the tier.
 MAX_AHEAD = 4
 
 
 class AdapterLoader:
-    """Reads adapters in one thread, in the order of the calls. `num_reads`: adapters asked of storage so far.
+    """Reads adapters in `num_threads` threads, in the order of the calls.
 
-    `read` raises `AdapterUnusableError`; `take` passes the error on.
+    `num_reads`: adapters asked of storage so far. `read` raises `AdapterUnusableError`; `take` passes the error on.
     """
 
-    def __init__(self, read: Callable[[str], PackedAdapter], tier: HostTier) -> None:
+    def __init__(self, read: Callable[[str], PackedAdapter], tier: HostTier, num_threads: int = 1) -> None:
         self._read = read
         self._tier = tier
         self._coming: dict[str, Future[PackedAdapter]] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-loader")
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+        self.max_ahead = max(MAX_AHEAD, num_threads)
         self.num_reads = 0
 
     @property
     def has_time(self) -> bool:
-        """Whether fewer adapters than `MAX_AHEAD` are in flight or waiting to be taken."""
-        return len(self._coming) < MAX_AHEAD
+        """Whether fewer adapters than `max_ahead` are in flight or waiting to be taken."""
+        return len(self._coming) < self.max_ahead
 
     def prefetch(self, adapter_ids: Iterable[str]) -> None:
         """Start reading adapters that are neither in host memory nor in flight."""
         for adapter_id in adapter_ids:
             if not self.has_begun(adapter_id):
-                self._coming[adapter_id] = self._thread.submit(self._read, adapter_id)
+                self._coming[adapter_id] = self._threads.submit(self._read, adapter_id)
                 self.num_reads += 1
 
     def has_begun(self, adapter_id: str) -> bool:

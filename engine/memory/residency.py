@@ -11,27 +11,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
-from ...kernels.segment_lora import LoraSiteWeights
 from .copies import AdapterCopies, Arrival
 from .loader import AdapterLoader
-from .packed import Sites, packed_from
+from .packed import AdapterLayout, PackedAdapter, Sites
 from .pool import PagePool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ResidentAdapter:
-    """An adapter's matrices as views into the pool, `num_elements` numbers in all.
+    """An adapter in the pool: `numbers` (flat, a view of the pool) in `layout`.
 
     `order` numbers residents by arrival; steps sort their tokens by it.
     """
 
     adapter_id: str
     order: int
-    sites: Sites
-    num_elements: int
+    numbers: Tensor
+    layout: AdapterLayout
+
+    @cached_property
+    def sites(self) -> Sites:
+        """Its matrices as views, made when kernels that read views ask for them."""
+        return self.layout.sites(self.numbers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +50,7 @@ class MergedShare:
     @classmethod
     def of(cls, resident: ResidentAdapter) -> MergedShare:
         """The share of a resident adapter."""
-        layers = ({site: _negated(weights) for site, weights in layer.items()} for layer in resident.sites)
-        return cls(resident, replace(resident, sites=tuple(layers)))
-
-
-def _negated(weights: LoraSiteWeights) -> LoraSiteWeights:
-    return replace(weights, members=tuple(replace(member, scaling=-member.scaling) for member in weights.members))
+        return cls(resident, replace(resident, layout=resident.layout.negated()))
 
 
 class AdapterResidency:
@@ -140,12 +140,11 @@ class AdapterResidency:
         self.join(adapter_id)
         self._arriving.pop(adapter_id, None)
         resident = self._residents.pop(adapter_id)
-        start = self._pool.run_of(adapter_owner(adapter_id)).start * self._page_elements
-        pages = self._memory[start : start + resident.num_elements]
-        num_bytes = resident.num_elements * self._memory.element_size()
+        numbers = resident.numbers
+        num_bytes = numbers.numel() * numbers.element_size()
         with self._stalling():
             self.loader.keep(
-                adapter_id, num_bytes, lambda: packed_from(self._copies.to_host(pages), start, resident.sites), next_use
+                adapter_id, num_bytes, lambda: PackedAdapter(self._copies.to_host(numbers), resident.layout), next_use
             )
         self._pool.release(adapter_owner(adapter_id))
 
@@ -158,9 +157,9 @@ class AdapterResidency:
             size, limit = adapter.numbers.numel(), num_pages * self._page_elements
             assert size <= limit, f"adapter {adapter_id} has {size} numbers, its pages hold {limit}"
             start = run.start * self._page_elements
-            self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, self._memory[start : start + size])
-            sites = adapter.sites_at(self._memory, start)
-        self._residents[adapter_id] = ResidentAdapter(adapter_id, self.num_loads, sites, size)
+            numbers = self._memory[start : start + size]
+            self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, numbers)
+        self._residents[adapter_id] = ResidentAdapter(adapter_id, self.num_loads, numbers, adapter.layout)
         self.num_loads += 1
         return self._residents[adapter_id]
 

@@ -6,6 +6,7 @@ compute (other kernels, another accelerator) is one more `Backend` and a line in
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +114,11 @@ class Backend(ABC):
         """How adapters move between host memory and the pool."""
         return CopiesAtOnce()
 
+    @property
+    def loader_threads(self) -> int:
+        """Threads that read adapters while steps run: one on a CPU, where they take cores from the steps."""
+        return 1
+
     def allocate(self, num_elements: int) -> Tensor:
         """The flat pool, all zero."""
         return torch.zeros(num_elements, dtype=self.pool_dtype, device=self.device)
@@ -190,6 +196,14 @@ class GpuBackend(Backend):
     def copies(self) -> AdapterCopies:
         """See `Backend`."""
         return CopyStream(self.device) if self.device.type == "cuda" else CopiesAtOnce()
+
+    @property
+    def loader_threads(self) -> int:
+        """Half of this GPU's share of the host's cores, at most 8: reading, checking and packing an adapter of an 8B
+        takes a core longer than ten of its rows take the GPU."""
+        if self.device.type != "cuda":
+            return super().loader_threads
+        return max(1, min(8, len(os.sched_getaffinity(0)) // (2 * torch.cuda.device_count())))
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens

@@ -81,21 +81,20 @@ class GpuAdapters:
 
 
 def _rows_of(adapter: ResidentAdapter) -> AdapterRows:
-    """An adapter as rows of the table: chunks as offsets into the pool that its matrices are views of."""
+    """An adapter as rows of the table: chunks as offsets into the pool, in which its matrices lie rank by rank."""
+    layout, begin = adapter.layout, int(adapter.numbers.storage_offset())
+    assert not layout.in_panels, "device kernels read A by rank"
     places, members, scalings = [], [], []
-    for layer, of_layer in enumerate(adapter.sites):
-        for number, site in enumerate(PACKED_SITES):
-            weights = of_layer.get(site)
-            if weights is None:
+    for layer, of_layer in enumerate(layout.layers):
+        for number, name in enumerate(PACKED_SITES):
+            if (site := of_layer.get(name)) is None:
                 continue
-            assert weights.a.is_contiguous(), "device kernels read A by rank"
-            num_inputs, a_at = weights.a.shape[1], weights.a.storage_offset()
-            for m in weights.members:
-                num_columns = m.column_end - m.column_start
-                a_start, b_start = a_at + m.rank_start * num_inputs, m.b.storage_offset()
+            for pair in site.pairs:
                 places.append(layer * NUM_SITES + number)
-                members.append((a_start, b_start, m.rank_end - m.rank_start, m.column_start, num_columns, num_inputs))
-                scalings.append(m.scaling)
+                a_start = begin + site.a_start + pair.rank_start * site.in_features
+                shape = (pair.rank_end - pair.rank_start, pair.column_start, pair.column_end - pair.column_start)
+                members.append((a_start, begin + pair.b_start, *shape, site.in_features))
+                scalings.append(pair.scaling)
     # the step thread waits for this: one row per member, then one per chunk, by arithmetic on whole columns
     a, b, rank, column, width, in_features = np.array(members, np.int64).reshape(-1, 6).T
     num_chunks = -(-rank // CHUNK_RANK)
@@ -112,5 +111,5 @@ def _rows_of(adapter: ResidentAdapter) -> AdapterRows:
         ],
         axis=1,
     )
-    counts = np.bincount(np.array(places, np.int64), num_chunks, len(adapter.sites) * NUM_SITES).astype(np.int32)
+    counts = np.bincount(np.array(places, np.int64), num_chunks, len(layout.layers) * NUM_SITES).astype(np.int32)
     return AdapterRows(counts, chunks, np.array(scalings, np.float32)[of_member])

@@ -12,7 +12,7 @@ import torch
 
 from lorabatch.engine.errors import AdapterUnusableError
 from lorabatch.engine.memory.loader import MAX_AHEAD, AdapterLoader, HostTier
-from lorabatch.engine.memory.packed import PackedAdapter
+from lorabatch.engine.memory.packed import AdapterLayout, PackedAdapter
 
 
 class Storage:
@@ -28,7 +28,7 @@ class Storage:
         self.read_ids.append(adapter_id)
         if adapter_id in self.broken:
             raise AdapterUnusableError(adapter_id, "damaged")
-        return PackedAdapter(torch.zeros(4), ())
+        return PackedAdapter(torch.zeros(4), AdapterLayout())
 
 
 @pytest.fixture
@@ -47,6 +47,20 @@ def test_prefetching_returns_at_once_and_taking_waits(storage: Storage) -> None:
     assert storage.read_ids == ["a", "b"]
     assert loader.num_reads == 2
     assert not loader.is_ready("a")
+
+
+def test_several_threads_read_at_once() -> None:
+    together = threading.Barrier(6, timeout=30)
+
+    def read(adapter_id: str) -> PackedAdapter:
+        together.wait()
+        return PackedAdapter(torch.zeros(len(adapter_id)), AdapterLayout())
+
+    loader = AdapterLoader(read, HostTier(0), num_threads=6)
+    names = ["a" * (i + 1) for i in range(6)]
+    loader.prefetch(names)
+    assert not loader.has_time, "one adapter for each thread is enough ahead"
+    assert [loader.take(name).numbers.numel() for name in reversed(names)] == [6, 5, 4, 3, 2, 1]
 
 
 def test_an_error_surfaces_when_the_adapter_is_taken_and_the_next_taker_reads_again(storage: Storage) -> None:
@@ -76,7 +90,7 @@ def test_what_host_memory_has_no_room_for_is_not_copied(storage: Storage) -> Non
 
     def copy() -> PackedAdapter:
         copied.append("copy")
-        return PackedAdapter(torch.zeros(4), ())
+        return PackedAdapter(torch.zeros(4), AdapterLayout())
 
     for budget, next_use, expected in ((15, 0.0, []), (16, 0.0, ["copy"])):
         loader = AdapterLoader(storage, HostTier(budget))
@@ -108,7 +122,7 @@ def test_an_adapter_in_two_places_is_an_error(storage: Storage) -> None:
 
 
 def adapter(num_elements: int) -> PackedAdapter:
-    return PackedAdapter(torch.zeros(num_elements), ())
+    return PackedAdapter(torch.zeros(num_elements), AdapterLayout())
 
 
 def test_the_adapter_needed_furthest_in_the_future_makes_room() -> None:

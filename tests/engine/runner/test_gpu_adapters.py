@@ -8,26 +8,24 @@ import pytest
 import torch
 
 from lorabatch.engine.config import EngineConfig, read_model_config
+from lorabatch.engine.memory.packed import AdapterLayout, PairLayout, SiteLayout
 from lorabatch.engine.memory.residency import ResidentAdapter
 from lorabatch.engine.model_config.model import PACKED_SITES, ModelConfig
 from lorabatch.engine.runner.gpu_adapters import GpuAdapters
 from lorabatch.engine.runner.gpu_runner import FirstSizes
-from lorabatch.kernels.segment_lora import LoraMember, LoraSiteWeights
 
 
 def resident(memory: torch.Tensor, model: ModelConfig, order: int, rank: int) -> ResidentAdapter:
     """An adapter on q and v of layer 0, its matrices at a place of its own in `memory`."""
-    start = order * 20_000
-    q, k, v = (shape for shape in model.members_of_site("qkv").values())
-    a = memory[start : start + 2 * rank * q[1]].view(2 * rank, q[1])
-    b_q = memory[start + a.numel() :][: rank * q[0]].view(rank, q[0])
-    b_v = memory[start + a.numel() + b_q.numel() :][: rank * v[0]].view(rank, v[0])
-    members = (
-        LoraMember(0, rank, 0, q[0], b_q, 2.0),
-        LoraMember(rank, 2 * rank, q[0] + k[0], q[0] + k[0] + v[0], b_v, 0.5),
+    q, k, v = (out_features for out_features, _ in model.members_of_site("qkv").values())
+    b_start = 2 * rank * model.hidden_size
+    pairs = (
+        PairLayout("q", 0, rank, 0, q, b_start, 2.0),
+        PairLayout("v", rank, 2 * rank, q + k, q + k + v, b_start + rank * q, 0.5),
     )
-    of_layers = ({"qkv": LoraSiteWeights(a, members)}, *({} for _ in range(model.num_layers - 1)))
-    return ResidentAdapter(f"adapter {order}", order, of_layers, num_elements=0)
+    layers = ({"qkv": SiteLayout(0, model.hidden_size, pairs)}, *({} for _ in range(model.num_layers - 1)))
+    numbers = memory[order * 20_000 :][: b_start + rank * (q + v)]
+    return ResidentAdapter(f"adapter {order}", order, numbers, AdapterLayout(layers))
 
 
 @pytest.fixture
