@@ -7,8 +7,8 @@
 
 `plus` is the resident adapter of a tile's rows, `minus` the resident whose merged weights they must not see
 (mixture); -1 means none. Tiles cover every row, for the expands do more than LoRA; rows that need neither have no
-items, so LoRA costs them nothing. Persistent kernels read the counts from the header: one captured graph serves
-every mix.
+items: no bytes of an adapter are read for them. Persistent kernels read the counts from the header: one captured graph
+serves every mix.
 
 Scratch: a shrink leaves [num_rows, 16] fp32 for (tile, chunk position c) at row `scratch_row + c * num_rows` of
 each split's plane. Every number that is read has been written in the same step: no clearing, no atomics, and the

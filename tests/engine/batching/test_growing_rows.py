@@ -12,25 +12,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.step_batch import StepEntry
+from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams, Sequence
 from lorabatch.engine.runner.backend import CpuBackend, KernelTraits
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.pipeline.planning.profile import load_of
-from lorabatch.scheduler.batching import ClusteredBatcher
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel, StepLoad
-from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.simulation.synthetic import make_workload
-from lorabatch.scheduler.simulation.timeline import Timeline
+from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
+from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.tests.engine.batching.simulated import Rows, numbers, play_replica
 
 PAGE = 16
 PAGE_BYTES = 8192  # of the tiny model
 MAX_TOKENS = 60
 EOS, OTHER = 2, 7
-#: Prompt tokens and tokens of the answer of each row.
-Rows = list[tuple[int, int]]
 
 
 class TableRunner:
@@ -185,38 +183,40 @@ def test_rows_of_a_known_length_hold_it_from_the_start(tiny_llama: Path) -> None
     assert engine.num_preempted == 0
 
 
-STEPS: list[tuple[float, ...]] = []
+class MixtureFirst:
+    """Mixtures with the first adapter merged, for as long as a row runs or waits for it."""
+
+    def next_step(self, view: BatchView) -> StepPlan:
+        """See `Batcher.next_step`."""
+        serve, admit = np.ones(len(view.running_adapter), bool), np.arange(len(view.waiting_adapter))
+        if len(serve) or 0 in view.waiting_adapter:
+            return StepPlan("mixture", 0, serve, admit)
+        return StepPlan("unmerged", None, serve, admit)
 
 
-def numbers(load: StepLoad) -> tuple[float, ...]:
-    """What the cost model is asked about a step of base rows."""
-    return tuple(float(x) for x in (load.prefill_tokens, load.decode_rows, load.context_tokens, load.prefill_pairs))  # type: ignore[arg-type]
-
-
-class Recorder(CostModel):
-    """A cost model that keeps what it is asked."""
-
-    def step_seconds(self, load: StepLoad) -> Any:
-        """See `CostModel.step_seconds`."""
-        STEPS.append(numbers(load))
-        return super().step_seconds(load)
-
-
-def simulated_steps(rows: Rows, batch_rows: int, step_tokens: int, num_pages: int) -> tuple[list[Any], int]:
-    """Steps of a simulated replica with the same limits, and how many rows were preempted."""
-    prompts, outputs = np.array(rows, np.int32).T
-    workload = make_workload((), np.full(len(rows), -1, np.int32), prompts, outputs, max_tokens=MAX_TOKENS)
-    limits = ReplicaSettings(batch_rows, step_tokens, kv_tokens=PAGE * num_pages, page_tokens=PAGE, rows_grow=True)
-    timeline = Timeline.empty(len(rows), 1)
-    cost = Recorder(**CPU_SMOLLM2_135M.to_json())
-    replica = SimulatedReplica(0, workload, cost, ClusteredBatcher(), limits, timeline)
-    replica.add(np.arange(len(rows)))
-    STEPS.clear()
-    now_s = 0.0
-    while replica.num_rows:
-        now_s = replica.step(now_s).end_s
-        replica.check_integrity()
-    return list(STEPS), int(timeline.preempted[0])
+def test_a_row_alone_beside_a_subtracted_adapter_may_lose_its_pages(
+    tiny_llama: Path, tiny_adapters: dict[str, Path]
+) -> None:
+    audit = audit_adapter(tiny_adapters["rank8"], read_model_config(tiny_llama), "rank8")
+    assert audit.content_sha256 is not None
+    num_numbers = sum(site.rank * (site.in_features + site.out_features) for site in audit.sites)
+    config = EngineConfig(
+        max_batch_rows=2,
+        # the adapter, three pages for the row of the base, which will need five, and one for the other
+        pool_bytes=PAGE_BYTES * (-(-num_numbers * 4 // PAGE_BYTES) + 4),
+        num_threads=1,
+        uses_prefix_cache=False,
+    )
+    kind = type("Backend", (Backend,), {"answer_tokens": {"merged": 2, "base": MAX_TOKENS}})
+    engine = Engine(tiny_llama, config, MixtureFirst(), kind)
+    engine.register_adapter(audit.content_sha256, tiny_adapters["rank8"])
+    engine.add([Request("merged", (3,), audit.content_sha256, SamplingParams(max_tokens=2))])
+    engine.add([Request("base", tuple(range(3, 19)), None, SamplingParams(max_tokens=MAX_TOKENS))])
+    results, most = play(engine)
+    assert most == 2
+    assert {name: len(result.token_ids) for name, result in results.items()} == {"merged": 2, "base": MAX_TOKENS}
+    assert results["base"].mode == "mixture"
+    assert engine.num_preempted == 1
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -224,7 +224,8 @@ def simulated_steps(rows: Rows, batch_rows: int, step_tokens: int, num_pages: in
 def test_a_simulated_replica_lets_rows_grow_as_the_engine_does(
     tiny_llama: Path, rows: Rows, batch_rows: int, num_pages: int, step_tokens: int
 ) -> None:
-    simulated, num_preempted = simulated_steps(rows, batch_rows, step_tokens, num_pages)
+    limits = ReplicaSettings(batch_rows, step_tokens, kv_tokens=PAGE * num_pages, page_tokens=PAGE, rows_grow=True)
+    simulated = play_replica(rows, limits, CPU_SMOLLM2_135M, ClusteredBatcher(), MAX_TOKENS)
     engine = make_engine(
         tiny_llama,
         rows,
@@ -236,23 +237,16 @@ def test_a_simulated_replica_lets_rows_grow_as_the_engine_does(
     steps: list[Any] = []
     engine.observe_step = lambda entries: steps.append(numbers(load_of(entries, {})))
     play(engine)
-    assert steps == simulated
-    assert engine.num_preempted == num_preempted
+    assert steps == simulated.steps
+    assert engine.num_preempted == simulated.num_preempted
 
 
-def test_leaps_of_the_simulator_end_where_rows_grow(tiny_llama: Path) -> None:
-    prompts, outputs = np.array([(16, 5)] * 8 + [(16, 60)] * 8, np.int32).T
-    workload = make_workload((), np.full(16, -1, np.int32), prompts, outputs, max_tokens=MAX_TOKENS)
-    ends = []
-    for leap_steps in (1, 8):
-        limits = ReplicaSettings(8, 64, kv_tokens=PAGE * 24, page_tokens=PAGE, rows_grow=True, leap_steps=leap_steps)
-        timeline = Timeline.empty(16, 1)
-        replica = SimulatedReplica(0, workload, CPU_SMOLLM2_135M, ClusteredBatcher(), limits, timeline)
-        replica.add(np.arange(16))
-        now_s = 0.0
-        while replica.num_rows:
-            now_s = replica.step(now_s).end_s
-            replica.check_integrity()
-        ends.append((now_s, int(timeline.preempted[0])))
-    assert ends[0][1] == ends[1][1] > 0
-    assert ends[0][0] == pytest.approx(ends[1][0])
+def test_leaps_of_the_simulator_end_where_rows_grow() -> None:
+    rows = [(16, 5)] * 8 + [(16, 60)] * 8
+    limits = ReplicaSettings(8, 64, kv_tokens=PAGE * 24, page_tokens=PAGE, rows_grow=True)
+    one, leaping = (
+        play_replica(rows, replace(limits, leap_steps=n), CPU_SMOLLM2_135M, ClusteredBatcher(), MAX_TOKENS)
+        for n in (1, 8)
+    )
+    assert one.num_preempted == leaping.num_preempted > 0
+    assert one.end_s == pytest.approx(leaping.end_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +15,11 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.pipeline.planning.profile import load_of
 from lorabatch.scheduler.batching import Batcher, ClusteredBatcher, PromptsTogether
-from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel, StepLoad
-from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
-from lorabatch.scheduler.simulation.synthetic import make_workload
-from lorabatch.scheduler.simulation.timeline import Timeline
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
+from lorabatch.scheduler.simulation.replica import ReplicaSettings
+from lorabatch.tests.engine.batching.simulated import Rows, numbers, play_replica
 
 PAGE_BYTES = 8192  # 16 tokens of the tiny model
-#: Prompt tokens and `max_tokens` of each row.
-Rows = list[tuple[int, int]]
-
-
-def numbers(load: StepLoad) -> tuple[float, ...]:
-    """What the cost model is asked about a step of base rows."""
-    return tuple(float(x) for x in (load.prefill_tokens, load.decode_rows, load.context_tokens, load.prefill_pairs))  # type: ignore[arg-type]
 
 
 def batcher(cost: CostModel) -> Batcher:
@@ -60,34 +51,12 @@ def engine_steps(
     return steps
 
 
-class Recorder(CostModel):
-    """A cost model that keeps what it is asked."""
-
-    def step_seconds(self, load: StepLoad) -> Any:
-        """See `CostModel.step_seconds`."""
-        STEPS.append(numbers(load))
-        return super().step_seconds(load)
-
-
-STEPS: list[tuple[float, ...]] = []
-
-
 def simulated_steps(
     rows: Rows, batch_rows: int, step_tokens: int, num_pages: int, cost: CostModel = CPU_SMOLLM2_135M
 ) -> list[tuple[float, ...]]:
     """Steps of a simulated replica with the same limits."""
-    prompts, outputs = np.array(rows, np.int32).T
-    workload = make_workload((), np.full(len(rows), -1, np.int32), prompts, outputs, max_tokens=outputs)
     limits = ReplicaSettings(batch_rows, step_tokens, kv_tokens=16 * num_pages, page_tokens=16, run_pages=4)
-    timeline = Timeline.empty(len(rows), 1)
-    replica = SimulatedReplica(0, workload, Recorder(**cost.to_json()), batcher(cost), limits, timeline)
-    replica.add(np.arange(len(rows)))
-    STEPS.clear()
-    now_s = 0.0
-    while replica.num_rows:
-        now_s = replica.step(now_s).end_s
-        replica.check_integrity()
-    return list(STEPS)
+    return play_replica(rows, limits, cost, batcher(cost)).steps
 
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
