@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 _INTERPRETED_PROGRAMS = 2
 
 
+@cache
 def is_interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter (on CPU tensors), as the tests do."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -54,6 +56,45 @@ def most_registers(dtype: torch.dtype, num_programs: int) -> int | None:
     None where products run on the ordinary cores, which need more.
     """
     return None if is_exact_dot(dtype) else 65536 // (128 * num_programs) // 8 * 8
+
+
+def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
+    """`kernel[(num_programs,)](*args, **constants)`, in a third of the host's time: 7 us instead of 14.
+
+    Triton asks of every argument what code was specialised for, on every launch. Here that is a key of types, sizes and
+    constants, and compiled code is called by Triton's own launcher. `constants` are the kernel's constants and the
+    compiler's options, always the same names in the same order.
+    """
+    if is_interpreted():
+        kernel[num_programs,](*args, **constants)
+        return
+    specialised, names = _parameters(kernel)
+    address_bits, parts = 0, [kernel, *constants.values()]
+    for is_specialised, arg in zip(specialised, args, strict=True):
+        if isinstance(arg, torch.Tensor):
+            address_bits |= arg.data_ptr()
+            parts.append(arg.dtype)
+        elif is_specialised:
+            parts.append(arg)
+    key = tuple(parts)
+    is_aligned = address_bits % 16 == 0  # as compiled code may take for granted
+    compiled = _COMPILED.get(key) if is_aligned else None
+    if compiled is not None:
+        compiled[num_programs, 1, 1](*args, *[constants[name] for name in names])
+        return
+    compiled = kernel[num_programs,](*args, **constants)
+    if is_aligned:
+        _COMPILED[key] = compiled
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+@cache
+def _parameters(kernel: Any) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+    """Whether code is specialised for each argument, and the constants' names in the kernel's order."""
+    arguments = [not p.do_not_specialize for p in kernel.params if not p.is_constexpr]
+    return tuple(arguments), tuple(p.name for p in kernel.params if p.is_constexpr)
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ same step gives the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -63,30 +64,32 @@ class Tile:
     scratch_row: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segments:
-    """Views of one int32 buffer on the host or the device; see the head of the module."""
+    """Views of one int32 buffer on the host or the device; see the head of the module. Each is made once: a step's
+    kernels ask for them in every layer."""
 
     limits: SegmentLimits
     buffer: Tensor
 
-    @property
+    @cached_property
     def header(self) -> Tensor:
         return self.buffer[:HEADER_LENGTH]
 
-    @property
+    @cached_property
     def perm(self) -> Tensor:
         return self.buffer[HEADER_LENGTH : HEADER_LENGTH + self.limits.max_rows]
 
-    @property
+    @cached_property
     def tiles(self) -> Tensor:
         start = HEADER_LENGTH + self.limits.max_rows
         return self.buffer[start : start + self.limits.max_rows * TILE_FIELDS].view(-1, TILE_FIELDS)
 
-    def items(self, site: int) -> Tensor:
-        """[2, max_items]: tiles, then chunk positions."""
-        start = HEADER_LENGTH + self.limits.max_rows * (1 + TILE_FIELDS) + site * 2 * self.limits.max_items
-        return self.buffer[start : start + 2 * self.limits.max_items].view(2, -1)
+    @cached_property
+    def items(self) -> Tensor:
+        """[4, 2, max_items], by site: tiles, then chunk positions."""
+        start = HEADER_LENGTH + self.limits.max_rows * (1 + TILE_FIELDS)
+        return self.buffer[start : self.limits.length].view(NUM_SITES, 2, -1)
 
     def allocate_scratch(self) -> Tensor:
         """Planes for the shrinks, fp32 [scratch_rows, 16], on the buffer's device; needs no clearing."""
@@ -153,7 +156,7 @@ def _list_items(segments: Segments, counts: NDArray[np.int64], scratch_rows: int
         _check("items", num_items, limits.max_items)
         tiles = np.repeat(np.arange(len(per_tile)), per_tile)
         positions = np.arange(num_items) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)
-        segments.items(site)[:, :num_items] = torch.from_numpy(np.stack((tiles, positions)).astype(np.int32))
+        segments.items[site, :, :num_items] = torch.from_numpy(np.stack((tiles, positions)).astype(np.int32))
         wanted = -(-num_programs // max(num_items, 1))
         fitting = limits.scratch_rows // max(scratch_rows, 1)
         segments.header[ITEMS_AT + site] = num_items

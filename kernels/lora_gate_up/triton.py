@@ -26,7 +26,7 @@ from ..blocks import (
     tile_fields,
     vector_offsets,
 )
-from ..launch import is_exact_dot, most_registers, num_persistent_programs
+from ..launch import is_exact_dot, launch, most_registers, num_persistent_programs
 from ..layouts.lora_table import GATE_UP, NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
@@ -113,8 +113,9 @@ def gate_up(
 ) -> None:
     """See `lora_gate_up`."""
     tile_rows = segments.limits.tile_rows
-    grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
-    _gate_up[grid](
+    num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
+    launch(
+        _gate_up, num_programs,
         out, y, bias, out.shape[1], layer * NUM_SITES + GATE_UP, table.sites.shape[1] * NUM_SITES,
         table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),

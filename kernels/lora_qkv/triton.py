@@ -27,7 +27,7 @@ from ..blocks import (
     tile_fields,
     vector_offsets,
 )
-from ..launch import is_exact_dot, most_registers, num_persistent_programs, num_warps_for
+from ..launch import is_exact_dot, launch, most_registers, num_persistent_programs, num_warps_for
 from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
@@ -175,8 +175,9 @@ def qkv(
     half_block = max(16, triton.next_power_of_2(half))
     rest_block = max(16, triton.next_power_of_2(layout.head_dim - 2 * half))
     num_columns = (2 * half_block if half else 0) + (rest_block if 2 * half < layout.head_dim else 0)
-    grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
-    _qkv[grid](
+    num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
+    launch(
+        _qkv, num_programs,
         y, finish.bias, finish.q_norm, finish.k_norm, finish.norm_eps, finish.norm_offset,
         finish.cos, finish.sin, finish.slots, layer, layout.page_elements,
         layer * NUM_SITES + QKV, table.sites.shape[1] * NUM_SITES,

@@ -25,7 +25,7 @@ from ..blocks import (
     tile_fields,
     vector_offsets,
 )
-from ..launch import is_exact_dot, most_registers, num_persistent_programs
+from ..launch import is_exact_dot, launch, most_registers, num_persistent_programs
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
 
@@ -97,8 +97,9 @@ def add_residual(
 ) -> None:
     """See `lora_residual_`."""
     tile_rows = segments.limits.tile_rows
-    grid = (num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR),)
-    _add_residual[grid](
+    num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
+    launch(
+        _add_residual, num_programs,
         out, y, residual, bias, y.shape[1], layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,
         SPLITS_AT + site, table.pool, table.pool_fp32, table.sites, table.chunks, table.scales,
         segments.header, segments.perm, segments.tiles, scratch, len(scratch),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import multiply, site_chunks, tile_fields
-from ..launch import is_exact_dot, num_persistent_programs
+from ..launch import is_exact_dot, launch, num_persistent_programs
 from ..layouts.lora_table import NUM_SITES, LoraTable
 from ..layouts.segments import ITEMS_AT, SPLITS_AT, Segments
 
@@ -22,17 +22,19 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 _BLOCK_K = 128
 
 
-@triton.jit(do_not_specialize=["site_row", "max_items", "items_at", "splits_at", "scratch_rows"])
+@triton.jit(do_not_specialize=["site", "site_row", "max_items", "scratch_rows"])
 def _shrink(
-    x, x_stride, in_features, site_row, rows_per_resident, items_at, splits_at,
+    x, x_stride, in_features, site, site_row, rows_per_resident,
     pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,
+    ITEMS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_splits = tl.load(header + splits_at)
-    num_works = tl.load(header + items_at) * num_splits
+    num_splits = tl.load(header + SPLITS + site)
+    num_works = tl.load(header + ITEMS + site) * num_splits
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
     # k-steps of a split, rounded up: late splits may have none and then write zeros
     steps = tl.cdiv(tl.cdiv(in_features, BLOCK_K), num_splits)
+    items += site * 2 * max_items
     ranks = tl.arange(0, 16)
     ks = tl.arange(0, BLOCK_K)
     for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
@@ -64,12 +66,13 @@ def _shrink(
 
 def shrink(x: Tensor, table: LoraTable, segments: Segments, scratch: Tensor, layer: int, site: int) -> None:
     """See `lora_shrink`."""
-    grid = (num_persistent_programs(x.device, PROGRAMS_PER_MULTIPROCESSOR),)
-    items = segments.items(site)
-    _shrink[grid](
-        x, x.stride(0), x.shape[1], layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,
-        ITEMS_AT + site, SPLITS_AT + site, table.pool, table.sites, table.chunks,
-        segments.header, segments.perm, segments.tiles, items, items.shape[1], scratch, len(scratch),
-        BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K,
+    num_programs = num_persistent_programs(x.device, PROGRAMS_PER_MULTIPROCESSOR)
+    launch(
+        _shrink, num_programs,
+        x, x.stride(0), x.shape[1], site, layer * NUM_SITES + site, table.sites.shape[1] * NUM_SITES,
+        table.pool, table.sites, table.chunks,
+        segments.header, segments.perm, segments.tiles, segments.items, segments.limits.max_items,
+        scratch, len(scratch),
+        ITEMS=ITEMS_AT, SPLITS=SPLITS_AT, BLOCK_M=segments.limits.tile_rows, BLOCK_K=_BLOCK_K,
         EXACT=is_exact_dot(x.dtype), ALIGN=table.alignment, num_warps=4, num_stages=4,
     )  # fmt: skip

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import multiply
-from ..launch import is_exact_dot, is_interpreted, num_persistent_programs
+from ..launch import is_exact_dot, is_interpreted, launch, num_persistent_programs
 from ..layouts.heads import HeadLayout
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
@@ -176,10 +176,11 @@ def attend(
     rule: AttentionRule,
 ) -> None:
     """See `attend_pages`."""
-    grid = (num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR),)
+    num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
     tile_rows, block_d = work.limits.tile_rows, max(16, triton.next_power_of_2(layout.head_dim))
     block_bytes = _BLOCK_BYTES if block_d <= 128 else _BLOCK_BYTES // 2
-    _attend[grid](
+    launch(
+        _attend, num_programs,
         out, q, q.stride(0), pool, layout.page_elements, layer, block_tables, block_tables.stride(0),
         work.header, work.items, partials.values, partials.stats,
         rule.scale, rule.softcap or 0.0, rule.window or 0,
@@ -190,7 +191,8 @@ def attend(
         num_stages=3 if tile_rows >= _PREFILL_ROWS else 2,
     )  # fmt: skip
     if work.limits.split_keys:
-        _combine[grid](
+        launch(
+            _combine, num_programs,
             out, work.header, work.combines, partials.values, partials.stats,
             H=layout.num_heads, HEAD_DIM=layout.head_dim, BLOCK_D=block_d, FIELDS=COMBINE_FIELDS, num_warps=1,
         )  # fmt: skip

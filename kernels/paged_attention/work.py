@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,23 +57,23 @@ class WorkLimits:
         return HEADER_LENGTH + self.max_items * ITEM_FIELDS + self.max_combines * COMBINE_FIELDS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionWork:
-    """Views of the buffer, on the host or the device. `num_partials` is at most `max_items`."""
+    """Views of the buffer, on the host or the device, each made once. `num_partials` is at most `max_items`."""
 
     limits: WorkLimits
     buffer: Tensor
 
-    @property
+    @cached_property
     def header(self) -> Tensor:
         return self.buffer[:HEADER_LENGTH]
 
-    @property
+    @cached_property
     def items(self) -> Tensor:
         end = HEADER_LENGTH + self.limits.max_items * ITEM_FIELDS
         return self.buffer[HEADER_LENGTH:end].view(-1, ITEM_FIELDS)
 
-    @property
+    @cached_property
     def combines(self) -> Tensor:
         return self.buffer[HEADER_LENGTH + self.limits.max_items * ITEM_FIELDS :].view(-1, COMBINE_FIELDS)
 

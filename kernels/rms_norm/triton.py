@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import launch
+
 _WIDEST_FOR_4_WARPS = 2048
 
 
@@ -37,8 +39,8 @@ def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float)
     out = torch.empty_like(x)
     if len(x):
         features = x.shape[1]
-        _norm[(len(x),)](
-            out, x, y, weight, eps, offset, features, HAS_Y=y is not None,
+        launch(
+            _norm, len(x), out, x, y, weight, eps, offset, features, HAS_Y=y is not None,
             BLOCK=triton.next_power_of_2(features), num_warps=4 if features <= _WIDEST_FOR_4_WARPS else 8,
         )  # fmt: skip
     return out

@@ -47,7 +47,7 @@ LLAMA_HEAD_DIM = 128
 PARTS = [(4096, 1024, 1024), (HIDDEN,), (INTERMEDIATE, INTERMEDIATE), (HIDDEN,)]
 
 
-class _TargetOnly:
+class TargetOnly:
     """The part of a driver that compiling asks for."""
 
     def __init__(self, capability: int) -> None:
@@ -66,7 +66,7 @@ class _TargetOnly:
 def main() -> None:
     """Compile all, print `{kernel: {registers, stack_bytes, shared_bytes, has_tensor_cores, has_wide_loads}}`."""
     capability, head_dim = map(int, sys.argv[1:])
-    triton.runtime.driver.set_active(_TargetOnly(capability))
+    triton.runtime.driver.set_active(TargetOnly(capability))
     layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=head_dim, num_layers=1, page_tokens=16)
     compile_all = head_dim == LLAMA_HEAD_DIM
     compiled: dict[str, Any] = {}
@@ -98,11 +98,13 @@ def main() -> None:
     )
 
 
-def _bf16(*shape: int) -> torch.Tensor:
+def bf16(*shape: int) -> torch.Tensor:
+    """Zeros, [*shape]."""
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _segments(num_rows: int, tile_rows: int) -> Segments:
+def make_segments(num_rows: int, tile_rows: int) -> Segments:
+    """Rows of two adapters in turn, one chunk each at every site."""
     counts = np.ones((2, 4), np.int32)
     # as a runner's scratch grows
     limits = SegmentLimits(rounded(num_rows), rounded(2 * num_rows), scratch_rows=255 + num_rows, tile_rows=tile_rows)
@@ -110,18 +112,19 @@ def _segments(num_rows: int, tile_rows: int) -> Segments:
     return plan_segments(plus, minus, counts, limits, num_programs=1)
 
 
-def _table() -> LoraTable:
-    return LoraTable.allocate(_bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, parts=PARTS, alignment=8)
+def make_table() -> LoraTable:
+    """An empty table of Llama-3-8B's 32 layers."""
+    return LoraTable.allocate(bf16(1 << 16), num_residents=2, num_layers=32, num_chunks=8, parts=PARTS, alignment=8)
 
 
 def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_rows: int) -> None:
     head_dim, heads, is_decode = layout.head_dim, layout.num_heads + 2 * layout.num_kv_heads, tile_rows < 64
-    segments, weight = _segments(num_rows, tile_rows), _bf16(head_dim)
+    segments, weight = make_segments(num_rows, tile_rows), bf16(head_dim)
     angles, slots = torch.zeros(num_rows, head_dim // 2), torch.zeros(num_rows, dtype=torch.int32)
-    finish = HeadFinish(angles, angles, slots, bias=_bf16(heads * head_dim), q_norm=weight, k_norm=weight)
-    y = _bf16(num_rows, heads * head_dim)
-    qkv.qkv(y, finish, layout, _table(), segments, segments.allocate_scratch(), layer)
-    pool, q = _bf16(4 * layout.page_elements), _bf16(num_rows, layout.num_heads, head_dim)
+    finish = HeadFinish(angles, angles, slots, bias=bf16(heads * head_dim), q_norm=weight, k_norm=weight)
+    y = bf16(num_rows, heads * head_dim)
+    qkv.qkv(y, finish, layout, make_table(), segments, segments.allocate_scratch(), layer)
+    pool, q = bf16(4 * layout.page_elements), bf16(num_rows, layout.num_heads, head_dim)
     spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(num_rows)]
     limits = WorkLimits(rounded(2 * num_rows), num_rows, tile_rows_for(layout, q.dtype, is_decode), 512)
     work = plan_attention(spans, layout.group, limits)
@@ -132,31 +135,31 @@ def _reach_kernels_of_heads(layout: HeadLayout, layer: int, num_rows: int, tile_
 
 
 def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int) -> None:
-    table, segments = _table(), _segments(num_rows, tile_rows)
+    table, segments = make_table(), make_segments(num_rows, tile_rows)
     scratch = segments.allocate_scratch()
-    x = _bf16(num_rows, HIDDEN)
+    x = bf16(num_rows, HIDDEN)
     for site in range(NUM_SITES):
         shrink.shrink(x, table, segments, scratch, layer, site)
     for site in (O_PROJ, DOWN):
-        residual.add_residual(x, _bf16(num_rows, HIDDEN), x, None, table, segments, scratch, layer, site)
-    y, active = _bf16(num_rows, 2 * INTERMEDIATE), _bf16(num_rows, INTERMEDIATE)
+        residual.add_residual(x, bf16(num_rows, HIDDEN), x, None, table, segments, scratch, layer, site)
+    y, active = bf16(num_rows, 2 * INTERMEDIATE), bf16(num_rows, INTERMEDIATE)
     gate_up.gate_up(active, y, None, "silu", table, segments, scratch, layer)
 
 
 def _reach_other_kernels(layer: int, num_rows: int) -> None:
-    x = _bf16(num_rows, HIDDEN)
-    rms_norm.norm(x, x, _bf16(HIDDEN), 1e-5, 0.0)
+    x = bf16(num_rows, HIDDEN)
+    rms_norm.norm(x, x, bf16(HIDDEN), 1e-5, 0.0)
     _reach_merge(min(num_rows, 7), torch.bfloat16)
     ints = torch.zeros(num_rows, dtype=torch.int64)
     ones = torch.ones(num_rows)
     rows = SamplingRows(ones, ints.int(), ones.double(), ints, ints, ints)
-    sampling.sample(ints, _bf16(num_rows, 4096), rows)
+    sampling.sample(ints, bf16(num_rows, 4096), rows)
 
 
 def _reach_merge(num_layers: int, dtype: torch.dtype) -> None:
     """Pairs of the type they were stored in, often fp32."""
     a, b = torch.zeros(16, 256, dtype=dtype), torch.zeros(256, 16, dtype=dtype)
-    jobs = [MergeJob(_bf16(256, 256), _bf16(256, 256), (MergePair(a, b, 1.0),))] * num_layers
+    jobs = [MergeJob(bf16(256, 256), bf16(256, 256), (MergePair(a, b, 1.0),))] * num_layers
     merge.merge(jobs, dtype, torch.zeros(1, dtype=torch.int32))
 
 

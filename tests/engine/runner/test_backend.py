@@ -111,10 +111,10 @@ def test_an_unknown_dtype_is_refused_by_name() -> None:
 
 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("lorabatch.engine.runner.backend.is_interpreted", lambda: True)
     assert backend_type(EngineConfig(kernels="triton"), CPU) is GpuBackend
     assert backend_type(EngineConfig(), CPU) is CpuBackend
     assert backend_type(EngineConfig(), torch.device("cuda")) is GpuBackend
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("lorabatch.engine.runner.backend.is_interpreted", lambda: False)
     with pytest.raises(DeviceError, match="TRITON_INTERPRET=1"):
         backend_type(EngineConfig(kernels="triton"), CPU)

@@ -1,0 +1,132 @@
+"""Launches the kernels of one layer without a GPU, by a driver that only names its target; prints JSON.
+
+    TRITON_INTERPRET=0 python tests/kernels/launch_kernels.py
+
+`differing`: kernels that `launch` gives other arguments than Triton's own call does. `by_triton`: launches of the
+second layer that went through Triton's own call. `host_us`: host time of a layer, kernels not launched.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from lorabatch.kernels.layouts.heads import HeadLayout
+from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ
+from lorabatch.kernels.lora_gate_up import triton as gate_up
+from lorabatch.kernels.lora_qkv import HeadFinish
+from lorabatch.kernels.lora_qkv import triton as qkv
+from lorabatch.kernels.lora_residual import triton as residual
+from lorabatch.kernels.lora_shrink import triton as shrink
+from lorabatch.kernels.paged_attention import triton as attention
+from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
+from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
+from lorabatch.kernels.rms_norm import triton as rms_norm
+from lorabatch.tests.kernels import compile_kernels as shapes
+
+TILE_ROWS, NUM_ROWS, NUM_LAYERS, REPEATS = 64, 200, 32, 20
+
+launched: list[tuple[str, tuple[Any, ...]]] = []
+is_recording = True
+
+
+def main() -> None:
+    """Launch two layers, compare, then time layers."""
+    global is_recording
+    triton.runtime.driver.set_active(shapes.TargetOnly(90))
+    num_by_triton = [0]
+    _stand_in(num_by_triton)
+    layer = _layer()
+    layer(0)
+    first, slow = list(launched), num_by_triton[0]
+    launched.clear()
+    layer(0)
+    differing = [name for (name, one), (_, other) in zip(first, launched, strict=True) if not _same(one, other)]
+    by_triton = num_by_triton[0] - slow
+    is_recording = False
+    times = []
+    for _ in range(REPEATS):
+        began_s = time.perf_counter()
+        for number in range(NUM_LAYERS):
+            layer(number)
+        times.append((time.perf_counter() - began_s) / NUM_LAYERS * 1e6)
+    results = {
+        "launches": len(first),
+        "differing": differing,
+        "by_triton": by_triton,
+        "host_us": sorted(times)[REPEATS // 2],
+    }
+    json.dump(results, sys.stdout)
+
+
+def _stand_in(num_by_triton: list[int]) -> None:
+    """Have compiled kernels note their arguments instead of going to a GPU, and Triton's own calls be counted."""
+    run = JITFunction.run
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        num_by_triton[0] += 1
+        return run(self, *args, **options)
+
+    def noted(self: CompiledKernel) -> Callable[..., None]:
+        def note(grid_0: int, grid_1: int, grid_2: int, stream: int, function: Any, *rest: Any) -> None:
+            if is_recording:
+                # after the metadata and the hooks come the arguments
+                launched.append((self.name, (grid_0, grid_1, grid_2, *rest[4:])))
+
+        return note
+
+    JITFunction.run = counted
+    CompiledKernel.run = property(noted)
+    CompiledKernel._init_handles = lambda self: None
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two launches have the same arguments: tensors of the same numbers in the same place or of one shape."""
+    return len(one) == len(other) and all(
+        (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        if isinstance(a, torch.Tensor)
+        else (type(a), a) == (type(b), b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _layer() -> Callable[[int], None]:
+    """A function that launches the kernels of a layer of Llama-3-8B, as a decoder does."""
+    layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=NUM_LAYERS, page_tokens=16)
+    segments, table = shapes.make_segments(NUM_ROWS, TILE_ROWS), shapes.make_table()
+    scratch = segments.allocate_scratch()
+    x, active = shapes.bf16(NUM_ROWS, shapes.HIDDEN), shapes.bf16(NUM_ROWS, shapes.INTERMEDIATE)
+    y_qkv, y_gate_up = shapes.bf16(NUM_ROWS, 48 * 128), shapes.bf16(NUM_ROWS, 2 * shapes.INTERMEDIATE)
+    weight, angles = shapes.bf16(shapes.HIDDEN), torch.zeros(NUM_ROWS, 64)
+    finish = HeadFinish(angles, angles, torch.zeros(NUM_ROWS, dtype=torch.int32))
+    pool, q = shapes.bf16(4 * layout.page_elements), shapes.bf16(NUM_ROWS, 32, 128)
+    spans = [Span(row, 1, 900 if row == 0 else 5, row) for row in range(NUM_ROWS)]
+    limits = WorkLimits(shapes.rounded(2 * NUM_ROWS), NUM_ROWS, tile_rows_for(layout, q.dtype, is_decode=False), 512)
+    work = plan_attention(spans, layout.group, limits)
+    partials = Partials.allocate(64, 32, 128, torch.device("cpu"))
+    tables = torch.zeros(NUM_ROWS, 64, dtype=torch.int32)
+
+    def launch_all(layer: int) -> None:
+        for site in range(NUM_SITES):
+            shrink.shrink(active if site == DOWN else x, table, segments, scratch, layer, site)
+        rms_norm.norm(x, None, weight, 1e-5, 0.0)
+        qkv.qkv(y_qkv, finish, layout, table, segments, scratch, layer)
+        attention.attend(q, q, pool, tables, work, partials, layout, layer, AttentionRule(0.1))
+        residual.add_residual(x, x, x, None, table, segments, scratch, layer, O_PROJ)
+        rms_norm.norm(x, None, weight, 1e-5, 0.0)
+        gate_up.gate_up(active, y_gate_up, None, "silu", table, segments, scratch, layer)
+        residual.add_residual(x, x, x, None, table, segments, scratch, layer, DOWN)
+
+    return launch_all
+
+
+if __name__ == "__main__":
+    main()
