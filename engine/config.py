@@ -27,7 +27,7 @@ __all__ = [
     "read_model_config",
 ]
 Mode = Literal["auto", "unmerged", "merged", "exact"]
-BaseQuantization = Literal["none", "int8"]
+BaseQuantization = Literal["none", "int8", "fp8"]
 DeviceKind = Literal["cpu", "cuda"]
 DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS = 64, 512
 #: Key of `config.json` in folders that were converted from GGUF: linear layers are in blocks of few bits.
@@ -41,7 +41,8 @@ class EngineConfig:
     `max_batch_rows`: sequences that may decode together. `max_step_tokens`: tokens of one step, prefill chunks
     included (None for either: see `memory.limits`). `pool_bytes`: size of the page pool (None: a share of free
     memory).
-    `base_quantization`: `int8` multiplies the base model's linear layers in 8 bits, on CPUs that can.
+    `base_quantization`: `int8` multiplies the base model's linear layers in 8 bits, on CPUs that can; `fp8` in 8-bit
+    floating point, on GPUs that can.
     `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
     `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
     per row. `batcher`: what chooses the steps, a name in `scheduler.batching.BATCHERS` (None: what the mode says).

@@ -137,7 +137,9 @@ class JobSpec(_SamplingFields):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Number format of the base model.")
     base_quantization: BaseQuantization = _option(
-        "none", "Multiply the base model's linear layers in 8 bits: faster on CPUs with AVX512_VNNI, and less exact."
+        "none",
+        "Multiply the base model's linear layers in 8 bits: int8 on CPUs with AVX512_VNNI, fp8 on GPUs of compute "
+        "capability 8.9 and later. Faster, and less exact.",
     )
     device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1)
     tensor_parallel: int = _option(1, "Devices per engine; only 1 is served yet.", ge=1)

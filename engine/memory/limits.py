@@ -78,17 +78,19 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
     if kind == "cpu":
         steps, pool_bytes = cpu_limits(config), config.pool_bytes or default_cpu_pool_bytes(memory_bytes)
     else:
-        steps, pool_bytes = gpu_plan(_left_by_weights(memory_bytes, model, itemsize), config, model, itemsize)
+        linear_itemsize = itemsize if config.base_quantization == "none" else 1
+        left = _left_by_weights(memory_bytes, model, itemsize, linear_itemsize)
+        steps, pool_bytes = gpu_plan(left, config, model, itemsize)
     token_bytes = 2 * model.num_layers * model.kv_size * itemsize
     return EngineLimits(
         steps.batch_rows, steps.step_tokens, pool_bytes, token_bytes, config.page_tokens, RUN_PAGES[kind]
     )
 
 
-def weight_bytes(model: ModelConfig, itemsize: int) -> int:
-    """The base model on a device: linear layers, embeddings and head."""
+def weight_bytes(model: ModelConfig, itemsize: int, linear_itemsize: int | None = None) -> int:
+    """The base model on a device: linear layers (of `linear_itemsize` bytes a number), embeddings and head."""
     embeddings = model.vocab_size * model.embedding_size * (1 if model.is_tied else 2)
-    return live_weight_bytes(model, itemsize) + embeddings * itemsize
+    return live_weight_bytes(model, linear_itemsize or itemsize) + embeddings * itemsize
 
 
 def keeps_merged_copy(config: EngineConfig) -> bool:
@@ -101,8 +103,8 @@ def has_room_to_merge(memory_bytes: int, model: ModelConfig, itemsize: int) -> b
     return live_weight_bytes(model, itemsize) <= _left_by_weights(memory_bytes, model, itemsize) * _MERGE_SHARE
 
 
-def _left_by_weights(memory_bytes: int, model: ModelConfig, itemsize: int) -> int:
-    return max(0, memory_bytes - _CONTEXT_BYTES - weight_bytes(model, itemsize))
+def _left_by_weights(memory_bytes: int, model: ModelConfig, itemsize: int, linear_itemsize: int | None = None) -> int:
+    return max(0, memory_bytes - _CONTEXT_BYTES - weight_bytes(model, itemsize, linear_itemsize))
 
 
 def cpu_limits(config: EngineConfig) -> StepLimits:

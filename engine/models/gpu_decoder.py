@@ -53,13 +53,21 @@ class GpuDecoder(Decoder):
 
     merges_by_kernel = True
 
+    def quantize(self) -> None:
+        """Hold the layers' linear weights in floating point numbers of 8 bits from now on, and multiply in them."""
+        for layer in self.layers:
+            for linear in layer.linears.values():
+                linear.quantize()
+
     def weight_addresses(self) -> tuple[int, ...]:
         """Addresses of the live weights, at which captured graphs read them."""
         packed = [linear for layer in self.layers for linear in layer.linears.values()]
         linears = [*packed, *self.linears.values()]
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        weights = [*(linear.live for linear in linears), *biases, *self.tensors.values()]
-        return tuple(weight.data_ptr() for weight in weights)
+        return (
+            *(linear.address for linear in linears),
+            *(tensor.data_ptr() for tensor in (*biases, *self.tensors.values())),
+        )
 
     def forward_step(self, step: GpuStep, memory: GpuMemory) -> Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in the pool."""

@@ -18,6 +18,7 @@ from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 from ...kernels.gated import silu_gate
 from ...kernels.packed_weight import PackedWeight, Products, pack
 from ...kernels.packed_weight.blocks import BlockWeight
+from ...kernels.packed_weight.fp8 import Fp8Weight, can_be_fp8
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
 from ..model_config.model import Activation, ModelConfig
 
@@ -37,7 +38,8 @@ class Linear:
     """`y = x W^T + bias`, `x` [num_tokens, in_features], W [out_features, in_features].
 
     `weight`: packed, or plain where torch or Triton multiply. `products`: how a packed weight is multiplied. Merged
-    weights are never rounded to 8 bits, by more than what adapters change: they are multiplied in fp32.
+    weights are never rounded to 8 bits, by more than what adapters change: they are multiplied in fp32, on a GPU in the
+    type that the base's weights had.
     """
 
     def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None, products: Products | None = None) -> None:
@@ -67,7 +69,7 @@ class Linear:
         if self._packed_pristine is None or self._plain_pristine is not _NO_WEIGHT:
             return self._plain_pristine
         dense = self._packed_pristine.dense()
-        if not isinstance(self._packed_pristine, BlockWeight):
+        if not isinstance(self._packed_pristine, BlockWeight | Fp8Weight):
             self._plain_pristine = dense
         return dense
 
@@ -79,9 +81,26 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self._live, self.bias) if self._packed is None else self._packed.multiply(x, self.bias)
 
+    @property
+    def address(self) -> int:
+        """Where the weight in use lies on a GPU."""
+        return (self._packed.codes if isinstance(self._packed, Fp8Weight) else self.live).data_ptr()
+
+    def quantize(self) -> None:
+        """Hold a plain weight in floating point numbers of 8 bits from now on, and multiply in them, where its shape
+        allows."""
+        if can_be_fp8(self._plain_pristine):
+            self._packed = self._packed_pristine = Fp8Weight(self._plain_pristine)
+            self._live = self._plain_pristine = _NO_WEIGHT
+
+    @property
+    def has_buffer(self) -> bool:
+        """Whether adapters can be merged into `live_buffer`."""
+        return self._packed_pristine is None
+
     def live_buffer(self) -> Tensor:
         """The buffer that the layer computes with from now on, to be filled with a merged weight. Its address stays."""
-        assert self._packed is None, "a packed weight has no plain buffer"
+        assert self.has_buffer, "a packed weight has no plain buffer"
         self.bias = self.pristine_bias
         if self._live is self._plain_pristine or self._live.shape != self._plain_pristine.shape:
             self._live = torch.empty_like(self._plain_pristine)
@@ -90,6 +109,9 @@ class Linear:
     def replace(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compute with `weight` (and `bias`) from now on."""
         self.bias = bias
+        if isinstance(self._packed_pristine, Fp8Weight):
+            self._packed, self._live = None, weight.to(self._packed_pristine.dtype)
+            return
         if self._packed is not None:
             self._packed = pack(weight, self._merged_products)
             return
@@ -101,8 +123,8 @@ class Linear:
     def restore(self) -> None:
         """Compute with the pristine weight again."""
         self.bias = self.pristine_bias
-        if self._packed is not None:
-            self._packed = self._packed_pristine
+        if self._packed_pristine is not None:
+            self._packed, self._live = self._packed_pristine, self._plain_pristine
         elif self._live.shape != self._plain_pristine.shape:
             self._live = self._plain_pristine
         elif self._live is not self._plain_pristine:

@@ -81,7 +81,8 @@ class LiveWeights:
             if linear not in self._replaced_linears:
                 self._replaced_linears.append(linear)
             is_in_layer = members[0].module not in self._decoder.linears
-            if self._decoder.merges_by_kernel and is_in_layer and has_plain_pairs(adapter, members):
+            merges_by_kernel = self._decoder.merges_by_kernel and linear.has_buffer and is_in_layer
+            if merges_by_kernel and has_plain_pairs(adapter, members):
                 jobs += merge_jobs(adapter, members, linear)
             else:
                 linear.replace(*_effective(adapter, members, linear))

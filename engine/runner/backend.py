@@ -182,7 +182,10 @@ class GpuBackend(Backend):
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
         """See `Backend`."""
-        return GpuDecoder(self.model, weights, self.dtype, products=None)
+        decoder = GpuDecoder(self.model, weights, self.dtype, products=None)
+        if self.config.base_quantization != "none":
+            decoder.quantize()
+        return decoder
 
     def plan_memory(self) -> MemoryPlan:
         """See `Backend`."""
@@ -271,15 +274,32 @@ def choose_arithmetic(config: EngineConfig) -> Arithmetic:
     if asked not in dtypes:
         raise DeviceError(f"dtype={config.dtype!r}: must be auto, {', '.join(dtypes)}")
     if backend_type(config, device) is GpuBackend:
-        if config.base_quantization != "none":
-            raise DeviceError(f"base_quantization={config.base_quantization!r}: served on CPUs only. Use none.")
+        check_fp8(config, device, asked)
         return Arithmetic(device, dtypes[asked], None, dtypes[asked])
     pool = pool_format("cpu", config.dtype, config.base_quantization)
     return Arithmetic(device, torch.float32, _cpu_products(config, asked), dtypes[pool])
 
 
+def check_fp8(config: EngineConfig, device: torch.device, dtype: str) -> None:
+    """Raises DeviceError where a GPU does not multiply in the 8 bits that are asked for."""
+    asked = f"base_quantization={config.base_quantization!r}"
+    if config.base_quantization == "int8":
+        raise DeviceError(f"{asked}: served on CPUs only. Use fp8 or none on a GPU.")
+    if config.base_quantization == "none" or device.type != "cuda":
+        return
+    if dtype != "bfloat16":
+        raise DeviceError(f"{asked}, dtype={dtype!r}: products of 8 bits give bfloat16. Use dtype auto.")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise DeviceError(
+            f"{asked}: {torch.cuda.get_device_name(device)} does not multiply in 8-bit floating point (compute "
+            "capability 8.9 and later do: L4, H100, B200). Use none."
+        )
+
+
 def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
     """How linear layers are multiplied on this CPU. Raises DeviceError for what would be slow in silence."""
+    if config.base_quantization == "fp8":
+        raise DeviceError("base_quantization='fp8': served on GPUs only. Use int8 or none on a CPU.")
     if config.base_quantization == "int8" and dtype != "float16":
         if not can_multiply("int8"):
             raise DeviceError(

@@ -2,7 +2,8 @@
 
 Compiled kernels read panels: of fp32, bf16 or fp16 (`panels.py`), or of blocks of few bits (`blocks.py`), multiplied in
 fp32; or multiplied in bf16 or 8 bits (`dots.py`). Where there are none, torch's oneDNN has a layout of its own for fp32
-(`onednn.py`). In all of them a row's result has the same bits whatever rows are beside it.
+(`onednn.py`). GPUs multiply plain weights, and those of 8 bits in `fp8.py`. On a CPU a row's result has the same bits
+whatever rows are beside it.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ _LEAST_BATCHES = 24
 _CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 1
 # Of the time in float32, as `bench engine` has measured it.
 _CPU_FORMATS = {"bfloat16": 0.6, "int8": 0.45}
+# Of the time in bfloat16, by arithmetic: half the bytes of the linear weights, and products at twice the rate.
+_GPU_FORMATS = {"fp8": 0.7}
 _GPU_PRESET_PARAMETERS = 8.0e9
 
 
@@ -208,8 +210,9 @@ class RunSettings:
 
     @property
     def rounding(self) -> str:
-        """What is known of how a CPU's format changes answers; "" for one that does not."""
-        if self.device.kind != "cpu" or self.products == "float32":
+        """What is known of how a format changes answers; "" for one that does not, or a GPU's of 16 bits."""
+        is_rounded = self.products in ("int8", "fp8") or (self.device.kind == "cpu" and self.products != "float32")
+        if not is_rounded:
             return ""
         if self.agreement is None:
             return f"{self.products} was not compared with float32 yet: `lorabatch compare OUTPUT` does after a job"
@@ -462,7 +465,7 @@ def _preset(model: ModelConfig, kind: DeviceKind, products: str, threads: int | 
         factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
         factor *= _CPU_FORMATS.get(products, 1.0)
         return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}", True)
-    factor = parameters / _GPU_PRESET_PARAMETERS
+    factor = parameters / _GPU_PRESET_PARAMETERS * _GPU_FORMATS.get(products, 1.0)
     return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}", True)
 
 

@@ -1,0 +1,73 @@
+"""Weights multiplied in floating point numbers of 8 bits on a GPU: `y = (s_x q_x) (s_w q_w)^T`, summed in fp32.
+
+`q` are e4m3 numbers (Micikevicius 2022, FP8 formats for deep learning): 4 bits of exponent, 3 of mantissa, 448 the
+largest. A scale is a row's largest number over 448: of the weight one per output, of x one per token, so that what a
+row becomes does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..launch import uses_triton
+
+#: The products on a GPU ask that in_features and out_features are multiples of it.
+ALIGNED_FEATURES = 16
+_LARGEST = 448.0
+
+
+class Fp8Weight:
+    """See `PackedWeight`. `codes` e4m3 [out_features, in_features], `scales` fp32 [out_features, 1]; `dtype`: that of
+    the weight that it was made of."""
+
+    def __init__(self, weight: Tensor) -> None:
+        assert can_be_fp8(weight), f"a weight {tuple(weight.shape)} is no multiple of {ALIGNED_FEATURES}"
+        self.dtype = weight.dtype
+        self.codes, self.scales = quantize_rows(weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features]."""
+        out_features, in_features = self.codes.shape
+        return out_features, in_features
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `PackedWeight`; x and the result are in one type, bf16 on a GPU."""
+        codes, scales = quantize_rows(x)
+        if x.device.type == "cuda":
+            y = torch._scaled_mm(codes, self.codes.t(), scales, self.scales.t(), out_dtype=x.dtype)
+        else:
+            y = linear(codes.float() * scales, self.dense()).to(x.dtype)
+        return y if bias is None else y.add_(bias)
+
+    def dense(self) -> Tensor:
+        """See `PackedWeight`."""
+        return self.codes.float() * self.scales
+
+
+def can_be_fp8(weight: Tensor) -> bool:
+    """Whether products of 8 bits serve a weight of this shape."""
+    return not any(n % ALIGNED_FEATURES for n in weight.shape)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, e4m3 of x's shape, and scales, fp32 [num_rows, 1], of `x` [num_rows, num_columns].
+
+    A number that is not finite becomes NaN, so that no product of its row is a number.
+    """
+    if not uses_triton(x.device):
+        return quantize_by_torch(x)
+    from .triton import quantize
+
+    return quantize(x.contiguous())
+
+
+def quantize_by_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain twin of the kernel."""
+    finite = torch.where(x.isfinite(), x.float(), 0.0)
+    largest = finite.abs().amax(1, keepdim=True)
+    factors = torch.where(largest > 0, _LARGEST / largest, 1.0)
+    scaled = torch.where(x.isfinite(), (finite * factors).clamp(-_LARGEST, _LARGEST), torch.nan)
+    return scaled.to(torch.float8_e4m3fn), torch.where(largest > 0, largest * (1 / _LARGEST), 1.0)
