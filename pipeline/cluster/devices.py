@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ _SLOW_KERNELS = (
 @dataclass(frozen=True, slots=True)
 class Device:
     """What an engine runs on. `memory_bytes`: of a GPU, or of the machine. `assumption`: a sentence, when it was not
-    found but assumed. `lacks_compiled_kernels`, `instructions`: of a CPU, see `kernels`.
+    found but assumed. `lacks_compiled_kernels`, `instructions`: of a CPU, see `kernels`. `uuid`: of a GPU.
+    `num_sharing`: workers that have named the GPU that most of them have named.
     """
 
     kind: DeviceKind
@@ -45,11 +47,19 @@ class Device:
     assumption: str = ""
     lacks_compiled_kernels: bool = False
     instructions: tuple[str, ...] = ()
+    uuid: str = ""
+    num_sharing: int = 1
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of it and did not ask."""
-        return (_SLOW_KERNELS,) if self.lacks_compiled_kernels else ()
+        notes = [_SLOW_KERNELS] if self.lacks_compiled_kernels else []
+        if self.num_sharing > 1:
+            notes.append(
+                f"{self.num_sharing} workers use one GPU, {self.uuid}: the engine that starts last finds the memory "
+                "that others leave. Start one worker for each GPU, with CUDA_VISIBLE_DEVICES or dask-cuda"
+            )
+        return tuple(notes)
 
     @property
     def title(self) -> str:
@@ -89,11 +99,12 @@ def find_device_of_workers(client: Client, asked: str) -> Device:
 
 def least_device(found: Iterable[Device], asked: str) -> Device:
     """Of the devices that workers have named, one with the least memory, of such one without compiled kernels; an
-    assumption where none was named.
+    assumption where none was named. It says which GPU several workers have named.
     """
     devices = sorted(found, key=lambda d: (bool(d.assumption), d.memory_bytes, not d.lacks_compiled_kernels))
     if devices:
-        return devices[0]
+        times = Counter(device.uuid for device in devices if device.uuid).most_common(1)
+        return replace(devices[0], uuid=times[0][0], num_sharing=times[0][1]) if times else devices[0]
     reason = "no worker of the cluster has named its device"
     if device_kind(asked) == "cuda":
         return _assumed_gpu(reason)
@@ -122,7 +133,8 @@ def _gpu(asked: str) -> Device | None:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
+    handle, memory = ctypes.c_void_p(), _Memory()
+    name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
     if library.nvmlInit_v2() != 0:
         return None
     try:
@@ -132,6 +144,10 @@ def _gpu(asked: str) -> Device | None:
             problem = library.nvmlDeviceGetHandleByUUID(visible[place].encode(), ctypes.byref(handle))
         problem = problem or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
         problem = problem or library.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
+        problem = problem or library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))
     finally:
         library.nvmlShutdown()
-    return None if problem else Device("cuda", name.value.decode(errors="replace"), int(memory.total))
+    if problem:
+        return None
+    shown = name.value.decode(errors="replace")
+    return Device("cuda", shown, int(memory.total), uuid=uuid.value.decode(errors="replace"))

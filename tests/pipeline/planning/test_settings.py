@@ -144,6 +144,14 @@ def test_of_several_workers_the_smallest_device_counts(asked: str) -> None:
     assert assumed.kind == ("cuda" if asked == "cuda" else assumed.kind)
 
 
+def test_workers_that_share_a_gpu_are_noticed() -> None:
+    one, other = (Device("cuda", "H100", 80 << 30, uuid=f"GPU-{i}") for i in range(2))
+    assert least_device([one, other], "cuda").notes == ()
+    [note] = least_device([one, other, other, one, other], "cuda").notes
+    assert note.startswith("3 workers use one GPU, GPU-1:")
+    assert "CUDA_VISIBLE_DEVICES" in note
+
+
 def test_some_workers_stand_for_all_of_them() -> None:
     slowness = [1.0] * 6 + [2.0] * 2 + [8.0] * 2
     chosen = some_of(slowness, 4)
