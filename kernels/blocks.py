@@ -129,7 +129,7 @@ def finish_columns(value, columns, in_columns, vectors, pool_fp32, bias, HAS_BIA
 @triton.jit
 def blocks_per_item(num_blocks, num_tiles, MOST: tl.constexpr):
     """Column blocks of one item: as many as leave two items for each program, at most MOST."""
-    return tl.minimum(tl.cdiv(num_blocks * num_tiles, 2 * tl.num_programs(0)), MOST)
+    return tl.minimum(tl.maximum(tl.cdiv(num_blocks * num_tiles, 2 * tl.num_programs(0)), 1), MOST)
 
 
 @triton.jit
