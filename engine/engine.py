@@ -37,12 +37,15 @@ from .model_config.model import ModelConfig
 from .models.merge import LiveWeights
 from .models.rope import restarts_at
 from .models.step_batch import StepEntry
-from .request import ExportedRow, Request, Result, Sequence, ServedMode
+from .request import ExportedRow, Request, Result, Sequence, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
 from .runner.sampler import NO_TOKEN
 from .telemetry import EngineTelemetry
 from .text.completion import Completion
+from .text.sampling_check import problems_with_model
+from .text.token_rules import TokenRules
+from .text.tokenizer import Tokenizers
 
 
 class Engine:
@@ -85,8 +88,11 @@ class Engine:
                 rows_to_come=self._num_expected,
             ),
         )
-        self._completion = Completion(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
-        self._runner = backend.runner(self._live, memory, plan.layout, config, self._completion.stop_tokens)
+        tokenizers = Tokenizers(model_folder, self._registry.tokenizer_folder, self.model.eos_token_ids)
+        #: What rows ask of their next token.
+        self.rules = TokenRules(tokenizers)
+        self._completion = Completion(tokenizers, self.rules)
+        self._runner = backend.runner(self._live, memory, plan.layout, config, self.rules)
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
@@ -286,6 +292,12 @@ class Engine:
         """An error result for a row whose logits are not finite; all others go on."""
         self._end(sequence)
         after, dtype = len(sequence.token_ids), str(self.backend.dtype).removeprefix("torch.")
+        if sequence.request.sampling.is_constrained:
+            return Result.refused(
+                sequence.request,
+                f"after {after} generated tokens the row's grammar allows none of the model's tokens, has become too "
+                "complex, or the logits are not finite: simplify the grammar",
+            )
         return Result.refused(
             sequence.request,
             f"the model's logits are NaN or infinite after {after} generated tokens in {dtype}: use a wider --dtype, "
@@ -303,15 +315,17 @@ class Engine:
         self._in_flight.add(self._runner.launch(entries), entries)
         self._batch.after_step(entries)
 
-    def _append_token(self, sequence: Sequence, token: int, logprob: float) -> Result | None:
+    def _append_token(self, sequence: Sequence, token: int, logprob: float, top: TopLogprobs) -> Result | None:
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
         if token == NO_TOKEN:
             return self._give_up_row(sequence)
         self._counts.generated_tokens += 1
         sequence.token_ids.append(token)
-        if sequence.request.sampling.logprobs:
+        if sequence.request.sampling.wants_logprobs:
             sequence.token_logprobs.append(logprob)
+        if sequence.request.sampling.top_logprobs:
+            sequence.top_logprobs.append(top)
         result = self._completion.finish(sequence)
         if result is not None:
             self._lengths.finished(len(sequence.token_ids))
@@ -356,7 +370,8 @@ def problem_with(
 ) -> str | None:
     """Why the engine cannot serve a row, as a plain sentence; None for a row that it can."""
     request = row.request
-    problems = request.sampling.problems() or row.problems()
+    vocab_size = registry.vocab_size(None)
+    problems = request.sampling.problems() or row.problems() or problems_with_model(request.sampling, vocab_size)
     if problems:
         return "; ".join(problems)
     if request.adapter_id is not None and request.adapter_id not in registry:

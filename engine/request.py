@@ -6,10 +6,20 @@ Plain data: no torch, no Dask, and nothing that is slow to import: every command
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
+from .structured_output import CONSTRAINTS, schema_text
+
+#: Options of the first version. Hashes of rows and indexes have them always, the others where they are given.
+FIRST_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos")
+#: Tokens and what is added to their logits, by rising token.
+LogitBias = tuple[tuple[int, float], ...]
+MOST_TOP_LOGPROBS = 20
+#: The likeliest tokens of one place and their log-probabilities, the likeliest first.
+TopLogprobs = tuple[tuple[int, float], ...]
 FinishReason = Literal["stop", "length", "error"]
 ServedMode = Literal["base", "unmerged", "merged", "mixture"]
 
@@ -29,6 +39,27 @@ class SamplingOption:
     expected: str
     is_valid: Callable[[Any], bool]
 
+    def read(self, value: Any) -> Any:
+        """A value as users give it, in the type of the option: one item stands for a list of it, a logit bias is a
+        mapping or JSON of one. Raises ValueError for what is none.
+        """
+        if self.kind == LogitBias:
+            return _read_logit_bias(value)
+        if self.name == "json_schema":
+            return schema_text(value)
+        if get_origin(self.kind) is tuple:
+            return tuple(value) if isinstance(value, list | tuple) else (value,)
+        return float(value) if self.kind is float and isinstance(value, int) else value
+
+
+def _read_logit_bias(value: Any) -> Any:
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        pairs = given.items() if isinstance(given, Mapping) else given
+        return tuple(sorted((int(token), float(bias)) for token, bias in pairs))
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("expected a JSON object of tokens and numbers") from None
+
 
 def _option(
     default: Any,
@@ -38,6 +69,14 @@ def _option(
 ) -> Any:
     """The declaration of one sampling option; its name and type stand beside it."""
     return field(default=default, metadata={"help": help, "expected": expected, "is_valid": is_valid})
+
+
+def _are_texts(texts: Any) -> bool:
+    return all(isinstance(text, str) and text for text in texts)
+
+
+def _are_tokens(tokens: Any) -> bool:
+    return all(isinstance(token, int) and token >= 0 for token in tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +111,151 @@ class SamplingParams:
         (),
         "A string that ends a completion and is not part of it. Repeatable.",
         "strings that are not empty",
-        lambda texts: all(isinstance(text, str) and text for text in texts),
+        _are_texts,
     )
     logprobs: bool = _option(False, "Add token ids and their log-probabilities to the output.")
+    top_logprobs: int = _option(
+        0,
+        "Add, for each token, this many of the likeliest tokens and their log-probabilities to the output.",
+        f"from 0 to {MOST_TOP_LOGPROBS}",
+        lambda k: 0 <= k <= MOST_TOP_LOGPROBS,
+    )
     ignore_eos: bool = _option(False, "Continue after the model's end token, up to max_tokens.")
+    stop_token_ids: tuple[int, ...] = _option(
+        (), "A token that ends a completion and is not part of its text. Repeatable.", "tokens, 0 or more", _are_tokens
+    )
+    n: int = _option(
+        1,
+        "Completions of each row, a row of the output each; those of a greedy row are equal.",
+        "from 1 to 128",
+        lambda n: 1 <= n <= 128,
+    )
+    min_p: float = _option(
+        0.0,
+        "Draw from tokens at least this share as likely as the likeliest; 0 is all.",
+        "from 0 to 1",
+        lambda p: 0.0 <= p <= 1.0,
+    )
+    presence_penalty: float = _option(
+        0.0, "Taken from the logit of every token of the completion so far.", "from -2 to 2", lambda p: -2 <= p <= 2
+    )
+    frequency_penalty: float = _option(
+        0.0, "Taken from a token's logit for each time it is in the completion.", "from -2 to 2", lambda p: -2 <= p <= 2
+    )
+    repetition_penalty: float = _option(
+        1.0,
+        "Divides the logits, where positive, of tokens in prompt and completion, else multiplies them; 1 is off.",
+        "a positive finite number",
+        lambda p: 0.0 < p < float("inf"),
+    )
+    logit_bias: tuple[tuple[int, float], ...] = _option(
+        (),
+        "JSON object of tokens and what is added to their logits.",
+        "tokens, 0 or more, and numbers from -100 to 100, each token once",
+        lambda pairs: (
+            _are_tokens(token for token, _ in pairs)
+            and all(-100 <= bias <= 100 for _, bias in pairs)
+            and len({token for token, _ in pairs}) == len(pairs)
+        ),
+    )
+    bad_words: tuple[str, ...] = _option(
+        (), "A text that is not generated. Repeatable.", "strings that are not empty", _are_texts
+    )
+    allowed_token_ids: tuple[int, ...] = _option(
+        (),
+        "A token of which completions may consist; others are not generated. Repeatable.",
+        "tokens, 0 or more",
+        _are_tokens,
+    )
+    continuation_token_ids: tuple[int, ...] = _option(
+        (), "A token of the completion, which is given and scored. Repeatable.", "tokens, 0 or more", _are_tokens
+    )
+    json_schema: str = _option("", "JSON Schema of which the completion is an instance.")
+    regex: str = _option("", "Regular expression that the completion matches from its beginning to its end.")
+    choice: tuple[str, ...] = _option(
+        (),
+        "One of the texts of which the completion is one. Repeatable.",
+        "strings that are not empty",
+        _are_texts,
+    )
+    grammar: str = _option("", "Context-free grammar of the completion, in the form of Lark that llguidance reads.")
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SamplingParams:
         """The parameters behind JSON or msgpack values: lists become tuples, missing options have their defaults."""
-        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-        return cls(**known)
+        return cls(**{name: _with_tuples(value) for name, value in values.items()})
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of the tokens are part of the answer; those of the likeliest come with them."""
+        return self.logprobs or self.top_logprobs > 0
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether options beside `min_tokens` change logits, by tokens so far or otherwise. See `text.token_rules`."""
+        return bool(
+            self.is_constrained
+            or self.continuation_token_ids
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.min_p
+        )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens that options name."""
+        biased = (token for token, _ in self.logit_bias)
+        return (*self.stop_token_ids, *self.allowed_token_ids, *self.continuation_token_ids, *biased)
+
+    def scoring(self, token_ids: tuple[int, ...]) -> SamplingParams:
+        """The sampling of a row whose completion is given, to be scored."""
+        return SamplingParams(
+            max_tokens=len(token_ids),
+            ignore_eos=True,
+            logprobs=True,
+            top_logprobs=self.top_logprobs,
+            continuation_token_ids=token_ids,
+        )
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether completions follow a grammar."""
+        return bool(self.json_schema or self.regex or self.choice or self.grammar)
+
+    @property
+    def constraint(self) -> str:
+        """The grammar that completions follow, as JSON of its option and value; "" for none."""
+        given = {name: value for name in CONSTRAINTS if (value := getattr(self, name))}
+        return json.dumps(given, ensure_ascii=False) if given else ""
 
     def problems(self) -> list[str]:
         """Every field out of range, as `field=value: expectation`; empty when all is well."""
         values = {name: getattr(self, name) for name in SAMPLING_OPTIONS}
         found = [
-            f"{name}={list(value) if isinstance(value, tuple) else value}: expected {SAMPLING_OPTIONS[name].expected}"
+            f"{name}={_shown(value)}: expected {SAMPLING_OPTIONS[name].expected}"
             for name, value in values.items()
             if not SAMPLING_OPTIONS[name].is_valid(value)
         ]
         if self.min_tokens > max(self.max_tokens, 1):
             found.append(f"min_tokens={self.min_tokens}: expected at most max_tokens={self.max_tokens}")
+        constraints = [name for name in CONSTRAINTS if getattr(self, name)]
+        if len(constraints) > 1:
+            found.append(f"{', '.join(constraints)}: expected at most one of them")
+        if constraints and self.ignore_eos:
+            found.append(f"ignore_eos={self.ignore_eos}, {constraints[0]}: a completion ends where its grammar does")
         return found
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _with_tuples(value: Any) -> Any:
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _sampling_options() -> dict[str, SamplingOption]:
@@ -136,6 +298,7 @@ class Result:
     mode: ServedMode
     error: str | None = None
     token_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
     reused_prompt_tokens: int | None = field(default=None, compare=False)
 
     @classmethod
@@ -161,17 +324,19 @@ class Result:
 class ExportedRow:
     """A request and what was generated for it so far; a row that has not begun has no tokens.
 
-    `token_logprobs` has one number per token when the request asks for log-probabilities, else none.
+    `token_logprobs` and `top_logprobs` have one item per token when the request asks for them, else none.
     """
 
     request: Request
     token_ids: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
     def problems(self) -> list[str]:
         """What is wrong with the row as a whole, beside its request; empty for rows that an engine exported."""
         sampling = self.request.sampling
-        num_logprobs = len(self.token_ids) if sampling.logprobs else 0
+        num_logprobs = len(self.token_ids) if sampling.wants_logprobs else 0
+        num_tops = len(self.token_ids) if sampling.top_logprobs else 0
         checks = [
             (
                 len(self.token_ids) < sampling.max_tokens,
@@ -180,6 +345,10 @@ class ExportedRow:
             (
                 len(self.token_logprobs) == num_logprobs,
                 f"the row has {len(self.token_logprobs)} log-probabilities, expected {num_logprobs}",
+            ),
+            (
+                len(self.top_logprobs) == num_tops,
+                f"the row has {len(self.top_logprobs)} lists of likeliest tokens, expected {num_tops}",
             ),
         ]
         return [message for holds, message in checks if not holds]
@@ -199,6 +368,7 @@ class Sequence:
     request: Request
     token_ids: list[int] = field(default_factory=list)  # generated
     token_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     num_stored: int = 0
     num_pending: int = 0
     mode: ServedMode | None = None
@@ -210,7 +380,7 @@ class Sequence:
     @classmethod
     def of(cls, row: ExportedRow) -> Sequence:
         """The sequence that goes on where `row` stopped; nothing of it is stored yet."""
-        return cls(row.request, list(row.token_ids), list(row.token_logprobs))
+        return cls(row.request, list(row.token_ids), list(row.token_logprobs), list(row.top_logprobs))
 
     @property
     def prompt_tokens(self) -> int:
@@ -241,6 +411,11 @@ class Sequence:
         """Its last token is pending: nothing is left to launch."""
         return self.num_pending > 0 and self.num_generated >= self.request.sampling.max_tokens
 
+    @property
+    def awaits_token(self) -> bool:
+        """Nothing can be launched until a pending token is known: it is the last, or it decides what may follow."""
+        return self.awaits_end or (self.num_pending > 0 and self.request.sampling.has_rules)
+
     def served(self, mode: ServedMode) -> None:
         """Count a step's mode; a row that saw more than one was served by a mixture."""
         self.mode = mode if self.mode in (None, mode) else "mixture"
@@ -261,7 +436,7 @@ class Sequence:
 
     def exported(self) -> ExportedRow:
         """What another engine needs to go on."""
-        return ExportedRow(self.request, tuple(self.token_ids), tuple(self.token_logprobs))
+        return ExportedRow(self.request, tuple(self.token_ids), tuple(self.token_logprobs), tuple(self.top_logprobs))
 
     def result(self, text: str, finish_reason: FinishReason) -> Result:
         """The outcome, once nothing more will be generated."""
@@ -273,6 +448,7 @@ class Sequence:
             finish_reason=finish_reason,
             prompt_tokens=self.prompt_tokens,
             mode=self.mode,
-            token_logprobs=tuple(self.token_logprobs) if self.request.sampling.logprobs else None,
+            token_logprobs=tuple(self.token_logprobs) if self.request.sampling.wants_logprobs else None,
+            top_logprobs=tuple(self.top_logprobs) if self.request.sampling.top_logprobs else None,
             reused_prompt_tokens=self.num_reused,
         )

@@ -141,7 +141,7 @@ def _resumed(checked: CheckedJob, record: JobRecord) -> OpenedJob:
 
 def make_record(checked: CheckedJob) -> JobRecord:
     """What is frozen: the spec without secrets, and everything it names by content. Reads all weights once."""
-    spec = checked.spec
+    spec, roles = checked.spec, checked.input.roles.keys()
     now = datetime.now(UTC)
     config = checked.model.config
     return JobRecord(
@@ -160,7 +160,11 @@ def make_record(checked: CheckedJob) -> JobRecord:
         ),
         adapters=audit_all(checked.adapters, checked.model.folder, config, spec.storage_options),
         input=checked.input,
-        with_logprobs=spec.sampling.logprobs or "logprobs" in checked.input.roles,
+        with_logprobs=spec.sampling.wants_logprobs
+        or not roles.isdisjoint(("logprobs", "top_logprobs", "continuation")),
+        with_samples=spec.sampling.n > 1 or not roles.isdisjoint(("n", "continuation")),
+        with_scores="continuation" in roles,
+        with_top_logprobs=spec.sampling.top_logprobs > 0 or "top_logprobs" in roles,
     )
 
 

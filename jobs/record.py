@@ -19,7 +19,7 @@ from unicodedata import normalize
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from ..engine.request import SAMPLING_OPTIONS, SamplingParams
+from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 from ..engine.untrusted import parse_json
 from .errors import DamagedRecordError, naming_damage
 from .progress import RowTotals, time_left
@@ -36,7 +36,10 @@ IDENTITY_FIELDS = (
     "allow_special_tokens", "policy", "placement", "base_quantization",
 )  # fmt: skip
 # Of these, options that the first version did not have: part of an index's key where they are given.
-_LATER = ("system_prompt", "allow_special_tokens", "policy", "placement", "base_quantization")
+_LATER = (
+    *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
+    "system_prompt", "allow_special_tokens", "policy", "placement", "base_quantization",
+)  # fmt: skip
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
 
@@ -125,7 +128,9 @@ class InputRecord(_Frozen):
 
 
 class JobRecord(_Frozen):
-    """What `job.json` holds. `created_at`: ISO 8601, UTC. `with_logprobs`: parts have the token columns."""
+    """What `job.json` holds. `created_at`: ISO 8601, UTC. `with_logprobs`: parts have the token columns;
+    `with_top_logprobs`: that of the likeliest tokens; `with_samples`: a row for each of a row's completions;
+    `with_scores`: rows may have continuations to be scored."""
 
     format: int = RECORD_FORMAT
     job_id: str
@@ -137,6 +142,9 @@ class JobRecord(_Frozen):
     adapters: tuple[AdapterRecord, ...]
     input: InputRecord
     with_logprobs: bool
+    with_top_logprobs: bool = False
+    with_samples: bool = False
+    with_scores: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
@@ -233,9 +241,12 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
 
 def _asked(record: JobRecord) -> dict[str, Any]:
     """The values of `IDENTITY_FIELDS`; an option that is newer than the record has its default."""
-    defaults = {name: JobSpec.model_fields[name].default for name in IDENTITY_FIELDS}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    return {name: record.spec.get(name, default) for name, default in plain.items()}
+    return {name: record.spec.get(name, _plain_default(name)) for name in IDENTITY_FIELDS}
+
+
+def _plain_default(name: str) -> Any:
+    value = JobSpec.model_fields[name].default
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _content(recorded: InputRecord) -> tuple[Any, ...]:
@@ -254,7 +265,7 @@ def index_key(record: JobRecord) -> str:
         "spec": {
             name: record.spec.get(name)
             for name in IDENTITY_FIELDS
-            if name not in _LATER or record.spec.get(name) not in (None, JobSpec.model_fields[name].default)
+            if name not in _LATER or record.spec.get(name) not in (None, _plain_default(name))
         },
         "model": record.model.sha256,
         "input": _content(record.input),

@@ -11,22 +11,24 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic.fields import FieldInfo
 
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
+from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from ..engine.untrusted import shortened
 from .errors import JobRequestError
 from .storage.location import absolute, paths_as_text
 from .storage.redaction import redacted_url, scrubbed
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
-SAMPLING_COLUMNS = tuple(SAMPLING_OPTIONS)
-COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_COLUMNS)
-_REPEATABLE = tuple(name for name, option in SAMPLING_OPTIONS.items() if option.kind == tuple[str, ...])
+SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
+COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_COLUMNS, "continuation")
+# Options of sampling that may be written in several ways.
+_READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
 TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
@@ -107,6 +109,13 @@ class JobSpec(_SamplingFields):
         False, "Special tokens inside of messages are control tokens; by default they are text."
     )
 
+    response_format: str | dict[str, Any] | None = _option(
+        None, "What completions are, in OpenAI's form: a JSON object of type text, json_object or json_schema."
+    )
+    structured_outputs: str | dict[str, Any] | None = _option(
+        None, "What completions are, in vLLM's form: a JSON object of json, regex, choice, grammar or json_object."
+    )
+
     cluster: str = _option(
         "local",
         "local, local-cuda (fails without a GPU), or the address of a Dask scheduler.",
@@ -180,6 +189,7 @@ class JobSpec(_SamplingFields):
         values = {field_name(name): paths_as_text(value) for name, value in values.items()}
         known = {name: value for name, value in values.items() if name in JobSpec.model_fields}
         problems, wrong = _unknown_options(values), frozenset[str]()
+        problems += _replace_forms(known)
         try:
             super().__init__(**known)
         except ValidationError as error:
@@ -290,11 +300,11 @@ class JobSpec(_SamplingFields):
             raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
         return value
 
-    @field_validator(*_REPEATABLE, mode="before")
+    @field_validator(*_READ, mode="before")
     @classmethod
-    def _repeatable(cls, value: Any) -> Any:
-        """One text stands for a list of it."""
-        return (value,) if isinstance(value, str) else value
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        """See `SamplingOption.read`."""
+        return SAMPLING_OPTIONS[info.field_name or ""].read(value)
 
     @field_validator("max_errors", mode="before")
     @classmethod
@@ -308,6 +318,25 @@ class JobSpec(_SamplingFields):
     @classmethod
     def _storage_options(cls, value: Any) -> Any:
         return parse_storage_options(value) if value is None or isinstance(value, str) else value
+
+
+def _replace_forms(values: dict[str, Any]) -> list[str]:
+    """Puts the sampling option that it stands for in the place of each form of structured output; what is wrong."""
+    problems = []
+    for form in FORMS:
+        value = values.pop(form, None)
+        if value is None:
+            continue
+        try:
+            options = constraint_of(form, value)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        given = [name for name in CONSTRAINTS if values.get(name)]
+        if given:
+            problems.append(f"{form}, {given[0]}: expected at most one of them")
+        values.update(options)
+    return problems
 
 
 def policy_problem(policy: str, mode: Mode) -> str | None:

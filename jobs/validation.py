@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ..engine.config import read_model_config
 from ..engine.errors import ChatTemplateError, EngineError
 from ..engine.model_config.model import ModelConfig
+from ..engine.text.sampling_check import problems_with_model
 from ..engine.text.tokenizer import Tokenizer
 from .adapters import find_adapters
 from .cost_profile import read_profile
@@ -145,7 +146,10 @@ def _check_input(spec: JobSpec) -> InputRecord:
     # An adapter's name is text, whatever it looks like.
     texts = (spec.columns.get("adapter", "adapter"),)
     files, schema = with_partitions(found.footers, unified_schema(found.footers), texts)
-    roles, problems = find_roles(schema, spec.columns)
+    sampling = spec.sampling
+    roles, problems = find_roles(
+        schema, spec.columns, has_typed_answers=bool(sampling.json_schema), has_samples=sampling.n > 1
+    )
     if problems:
         raise JobRequestError(*problems)
     return InputRecord(files=files, roles=roles, schema_ipc=pack_schema(schema), unread=found.unread)
@@ -175,6 +179,8 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
             f"input column {given.roles['messages']!r} (messages): the model at {redacted_url(spec.model)!r} has "
             "no chat template. Take an instruction-tuned model, or give a prompt column."
         )
+    if not spec.sampling.problems():
+        problems += problems_with_model(spec.sampling, model.config.vocab_size)
     if spec.system_prompt is not None:
         problems += _system_prompt_problems(spec.system_prompt, model, given)
     if "max_tokens" not in given.roles and spec.sampling.max_tokens >= model.config.max_context_tokens:

@@ -187,7 +187,7 @@ class RunningBatch:
         self._admission.admit(plan, view.waiting_tokens, is_mixture=self.is_mixture)
         if plan.mode != "merged":
             self._admission.read_ahead()
-        served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_end]
+        served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_token]
         present = np.array([self._registry.code_of[s.request.adapter_id] for s in served], np.int32)
         plan = without_vain_merge(plan, view.merged_adapter, present)
         if plan.mode != "mixture":

@@ -38,7 +38,7 @@ from ..models.weight_cache import Packed, WeightCache
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
-from .sampler import StopTokens
+from .sampler import TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Backend(ABC):
 
     @abstractmethod
     def runner(
-        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """A runner of steps over `memory` (the flat pool). `live`: weights of the decoder. `config`: with the limits
         of `plan_memory`."""
@@ -162,10 +162,10 @@ class CpuBackend(Backend):
         return zeroed_memory(num_elements, self.pool_dtype)
 
     def runner(
-        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """See `Backend`."""
-        return CpuRunner(self.decoder, memory, layout, stop_tokens)
+        return CpuRunner(self.decoder, memory, layout, rules)
 
 
 class GpuBackend(Backend):
@@ -209,10 +209,10 @@ class GpuBackend(Backend):
         return max(1, min(8, len(os.sched_getaffinity(0)) // (2 * torch.cuda.device_count())))
 
     def runner(
-        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, stop_tokens: StopTokens
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """See `Backend`."""
-        return GpuRunner(self.decoder, live, memory, layout, config, stop_tokens, self.executor())
+        return GpuRunner(self.decoder, live, memory, layout, config, rules, self.executor())
 
     def executor(self) -> StepExecutor:
         """How decode steps are launched: as CUDA graphs, or kernel by kernel where there is no GPU."""

@@ -71,9 +71,16 @@ class PlannedStep:
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
         self._withheld = [
-            tuple(stop_tokens(s)) if s.num_generated < s.request.sampling.min_tokens else () for s in self.sampled
+            ()
+            if s.request.sampling.has_rules or s.num_generated >= s.request.sampling.min_tokens
+            else tuple(stop_tokens(s))
+            for s in self.sampled
         ]
-        self.wants_logprobs = any(s.request.sampling.logprobs for s in self.sampled)
+        #: Places, among those that are sampled, of rows whose logits the host changes.
+        self.ruled = [i for i, s in enumerate(self.sampled) if s.request.sampling.has_rules]
+        #: Most of the likeliest tokens that a row asks for.
+        self.num_top = max((s.request.sampling.top_logprobs for s in self.sampled), default=0)
+        self.wants_logprobs = any(s.request.sampling.wants_logprobs for s in self.sampled)
         self.draws = any(s.request.sampling.temperature for s in self.sampled)
         self.has_lora = bool((plus >= 0).any() or (minus >= 0).any())
         self.num_rows = int(self._num_tokens.sum())
@@ -86,6 +93,11 @@ class PlannedStep:
     def tile_rows(self) -> int:
         """Rows of a LoRA tile: small segments waste least in small tiles."""
         return DECODE_TILE_ROWS if self.is_decode else PREFILL_TILE_ROWS
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether some row asks for what no graph computes."""
+        return bool(self.ruled or self.num_top)
 
     @property
     def num_withheld(self) -> int:

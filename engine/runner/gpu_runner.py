@@ -9,6 +9,9 @@ tokens it has, and the token itself is fed from the step before on the device.
 A step with prompts is two launches: its decode rows by their graph in tiles of 16 rows, then its prompts kernel by
 kernel in tiles of 64. Together, each decode row of an adapter of its own would fill a tile of 64 rows. The weights are
 read twice, which costs less from a few adapters on.
+
+Rows with rules (grammars, penalties) need their last token on the host: they take part in every second step, which is
+launched kernel by kernel; the steps between are as usual.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from ..models.gpu_decoder import GpuDecoder, GpuMemory
 from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
 from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
-from ..request import Sequence
+from ..request import MOST_TOP_LOGPROBS, Sequence
 from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
-from .runner import LaunchedStep, SampledTokens
-from .sampler import NO_TOKEN, StopTokens
+from .runner import LaunchedStep
+from .sampler import NO_TOKEN, SampledTokens, TokenRules
 
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4
@@ -88,7 +91,7 @@ class GpuRunner:
         memory: Tensor,
         layout: PageLayout,
         config: EngineConfig,
-        stop_tokens: StopTokens,
+        rules: TokenRules,
         executor: StepExecutor,
         first: FirstSizes | None = None,
     ) -> None:
@@ -119,8 +122,10 @@ class GpuRunner:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._read_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._top_ids = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.int64, device=device)
+        self._top_logprobs = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.float32, device=device)
         self._places: dict[int, int] = {}
-        self._stop_tokens = stop_tokens
+        self._rules = rules
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
@@ -134,11 +139,12 @@ class GpuRunner:
             self._launch_part(planned, first=len(sampled), may_replay=planned is parts[0])
             sampled += planned.sampled
         self._places = {id(sequence): place for place, sequence in enumerate(sampled)}
-        return self._launched(sampled, any(planned.wants_logprobs for planned in parts))
+        num_top = max(planned.num_top for planned in parts)
+        return self._launched(sampled, any(planned.wants_logprobs for planned in parts), num_top)
 
     def _launch_part(self, planned: PlannedStep, first: int, *, may_replay: bool) -> None:
         """Launch one part; its tokens stand from place `first` on. Graphs put theirs at the beginning."""
-        bucket = self._bucket(planned) if may_replay else None
+        bucket = self._bucket(planned) if may_replay and not planned.needs_host else None
         key = None
         if bucket is not None:
             kind = planned.has_lora, planned.wants_logprobs, planned.draws, planned.split_keys > 0
@@ -159,14 +165,14 @@ class GpuRunner:
                 draws=planned.draws,
                 first_place=first,
             )
-            self.compute(step)
+            self.compute(step, planned)
 
         if key is None:
             work()
         else:
             self._executor.run(key, work)
 
-    def compute(self, step: GpuStep) -> None:
+    def compute(self, step: GpuStep, planned: PlannedStep) -> None:
         """Launch the device's part: forward pass and sampling; the tokens stay on the device for the next step."""
         fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
         token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
@@ -177,6 +183,11 @@ class GpuRunner:
         whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
         raw = logits.clone() if step.wants_logprobs else logits
         _withhold_(logits, step.withheld)
+        if planned.ruled:
+            ruled = torch.tensor(planned.ruled, device="cpu").to(logits.device, non_blocking=True)
+            changed = logits[ruled]
+            self._rules.apply_(changed, [planned.sampled[i] for i in planned.ruled])
+            logits = logits.index_copy(0, ruled, changed)
         is_finite = logits.amax(-1).isfinite()  # NaN counts as largest
         # argmax takes the first of equals, as the kernel does
         tokens = sample_tokens(logits, step.sampling) if step.draws else logits.argmax(-1)
@@ -185,6 +196,10 @@ class GpuRunner:
         self._read_tokens[places].copy_(torch.where(is_finite, tokens, NO_TOKEN))
         if whole is not None:
             self._logprobs[places].copy_(raw.gather(1, tokens[:, None])[:, 0].float() - whole)
+            if planned.num_top:
+                top, ids = raw.float().topk(min(planned.num_top, raw.shape[1]))
+                self._top_ids[places, : top.shape[1]] = ids
+                self._top_logprobs[places, : top.shape[1]] = top - whole[:, None]
 
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
@@ -205,7 +220,7 @@ class GpuRunner:
         )
         heads, dtype = self._memory.heads, self._memory.table.pool.dtype
         geometry = StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self._full_rows)
-        return PlannedStep(entries, plus_rows, minus_rows, geometry, self._stop_tokens)
+        return PlannedStep(entries, plus_rows, minus_rows, geometry, self._rules.stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Grow scratch to what the step needs (ranks have no limit), and drop graphs whose weights have moved."""
@@ -277,7 +292,7 @@ class GpuRunner:
             self._buffers[place] = buffer
         return buffer
 
-    def _launched(self, sampled: tuple[Sequence, ...], wants_logprobs: bool) -> LaunchedStep:
+    def _launched(self, sampled: tuple[Sequence, ...], wants_logprobs: bool, num_top: int) -> LaunchedStep:
         """Copy the step's tokens back behind it."""
         count, device = len(sampled), self._tokens.device
         tokens = empty_pinned(count, torch.int64, device)
@@ -287,6 +302,11 @@ class GpuRunner:
             logprobs.copy_(self._logprobs[:count], non_blocking=True)
         else:
             logprobs.zero_()
+        top_ids = empty_pinned(count * num_top, torch.int64, device).view(count, num_top)
+        top_logprobs = empty_pinned(count * num_top, torch.float32, device).view(count, num_top)
+        if num_top:
+            top_ids.copy_(self._top_ids[:count, :num_top], non_blocking=True)
+            top_logprobs.copy_(self._top_logprobs[:count, :num_top], non_blocking=True)
         arrived = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if arrived is not None:
             arrived.record()
@@ -294,7 +314,12 @@ class GpuRunner:
         def read() -> SampledTokens:
             if arrived is not None:
                 arrived.synchronize()
-            return tokens.tolist(), logprobs.tolist()
+            counts = [sequence.request.sampling.top_logprobs for sequence in sampled]
+            tops = [
+                tuple(zip(ids[:count], values[:count], strict=True))
+                for count, ids, values in zip(counts, top_ids.tolist(), top_logprobs.tolist(), strict=True)
+            ]
+            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops)
 
         return LaunchedStep(sampled, read)
 

@@ -20,16 +20,13 @@ from torch import Tensor
 from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
-from ..request import Sequence
-from .sampler import StopTokens, sample
-
-SampledTokens = tuple[list[int], list[float]]
+from ..request import Sequence, TopLogprobs
+from .sampler import SampledTokens, TokenRules, sample
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step in flight. `sampled`: the sequences that get a token; `read` waits for the tokens and their log-
-    probabilities (zeros when no sequence asked for them)."""
+    """A step in flight. `sampled`: the sequences that get a token; `read` waits for the tokens."""
 
     sampled: tuple[Sequence, ...]
     read: Callable[[], SampledTokens]
@@ -63,31 +60,32 @@ class StepsInFlight:
             sequence.num_pending += 1
         self._steps.append(step)
 
-    def read(self, keep: int) -> Iterator[tuple[Sequence, int, float]]:
+    def read(self, keep: int) -> Iterator[tuple[Sequence, int, float, TopLogprobs]]:
         """Tokens of all steps but the `keep` latest, each with its sequence, in the order of launching."""
         while len(self._steps) > keep:
             step = self._steps.popleft()
-            tokens, logprobs = step.read()
-            for sequence, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
+            tokens = step.read()
+            columns = step.sampled, tokens.ids, tokens.logprobs, tokens.tops
+            for sequence, token, logprob, top in zip(*columns, strict=True):
                 sequence.num_pending -= 1
-                yield sequence, token, logprob
+                yield sequence, token, logprob, top
 
 
 class CpuRunner:
-    """Runs a decoder over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`."""
+    """Runs a decoder over `memory` (the flat pool)."""
 
     steps_ahead = 0
 
-    def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout, stop_tokens: StopTokens) -> None:
+    def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout, rules: TokenRules) -> None:
         self._decoder = decoder
         self._memory = memory
         self._layout = layout
-        self._stop_tokens = stop_tokens
+        self._rules = rules
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
         decoder, memory = self._decoder, self._memory
         batch = build_step(entries, decoder.model, self._layout, memory.dtype, is_exact=decoder.is_exact)
         logits = decoder.forward(batch, memory)
-        tokens = sample(logits, batch.sampled, self._stop_tokens) if batch.sampled else ([], [])
+        tokens = sample(logits, batch.sampled, self._rules)
         return LaunchedStep(batch.sampled, lambda: tokens)

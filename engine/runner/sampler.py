@@ -9,51 +9,75 @@ The number is a pure function of (seed, stream, position), so a retried or moved
 does: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), applied
 once per key so that related keys give unrelated numbers.
 
-Log-probabilities are those of the model's own distribution: before temperature, cuts and withheld stop tokens.
+Log-probabilities are those of the model's own distribution: before temperature, cuts and all that rows ask of their
+tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..request import SamplingParams, Sequence
+from ..request import SamplingParams, Sequence, TopLogprobs
 
 # In place of a token where the logits choose none: NaN or infinity among them, or nothing left to choose.
 NO_TOKEN = -1
 # Sorting a whole vocabulary is avoided: top-p looks at the largest candidates first, and widens when they fall short.
 _FIRST_CANDIDATES = 256
+# The largest of many are looked for within this distance of the largest, then twice as far and so on.
+_NEAR, _FAR, _FEW = 4.0, 256.0, 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 StopTokens = Callable[[Sequence], Items[int]]
 
 
-def sample(logits: Tensor, sequences: Items[Sequence], stop_tokens: StopTokens) -> tuple[list[int], list[float]]:
-    """Next token of each sequence from `logits` [num_sequences, vocab_size], which may be overwritten.
-
-    Returns token ids (`NO_TOKEN` where the largest logit is no finite number) and the log-probabilities of the chosen
-    tokens (zeros for sequences that did not ask). A sequence's `stop_tokens` are withheld until its `min_tokens`.
+class SampledTokens(NamedTuple):
+    """One token for each sequence of a step: `NO_TOKEN` where the largest logit is no finite number. `logprobs`: of
+    these tokens, zeros for sequences that did not ask. `tops`: the likeliest tokens, none for sequences that did not
+    ask.
     """
-    asked = [i for i, s in enumerate(sequences) if s.request.sampling.logprobs]
+
+    ids: list[int]
+    logprobs: list[float]
+    tops: list[TopLogprobs]
+
+
+class TokenRules(Protocol):
+    """What rows ask of their next token. See `text.token_rules`."""
+
+    def stop_tokens(self, sequence: Sequence) -> Items[int]:
+        """Tokens that are withheld until the row's `min_tokens`."""
+
+    def apply_(self, logits: Tensor, sequences: Items[Sequence]) -> None:
+        """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible."""
+
+
+def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
+    """Next token of each sequence from `logits` [num_sequences, vocab_size], which may be overwritten."""
+    if not sequences:
+        return SampledTokens([], [], [])
+    asked = [i for i, s in enumerate(sequences) if s.request.sampling.wants_logprobs]
     # not logsumexp: over a whole vocabulary it rounds by the number of rows and of threads
     of_asked = torch.log_softmax(logits[asked].float(), -1) if asked else logits[:0]
-    for i, sequence in enumerate(sequences):
-        if len(sequence.token_ids) < sequence.request.sampling.min_tokens:
-            withheld = [t for t in stop_tokens(sequence) if t < logits.shape[1]]
-            logits[i, withheld] = -torch.inf
+    rules.apply_(logits, sequences)
     largest, choice = logits.max(-1)  # NaN counts as largest
     tokens: list[int] = torch.where(largest.isfinite(), choice, NO_TOKEN).tolist()
     drawn = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0 and tokens[i] != NO_TOKEN]
     for i, u in zip(drawn, _uniforms([sequences[i] for i in drawn]), strict=True):
-        tokens[i] = _draw(logits[i], sequences[i].request.sampling, float(u))
+        tokens[i] = _draw(logits[i], float(largest[i]), sequences[i].request.sampling, float(u))
     logprobs = [0.0] * len(tokens)
+    tops: list[TopLogprobs] = [()] * len(tokens)
     for i, row in zip(asked, of_asked, strict=True):
         logprobs[i] = float(row[tokens[i]])
-    return tokens, logprobs
+        if count := sequences[i].request.sampling.top_logprobs:
+            likeliest = _largest(row, float(row.max()), min(count, len(row)))
+            tops[i] = tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True))
+    return SampledTokens(tokens, logprobs, tops)
 
 
 def _uniforms(sequences: Items[Sequence]) -> np.ndarray:
@@ -62,41 +86,50 @@ def _uniforms(sequences: Items[Sequence]) -> np.ndarray:
     return uniforms(columns[:, 0], columns[:, 1], columns[:, 2])
 
 
-def _draw(logits: Tensor, sampling: SamplingParams, u: float) -> int:
-    """One token from `logits` [vocab_size] by the uniform number `u`."""
+def _draw(logits: Tensor, largest: float, sampling: SamplingParams, u: float) -> int:
+    """One token from `logits` [vocab_size], of which `largest` is the largest, by the uniform number `u`."""
     vocab_size = logits.numel()
-    # distances from the largest: no temperature is too small for them
-    distances = logits.double()
-    weights = ((distances - distances.max()) / sampling.temperature).exp()
+
+    def weights_of(values: Tensor) -> Tensor:
+        # distances from the largest: no temperature is too small for them
+        return values.double().sub_(largest).div_(sampling.temperature).exp_()
+
     if sampling.top_k == 0 and sampling.top_p >= 1.0:
-        return _pick(weights, u)
-    width = min(sampling.top_k or _FIRST_CANDIDATES, vocab_size)
+        return _pick(weights_of(logits).cumsum(-1), u)
     # the last running sum, not the sum: that rounds by the number of threads
-    total = weights.cumsum(-1)[-1]
+    total = None if sampling.top_k else weights_of(logits).cumsum(-1)[-1]
+    width = min(sampling.top_k or _FIRST_CANDIDATES, vocab_size)
     while True:
-        ids = _largest(logits, width)
-        candidates = weights[ids]
+        ids = _largest(logits, largest, width)
+        candidates = weights_of(logits[ids])
         reached = candidates.cumsum(-1)
         # top-p is a share of what top-k leaves
-        goal = sampling.top_p * (reached[-1] if sampling.top_k else total)
+        goal = sampling.top_p * (reached[-1] if total is None else total)
         num_kept = max(1, int((reached - candidates < goal).sum()))
         if sampling.top_k or num_kept < width or width == vocab_size:
-            return int(ids[_pick(candidates[:num_kept], u)])
+            return int(ids[_pick(reached[:num_kept], u)])
         width = min(width * 8, vocab_size)
 
 
-def _largest(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest, in falling order, equals in order of their ids (which `topk` leaves open)."""
+def _largest(logits: Tensor, largest: float, count: int) -> Tensor:
+    """Ids of the `count` largest, in falling order, equals in order of their ids."""
+    if count * _FEW < len(logits):
+        # looked for among those near the largest: a tenth of the time
+        distance = _NEAR
+        while distance < _FAR:
+            near = (logits >= largest - distance).nonzero()[:, 0]
+            if len(near) >= count:
+                return near[logits[near].argsort(descending=True, stable=True)[:count]]
+            distance *= 2
     least = logits.topk(count).values[-1]
     ids = (logits >= least).nonzero()[:, 0]
     return ids[logits[ids].argsort(descending=True, stable=True)[:count]]
 
 
-def _pick(weights: Tensor, u: float) -> int:
-    """Index at which the running sum of `weights` (fp64) first exceeds `u` times their total."""
-    cumulative = weights.cumsum(-1)
+def _pick(cumulative: Tensor, u: float) -> int:
+    """Index at which the running sum (fp64) first exceeds `u` times its end."""
     index = int(torch.searchsorted(cumulative, u * cumulative[-1:], right=True)[0])
-    return min(index, weights.numel() - 1)
+    return min(index, cumulative.numel() - 1)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

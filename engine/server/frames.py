@@ -13,7 +13,7 @@ from typing import IO, Any, TypeVar
 import msgpack
 
 from ..config import EngineConfig
-from ..request import ExportedRow, Result
+from ..request import ExportedRow, Result, TopLogprobs
 from ..telemetry import EngineTelemetry
 from ..untrusted import shown_name
 from .codec import Codec, MessageError
@@ -98,6 +98,7 @@ class RowTokens:
     request_id: str
     token_ids: tuple[int, ...]
     token_logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

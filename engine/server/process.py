@@ -164,7 +164,10 @@ class EngineProcess:
                 engine.expect_rows(message.adapter_id, message.num_rows)
             case ExportRows():
                 rows = engine.export_rows(message.request_ids)
-                exported = (RowTokens(row.request.request_id, row.token_ids, row.token_logprobs) for row in rows)
+                exported = (
+                    RowTokens(row.request.request_id, row.token_ids, row.token_logprobs, row.top_logprobs)
+                    for row in rows
+                )
                 self._send(Exported(tuple(exported)))
             case AbortRows():
                 engine.abort(message.request_ids)

@@ -7,34 +7,29 @@ of a special token (which is not part of the text) stands for that token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 from ..request import Result, Sequence
-from .tokenizer import Detokenizer, Tokenizer
-
-OwnTokenizer = Callable[[str | None], Path | None]
+from .token_rules import TokenRules
+from .tokenizer import Detokenizer, Tokenizer, Tokenizers
 
 
 class Completion:
-    """Watches sequences for their ends. Text is decoded while running only where stop strings need it.
+    """Watches sequences for their ends. Text is decoded while running only where stop strings need it."""
 
-    `own_tokenizer(adapter_id)`: the adapter's folder if it ships a tokenizer; its rows are then decoded with it.
-    """
-
-    def __init__(self, model_folder: Path, own_tokenizer: OwnTokenizer, eos_token_ids: tuple[int, ...]) -> None:
-        base = Tokenizer.from_folder(model_folder)
-        self.stop_token_ids = tuple(sorted({*eos_token_ids, *base.eos_token_ids}))
-        self._own_tokenizer = own_tokenizer
-        self._of_folder: dict[Path | None, Tokenizer] = {None: base}
-        self._of_adapter: dict[str | None, Tokenizer] = {None: base}
+    def __init__(self, tokenizers: Tokenizers, rules: TokenRules) -> None:
+        self._tokenizers = tokenizers
+        self._rules = rules
         self._texts: dict[str, _TextSoFar] = {}
 
     def finish(self, sequence: Sequence) -> Result | None:
         """The result if the token just appended ends the sequence."""
         sampling, token_ids = sequence.request.sampling, sequence.token_ids
-        ends_by_token = len(token_ids) > sampling.min_tokens and token_ids[-1] in self._ends(sequence)
-        is_last = ends_by_token or len(token_ids) >= sampling.max_tokens
+        may_end = len(token_ids) > sampling.min_tokens or sampling.is_constrained
+        ends_by_token = may_end and token_ids[-1] in self._tokenizers.ends(sequence.request)
+        is_complete = not ends_by_token and self._rules.is_complete(sequence)
+        is_complete |= len(token_ids) == len(sampling.continuation_token_ids)
+        is_last = ends_by_token or is_complete or len(token_ids) >= sampling.max_tokens
         if sampling.stop:
             text = self._text_before_stop(sequence, has_text=not ends_by_token, is_last=is_last)
             if text is not None:
@@ -42,34 +37,15 @@ class Completion:
         if not is_last:
             return None
         text = self._tokenizer(sequence).decode(token_ids[:-1] if ends_by_token else token_ids)
-        return sequence.result(text, "stop" if ends_by_token else "length")
+        return sequence.result(text, "stop" if ends_by_token or is_complete else "length")
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a sequence that ended or was aborted."""
         self._texts.pop(sequence.request.request_id, None)
-
-    def stop_tokens(self, sequence: Sequence) -> tuple[int, ...]:
-        """Tokens to withhold until `min_tokens`: all that could end the row, and the base's own ends."""
-        tokenizer = self._tokenizer(sequence)
-        special = tokenizer.special_token_ids(sequence.request.sampling.stop)
-        return tuple({*self.stop_token_ids, *tokenizer.eos_token_ids, *special})
-
-    def _ends(self, sequence: Sequence) -> tuple[int, ...]:
-        """Tokens that end the row."""
-        sampling = sequence.request.sampling
-        tokenizer = self._tokenizer(sequence)
-        special = tokenizer.special_token_ids(sampling.stop) if sampling.stop else ()
-        return special if sampling.ignore_eos else (*self.stop_token_ids, *tokenizer.eos_token_ids, *special)
+        self._rules.forget(sequence)
 
     def _tokenizer(self, sequence: Sequence) -> Tokenizer:
-        adapter_id = sequence.request.adapter_id
-        if adapter_id not in self._of_adapter:
-            folder = self._own_tokenizer(adapter_id)
-            if folder not in self._of_folder:
-                assert folder is not None
-                self._of_folder[folder] = Tokenizer.from_folder(folder)
-            self._of_adapter[adapter_id] = self._of_folder[folder]
-        return self._of_adapter[adapter_id]
+        return self._tokenizers.of(sequence.request.adapter_id)
 
     def _text_before_stop(self, sequence: Sequence, *, has_text: bool, is_last: bool) -> str | None:
         """The text up to the first stop string, or None while none is complete. `has_text`: of the last token."""

@@ -8,8 +8,9 @@ without that file. Tests compare the outcome with transformers' `AutoTokenizer`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from ..config import read_json
 from ..errors import ChatTemplateError, ModelFilesError
+from ..request import Request
 from ..untrusted import STOPS, read_regular, shown_name
 from .chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from .expansion import expansion_problem, long_token_problem
@@ -159,6 +161,48 @@ class Tokenizer:
         """Of these texts, those that are special tokens: `decode` leaves them out."""
         ids = ((self._backend.token_to_id(text), text) for text in texts)
         return tuple(i for i, text in ids if i is not None and text in self._special_texts)
+
+
+class Tokenizers:
+    """The tokenizers of an engine: the base's, and those of adapters that ship one.
+
+    `own_folder(adapter_id)`: the adapter's folder if it ships a tokenizer. `eos_token_ids`: the model's.
+    """
+
+    def __init__(
+        self, model_folder: Path, own_folder: Callable[[str | None], Path | None], eos_token_ids: tuple[int, ...]
+    ) -> None:
+        base = Tokenizer.from_folder(model_folder)
+        self._eos_token_ids = tuple(sorted({*eos_token_ids, *base.eos_token_ids}))
+        self._own_folder = own_folder
+        self._read = lru_cache(None)(Tokenizer.from_folder)
+        self._of_adapter: dict[str | None, tuple[Path, Tokenizer]] = {None: (model_folder, base)}
+
+    def of(self, adapter_id: str | None) -> Tokenizer:
+        """The tokenizer of an adapter's rows."""
+        return self._find(adapter_id)[1]
+
+    def folder_of(self, adapter_id: str | None) -> Path:
+        """Where that tokenizer lies."""
+        return self._find(adapter_id)[0]
+
+    def ends(self, request: Request) -> tuple[int, ...]:
+        """Tokens that end a row."""
+        sampling, tokenizer = request.sampling, self.of(request.adapter_id)
+        asked = (*sampling.stop_token_ids, *(tokenizer.special_token_ids(sampling.stop) if sampling.stop else ()))
+        return asked if sampling.ignore_eos else (*self._eos_token_ids, *tokenizer.eos_token_ids, *asked)
+
+    def stop_tokens(self, request: Request) -> tuple[int, ...]:
+        """All that could end a row, and the base's own ends."""
+        sampling, tokenizer = request.sampling, self.of(request.adapter_id)
+        special = tokenizer.special_token_ids(sampling.stop)
+        return tuple({*self._eos_token_ids, *tokenizer.eos_token_ids, *sampling.stop_token_ids, *special})
+
+    def _find(self, adapter_id: str | None) -> tuple[Path, Tokenizer]:
+        if adapter_id not in self._of_adapter:
+            folder = self._own_folder(adapter_id)
+            self._of_adapter[adapter_id] = self._of_adapter[None] if folder is None else (folder, self._read(folder))
+        return self._of_adapter[adapter_id]
 
 
 class Detokenizer:

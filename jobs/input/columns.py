@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.types as t
 
-from ...engine.request import SAMPLING_OPTIONS
+from ...engine.request import SAMPLING_OPTIONS, LogitBias
+from ...engine.structured_output import FORMS
 from ...engine.untrusted import shown_name
-from ..spec import COLUMN_ROLES, PROMPT_ROLES, SAMPLING_COLUMNS
+from ..spec import COLUMN_ROLES, PROMPT_ROLES
 
 # What the output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
@@ -28,7 +29,15 @@ LOGPROB_FIELDS = (
     pa.field("token_ids", pa.list_(pa.int32())),
     pa.field("token_logprobs", pa.list_(pa.float32())),
 )
-OUTPUT_COLUMNS = tuple(field.name for field in ANSWER_FIELDS + LOGPROB_FIELDS)
+_TOKEN = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+TOP_LOGPROBS = pa.field("token_top_logprobs", pa.list_(pa.list_(_TOKEN)))
+OUTPUT_COLUMNS = tuple(field.name for field in (*ANSWER_FIELDS, *LOGPROB_FIELDS, TOP_LOGPROBS))
+#: In the output of a job with a JSON Schema.
+TYPED_COLUMN = "answer"
+#: In the output of a job that scores continuations: the sum of their tokens' log-probabilities.
+SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
+#: In the output of a job that asks for several completions of a row: their number, from 0.
+SAMPLE_FIELD = pa.field("sample", pa.int32())
 OUR_PREFIX = "__lb_"
 DEFAULT_ID_COLUMN = "id"
 
@@ -53,11 +62,13 @@ def readable_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
         return [readable(item) for item in column]
 
 
-def find_roles(schema: pa.Schema, columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def find_roles(
+    schema: pa.Schema, columns: Mapping[str, str], *, has_typed_answers: bool = False, has_samples: bool = False
+) -> tuple[dict[str, str], list[str]]:
     """Role -> input column, and every problem found.
 
     `columns`: roles that the user has assigned; any other role is played by the column of its own name, if
-    there is one.
+    there is one. `has_typed_answers`, `has_samples`: of the job's output.
     """
     roles = dict(columns)
     problems = [
@@ -77,7 +88,11 @@ def find_roles(schema: pa.Schema, columns: Mapping[str, str]) -> tuple[dict[str,
                 f"column {name!r} ({role}): type {schema.field(name).type}, expected {expected.expected}. Write the "
                 "column with that type, or name another one with --column."
             )
-    return roles, problems + _name_clashes(schema, roles)
+    ours = [*OUTPUT_COLUMNS]
+    ours += [TYPED_COLUMN] if has_typed_answers else []
+    ours += [SAMPLE_FIELD.name] if has_samples or "n" in roles or "continuation" in roles else []
+    ours += [SCORE_FIELD.name] if "continuation" in roles else []
+    return roles, problems + _name_clashes(schema, roles, ours)
 
 
 def _prompt_problems(roles: Mapping[str, str], schema: pa.Schema) -> list[str]:
@@ -99,8 +114,8 @@ def _names(schema: pa.Schema) -> str:
     return ", ".join(map(shown_name, schema.names))
 
 
-def _name_clashes(schema: pa.Schema, roles: Mapping[str, str]) -> list[str]:
-    taken = [name for name in schema.names if name in OUTPUT_COLUMNS or name.startswith(OUR_PREFIX)]
+def _name_clashes(schema: pa.Schema, roles: Mapping[str, str], ours: Collection[str]) -> list[str]:
+    taken = [name for name in schema.names if name in ours or name.startswith(OUR_PREFIX)]
     if roles.get("id") is None and DEFAULT_ID_COLUMN in schema.names:
         taken.append(DEFAULT_ID_COLUMN)
     return [f"input column {name!r}: the output has a column of that name. Rename it." for name in taken]
@@ -120,6 +135,10 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 def _is_text(kind: pa.DataType) -> bool:
     return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind))
+
+
+def _is_text_or_null(kind: pa.DataType) -> bool:
+    return _is_text(kind) or bool(t.is_null(kind))
 
 
 def _is_list_of(accepts: Callable[[pa.DataType], bool], kind: pa.DataType) -> bool:
@@ -158,13 +177,21 @@ _TYPE_OF_KIND: Mapping[Any, _ColumnType] = {
     int: _ColumnType(_is_integer, "integer"),
     float: _ColumnType(_is_number, "number"),
     bool: _ColumnType(_is_boolean, "boolean"),
+    str: _ColumnType(lambda kind: _is_text_or_null(kind), "string"),
     tuple[str, ...]: _ColumnType(
-        lambda kind: _is_text(kind) or bool(t.is_null(kind)) or _is_list_of(_is_text, kind), "string or list of strings"
+        lambda kind: _is_text_or_null(kind) or _is_list_of(_is_text, kind), "string or list of strings"
+    ),
+    tuple[int, ...]: _ColumnType(
+        lambda kind: _is_integer(kind) or _is_list_of(_is_integer, kind), "integer or list of integers"
+    ),
+    LogitBias: _ColumnType(
+        lambda kind: _is_text_or_null(kind) or bool(t.is_map(kind)),
+        "map of tokens and numbers, or string with its JSON",
     ),
 }
 _TYPE_OF_ROLE: Mapping[str, _ColumnType] = {
     "id": _ColumnType(lambda kind: _is_text(kind) or bool(t.is_integer(kind)), "string or integer"),
-    "adapter": _ColumnType(lambda kind: _is_text(kind) or bool(t.is_null(kind)), "string"),
+    "adapter": _ColumnType(_is_text_or_null, "string"),
     "prompt": _ColumnType(_is_text, "string"),
     "messages": _ColumnType(
         lambda kind: _is_text(kind) or _is_list_of(_is_message, kind),
@@ -173,5 +200,9 @@ _TYPE_OF_ROLE: Mapping[str, _ColumnType] = {
     "prompt_token_ids": _ColumnType(
         lambda kind: _is_list_of(lambda item: bool(t.is_integer(item)), kind), "list of integers"
     ),
-    **{name: _TYPE_OF_KIND[SAMPLING_OPTIONS[name].kind] for name in SAMPLING_COLUMNS},
+    "continuation": _TYPE_OF_KIND[tuple[str, ...]],
+    **{name: _TYPE_OF_KIND[option.kind] for name, option in SAMPLING_OPTIONS.items()},
+    **dict.fromkeys(
+        FORMS, _ColumnType(lambda kind: _is_text_or_null(kind) or bool(t.is_struct(kind)), "string or struct")
+    ),
 }

@@ -17,6 +17,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS
 from ..agreement import Agreement
 from ..errors import JobRequestError, naming_damage
 from ..input.columns import readable_values
@@ -85,8 +86,14 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
         num_errors=num_errors,
         errors=_kinds(summary, error_rows),
         error_rows=error_rows,
-        settings=sorted((name, value) for name, value in status.record.spec.items() if value not in (None, [], {})),
+        settings=sorted((name, value) for name, value in status.record.spec.items() if _is_shown(name, value)),
     )
+
+
+def _is_shown(name: str, value: Any) -> bool:
+    """Whether an option is among the job's settings; those that few jobs have are where they are asked for."""
+    is_rare = name in SAMPLING_OPTIONS and name not in FIRST_OPTIONS
+    return value not in (None, [], {}) and not (is_rare and value == SAMPLING_OPTIONS[name].default)
 
 
 def save_report(page: str, path: Path) -> None:

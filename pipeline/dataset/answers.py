@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from ...engine.request import FinishReason, Request, Result, ServedMode
+from ...engine.request import FinishReason, Request, Result, ServedMode, TopLogprobs
 
 _HEAD = struct.Struct("<II")
 
@@ -24,9 +24,9 @@ _HEAD = struct.Struct("<II")
 class RowAnswer:
     """The answer to one row. `fingerprint` and `adapter_sha256` (None: base model) say what it answers.
 
-    `mode` is None for rows that no engine served. `token_ids` and `token_logprobs` are kept only where the
-    row asked for log-probabilities. `attempts`: how often an engine started on the row. `reused_prompt_tokens`: see
-    `Result`; no column of the output, so None in what is read from a part.
+    `mode` is None for rows that no engine served. `token_ids`, `token_logprobs` and `token_top_logprobs` are kept only
+    where the row asked for log-probabilities. `attempts`: how often an engine started on the row.
+    `reused_prompt_tokens`: see `Result`; no column of the output, so None in what is read from a part.
     """
 
     fingerprint: bytes
@@ -41,11 +41,12 @@ class RowAnswer:
     token_ids: tuple[int, ...] | None = None
     token_logprobs: tuple[float, ...] | None = None
     reused_prompt_tokens: int | None = None
+    token_top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
         """What an engine answered to `request`."""
-        has_logprobs = request.sampling.logprobs and result.token_logprobs is not None
+        has_logprobs = request.sampling.wants_logprobs and result.token_logprobs is not None
         return cls(
             fingerprint=fingerprint,
             adapter_sha256=request.adapter_id,
@@ -59,6 +60,7 @@ class RowAnswer:
             token_ids=result.token_ids if has_logprobs else None,
             token_logprobs=result.token_logprobs if has_logprobs else None,
             reused_prompt_tokens=result.reused_prompt_tokens,
+            token_top_logprobs=result.top_logprobs if has_logprobs else None,
         )
 
 
@@ -66,14 +68,15 @@ class RowAnswer:
 class BegunRow:
     """What a worker had generated for a row when it had to leave; the next attempt at the shard goes on from there.
 
-    `fingerprint` and `adapter_sha256` (None: base model) say for what. `token_logprobs` has one number per token when
-    the row asks for log-probabilities, else none.
+    `fingerprint` and `adapter_sha256` (None: base model) say for what. `token_logprobs` and `top_logprobs` have one
+    item per token when the row asks for them, else none.
     """
 
     fingerprint: bytes
     adapter_sha256: str | None
     token_ids: tuple[int, ...]
     token_logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 def encode_answers(rows: Iterable[RowAnswer]) -> bytes:

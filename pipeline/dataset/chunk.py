@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from ...engine.request import SamplingParams
 from ...engine.text.literal import RenderedMessages
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.errors import StorageError
-from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.input.columns import DEFAULT_ID_COLUMN, SAMPLE_FIELD
 from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import OversizedRowGroupError, open_row_group
@@ -37,6 +38,7 @@ from .row_checks import (
     ErrorKind,
     PromptProblem,
     RowDraft,
+    check_continuation,
     check_length,
     check_rendered,
     check_size,
@@ -104,6 +106,7 @@ class IndexJob:
     now: str
     system_prompt: str | None = None
     allow_special_tokens: bool = False
+    with_samples: bool = False
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
 
@@ -121,6 +124,7 @@ class IndexJob:
             now=record.created_at,
             system_prompt=record.spec.get("system_prompt"),
             allow_special_tokens=bool(record.spec.get("allow_special_tokens")),
+            with_samples=record.with_samples,
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
         )
@@ -221,7 +225,8 @@ class ChunkRows:
         self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
         self._batches: list[pa.RecordBatch] = []
         self._numbers: list[pa.RecordBatch] = []
-        self._num_rows = 0
+        self._num_rows = 0  # of the input
+        self._num_prepared = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Check and tokenise the next rows of the chunk."""
@@ -232,8 +237,14 @@ class ChunkRows:
         self._tokenise(drafts, adapters)
         for draft in drafts:
             check_length(draft, self._job.max_context_tokens)
-        self._append(batch, drafts, adapters)
-        self._num_rows += batch.num_rows
+        places = range(self._chunk.first_row + self._num_rows, self._chunk.first_row + self._num_rows + batch.num_rows)
+        rows = [row for row, draft in enumerate(drafts) for _ in draft.samples()]
+        if len(rows) > len(drafts):
+            drafts = [sample for draft in drafts for sample in draft.samples()]
+            adapters = [adapters[row] for row in rows]
+            batch = batch.take(pa.array(rows))
+        self._append(batch, drafts, adapters, [places[row] for row in rows])
+        self._num_rows += len(places)
 
     def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows sorted by adapter, the base model first, otherwise as in the input; and where record batches
@@ -298,6 +309,9 @@ class ChunkRows:
             if row_id is None:
                 draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
             self._check_prompt(draft, prompts[row], adapter)
+            if "continuation" in columns:
+                encode = partial(self._tokenizer(adapter).encode_batch, is_rendered=True)
+                check_continuation(draft, columns["continuation"][row], encode)
             for problem in problems:
                 draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
         return drafts
@@ -307,9 +321,12 @@ class ChunkRows:
 
     def _sampling(self, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
         """Rows mostly repeat a few combinations of values."""
-        key = tuple(tuple(v) if isinstance(v, list) else (type(v), v) for v in values.values())
+        key = tuple(
+            (type(v), str(v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v)
+            for v in values.values()
+        )
         if key not in self._samplings:
-            self._samplings[key] = read_sampling(self._job.sampling, values)
+            self._samplings[key] = read_sampling(self._job.sampling, values, self._job.vocab_size)
         return self._samplings[key]
 
     def _check_prompt(self, draft: RowDraft, value: Any, adapter: str | None) -> None:
@@ -362,23 +379,29 @@ class ChunkRows:
         rendered = [RenderedMessages(draft.text or "", draft.stand_ins) for draft in drafts]
         return tokenizer.encode_messages(rendered, allow_special_tokens=self._job.allow_special_tokens)
 
-    def _append(self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None]) -> None:
-        first = self._num_rows
-        places = range(first, first + len(drafts))
+    def _append(
+        self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None], places: list[int]
+    ) -> None:
+        """`places`: of the rows in their file."""
+        first, job = self._num_prepared, replace(self._job.sampling, n=1)
+        self._num_prepared += len(drafts)
         ours = (
-            [f"{self._chunk.chunk_id}:{place}" for place in places],
+            [f"{self._chunk.chunk_id}:{number}" for number in range(first, self._num_prepared)],
             adapters,
             [draft.tokens for draft in drafts],
-            [None if d.problems else sampling_overrides(self._job.sampling, d.sampling) for d in drafts],
+            [None if d.problems else sampling_overrides(job, d.sampling) for d in drafts],
             [" ".join(draft.problems) or None for draft in drafts],
-            [row_fingerprint(d.row_id, d.tokens or (), d.sampling) for d in drafts],
-            [f"{self._chunk.file_name}:{self._chunk.first_row + place}" for place in places],
+            [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts],
+            [f"{self._chunk.file_name}:{place}" for place in places],
         )
         fields = list(batch.schema)
         columns = list(batch.columns)
         if "id" not in self._job.roles:
             fields.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
             columns.append(pa.array([draft.row_id for draft in drafts], pa.string()))
+        if self._job.with_samples:
+            fields.append(SAMPLE_FIELD)
+            columns.append(pa.array([draft.sample for draft in drafts], SAMPLE_FIELD.type))
         for column, values in zip(prepared.PREPARED_FIELDS, ours, strict=True):
             fields.append(column)
             columns.append(pa.array(values, column.type))
@@ -407,7 +430,7 @@ def _numbers(drafts: list[RowDraft], adapters: list[str | None]) -> pa.RecordBat
         "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
         "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
         "prefix_hash": [prefix_hash(draft.tokens or ()) for draft in drafts],
-        "id_hash": [id_hash(draft.row_id) for draft in drafts],
+        "id_hash": [0 if draft.sample else id_hash(draft.row_id) for draft in drafts],
         "error_kind": [int(draft.kind) for draft in drafts],
     }
     columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}

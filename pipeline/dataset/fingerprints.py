@@ -15,24 +15,23 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...engine.request import SAMPLING_OPTIONS, SamplingParams
+from ...engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 
 FINGERPRINT_BYTES = 16
 _TOKEN_BYTES = 4
 # The options of the first version are part of every fingerprint. A later one is part of it where it is not at its
 # default, so that new options leave the fingerprints of rows that do not use them as they were.
-_FIRST_OPTIONS = frozenset(
-    ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos")
-)
 # Prompts are compared by as many leading tokens as fit: short ones still meet, long ones do not split too early.
 _PREFIX_TOKENS = (64, 32, 16)
 
 
-def row_fingerprint(row_id: str | int | None, tokens: Sequence[int], sampling: SamplingParams) -> bytes:
-    """16 bytes over id, prompt tokens and all sampling parameters. The adapter's and the base's content are
-    compared beside it where an answer is reused.
+def row_fingerprint(
+    row_id: str | int | None, tokens: Sequence[int], sampling: SamplingParams, sample: int = 0
+) -> bytes:
+    """16 bytes over id, prompt tokens, all sampling parameters and which of the row's completions it is. The adapter's
+    and the base's content are compared beside it where an answer is reused.
     """
-    asked = json.dumps([_typed(row_id), _canonical(sampling)]).encode()
+    asked = json.dumps([_typed(row_id), _canonical(sampling), *([sample] if sample else [])]).encode()
     digest = hashlib.blake2b(len(asked).to_bytes(8, "little") + asked, digest_size=FINGERPRINT_BYTES)
     digest.update(_token_bytes(tokens))
     return digest.digest()
@@ -55,7 +54,7 @@ def prefix_hash(tokens: Sequence[int]) -> int:
 def _canonical(sampling: SamplingParams) -> str:
     """The sampling as JSON. Cached: most rows of a job share a few combinations."""
     values = asdict(sampling)
-    asked = {n: v for n, v in values.items() if n in _FIRST_OPTIONS or v != SAMPLING_OPTIONS[n].default}
+    asked = {n: v for n, v in values.items() if n in FIRST_OPTIONS or v != SAMPLING_OPTIONS[n].default}
     return json.dumps(asked, sort_keys=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -132,7 +132,7 @@ def _read_chunk(
 
 def _requests(table: pa.Table, record: JobRecord) -> list[Request | RowError]:
     adapters = {adapter.name: adapter for adapter in record.adapters}
-    job_sampling = record.sampling
+    job_sampling = replace(record.sampling, n=1)  # each completion is a request
     columns = (
         table.column(name).to_pylist()
         for name in (

@@ -13,7 +13,9 @@ from typing import Any
 
 from ...engine.errors import ChatTemplateError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
+from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from ...engine.text.literal import RenderedMessages
+from ...engine.text.sampling_check import problems_with_model
 
 _SHOWN_CHARS = 60
 # "developer" is OpenAI's newer name for it.
@@ -33,7 +35,8 @@ class ErrorKind(IntEnum):
 @dataclass(slots=True)
 class RowDraft:
     """One row on its way to a request. `text`: still to be tokenised; `stand_ins`: see `RenderedMessages`. `problems`:
-    sentences, all of them.
+    sentences, all of them. `sample`: which of the row's completions it is for.
+    `continuations`: tokens of the completions that are given, to be scored.
     """
 
     row_id: str | int | None
@@ -43,6 +46,16 @@ class RowDraft:
     tokens: list[int] | None = None
     kind: ErrorKind = ErrorKind.NONE
     problems: list[str] = field(default_factory=list)
+    sample: int = 0
+    continuations: tuple[tuple[int, ...], ...] = ()
+
+    def samples(self) -> list[RowDraft]:
+        """A draft for each of the row's completions; one for a row that is wrong."""
+        if self.problems or not (self.continuations or self.sampling.n > 1):
+            return [self]
+        of_each = [self.sampling.scoring(tokens) for tokens in self.continuations]
+        of_each = of_each or [replace(self.sampling, n=1)] * self.sampling.n
+        return [replace(self, sampling=sampling, sample=sample) for sample, sampling in enumerate(of_each)]
 
     def reject(self, kind: ErrorKind, problem: str) -> None:
         """Note a problem; the first one gives the row its kind. What it quotes may hold half of a surrogate pair."""
@@ -117,6 +130,24 @@ def check_token_ids(draft: RowDraft, value: Any, vocab_size: int) -> None:
     draft.tokens = value
 
 
+def check_continuation(draft: RowDraft, value: Any, encode: Callable[[list[str]], list[list[int]]]) -> None:
+    """A `continuation`: text that is not empty, or several; null for a row without."""
+    if value is None:
+        return
+    texts = [value] if isinstance(value, str) else value
+    problem = (
+        f"continuation={_shown(value)}: expected text that is not empty, or a list of such. Fill it or leave it null."
+    )
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        draft.reject(ErrorKind.PROMPT, problem)
+        return
+    draft.continuations = tuple(map(tuple, encode(texts)))
+    if not all(draft.continuations):
+        draft.reject(ErrorKind.PROMPT, problem)
+        return
+    draft.sampling = draft.sampling.scoring(max(draft.continuations, key=len))
+
+
 def check_length(draft: RowDraft, max_context_tokens: int) -> None:
     """Prompt and `max_tokens` together fit into the model's context."""
     if not draft.tokens:
@@ -143,19 +174,25 @@ def check_size(draft: RowDraft, max_context_tokens: int, exceeds: Callable[[str,
         draft.text = None
 
 
-def read_sampling(job: SamplingParams, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
+def read_sampling(job: SamplingParams, values: Mapping[str, Any], vocab_size: int) -> tuple[SamplingParams, list[str]]:
     """The job's sampling with a row's own values (null keeps the job's), and what is wrong with it."""
-    given = {name: _as_declared(name, value) for name, value in values.items() if value is not None}
+    given: dict[str, Any] = {}
+    problems = []
+    constraints = [name for name in (*CONSTRAINTS, *FORMS) if values.get(name) is not None]
+    if constraints:
+        # the row's own takes the place of the job's
+        given = {name: SAMPLING_OPTIONS[name].default for name in CONSTRAINTS}
+    for name, value in values.items():
+        if value is None:
+            continue
+        try:
+            given |= constraint_of(name, value) if name in FORMS else {name: SAMPLING_OPTIONS[name].read(value)}
+        except ValueError as error:
+            problems.append(str(error) if name in FORMS else f"{name}: {error}")
+    if len(constraints) > 1:
+        problems.append(f"{', '.join(constraints)}: expected at most one of them")
     sampling = replace(job, **given)
-    return sampling, sampling.problems()
-
-
-def _as_declared(name: str, value: Any) -> Any:
-    """A column's value in the type of the option."""
-    kind = SAMPLING_OPTIONS[name].kind
-    if kind == tuple[str, ...]:
-        return (value,) if isinstance(value, str) else tuple(value)
-    return float(value) if kind is float else value
+    return sampling, problems or sampling.problems() or problems_with_model(sampling, vocab_size)
 
 
 def _set_text(draft: RowDraft, role: str, text: str) -> None:

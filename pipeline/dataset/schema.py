@@ -35,7 +35,8 @@ PREPARED_FIELDS = (
     pa.field(FINGERPRINT, pa.binary(16)),
     pa.field(LOCATION, pa.string()),
 )
-# One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id. `shared_tokens`: at the
+# One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id, or a
+# further completion of a row. `shared_tokens`: at the
 # beginning of the prompt, see `fingerprints.shared_tokens`. `place`: in the chunk as it was read.
 INDEX_SCHEMA = pa.schema(
     [

@@ -6,14 +6,25 @@ that readers may take the folder as one table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...engine.request import Request
+from ...jobs.answer_type import answer_type
 from ...jobs.errors import DamagedRecordError
-from ...jobs.input.columns import ANSWER_FIELDS, DEFAULT_ID_COLUMN, LOGPROB_FIELDS
+from ...jobs.input.columns import (
+    ANSWER_FIELDS,
+    DEFAULT_ID_COLUMN,
+    LOGPROB_FIELDS,
+    SAMPLE_FIELD,
+    SCORE_FIELD,
+    TOP_LOGPROBS,
+    TYPED_COLUMN,
+)
 from ...jobs.input.files import unpack_schema
 from ...jobs.record import JobRecord
 from ...jobs.store import part_name
@@ -41,7 +52,7 @@ def part_bytes(
         error_answer(request, fingerprint) if isinstance(request, RowError) else finished[request.request_id]
         for request, fingerprint in zip(rows.requests, rows.fingerprints, strict=True)
     ]
-    table = _with_answers(rows.table, answers, record.with_logprobs)
+    table = _with_answers(rows, answers, record)
     writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: str(num_reused)}
     return _parquet(table.replace_schema_metadata(writer))
 
@@ -61,9 +72,13 @@ def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
     )
 
 
-def part_schema(prepared_schema: pa.Schema, *, with_logprobs: bool) -> pa.Schema:
+def part_schema(prepared_schema: pa.Schema, record: JobRecord) -> pa.Schema:
     """The schema of every part of a job whose prepared rows have this one."""
-    ours = ANSWER_FIELDS + (LOGPROB_FIELDS if with_logprobs else ())
+    ours = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
+    ours += [TOP_LOGPROBS] if record.with_top_logprobs else []
+    ours += [SCORE_FIELD] if record.with_scores else []
+    if record.sampling.json_schema:
+        ours.append(pa.field(TYPED_COLUMN, answer_type(record.sampling.json_schema).arrow))
     return pa.schema([*passthrough_schema(prepared_schema), *ours])
 
 
@@ -72,7 +87,9 @@ def output_schema(record: JobRecord) -> pa.Schema:
     columns = unpack_schema(record.input.schema_ipc).remove_metadata()
     if "id" not in record.input.roles:
         columns = columns.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
-    return part_schema(columns, with_logprobs=record.with_logprobs)
+    if record.with_samples:
+        columns = columns.append(SAMPLE_FIELD)
+    return part_schema(columns, record)
 
 
 def empty_part(record: JobRecord, run_id: str) -> memoryview:
@@ -103,7 +120,7 @@ def answers_in_part(
             f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {rows.num_rows} rows of the "
             f"plan, compared by {id_column!r}. Start the job again with --overwrite."
         )
-    names += [field.name for field in LOGPROB_FIELDS if field.name in table.column_names]
+    names += [field.name for field in (*LOGPROB_FIELDS, TOP_LOGPROBS) if field.name in table.column_names]
     answers = table.select(names).to_pylist()
     return {
         request.request_id: _answer(answer, fingerprint)
@@ -135,17 +152,49 @@ def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:
 def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
     for name in ("token_ids", "token_logprobs"):
         values[name] = None if values.get(name) is None else tuple(values[name])
+    tops = values.get(TOP_LOGPROBS.name)
+    values[TOP_LOGPROBS.name] = None if tops is None else tuple(tuple(tuple(t.values()) for t in top) for top in tops)
     return RowAnswer(fingerprint=fingerprint, **values)
 
 
-def _with_answers(table: pa.Table, answers: list[RowAnswer], with_logprobs: bool) -> pa.Table:
-    schema = part_schema(table.schema, with_logprobs=with_logprobs)
-    kept = passthrough_schema(table.schema).names
+def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord) -> pa.Table:
+    schema = part_schema(rows.table.schema, record)
+    kept = passthrough_schema(rows.table.schema).names
+    made: dict[str, Callable[[], pa.Array]] = {
+        TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.sampling.json_schema),
+        TOP_LOGPROBS.name: lambda: pa.array([_tops(answer) for answer in answers], TOP_LOGPROBS.type),
+        SCORE_FIELD.name: lambda: pa.array(map(_score, rows.requests, answers), SCORE_FIELD.type),
+    }
     ours = [
-        pa.array([getattr(answer, field.name) for answer in answers], type=field.type)
+        made[field.name]()
+        if field.name in made
+        else pa.array([getattr(answer, field.name) for answer in answers], type=field.type)
         for field in list(schema)[len(kept) :]
     ]
-    return pa.Table.from_arrays([*(table.column(name) for name in kept), *ours], schema=schema)
+    return pa.Table.from_arrays([*(rows.table.column(name) for name in kept), *ours], schema=schema)
+
+
+def _tops(answer: RowAnswer) -> list[list[dict[str, Any]]] | None:
+    if answer.token_top_logprobs is None:
+        return None
+    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in answer.token_top_logprobs]
+
+
+def _score(request: Request | RowError, answer: RowAnswer) -> float | None:
+    is_scored = not isinstance(request, RowError) and bool(request.sampling.continuation_token_ids)
+    return math.fsum(answer.token_logprobs) if is_scored and answer.token_logprobs is not None else None
+
+
+def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) -> pa.Array:
+    """Completions that came to the end of the job's schema as values; null for others."""
+    return answer_type(json_schema).column(
+        answer.completion
+        if not isinstance(request, RowError)
+        and request.sampling.json_schema == json_schema
+        and answer.finish_reason == "stop"
+        else None
+        for request, answer in zip(rows.requests, answers, strict=True)
+    )
 
 
 def _parquet(table: pa.Table) -> memoryview:

@@ -264,7 +264,12 @@ class EngineQueue:
         for tokens in given_up:
             row = self.table.find(tokens.request_id)
             if row is not None and row.state is RowState.EXPORTING:
-                row.content = replace(row.content, token_ids=tokens.token_ids, token_logprobs=tokens.token_logprobs)
+                row.content = replace(
+                    row.content,
+                    token_ids=tokens.token_ids,
+                    token_logprobs=tokens.token_logprobs,
+                    top_logprobs=tokens.top_logprobs,
+                )
                 rows.append(row)
         self._exports.popleft()(rows)
 

@@ -106,7 +106,13 @@ def _answer(
 def _keep_begun(plugin: RunPlugin, shard: OpenShard, fingerprints: Mapping[str, bytes], journal: str) -> None:
     """Journal begun rows: the next attempt at the shard goes on with them from where they are."""
     begun = [
-        BegunRow(fingerprints[row.request.request_id], row.request.adapter_id, row.token_ids, row.token_logprobs)
+        BegunRow(
+            fingerprints[row.request.request_id],
+            row.request.adapter_id,
+            row.token_ids,
+            row.token_logprobs,
+            row.top_logprobs,
+        )
         for row in shard.begun
     ]
     if begun and shard.shard_id is not None:
@@ -220,7 +226,7 @@ def read_done(store: JobStore, record: JobRecord, rows: ShardRows) -> dict[str, 
 
 def _begin(kept: KeptRows, request: Request, row: BegunRow) -> None:
     """The longest that any attempt has come with a row."""
-    begun = ExportedRow(request, row.token_ids, row.token_logprobs)
+    begun = ExportedRow(request, row.token_ids, row.token_logprobs, row.top_logprobs)
     before = kept.begun.get(request.request_id)
     if not begun.problems() and (before is None or len(before.token_ids) < len(begun.token_ids)):
         kept.begun[request.request_id] = begun

@@ -54,6 +54,30 @@ def options(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) ->
     }
 
 
+@pytest.fixture
+def rules(options: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The same job, whose rows ask for grammars, penalties and several completions."""
+    asked: list[dict[str, Any]] = [
+        {"regex": "([a-z]{1,6} ){4,9}[a-z]+", "ignore_eos": False, "temperature": 1.0, "n": 2},
+        {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "temperature": 0.7},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 0.8, "min_p": 0.01, "n": 3},
+        {"bad_words": ["the", "a"], "presence_penalty": 1.0, "top_logprobs": 3},
+    ]
+    rows = pq.read_table(tmp_path / "input.parquet").to_pylist()
+    rows = [row | asked[row["id"] // 4 % len(asked)] for row in rows]
+    names = {name for row in rows for name in row}
+    pq.write_table(pa.Table.from_pylist([{n: row.get(n) for n in names} for row in rows]), tmp_path / "input.parquet")
+    return options
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"words": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 5}},
+    "required": ["words"],
+    "additionalProperties": False,
+}
+
+
 @dataclass(frozen=True)
 class Variant:
     """What may differ between two jobs of one output."""
@@ -81,10 +105,33 @@ def variants_of(num_workers: int) -> list[Variant]:
 def test_workers_shards_and_migration_change_no_byte(
     variants: list[Variant], options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    check_one_hash(variants, options, tmp_path, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_they_change_no_byte_of_rows_with_rules_and_samples_and_neither_does_a_kill(
+    rules: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = [Variant(n, rows, n > 1) for n in (1, 2, 4) for rows in SHARD_ROWS]
+    check_one_hash(variants, rules, tmp_path, capsys, dies_at_step=60)
+    assert (tmp_path / "model" / "has-died").exists()
+
+
+def check_one_hash(
+    variants: list[Variant],
+    options: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    dies_at_step: int | None = None,
+) -> None:
+    """All jobs have the same output; in the first with several workers one engine dies."""
     hashes: dict[Variant, str] = {}
     num_moved: Counter[int] = Counter()
     for num_workers, group in groupby(variants, key=attrgetter("num_workers")):
-        (tmp_path / "model" / "faults.json").write_text(json.dumps(SLOW if num_workers > 1 else {}))
+        (tmp_path / "model" / "faults.json").write_text(
+            json.dumps(SLOW | {"dies_at_step": dies_at_step} if num_workers > 1 else {})
+        )
         with own_cluster(num_workers) as client:
             for variant in group:
                 (tmp_path / "model" / "slow").unlink(missing_ok=True)
@@ -102,7 +149,7 @@ def run_job(options: dict[str, Any], variant: Variant, output: Path, client: Cli
     """Run the job; how many of its rows moved between workers."""
     given = {"output": str(output), "rows_per_shard": variant.rows_per_shard, "migration": variant.migration}
     result = run(JobSpec(**options | given), client=client, engine_factory="faulty_engine:FaultyEngine")
-    assert result.num_rows == NUM_ROWS
+    assert result.num_rows >= NUM_ROWS
     moves = [event for event in JobStore(str(output)).read_events() if event["kind"] == "MigrateRows"]
     assert variant.migration or not moves
     return sum(move["num_rows"] for move in moves)

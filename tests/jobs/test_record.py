@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lorabatch.engine.structured_output import FORMS
 from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
 from lorabatch.jobs.record import (
     IDENTITY_FIELDS,
@@ -40,6 +41,21 @@ OTHER_VALUES: dict[str, Any] = {
     "stop": ["x"],
     "logprobs": True,
     "ignore_eos": True,
+    "top_logprobs": 2,
+    "stop_token_ids": [5],
+    "n": 2,
+    "min_p": 0.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {5: 1.0},
+    "bad_words": ["x"],
+    "allowed_token_ids": [5],
+    "continuation_token_ids": [5],
+    "json_schema": {"type": "object"},
+    "regex": "x",
+    "choice": ["x"],
+    "grammar": 'start: "x"',
     "mode": "exact",
     "dtype": "bfloat16",
     "base_quantization": "int8",
@@ -71,7 +87,7 @@ def test_a_record_read_back_is_the_record(record: Record) -> None:
 def test_every_option_is_judged_to_be_part_of_the_job_or_not() -> None:
     judged = set(OTHER_VALUES) | set(FREE_VALUES)
     judged |= {"model", "output", "overwrite", "device", "step_tokens", "pool_bytes", "cost_model"}
-    judged |= {"tensor_parallel", *TLS_FIELDS}
+    judged |= {"tensor_parallel", *TLS_FIELDS, *FORMS}
     assert set(JobSpec.model_fields) == judged
     assert set(IDENTITY_FIELDS) == set(OTHER_VALUES)
 

@@ -49,7 +49,7 @@ def test_everything_wrong_is_said_at_once_with_field_and_value() -> None:
         temperature="hot",
     )
     for part in (
-        "inptu: not an option; did you mean 'input'?",
+        "inptu: not an option; did you mean 'input'",
         "input: required and not given",
         "output: required and not given",
         "mode='fast'",

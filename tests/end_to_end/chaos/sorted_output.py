@@ -13,9 +13,10 @@ _NOT_AN_ANSWER = ("attempts",)
 
 
 def sorted_output(output: Path) -> pa.Table:
-    """All rows, sorted by id."""
+    """All rows, sorted by id and, where a row has several completions, their numbers."""
     parts = [pq.read_table(part) for part in sorted(output.glob("part-*.parquet"))]
-    return pa.concat_tables(parts).combine_chunks().sort_by("id")
+    rows = pa.concat_tables(parts).combine_chunks()
+    return rows.sort_by([(name, "ascending") for name in ("id", "sample") if name in rows.column_names])
 
 
 def digest(output: Path) -> str:

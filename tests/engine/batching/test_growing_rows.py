@@ -19,6 +19,7 @@ from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams, Sequence
 from lorabatch.engine.runner.backend import CpuBackend, KernelTraits
 from lorabatch.engine.runner.runner import LaunchedStep
+from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.pipeline.planning.profile import load_of
 from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
@@ -55,7 +56,7 @@ class TableRunner:
                 assert self._content[at] == self._written(sequence, place), f"{sequence.request.request_id}, {place}"
         sampled = tuple(entry.sequence for entry in entries if entry.yields_token)
         tokens = [self._token(sequence) for sequence in sampled]
-        return LaunchedStep(sampled, lambda: (tokens, [0.0] * len(tokens)))
+        return LaunchedStep(sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), [()] * len(tokens)))
 
     def _written(self, sequence: Sequence, place: int) -> tuple[str, int]:
         """All prompts begin alike, so that rows may share their pages."""

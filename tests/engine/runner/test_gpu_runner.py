@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_back
 from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphKey
 from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
+from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.kernels.launch import is_interpreted
 from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
 
@@ -80,6 +82,23 @@ def test_rows_beside_a_merged_adapter_take_it_out_again(tiny_llama: Path, tiny_a
     tokens = {kind: {key: result.token_ids for key, result in results.items()} for kind, results in found.items()}
     assert tokens["mixture"] == tokens["unmerged"]
     assert [found["mixture"][f"{i}"].mode for i in range(3)] == ["mixture", "merged", "mixture"]
+
+
+def test_rows_with_rules_have_the_answers_of_a_cpu_beside_rows_that_run_ahead(tiny_llama: Path) -> None:
+    options: list[dict[str, Any]] = [
+        {"regex": "[a-c]{2,4}"}, {}, {"repetition_penalty": 1.5, "logprobs": True}, {},
+        {"choice": ("yes", "no"), "min_tokens": 6}, {"min_tokens": 3, "temperature": 0.8},
+    ]  # fmt: skip
+    asked = [
+        replace(row, sampling=replace(row.sampling, **o)) for row, o in zip(rows(6, max_tokens=6), options, strict=True)
+    ]
+    expected = by_id(list(make_engine(tiny_llama).run(asked)))
+    engine = device_engine(tiny_llama)
+    found = by_id(list(engine.run(asked)))
+    assert {name: (r.text, r.finish_reason) for name, r in found.items()} == {
+        name: (r.text, r.finish_reason) for name, r in expected.items()
+    }
+    assert found["2"].token_logprobs == pytest.approx(expected["2"].token_logprobs, abs=1e-4)
 
 
 class MergesFirst:
@@ -303,10 +322,12 @@ def test_what_steps_are_computed_from_is_on_the_device(weightless_model: Path, m
     copied: list[int] = []
 
     class Unread(GpuRunner):
-        def _launched(self, sampled: Any, wants_logprobs: bool) -> LaunchedStep:
+        def _launched(self, sampled: Any, wants_logprobs: bool, num_top: int) -> LaunchedStep:
             assert self._read_tokens.device.type == self._logprobs.device.type == "meta"
             copied.append(len(sampled))
-            return LaunchedStep(sampled, lambda: ([1] * len(sampled), [0.0] * len(sampled)))
+            return LaunchedStep(
+                sampled, lambda: SampledTokens([1] * len(sampled), [0.0] * len(sampled), [()] * len(sampled))
+            )
 
     config = {"device": "meta", "load_format": "dummy", "kernels": "triton", "page_tokens": 16}
     engine = make_engine(weightless_model, make_backend=with_runner(Unread), **config)

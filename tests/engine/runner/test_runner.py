@@ -6,6 +6,7 @@ from lorabatch.engine.memory.pool import PageRun
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams, Sequence
 from lorabatch.engine.runner.runner import LaunchedStep, StepsInFlight
+from lorabatch.engine.runner.sampler import SampledTokens
 
 
 def sequence(max_tokens: int = 3) -> Sequence:
@@ -17,7 +18,7 @@ def launched(steps: StepsInFlight, row: Sequence, num_tokens: int, token: int | 
     tokens = [] if token is None else [token]
     entry = StepEntry(row, num_tokens, PageRun(0, 1), None)
     assert entry.yields_token == (token is not None)
-    steps.add(LaunchedStep(sampled, lambda: (tokens, [0.0] * len(tokens))), [entry])
+    steps.add(LaunchedStep(sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), [()] * len(tokens))), [entry])
 
 
 def test_a_row_goes_on_by_tokens_that_only_the_device_knows() -> None:
@@ -30,9 +31,9 @@ def test_a_row_goes_on_by_tokens_that_only_the_device_knows() -> None:
     assert (row.num_stored, row.total_tokens, row.num_pending, row.awaits_end) == (5, 6, 2, False)
     launched(steps, row, 1, 12)
     assert row.awaits_end, "its third and last token is on its way"
-    assert [token for _, token, _ in steps.read(keep=1)] == [10, 11]
+    assert [token for _, token, *_ in steps.read(keep=1)] == [10, 11]
     assert row.num_pending == 1
-    assert [token for _, token, _ in steps.read(keep=0)] == [12]
+    assert [token for _, token, *_ in steps.read(keep=0)] == [12]
     assert (row.num_pending, row.token_ids) == (0, []), "what a token means is the engine's to say"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Items
 
 import numpy as np
 import pytest
@@ -18,8 +19,15 @@ from lorabatch.kernels.sampling import SamplingRows, sample_tokens
 INF = math.inf
 
 
-def no_stop(sequence: Sequence) -> tuple[int, ...]:
-    return ()
+class WithoutRules:
+    def stop_tokens(self, sequence: Sequence) -> tuple[int, ...]:
+        return ()
+
+    def apply_(self, logits: torch.Tensor, sequences: Items[Sequence]) -> None:
+        """Leaves logits as they are."""
+
+
+no_rules = WithoutRules()
 
 
 def rows(sampling: SamplingParams, count: int, first_stream: int = 0) -> list[Sequence]:
@@ -27,7 +35,7 @@ def rows(sampling: SamplingParams, count: int, first_stream: int = 0) -> list[Se
 
 
 def frequencies(logits: torch.Tensor, sampling: SamplingParams, draws: int = 4000) -> np.ndarray:
-    tokens, _ = sample(logits.repeat(draws, 1), rows(sampling, draws), no_stop)
+    tokens, _, _ = sample(logits.repeat(draws, 1), rows(sampling, draws), no_rules)
     return np.bincount(tokens, minlength=logits.numel()) / draws
 
 
@@ -87,7 +95,7 @@ some_sampling = st.builds(
 def test_every_choice_is_the_one_by_the_book(logits: list[float], sampling: SamplingParams, stream: int) -> None:
     assert not sampling.problems()
     row = Sequence(Request("row", (1,), None, sampling, stream_id=stream))
-    (token,), (logprob,) = sample(torch.tensor([logits]), [row], no_stop)
+    (token,), (logprob,), _ = sample(torch.tensor([logits]), [row], no_rules)
     exact = np.array(logits, np.float32).astype(float).tolist()
     assert token in plain_draws(exact, sampling, plain_uniform(sampling.seed, stream, 0))
     assert exact[token] > -INF
@@ -102,7 +110,7 @@ def test_cuts_beyond_the_first_candidates_are_by_the_book_too(
     logits: list[float], sampling: SamplingParams, stream: int
 ) -> None:
     row = Sequence(Request("row", (1,), None, sampling, stream_id=stream))
-    (token,), _ = sample(torch.tensor([logits]), [row], no_stop)
+    (token,), _, _ = sample(torch.tensor([logits]), [row], no_rules)
     assert token in plain_draws(logits, sampling, plain_uniform(sampling.seed, stream, 0))
 
 
@@ -113,9 +121,9 @@ def test_a_row_draws_the_same_in_any_company_and_as_on_a_gpu(seed: int, sampling
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(samplings), 500, generator=generator) * 4
     sequences = [Sequence(Request("row", (1,), None, s, stream_id=seed + i)) for i, s in enumerate(samplings)]
-    together = sample(logits.clone(), sequences, no_stop)[0] if samplings else []
+    together = sample(logits.clone(), sequences, no_rules)[0] if samplings else []
     for i, sequence in enumerate(sequences):
-        assert sample(logits[i : i + 1].clone(), [sequence], no_stop)[0] == together[i : i + 1]
+        assert sample(logits[i : i + 1].clone(), [sequence], no_rules)[0] == together[i : i + 1]
     columns = SamplingRows(
         torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
         torch.tensor([s.top_k for s in samplings], dtype=torch.int32),
@@ -136,11 +144,23 @@ def test_logits_that_choose_nothing_give_no_token_and_leave_other_rows_alone(
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=2, logprobs=True)
     logits = torch.tensor([[0.0, 3.0, 1.0], bad, [5.0, 0.0, 0.0]])
-    tokens, logprobs = sample(logits.clone(), rows(sampling, 3), no_stop)
-    alone = [sample(logits[i : i + 1].clone(), rows(sampling, 3)[i : i + 1], no_stop) for i in (0, 2)]
+    tokens, logprobs, _ = sample(logits.clone(), rows(sampling, 3), no_rules)
+    alone = [sample(logits[i : i + 1].clone(), rows(sampling, 3)[i : i + 1], no_rules) for i in (0, 2)]
     assert tokens[1] == NO_TOKEN
-    assert [tokens[0], tokens[2]] == [chosen[0] for chosen, _ in alone]
-    assert [logprobs[0], logprobs[2]] == [logprob[0] for _, logprob in alone]
+    assert [tokens[0], tokens[2]] == [chosen[0] for chosen, _, _ in alone]
+    assert [logprobs[0], logprobs[2]] == [logprob[0] for _, logprob, _ in alone]
+
+
+@given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 0.1, 3.0, 100.0]), count=st.integers(1, 70))
+@settings(max_examples=examples(40), deadline=None)
+def test_of_many_logits_the_largest_are_those_by_the_book(seed: int, spread: float, count: int) -> None:
+    logits = (torch.randn(2000, generator=torch.Generator().manual_seed(seed)) * spread).round(decimals=1)
+    logits[seed % 7 :: 3] = -INF
+    expected = sorted(range(2000), key=lambda i: (-float(logits[i]), i))[:count]
+    asked = rows(SamplingParams(top_logprobs=min(count, 20), temperature=1.0, top_k=count), 1)
+    (token,), _, (top,) = sample(logits[None].clone(), asked, no_rules)
+    assert [i for i, _ in top] == expected[:20]
+    assert token in expected
 
 
 def test_draws_follow_the_softmax_of_the_tempered_logits() -> None:
@@ -154,12 +174,16 @@ def test_top_p_looks_beyond_the_first_candidates_when_they_do_not_reach_p() -> N
     assert (frequencies(torch.zeros(1000), sampling, draws=3000) > 0).sum() > 800
 
 
-def test_stop_tokens_are_withheld_before_min_tokens_and_log_probabilities_stay_those_of_the_model() -> None:
+class Forbidding(WithoutRules):
+    def apply_(self, logits: torch.Tensor, sequences: Items[Sequence]) -> None:
+        logits[:, 1] = -INF
+
+
+def test_log_probabilities_stay_those_of_the_model_where_rows_ask_something_of_their_tokens() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     expected = float(logits.log_softmax(-1)[0, 2])
     asked = rows(SamplingParams(min_tokens=1, logprobs=True), 1)
-    # a stop token beyond the vocabulary is no row's
-    tokens, logprobs = sample(logits.clone(), asked, lambda sequence: (1, 7))
+    tokens, logprobs, _ = sample(logits.clone(), asked, Forbidding())
     assert tokens == [2]
     assert logprobs == pytest.approx([expected])
 
@@ -172,8 +196,8 @@ def test_log_probabilities_have_the_same_bits_for_any_number_of_rows_and_threads
     found = []
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        found.append(sample(logits.clone(), asked, no_stop)[1])
-        found.append([sample(logits[i : i + 1].clone(), asked[i : i + 1], no_stop)[1][0] for i in range(9)])
+        found.append(sample(logits.clone(), asked, no_rules)[1])
+        found.append([sample(logits[i : i + 1].clone(), asked[i : i + 1], no_rules)[1][0] for i in range(9)])
     torch.set_num_threads(before)
     assert all(numbers == found[0] for numbers in found)
 

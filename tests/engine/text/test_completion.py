@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lorabatch.engine.request import Request, Result, SamplingParams, Sequence
 from lorabatch.engine.text.completion import Completion, first_stop
-from lorabatch.engine.text.tokenizer import Tokenizer
+from lorabatch.engine.text.token_rules import TokenRules
+from lorabatch.engine.text.tokenizer import Tokenizer, Tokenizers
 
 EOS, START = 2, 1  # <|im_end|>, <|im_start|>
 TEXTS = ("naïve café – 漢字 😀😀 end\n\n", "the quick brown fox ", "aabaaab", "e\u0301\u200d👩‍👩‍👧 ", "London. London")
@@ -18,12 +19,16 @@ TEXTS = ("naïve café – 漢字 😀😀 end\n\n", "the quick brown fox ", "aa
 
 @pytest.fixture(scope="module")
 def completion(weightless_model: Path) -> Completion:
-    return Completion(weightless_model, lambda adapter_id: None, (EOS,))
+    return completion_of(Tokenizers(weightless_model, lambda adapter_id: None, (EOS,)))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(weightless_model: Path) -> Tokenizer:
     return Tokenizer.from_folder(weightless_model)
+
+
+def completion_of(tokenizers: Tokenizers) -> Completion:
+    return Completion(tokenizers, TokenRules(tokenizers))
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -117,7 +122,7 @@ def test_a_special_token_given_as_stop_string_ends_the_row(completion: Completio
     assert result is not None
     assert (result.text, result.finish_reason, result.token_ids[-1]) == ("the fox", "stop", START)
     row = Sequence(Request("row", (5,), None, sampling))
-    assert set(completion.stop_tokens(row)) == {START, EOS}
+    assert set(completion._tokenizers.stop_tokens(row.request)) == {START, EOS}
 
 
 def test_a_stop_token_ends_the_row_after_min_tokens_unless_it_is_ignored(
@@ -145,11 +150,12 @@ def test_rows_of_an_adapter_with_its_own_tokenizer_end_by_it(weightless_model: P
         asked.append(adapter_id)
         return tmp_path if adapter_id == "own" else None
 
-    completion = Completion(weightless_model, own_tokenizer, (EOS,))
+    tokenizers = Tokenizers(weightless_model, own_tokenizer, (EOS,))
+    completion = completion_of(tokenizers)
     for adapter_id, expected in (("own", {START, EOS}), ("other", {EOS}), (None, {EOS})):
         row = Sequence(Request("row", (5,), adapter_id, SamplingParams(max_tokens=9)), [7], mode="base")
         assert completion.finish(row) is None
-        assert set(completion.stop_tokens(row)) == expected
+        assert set(tokenizers.stop_tokens(row.request)) == expected
         row.token_ids.append(START)
         assert (completion.finish(row) is not None) == (adapter_id == "own")
     assert asked == ["own", "other"], "a folder is looked at once, not at every token"

@@ -22,6 +22,21 @@ OTHER: dict[str, Any] = {
     "stop": ("x",),
     "logprobs": True,
     "ignore_eos": True,
+    "top_logprobs": 2,
+    "stop_token_ids": (5,),
+    "n": 2,
+    "min_p": 0.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": ((5, 1.0),),
+    "bad_words": ("x",),
+    "allowed_token_ids": (5,),
+    "continuation_token_ids": (5,),
+    "json_schema": "{}",
+    "regex": "x",
+    "choice": ("x",),
+    "grammar": 'start: "x"',
 }
 
 

@@ -369,6 +369,23 @@ def test_fingerprints_tell_id_prompt_and_sampling_apart_and_nothing_else(prepare
     assert len({tuple(found) for found in [plain, *changed]}) == 7
 
 
+def test_a_row_for_several_completions_is_prepared_once_for_each(prepare_job: Callable[..., Any]) -> None:
+    table = pa.table({"prompt": ["a", "", "b", "c"], "n": pa.array([3, 2, None, 1], pa.int32())})
+    job = prepare_job(table, n=2, temperature=1.0)
+    (chunk,) = list_chunks(job.record, job.spec.inputs)
+    summary = index_chunk(chunk, IndexJob.from_record(job.record, job.spec), job.store)
+    rows = prepared(job.store)
+    assert summary.num_rows == len(rows) == 7
+    found = {(row["id"], row["sample"]) for row in rows}
+    name = "rows.parquet"
+    assert found == {(f"{name}:0", 0), (f"{name}:0", 1), (f"{name}:0", 2), (f"{name}:1", 0)} | {
+        (f"{name}:2", 0), (f"{name}:2", 1), (f"{name}:3", 0)
+    }  # fmt: skip
+    assert len({row["__lb_fingerprint"] for row in rows}) == len({row["__lb_request_id"] for row in rows}) == 7
+    assert {row["__lb_sampling"] for row in rows} == {None}
+    assert {row["__lb_location"] for row in rows} == {row["id"] for row in rows}
+
+
 def test_prompts_that_begin_alike_share_a_prefix_hash(prepare_job: Callable[..., Any]) -> None:
     shared = list(range(10, 80))
     prompts = [[*shared, 1], [*shared, 2, 3], [9, *shared], shared[:20], shared[:18], [1, 2]]

@@ -182,4 +182,4 @@ def test_the_part_schema_is_known_before_any_row_is_answered(prepare_job: Prepar
     job = prepare_job(mixed_table())
     for rows in job.shards():
         part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), job.record))
-        assert pq.read_schema(part).equals(part_schema(rows.table.schema, with_logprobs=False))
+        assert pq.read_schema(part).equals(part_schema(rows.table.schema, job.record))

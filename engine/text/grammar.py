@@ -1,0 +1,137 @@
+"""Finds which tokens a row's grammar allows next. All that lorabatch knows of llguidance.
+
+Masks depend on the constraint, the tokenizer and the row's own tokens alone, so that a row that goes on in another
+engine is constrained as if it had stayed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from ..request import Sequence
+from .tokenizer import Tokenizers
+
+#: Characters of a grammar. Schemas in use have a few thousand.
+MOST_CHARACTERS = 256 * 1024
+# JSON as Python writes it, on one line. Free white space is what a model that is lost goes on with for ever.
+_JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Compiled grammars that are kept for rows to come.
+_MOST_COMPILED = 1024
+# Twice llguidance's own for a first look, a fifth of its states: a hostile grammar costs seconds and megabytes.
+_LIMITS = LLParserLimits(initial_lexer_fuel=2_000_000, max_lexer_states=50_000)
+
+
+@lru_cache(_MOST_COMPILED)
+def grammar_problem(constraint: str) -> str | None:
+    """Why a constraint (`SamplingParams.constraint`) cannot be enforced, as a plain sentence; None for one that can be.
+    What would be enforced in part is a problem too.
+    """
+    if len(constraint) > MOST_CHARACTERS:
+        return f"{next(iter(json.loads(constraint)))}: {len(constraint)} characters, expected at most {MOST_CHARACTERS}"
+    kind, value = next(iter(json.loads(constraint).items()))
+    try:
+        source = _source(kind, value)
+    except (ValueError, RecursionError) as error:
+        return f"{kind}: {error}"
+    _, messages = LLMatcher.validate_grammar_with_warnings(source, limits=_LIMITS)
+    return f"{kind}: {' '.join(messages[0].split())}" if messages else None
+
+
+def _source(kind: str, value: Any) -> str:
+    """A constraint as llguidance reads it. Raises ValueError for what is no JSON Schema."""
+    if kind == "regex":
+        return str(LLMatcher.grammar_from_regex(value))
+    if kind == "choice":
+        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, dict.fromkeys(value)))))
+    if kind == "grammar":
+        return str(LLMatcher.grammar_from_lark(value))
+    schema = json.loads(value)
+    if not isinstance(schema, dict):
+        raise ValueError("expected a JSON object")
+    return str(LLMatcher.grammar_from_json_schema(value, defaults=_JSON_FORM))
+
+
+@dataclass(slots=True)
+class _Running:
+    """A row's matcher, and how many of its tokens it has seen."""
+
+    matcher: LLMatcher
+    num_seen: int = 0
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Tell the matcher the row's new tokens: the last one, or all of a row from elsewhere."""
+        new = sequence.token_ids[self.num_seen :]
+        if new and not self.matcher.is_error():
+            self.matcher.consume_tokens(new)
+        self.num_seen += len(new)
+
+
+class Grammars:
+    """Finds the tokens that rows with grammars may have next. `tokenizers`: what their tokens mean."""
+
+    def __init__(self, tokenizers: Tokenizers, num_threads: int | None = None) -> None:
+        self._tokenizers = tokenizers
+        self._running: dict[str, _Running] = {}
+        self._executor = LLExecutor(num_threads)
+        self._compiled = lru_cache(_MOST_COMPILED)(self._compile)
+        self._tokenizer = lru_cache(None)(self._read_tokenizer)
+        #: Grammars compiled so far.
+        self.num_compiled = 0
+
+    def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
+        """Which tokens each row may have next, a bit each, at least `vocab_size` of them: [num_sequences, num_words].
+
+        None of them where its tokens do not fit its grammar, or the grammar has grown too complex.
+        """
+        # tokenizers may have more tokens than the model
+        adapters = {sequence.request.adapter_id for sequence in sequences}
+        vocab_size = max(vocab_size, *(self._tokenizers.of(adapter_id).vocab_size for adapter_id in adapters))
+        matchers = [self._matcher(sequence, vocab_size) for sequence in sequences]
+        mask = allocate_token_bitmask(len(sequences), vocab_size)
+        valid = [(matcher, number) for number, matcher in enumerate(matchers) if not matcher.is_error()]
+        if valid:
+            fill_next_token_bitmask_par(self._executor, valid, mask)
+        for number, matcher in enumerate(matchers):
+            if matcher.is_error():
+                mask[number] = 0
+        return mask
+
+    def is_complete(self, sequence: Sequence) -> bool:
+        """Whether the row's grammar allows its end and nothing else."""
+        running = self._running.get(sequence.request.request_id)
+        if running is None:
+            return False
+        running.catch_up(sequence)
+        return bool(running.matcher.is_stopped()) and not running.matcher.is_error()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what was kept for a row that ended or left."""
+        self._running.pop(sequence.request.request_id, None)
+
+    def _matcher(self, sequence: Sequence, vocab_size: int) -> LLMatcher:
+        request = sequence.request
+        running = self._running.get(request.request_id)
+        if running is None:
+            key = (self._tokenizers.folder_of(request.adapter_id), vocab_size, self._tokenizers.ends(request))
+            matcher = self._compiled(request.sampling.constraint, key).deep_copy()
+            running = self._running[request.request_id] = _Running(matcher)
+        running.catch_up(sequence)
+        return running.matcher
+
+    def _compile(self, constraint: str, key: tuple[Path, int, tuple[int, ...]]) -> LLMatcher:
+        self.num_compiled += 1
+        [(kind, value)] = json.loads(constraint).items()
+        return LLMatcher(self._tokenizer(*key), _source(kind, value), log_level=0, limits=_LIMITS)
+
+    def _read_tokenizer(self, folder: Path, vocab_size: int, ends: tuple[int, ...]) -> LLTokenizer:
+        return LLTokenizer(str(folder / "tokenizer.json"), n_vocab=vocab_size, eos_token=list(ends))

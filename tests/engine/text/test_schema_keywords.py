@@ -1,0 +1,192 @@
+"""Keywords of JSON Schema: each is enforced, or its schema is refused; none is passed over."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from peft_oracle import make_engine, prompts, serve
+
+from lorabatch.engine.request import Request, SamplingParams, Sequence
+from lorabatch.engine.text.grammar import grammar_problem
+from lorabatch.engine.text.token_rules import TokenRules
+from lorabatch.engine.text.tokenizer import Tokenizers
+
+INT, TEXT = {"type": "integer"}, {"type": "string"}
+AB = {"type": "object", "properties": {"a": INT, "b": INT}}
+#: Keyword: a schema with it, an instance, and what is none because of it.
+KEYWORDS: dict[str, tuple[Any, Any, Any]] = {
+    "type": (INT, 5, "5"),
+    "type, several": ({"type": ["integer", "null"]}, None, "x"),
+    "enum": ({"enum": ["a", 1]}, 1, 2),
+    "const": ({"const": {"a": [1]}}, {"a": [1]}, {"a": [2]}),
+    "minLength": ({"type": "string", "minLength": 3}, "abc", "ab"),
+    "maxLength": ({"type": "string", "maxLength": 2}, "ab", "abc"),
+    "pattern": ({"type": "string", "pattern": "^[a-c]+$"}, "abc", "abd"),
+    "pattern, unanchored": ({"type": "string", "pattern": "b"}, "abc", "acc"),
+    "format": ({"type": "string", "format": "date"}, "2026-01-31", "yesterday"),
+    "minimum": ({"type": "integer", "minimum": 3}, 3, 2),
+    "maximum": ({"type": "integer", "maximum": 3}, 3, 4),
+    "exclusiveMinimum": ({"type": "integer", "exclusiveMinimum": 3}, 4, 3),
+    "exclusiveMaximum": ({"type": "integer", "exclusiveMaximum": 3}, 2, 3),
+    "multipleOf": ({"type": "integer", "multipleOf": 7}, 14, 15),
+    "items": ({"type": "array", "items": INT}, [1, 2], [1, "2"]),
+    "prefixItems": ({"type": "array", "prefixItems": [INT, TEXT]}, [1, "a"], ["a", 1]),
+    "items: false": ({"type": "array", "prefixItems": [INT], "items": False}, [1], [1, 2]),
+    "minItems": ({"type": "array", "items": INT, "minItems": 2}, [1, 2], [1]),
+    "maxItems": ({"type": "array", "items": INT, "maxItems": 1}, [1], [1, 2]),
+    "uniqueItems": ({"type": "array", "items": INT, "uniqueItems": True}, [1, 2], [1, 1]),
+    "contains": ({"type": "array", "contains": INT}, ["a", 1], ["a"]),
+    "minContains": ({"type": "array", "contains": INT, "minContains": 2}, [1, 2], [1]),
+    "properties": (AB, {"a": 1}, {"a": "x"}),
+    "required": (AB | {"required": ["a", "b"]}, {"a": 1, "b": 2}, {"a": 1}),
+    "additionalProperties": (AB | {"additionalProperties": False}, {"a": 1}, {"a": 1, "c": 1}),
+    "additionalProperties, a schema": (AB | {"additionalProperties": TEXT}, {"a": 1, "c": "x"}, {"a": 1, "c": 1}),
+    "patternProperties": (
+        {"type": "object", "patternProperties": {"^n": INT}, "additionalProperties": False}, {"n1": 1}, {"n1": "x"}
+    ),
+    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"a": 1}, {"b": 1}),
+    "minProperties": ({"type": "object", "minProperties": 2}, {"a": 1, "b": 1}, {"a": 1}),
+    "maxProperties": ({"type": "object", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 1}),
+    "dependentRequired": (AB | {"dependentRequired": {"a": ["b"]}}, {"a": 1, "b": 1}, {"a": 1}),
+    "dependentSchemas": (AB | {"dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1, "b": 1}, {"a": 1}),
+    "anyOf": ({"anyOf": [INT, {"const": "x"}]}, "x", "y"),
+    "oneOf": ({"oneOf": [INT, {"const": "x"}]}, "x", "y"),
+    "oneOf, overlapping": ({"oneOf": [{"type": "integer", "minimum": 2}, {"type": "integer", "maximum": 5}]}, 7, 3),
+    "allOf": ({"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 5}]}, 3, 7),
+    "not": ({"type": "string", "not": {"const": "x"}}, "y", "x"),
+    "if": ({"if": {"type": "integer"}, "then": {"minimum": 3}}, 3, 2),
+    "$ref": ({"$ref": "#/$defs/i", "$defs": {"i": INT}}, 3, "3"),
+    "$ref, recursive": (
+        {"$ref": "#/$defs/t", "$defs": {"t": {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}},
+                                              "additionalProperties": False}}}, {"t": {"t": {}}}, {"t": {"t": 1}},
+    ),
+    "unevaluatedProperties": (AB | {"unevaluatedProperties": False}, {"a": 1}, {"c": 1}),
+    "unevaluatedItems": ({"type": "array", "prefixItems": [INT], "unevaluatedItems": False}, [1], [1, 2]),
+}  # fmt: skip
+REFUSED = {
+    "uniqueItems", "contains", "minContains", "propertyNames", "dependentRequired",
+    "dependentSchemas", "oneOf, overlapping", "not", "if", "unevaluatedProperties", "unevaluatedItems",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizers(weightless_model: Path) -> Tokenizers:
+    return Tokenizers(weightless_model, lambda adapter_id: None, (2,))
+
+
+def accepts(tokenizers: Tokenizers, schema: Any, instance: Any) -> bool:
+    """Whether a row of this schema may have the instance as its whole completion."""
+    rules, tokenizer = TokenRules(tokenizers), tokenizers.of(None)
+    [token_ids] = tokenizer.encode_batch([json.dumps(instance)], is_rendered=True)
+    row = Sequence(Request("row", (1,), None, SamplingParams(json_schema=json.dumps(schema))))
+    for token in [*token_ids, None]:
+        if token is None and rules.is_complete(row):
+            return True
+        logits = torch.zeros(1, tokenizer.vocab_size)
+        rules.apply_(logits, [row])
+        if not logits[0, 2 if token is None else token].isfinite():
+            return False
+        row.token_ids.append(token or 0)
+    return True
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_keyword_is_enforced_or_refused(keyword: str, tokenizers: Tokenizers) -> None:
+    schema, good, bad = KEYWORDS[keyword]
+    jsonschema.validate(good, schema)
+    assert not jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    ).is_valid(bad)
+    problem = grammar_problem(SamplingParams(json_schema=json.dumps(schema)).constraint)
+    assert (problem is not None) == (keyword in REFUSED), problem
+    if problem is None:
+        assert accepts(tokenizers, schema, good)
+        assert not accepts(tokenizers, schema, bad)
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> Any:
+    """A schema of the keywords that are enforced, small enough for a model that chooses by chance to end."""
+    kinds = ["integer", "string", "enum", "boolean", "number"] + ["object", "array", "anyOf"] * (depth < 2)
+    match rng.choice(kinds if depth else ["object", "array"]):
+        case "integer":
+            low = rng.randint(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)}
+        case "number":
+            return {"type": "number", "minimum": 0, "exclusiveMaximum": rng.randint(1, 9)}
+        case "string" if rng.random() < 0.5:
+            return {"type": "string", "pattern": random_regex(rng)}
+        case "string":
+            return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 9)}
+        case "enum":
+            return {"enum": rng.sample(["red", "green", 'a "quoted" one', 7, None, True, "é"], rng.randint(1, 4))}
+        case "boolean":
+            return {"type": ["boolean", "null"]}
+        case "array":
+            most = rng.randint(1, 3)
+            items = random_schema(rng, depth + 1)
+            return {"type": "array", "items": items, "minItems": rng.randint(0, most), "maxItems": most}
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+        case _:
+            names = rng.sample(["a", "b_c", "label", "Ünï", "x y"], rng.randint(1, 4))
+            properties = {name: random_schema(rng, depth + 1) for name in names}
+            required = rng.sample(names, rng.randint(0, len(names)))
+            return {
+                "type": "object", "properties": properties, "required": required, "additionalProperties": False,
+            }  # fmt: skip
+
+
+def random_regex(rng: random.Random, depth: int = 0) -> str:
+    """A bounded regular expression, of classes that mean the same in every version of Unicode."""
+    pieces = []
+    for _ in range(rng.randint(1, 3)):
+        piece = rng.choice(["[a-f]", "[0-9]", "[A-Za-z_]", "x", "(foo|bar|q)", "[^a-z\\n]", "é", "[A-Z ]"])
+        if depth < 2 and rng.random() < 0.2:
+            piece = f"({random_regex(rng, depth + 1)}|{random_regex(rng, depth + 1)})"
+        pieces.append(piece + rng.choice(["", "", "?", "{1,3}", "{2}", "{0,4}"]))
+    return "".join(pieces)
+
+
+# So that a few rows are of all kinds.
+_STRIDE = 37
+
+
+@pytest.mark.parametrize(
+    "num_rows", [pytest.param(200, id="200 rows"), pytest.param(10_000, id="10,000 rows", marks=pytest.mark.long)]
+)
+@pytest.mark.timeout(1200)
+def test_every_row_that_ends_is_what_its_schema_or_expression_says(num_rows: int, tiny_llama: Path) -> None:
+    rng = random.Random(7)
+    schemas = [random_schema(rng) for _ in range(200)]
+    expressions = [random_regex(rng) for _ in range(300)]
+    engine = make_engine(tiny_llama, max_batch_rows=64, max_step_tokens=512, pool_bytes=64 << 20)
+    options: list[dict[str, Any]] = [{"json_schema": json.dumps(schema)} for schema in schemas]
+    options += [{"regex": expression} for expression in expressions]
+    assert all(grammar_problem(SamplingParams(**o).constraint) is None for o in options)
+    rows = [
+        Request(str(i), prompt, None, SamplingParams(max_tokens=80, temperature=1.0, **options[i * _STRIDE % 500]), i)
+        for i, prompt in enumerate(prompts(num_rows, 300))
+    ]
+    found = serve(engine, rows)
+    assert len(found) == num_rows
+    num_ended = [0, 0]
+    for name, result in found.items():
+        assert result.error is None
+        number = int(name) * _STRIDE % 500
+        if result.finish_reason != "stop":
+            continue
+        num_ended[number >= 200] += 1
+        if number < 200:
+            jsonschema.validate(json.loads(result.text), schemas[number])
+        else:
+            assert re.fullmatch(expressions[number - 200], result.text), (expressions[number - 200], result.text)
+    assert num_ended[0] > num_rows * 0.4 * 0.5
+    assert num_ended[1] > num_rows * 0.6 * 0.9
+    assert engine.rules.num_compiled_grammars == len({row.sampling.constraint for row in rows})
