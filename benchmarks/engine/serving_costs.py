@@ -1,5 +1,6 @@
 """`python -m lorabatch.benchmarks.engine.serving_costs`: what mode `exact` costs beside `unmerged`, in turns on the
-same rows, and how much of a step goes into text: detokenising and looking for stop strings."""
+same rows, and how much of a step goes into text (detokenising and looking for stop strings) and into what rows ask of
+their tokens (grammars, penalties)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +22,56 @@ from lorabatch.engine.request import Request, SamplingParams
 
 NUM_ROWS, NUM_ADAPTERS, REPEATS = 32, 8, 3
 STOPS = ("###", "\n\nQuestion:")
+NUM_RULED_ROWS = 128
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["customer", "supplier", "other"]},
+        "notes": {"type": "array", "items": {"type": "string", "maxLength": 60}, "maxItems": 4},
+    },
+    "required": ["name", "age", "kind", "notes"],
+    "additionalProperties": False,
+}
+RULES: dict[str, dict[str, Any]] = {
+    "schema": {"json_schema": json.dumps(_PERSON)},
+    "regular expression": {"regex": r"([A-Z][a-z]{2,12} ){8,40}[0-9]{4}"},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "bad words": {"bad_words": ("the", "very")},
+}
 
 
-def text_share(workload: EngineWorkload, stop: tuple[str, ...]) -> float:
-    """Share of serving time that is spent on text; rows are of the base model."""
+def share_of_time(workload: EngineWorkload, of: Callable[[Engine], Any], method: str, **sampling: Any) -> float:
+    """Share of serving time that one method of a part of the engine takes; rows are of the base model."""
     engine = Engine(Path(workload.model), EngineConfig(mode="unmerged"))
-    finish, seconds = engine._completion.finish, 0.0
+    part, seconds = of(engine), 0.0
+    call = getattr(part, method)
 
-    def timed(sequence: Any) -> Any:
+    def timed(*arguments: Any) -> Any:
         nonlocal seconds
         began = time.perf_counter()
-        result = finish(sequence)
+        result = call(*arguments)
         seconds += time.perf_counter() - began
         return result
 
-    engine._completion.finish = timed  # type: ignore[method-assign]
+    setattr(part, method, timed)
+    ends: dict[str, Any] = {"ignore_eos": True} if set(sampling) <= {"stop"} else {}
     requests = [
-        Request(str(i), tuple(row.prompt_token_ids), None, SamplingParams(row.num_tokens, ignore_eos=True, stop=stop))
+        Request(str(i), tuple(row.prompt_token_ids), None, SamplingParams(row.num_tokens, **ends, **sampling), i)
         for i, row in enumerate(workload.rows)
     ]
     began = time.perf_counter()
     list(engine.run(requests))
     return seconds / (time.perf_counter() - began)
+
+
+def rule_shares(workload: EngineWorkload) -> dict[str, float]:
+    """Share of serving time that rules take, where every row has one."""
+    return {
+        name: share_of_time(workload, lambda engine: engine.rules, "apply_", temperature=0.8, **options)
+        for name, options in RULES.items()
+    }
 
 
 def main(result_path: Path | None = None) -> None:
@@ -56,7 +86,12 @@ def main(result_path: Path | None = None) -> None:
             for mode in ("unmerged", "exact"):
                 taken, tokens[mode], _ = run_ours(workload, mode, lambda row: row.adapter)
                 seconds[mode].append(round(taken, 2))
-        shares = {name: text_share(workload, stop) for name, stop in (("no stop strings", ()), ("two", STOPS))}
+        shares = {
+            name: share_of_time(workload, lambda engine: engine._completion, "finish", stop=stop)
+            for name, stop in (("no stop strings", ()), ("two", STOPS))
+        }
+        many = make_workload(base_model_folder(), Path(scratch) / "many", NUM_RULED_ROWS, 1)
+        of_rules = rule_shares(many)
     medians = {mode: statistics.median(taken) for mode, taken in seconds.items()}
     result = provenance(["torch"]) | {
         "benchmark": "what exactness and text cost",
@@ -66,6 +101,8 @@ def main(result_path: Path | None = None) -> None:
         "exact_per_unmerged": round(medians["exact"] / medians["unmerged"], 3),
         "rows_equal": sum(a == b for a, b in zip(tokens["exact"], tokens["unmerged"], strict=True)),
         "text_share_of_time": {name: round(share, 5) for name, share in shares.items()},
+        "rows_with_rules": NUM_RULED_ROWS,
+        "rules_share_of_time": {name: round(share, 5) for name, share in of_rules.items()},
     }
     print(json.dumps(result, indent=1))
     if result_path is not None:
