@@ -435,7 +435,10 @@ class SimulatedReplica:
         self._budget.took(int(chunk.sum()) + int((~is_prompt).sum()), seconds / num_passes)
         self._remaining[served] -= tokens
         self._total[served] += tokens
-        self._unstored[served] -= chunk
+        left = unstored - chunk
+        # all but the last token of a row that had begun before: from here on it decodes
+        left[(left == 1) & (self._total[served] > self._workload.prompt_tokens[rows])] = 0
+        self._unstored[served] = left
         # Linear in between: exact when all rows of the leap last to its end.
         pass_s, timeline = seconds / num_passes, self._timeline
         timeline.busy_s[self.number] += seconds

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lorabatch.engine.config import EngineConfig, read_model_config
@@ -222,6 +222,8 @@ def test_a_row_alone_beside_a_subtracted_adapter_may_lose_its_pages(
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS, batch_rows=st.integers(1, 8), num_pages=st.integers(10, 40), step_tokens=st.sampled_from([16, 50]))
+# the last chunk of a row that starts again is its last token alone
+@example(rows=[(1, 1), (36, 15), (71, 11)], batch_rows=2, num_pages=10, step_tokens=16)
 def test_a_simulated_replica_lets_rows_grow_as_the_engine_does(
     tiny_llama: Path, rows: Rows, batch_rows: int, num_pages: int, step_tokens: int
 ) -> None:
