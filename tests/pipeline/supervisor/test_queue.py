@@ -32,11 +32,14 @@ def result_of(request_id: str, num_tokens: int = MAX_TOKENS) -> Result:
 
 
 class Process:
-    """An engine process as its frames describe it: what it holds, and the exports it has not replied to."""
+    """An engine process as its frames describe it: what it holds, and its replies to exports that are on their way.
+    `leaving`: rows in these that nobody has dropped meanwhile.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[str, ExportedRow] = {}
-        self.exports: list[tuple[str, ...]] = []
+        self.exports: list[list[RowTokens]] = []
+        self.leaving: set[str] = set()
 
     def take(self, queue: EngineQueue) -> None:
         for frame in queue.take_frames(BATCH):
@@ -48,9 +51,15 @@ class Process:
                         self.rows[row.request.request_id] = row
                 case AbortRows(request_ids):
                     for request_id in request_ids:
-                        del self.rows[request_id]
+                        if request_id in self.leaving:
+                            self.leaving.remove(request_id)
+                        else:
+                            del self.rows[request_id]
                 case ExportRows(request_ids):
-                    self.exports.append(request_ids)
+                    # at once: a row that is added later is not among them
+                    rows = [self.rows.pop(name) for name in request_ids if name in self.rows]
+                    self.leaving.update(row.request.request_id for row in rows)
+                    self.exports.append([RowTokens(r.request.request_id, r.token_ids, r.token_logprobs) for r in rows])
 
     def step(self) -> list[Result]:
         """One more token for the first rows; those that are done."""
@@ -63,8 +72,9 @@ class Process:
         return done
 
     def export(self) -> list[RowTokens]:
-        rows = [self.rows.pop(name) for name in self.exports.pop(0) if name in self.rows]
-        return [RowTokens(row.request.request_id, row.token_ids, row.token_logprobs) for row in rows]
+        given_up = self.exports.pop(0)
+        self.leaving.difference_update(row.request_id for row in given_up)
+        return given_up
 
 
 class EngineQueueMachine(RuleBasedStateMachine):
@@ -249,7 +259,7 @@ class EngineQueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_process_has_what_the_table_says(self) -> None:
         in_process = {row.row_id for row in self.queue.table.in_process}
-        assert in_process == set(self.process.rows)
+        assert in_process == self.process.rows.keys() | self.process.leaving
 
     @invariant()
     def a_shared_engine_is_not_flooded(self) -> None:
