@@ -20,6 +20,8 @@ LogitBias = tuple[tuple[int, float], ...]
 MOST_TOP_LOGPROBS = 20
 #: The likeliest tokens of one place and their log-probabilities, the likeliest first.
 TopLogprobs = tuple[tuple[int, float], ...]
+#: Forms of tool calls that are read from completions.
+TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral")
 FinishReason = Literal["stop", "length", "error"]
 ServedMode = Literal["base", "unmerged", "merged", "mixture"]
 
@@ -179,6 +181,18 @@ class SamplingParams:
         _are_texts,
     )
     grammar: str = _option("", "Context-free grammar of the completion, in the form of Lark that llguidance reads.")
+    reasoning_markers: str = _option(
+        "",
+        "START,END: texts around a model's reasoning, which goes to a column of its own.",
+        "START,END such as <think>,</think>; with an empty START every answer begins with reasoning",
+        lambda text: not text or bool(text.partition(",")[2]),
+    )
+    tool_call_parser: str = _option(
+        "",
+        f"Form of the tool calls that are read from completions: {', '.join(TOOL_CALL_PARSERS)}.",
+        f"one of {', '.join(TOOL_CALL_PARSERS)}",
+        lambda name: name in ("", *TOOL_CALL_PARSERS),
+    )
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -232,6 +246,14 @@ class SamplingParams:
         given = {name: value for name in CONSTRAINTS if (value := getattr(self, name))}
         return json.dumps(given, ensure_ascii=False) if given else ""
 
+    @property
+    def reasoning(self) -> tuple[str, str] | None:
+        """The texts before and after reasoning; None where it is not split from the completion. The first is empty
+        where the prompt has it already.
+        """
+        start, _, end = self.reasoning_markers.partition(",")
+        return (start, end) if end else None
+
     def problems(self) -> list[str]:
         """Every field out of range, as `field=value: expectation`; empty when all is well."""
         values = {name: getattr(self, name) for name in SAMPLING_OPTIONS}
@@ -283,8 +305,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model asks for. `arguments`: JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The outcome of one request. `error` is a plain sentence, set exactly when `finish_reason == "error"`.
+
+    `reasoning`: what stood before `text`; None if there was none, or it is not split. `tool_calls`: those in `text`;
+    None where they are not read.
 
     `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where that was not
     counted. It is no part of the answer: results that differ in it alone are equal.
@@ -300,6 +333,8 @@ class Result:
     token_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     reused_prompt_tokens: int | None = field(default=None, compare=False)
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
 
     @classmethod
     def refused(cls, request: Request, error: str) -> Result:

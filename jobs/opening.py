@@ -162,9 +162,6 @@ def make_record(checked: CheckedJob) -> JobRecord:
         input=checked.input,
         with_logprobs=spec.sampling.wants_logprobs
         or not roles.isdisjoint(("logprobs", "top_logprobs", "continuation")),
-        with_samples=spec.sampling.n > 1 or not roles.isdisjoint(("n", "continuation")),
-        with_scores="continuation" in roles,
-        with_top_logprobs=spec.sampling.top_logprobs > 0 or "top_logprobs" in roles,
     )
 
 

@@ -20,7 +20,8 @@ from unicodedata import normalize
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
-from ..engine.untrusted import parse_json
+from ..engine.text.conversation import RENDERING_OPTIONS
+from ..engine.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
 from .progress import RowTotals, time_left
 from .spec import TLS_FIELDS, JobSpec
@@ -33,13 +34,15 @@ _NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
 IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
-    "allow_special_tokens", "policy", "placement", "base_quantization",
+    "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization",
 )  # fmt: skip
 # Of these, options that the first version did not have: part of an index's key where they are given.
 _LATER = (
     *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
-    "system_prompt", "allow_special_tokens", "policy", "placement", "base_quantization",
+    "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
+    "base_quantization",
 )  # fmt: skip
+_SHOWN_CHARACTERS = 300
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
 
 
@@ -128,9 +131,7 @@ class InputRecord(_Frozen):
 
 
 class JobRecord(_Frozen):
-    """What `job.json` holds. `created_at`: ISO 8601, UTC. `with_logprobs`: parts have the token columns;
-    `with_top_logprobs`: that of the likeliest tokens; `with_samples`: a row for each of a row's completions;
-    `with_scores`: rows may have continuations to be scored."""
+    """What `job.json` holds. `created_at`: ISO 8601, UTC. `with_logprobs`: parts have the token columns."""
 
     format: int = RECORD_FORMAT
     job_id: str
@@ -142,9 +143,6 @@ class JobRecord(_Frozen):
     adapters: tuple[AdapterRecord, ...]
     input: InputRecord
     with_logprobs: bool
-    with_top_logprobs: bool = False
-    with_samples: bool = False
-    with_scores: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
@@ -203,13 +201,19 @@ def differences(old: JobRecord, new: JobRecord) -> list[str]:
     """
     before, now = _asked(old), _asked(new)
     lines = [
-        f"{name}: was {before[name]!r}, now {now[name]!r}" for name in IDENTITY_FIELDS if before[name] != now[name]
+        f"{name}: was {_shown(before[name])}, now {_shown(now[name])}"
+        for name in IDENTITY_FIELDS
+        if before[name] != now[name]
     ]
     if old.model.sha256 != new.model.sha256:
         lines.append(f"model: the content of {old.model.url} is not the content of {new.model.url}")
     if _content(old.input) != _content(new.input) and not any(line.startswith("input:") for line in lines):
         lines.append("input: its files or columns have changed since the job was started")
     return lines
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value), _SHOWN_CHARACTERS)
 
 
 def changed_adapters(old: JobRecord, new: JobRecord) -> frozenset[str]:
@@ -241,10 +245,11 @@ def adapter_problem(name: str | None, adapters: Mapping[str, AdapterRecord]) -> 
 
 def _asked(record: JobRecord) -> dict[str, Any]:
     """The values of `IDENTITY_FIELDS`; an option that is newer than the record has its default."""
-    return {name: record.spec.get(name, _plain_default(name)) for name in IDENTITY_FIELDS}
+    return {name: record.spec.get(name, _default(name)) for name in IDENTITY_FIELDS}
 
 
-def _plain_default(name: str) -> Any:
+def _default(name: str) -> Any:
+    """The default of an option as a record has it."""
     value = JobSpec.model_fields[name].default
     return list(value) if isinstance(value, tuple) else value
 
@@ -265,7 +270,7 @@ def index_key(record: JobRecord) -> str:
         "spec": {
             name: record.spec.get(name)
             for name in IDENTITY_FIELDS
-            if name not in _LATER or record.spec.get(name) not in (None, _plain_default(name))
+            if name not in _LATER or record.spec.get(name) not in (None, _default(name))
         },
         "model": record.model.sha256,
         "input": _content(record.input),

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from ..engine.config import BaseQuantization, Mode
 from ..engine.request import SAMPLING_OPTIONS, SamplingParams
 from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
+from ..engine.text.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
 from ..engine.untrusted import shortened
 from .errors import JobRequestError
 from .storage.location import absolute, paths_as_text
@@ -26,7 +27,7 @@ from .storage.redaction import redacted_url, scrubbed
 
 PROMPT_ROLES = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_COLUMNS = (*SAMPLING_OPTIONS, *FORMS)
-COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *SAMPLING_COLUMNS, "continuation")
+COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *RENDERING_OPTIONS, *SAMPLING_COLUMNS, "continuation")
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
@@ -107,6 +108,24 @@ class JobSpec(_SamplingFields):
     )
     allow_special_tokens: bool = _option(
         False, "Special tokens inside of messages are control tokens; by default they are text."
+    )
+    chat_template: str | None = _option(
+        None,
+        "Chat template to use instead of the model's and the adapters': a file or URL, or its text.",
+        expected="a file, a URL, or the text of a jinja2 template",
+        min_length=1,
+    )
+    tools: str | None = _option(
+        None, "Tools for the chat template, in OpenAI form: JSON of a list (in a job file a list)."
+    )
+    chat_template_kwargs: str | None = _option(
+        None, "Variables for the chat template, such as enable_thinking: a JSON object (in a job file a mapping)."
+    )
+    add_generation_prompt: bool | None = _option(
+        None, "Prompts end where an answer begins; by default they do, unless continue_final_message."
+    )
+    continue_final_message: bool = _option(
+        False, "Prompts end where the text of the last message does, and answers continue it."
     )
 
     response_format: str | dict[str, Any] | None = _option(
@@ -229,6 +248,10 @@ class JobSpec(_SamplingFields):
                 f"mode={self.mode!r}, base_quantization={self.base_quantization!r}: adapters are not merged into a "
                 "quantised base, whose rounding is larger than what they change. Use mode auto, unmerged or exact."
             )
+        if self.add_generation_prompt and self.continue_final_message:
+            problems.append(
+                "add_generation_prompt, continue_final_message: a prompt ends with one of the two. Give one of them."
+            )
         problem = policy_problem(self.policy, self.mode)
         if problem is not None:
             problems.append(problem)
@@ -246,7 +269,7 @@ class JobSpec(_SamplingFields):
 
     def with_absolute_paths(self) -> JobSpec:
         """The same job seen from any working directory. A model that is no local path may be a hub id."""
-        adapters = self.adapters
+        adapters, template = self.adapters, self.chat_template
         if isinstance(adapters, str):
             adapters = absolute(adapters)
         elif adapters is not None:
@@ -258,6 +281,7 @@ class JobSpec(_SamplingFields):
                 "input": _one_or_all([absolute(url) for url in self.inputs]),
                 "output": absolute(self.output),
                 "cost_model": self.cost_model and absolute(self.cost_model),
+                "chat_template": template if template is None or is_template_text(template) else absolute(template),
                 **{name: path and absolute(path) for name in TLS_FIELDS for path in [getattr(self, name)]},
             }
         )
@@ -298,6 +322,25 @@ class JobSpec(_SamplingFields):
         wrong = [text for role, text in zip(value, unknown, strict=True) if role not in COLUMN_ROLES]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; roles are {', '.join(COLUMN_ROLES)}")
+        return value
+
+    @field_validator("tools", "chat_template_kwargs", mode="before")
+    @classmethod
+    def _rendering(cls, value: Any, info: ValidationInfo) -> Any:
+        """Lists and mappings become JSON; text stays as it is written."""
+        read = read_tools if info.field_name == "tools" else read_variables
+        return None if value is None else written(value, read(value))
+
+    @field_validator("reasoning_markers", mode="before")
+    @classmethod
+    def _markers(cls, value: Any) -> Any:
+        """A mapping of start and end, or a list of the two, becomes `START,END`."""
+        if isinstance(value, dict) and value.keys() <= {"start", "end"}:
+            value = [value.get("start", ""), value.get("end")]
+        if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value):
+            if "," in value[0]:
+                raise ValueError("expected a start marker without a comma")
+            return ",".join(value)
         return value
 
     @field_validator(*_READ, mode="before")
@@ -456,7 +499,7 @@ def _unknown_options(values: Mapping[str, Any]) -> list[str]:
 
 def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:
     """`text`, and which of the choices may have been meant."""
-    close = difflib.get_close_matches(word, choices, n=2, cutoff=0.6)
+    close = difflib.get_close_matches(word, choices, n=2, cutoff=0.65)
     return f"{text}; did you mean {' or '.join(map(repr, close))}?" if close else text
 
 

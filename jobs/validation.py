@@ -13,19 +13,23 @@ from typing import Any, TypeVar
 from ..engine.config import read_model_config
 from ..engine.errors import ChatTemplateError, EngineError
 from ..engine.model_config.model import ModelConfig
+from ..engine.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from ..engine.text.conversation import RENDERING_OPTIONS, RenderOptions, is_template_text, read_tools, read_variables
 from ..engine.text.sampling_check import problems_with_model
 from ..engine.text.tokenizer import Tokenizer
+from ..engine.untrusted import read_regular, shown
 from .adapters import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
 from .input.adapter_names import columns_with_names
-from .input.columns import find_roles
+from .input.columns import asked_options, find_roles
 from .input.files import pack_schema, read_footers, unified_schema, would_read
 from .input.partitions import with_partitions
 from .job_file import read_job_file
 from .record import InputRecord
 from .spec import PROMPT_ROLES, JobSpec
-from .storage.local_copy import is_on_this_machine, local_folder
+from .storage.local_copy import is_on_this_machine, is_remote, local_folder
+from .storage.location import Location
 from .storage.redaction import is_redacted, redacted_url
 from .store import JobStore, OutputContents, part_name
 
@@ -76,8 +80,10 @@ def check_job(spec: JobSpec) -> CheckedJob:
 
     Raises `JobRequestError` with every problem of model, adapters, input, columns and output at once.
     """
-    spec = spec.with_absolute_paths()
+    asked = spec.with_absolute_paths()
     problems: list[str] = []
+    without_template = asked.model_copy(update={"chat_template": None})
+    spec = _tried(problems, lambda: _with_template_text(asked)) or without_template
     store = JobStore(spec.output, spec.storage_options)
     model = _tried(problems, lambda: _check_model(spec))
     adapters = _tried(problems, lambda: find_adapters(spec.adapters, spec.storage_options))
@@ -120,11 +126,33 @@ def _tried(problems: list[str], check: Callable[[], _T]) -> _T | None:
     return None
 
 
+def _with_template_text(spec: JobSpec) -> JobSpec:
+    """The job with the text of its chat template in place of the file. A file that changes is another template."""
+    given = spec.chat_template
+    if given is None:
+        return spec
+    try:
+        text = given if is_template_text(given) else _read_template(given, spec.storage_options)
+        ChatTemplate(text, {})
+    except (StorageError, EngineError, OSError, UnicodeDecodeError) as error:
+        raise JobRequestError(f"chat_template={shown(redacted_url(given))}: {error}") from None
+    return spec.model_copy(update={"chat_template": text})
+
+
+def _read_template(url: str, storage_options: Mapping[str, Any]) -> str:
+    most_bytes = 4 * MAX_TEMPLATE_CHARACTERS
+    if not is_remote(url):
+        return read_regular(Path(url.removeprefix("file://")), most_bytes).decode()
+    folder, _, name = url.rpartition("/")
+    with Location(folder, storage_options).open(name) as file:
+        return file.read(most_bytes + 1).decode()
+
+
 def _check_model(spec: JobSpec) -> CheckedModel:
     try:
         folder = local_folder(spec.model, spec.storage_options)
         config = read_model_config(folder)
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template)
     except (StorageError, EngineError) as error:
         raise JobRequestError(f"model={redacted_url(spec.model)!r}: {error}") from None
     if spec.load_format != "dummy" and not any(folder.glob("*.safetensors")):
@@ -146,10 +174,7 @@ def _check_input(spec: JobSpec) -> InputRecord:
     # An adapter's name is text, whatever it looks like.
     texts = (spec.columns.get("adapter", "adapter"),)
     files, schema = with_partitions(found.footers, unified_schema(found.footers), texts)
-    sampling = spec.sampling
-    roles, problems = find_roles(
-        schema, spec.columns, has_typed_answers=bool(sampling.json_schema), has_samples=sampling.n > 1
-    )
+    roles, problems = find_roles(schema, spec.columns, asked_options(spec.model_dump()))
     if problems:
         raise JobRequestError(*problems)
     return InputRecord(files=files, roles=roles, schema_ipc=pack_schema(schema), unread=found.unread)
@@ -183,6 +208,7 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
         problems += problems_with_model(spec.sampling, model.config.vocab_size)
     if spec.system_prompt is not None:
         problems += _system_prompt_problems(spec.system_prompt, model, given)
+    problems += _rendering_problems(spec, model, given)
     if "max_tokens" not in given.roles and spec.sampling.max_tokens >= model.config.max_context_tokens:
         problems.append(
             f"max_tokens={spec.sampling.max_tokens}: leaves no room for a prompt in the model's context of "
@@ -210,6 +236,29 @@ def _system_prompt_problems(text: str, model: CheckedModel, given: InputRecord) 
             "system_prompt: the model's chat template leaves out system messages. Write it into the first message of "
             "each row."
         ]
+    return []
+
+
+def _rendering_problems(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[str]:
+    """Why what the job says about rendering would not reach the model."""
+    asked = [name for name in ("chat_template", *RENDERING_OPTIONS) if getattr(spec, name) not in (None, False)]
+    if not asked:
+        return []
+    other = next((given.roles[role] for role in PROMPT_ROLES if role != "messages" and role in given.roles), None)
+    if other is not None:
+        return [
+            f"{', '.join(asked)}: the prompts of this input are in column {other!r}, which no chat template renders. "
+            "Leave it out, or give a messages column."
+        ]
+    tools = read_tools(spec.tools) if spec.tools else None
+    variables = read_variables(spec.chat_template_kwargs) if spec.chat_template_kwargs else {}
+    if not model.tokenizer.has_chat_template or not (tools or variables):
+        return []
+    try:
+        model.tokenizer.render([{"role": "user", "content": "?"}], RenderOptions(tools, variables))
+    except ChatTemplateError as error:
+        names = [name for name in ("tools", "chat_template_kwargs") if name in asked]
+        return [f"{', '.join(names)}: {error}. Take another template with --chat-template, or leave it out."]
     return []
 
 

@@ -16,8 +16,7 @@ from ..engine.config import DeviceKind, products_format
 from ..jobs.agreement import Agreement, Answer
 from ..jobs.errors import JobRequestError
 from ..jobs.history import keep_agreement
-from ..jobs.input.columns import ANSWER_FIELDS, LOGPROB_FIELDS, TOP_LOGPROBS, TYPED_COLUMN
-from ..jobs.record import JobRecord
+from ..jobs.input.columns import answer_fields
 from ..jobs.spec import JobSpec
 from ..jobs.storage.location import Location
 from ..jobs.storage.redaction import redacted_url, storage_reason
@@ -60,7 +59,7 @@ def compare(
             f"output={shown!r}: this job was computed in float32, which others are compared with. Name a job that was "
             "run with --dtype bfloat16 or --base-quantization int8."
         )
-    rows = _sample(store, record, num_rows)
+    rows = _sample(store, num_rows)
     if not rows.num_rows:
         raise JobRequestError(f"output={shown!r}: no row of this job has an answer to compare.")
     options = {"client": client, "progress": progress or SilentProgress(), "engine_factory": engine_factory}
@@ -115,11 +114,9 @@ def _answers(spec: JobSpec, options: Mapping[str, Any]) -> dict[int, Answer]:
     return found
 
 
-def _sample(store: JobStore, record: JobRecord, num_rows: int) -> pa.Table:
+def _sample(store: JobStore, num_rows: int) -> pa.Table:
     """Input columns of so many answered rows, evenly taken from some of the parts, numbered."""
-    ours = {field.name for field in (*ANSWER_FIELDS, *LOGPROB_FIELDS, TOP_LOGPROBS)}
-    if record.sampling.json_schema:
-        ours.add(TYPED_COLUMN)
+    ours = {field.name for field in answer_fields(store.read_record())}
     parts = sorted(store.committed_parts())
     chosen = [parts[i] for i in _evenly(len(parts), min(num_rows, _MOST_PARTS))]
     tables: list[pa.Table] = []

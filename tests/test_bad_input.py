@@ -355,6 +355,19 @@ TABLE: list[tuple[str, int, list[str]]] = [
         2,
         ["system_prompt='': expected text that is not"],
     ),
+    # Templates and tools
+    (f"plan {RIGHT} --input {{rows}}/chats.parquet --tools [", 2, ["tools='[': tools='[': not JSON"]),
+    (f"plan {BASE} --continue-final-message", 2, ["continue_final_message: the prompts of this input are in column"]),
+    (
+        f"plan {RIGHT} --input {{rows}}/chats.parquet --chat-template {{folder}}/none.jinja",
+        2,
+        ["chat_template='", "none.jinja': [Errno 2] No such file or directory"],
+    ),
+    (
+        f"plan {RIGHT} --input {{rows}}/chats.parquet --chat-template '{{{{{{{{ messages[0].content }}}}}}}}'",
+        0,
+        ["messages: rendered by the job's chat template, instead of the model's"],
+    ),
     # Output
     (f"run {BASE} --output {{folder}}/thesis", 2, ["holds 1 files that are not this job's (thesis.tex)"]),
     (f"run {BASE} --output {{folder}}/thesis/thesis.tex", 2, ["cannot write to", "expected a folder"]),

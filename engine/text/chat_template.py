@@ -1,4 +1,4 @@
-"""Renders chat templates: messages in, one prompt out, in jinja2's sandbox.
+"""Renders chat templates: messages and tools in, one prompt out, in jinja2's sandbox.
 
 Templates are part of model and adapter folders, hence untrusted code: they see plain JSON values only and cannot reach
 Python objects, files or the machine, and they are rendered in a confined process, within limits of computing time,
@@ -10,6 +10,7 @@ transformers.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -26,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..confinement import ConfinedError, confined
 from ..errors import ChatTemplateError, ModelFilesError
 from ..untrusted import STOPS, printable, shortened, shown_name
+from .conversation import AS_USUAL, Conversation, RenderOptions
 
 MAX_TEMPLATE_CHARACTERS = 128 << 10  # the longest of real models have 30,000
 MAX_RENDERED_CHARACTERS = 32 << 20  # more than a context of a million tokens takes
@@ -39,6 +41,12 @@ _BATCH_ROWS, _BATCH_S, _BATCH_CHARACTERS = 256, 1.0, 32 << 20
 # Seconds that a template may take for its first prompts together, and for each one more; real ones take 0.0001.
 _FREE_S, _S_PER_PROMPT = 12.0, 0.1
 _MAX_MESSAGE_CHARACTERS = 500
+# Marks the end of a message that is left open: a code point for private use, and a blank that templates may trim.
+_FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD
+# What a template gets from the renderer and does not call a variable of its own.
+_RENDERED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+# Names that every way of writing JSON leaves as they are.
+_PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 class _Unfolded(CodeGenerator):
@@ -89,17 +97,18 @@ class ChatTemplate:
         self._seconds = 0.0
         self._num_prompts = 0
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions = AS_USUAL) -> str:
         """The prompt. Keys whose value is None are dropped, as if they were not there.
 
-        Raises `ChatTemplateError` when the template refuses these messages, fails on them or takes too long.
+        Raises `ChatTemplateError` when the template refuses these messages, fails on them or takes too long; also when
+        it leaves out a tool, or does not have one of the variables.
         """
-        prompt = self.render_all([messages])[0]
+        prompt = self.render_all([Conversation(messages, options)])[0]
         if isinstance(prompt, ChatTemplateError):
             raise prompt
         return prompt
 
-    def render_all(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | ChatTemplateError]:
+    def render_all(self, conversations: Sequence[Conversation]) -> list[str | ChatTemplateError]:
         """The prompt of each conversation, or what `render` raises. Raises `NoProcessError`."""
         prompts: list[str | ChatTemplateError] = []
         batch_rows = _BATCH_ROWS
@@ -117,57 +126,135 @@ class ChatTemplate:
                 batch_rows = 1  # it is one of them
         return prompts
 
-    def _rendered(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | ChatTemplateError]:
+    def _rendered(self, conversations: Sequence[Conversation]) -> list[str | ChatTemplateError]:
         """The prompts of one or more of these, from the first on. Raises `ConfinedError`, `NoProcessError`."""
-        prepared = [[_prepared(message) for message in messages] for messages in conversations]
-        answers, seconds = confined().run(_TASK, [*self._given, prepared], CPU_S, MEMORY_BYTES)
+        numbers: dict[RenderOptions, int] = {}
+        prepared = [
+            ([_prepared(message) for message in one.messages], numbers.setdefault(one.options, len(numbers)))
+            for one in conversations
+        ]
+        options = [(o.tools, o.variables, o.add_generation_prompt, o.continue_final_message) for o in numbers]
+        answers, seconds = confined().run(_TASK, [*self._given, prepared, options], CPU_S, MEMORY_BYTES)
         self._seconds += seconds
         self._num_prompts += len(answers)
         return [ChatTemplateError(text) if is_refusal else text for is_refusal, text in answers]
 
 
 def run(payload: Any) -> tuple[list[tuple[bool, str]], float]:
-    """The task of the confined process: source, special tokens, time, conversations.
+    """The task of the confined process: source, special tokens, time, conversations, options. A conversation is its
+    messages and the number of its options, which are the values of `RenderOptions`.
 
     Prompts of the first of them, as many as fit into an answer, or with True why there is none; and seconds.
     """
-    source, special_tokens, now, conversations = payload
+    source, special_tokens, now, conversations, options = payload
     start_s, num_characters = time.process_time(), 0
     template = _compiled(source, None if now is None else datetime.fromisoformat(now))
+    given = [RenderOptions(*values) for values in options]
     answers: list[tuple[bool, str]] = []
-    for messages in conversations:
-        answers.append(_render_one(template, messages, special_tokens))
+    for messages, number in conversations:
+        try:
+            answers.append((False, _render_one(template, source, messages, given[number], special_tokens)))
+        except ChatTemplateError as error:
+            answers.append((True, str(error)))
         num_characters += len(answers[-1][1])
         if time.process_time() - start_s > _BATCH_S or num_characters > _BATCH_CHARACTERS:
             break
     return answers, time.process_time() - start_s
 
 
-def _render_one(template: jinja2.Template, messages: Any, special_tokens: Mapping[str, str]) -> tuple[bool, str]:
+def _render_one(
+    template: jinja2.Template, source: str, messages: Any, options: RenderOptions, special_tokens: Mapping[str, str]
+) -> str:
+    _check_variables(source, options.variables)
+    mark = ""
+    if options.continue_final_message:
+        mark = _mark_for(messages, options)
+        messages = _left_open(messages, mark)
+    rendered: dict[str, Any] = {
+        "messages": messages,
+        "tools": options.tools,
+        "add_generation_prompt": options.add_generation_prompt,
+    }
+    prompt = _generated(template, {"documents": None, **special_tokens, **options.variables, **rendered})
+    for tool in options.tools or ():
+        name = tool["function"]["name"]
+        if _PLAIN_NAME.fullmatch(name) and name not in prompt:
+            raise ChatTemplateError(f"the chat template leaves out the tool {name!r}: give one that has tools")
+    return _ended_at(mark, prompt, messages[-1]["content"]) if mark else prompt
+
+
+def _generated(template: jinja2.Template, values: Mapping[str, Any]) -> str:
     parts, num_characters = [], 0
-    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
-        for part in template.generate(**values, **special_tokens):
+        for part in template.generate(values):
             parts.append(part)
             num_characters += len(part)
             if num_characters > MAX_RENDERED_CHARACTERS:
-                return True, f"the chat template makes more than {MAX_RENDERED_CHARACTERS} characters of them"
-        return False, "".join(parts)
+                break
     except MemoryError:
         raise
     except Exception as error:
         # A template can fail in as many ways as any program; none of them is ours.
-        return True, f"the chat template refuses them ({shortened(printable(str(error)), _MAX_MESSAGE_CHARACTERS)})"
+        said = shortened(printable(str(error)), _MAX_MESSAGE_CHARACTERS)
+        raise ChatTemplateError(f"the chat template refuses them ({said})") from None
+    if num_characters > MAX_RENDERED_CHARACTERS:
+        raise ChatTemplateError(f"the chat template makes more than {MAX_RENDERED_CHARACTERS} characters of them")
+    return "".join(parts)
+
+
+def _check_variables(source: str, variables: Mapping[str, Any]) -> None:
+    """Variables that a template does not have would change nothing, unseen."""
+    unknown = sorted(variables.keys() - _names(source) - {"documents"}) if variables else []
+    if unknown:
+        raise ChatTemplateError(f"the chat template has no variable {shown_name(unknown[0])!r} (chat_template_kwargs)")
+
+
+def _mark_for(messages: Any, options: RenderOptions) -> str:
+    """A mark that is in nothing that is rendered."""
+    taken = json.dumps([messages, options.tools, options.variables], ensure_ascii=False)
+    return next(chr(code) for code in range(_FIRST_MARK, _LAST_MARK) if chr(code) not in taken)
+
+
+def _left_open(messages: Any, mark: str) -> Any:
+    """The messages with the mark at the end of the last one's text."""
+    last = messages[-1] if messages else {}
+    if not isinstance(last.get("content"), str):
+        raise ChatTemplateError("continue_final_message: the last message has no text to continue")
+    return [*messages[:-1], last | {"content": f"{last['content']}{mark} "}]
+
+
+def _ended_at(mark: str, prompt: str, last: str) -> str:
+    """The prompt up to the mark, as transformers ends it: where the template trims the last message, blanks before the
+    end are dropped.
+    """
+    place = prompt.rfind(mark)
+    if place < 0 or last.partition(mark)[0].strip() not in prompt:
+        raise ChatTemplateError("continue_final_message: the chat template leaves out text of the last message")
+    if mark in prompt[:place]:
+        raise ChatTemplateError("continue_final_message: the chat template writes the last message more than once")
+    is_trimmed = not prompt.startswith(f"{mark} ", place)
+    return prompt[:place].rstrip() if is_trimmed else prompt[:place]
+
+
+@lru_cache(maxsize=16)
+def _names(source: str) -> frozenset[str]:
+    """Names that a template reads, its own variables too."""
+    found = _environment(None).parse(source).find_all(nodes.Name)
+    return frozenset(node.name for node in found if node.ctx == "load").difference(_RENDERED)
 
 
 @lru_cache(maxsize=16)
 def _compiled(source: str, now: datetime | None) -> jinja2.Template:
     """Raises whatever jinja2 and Python's compiler raise."""
+    return _environment(now).from_string(source)
+
+
+def _environment(now: datetime | None) -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
-    return environment.from_string(source)
+    return environment
 
 
 class _GenerationBlock(Extension):

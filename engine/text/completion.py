@@ -1,4 +1,5 @@
-"""Decides when a sequence is finished, and detokenises it: stop tokens, stop strings, `max_tokens`.
+"""Decides when a sequence is finished, and detokenises it: stop tokens, stop strings, `max_tokens`. Reasoning is split
+from the text, and tool calls are read from it, where the row asks for that.
 
 Stop strings are searched as if the text came character by character: the first to be complete ends the row, however
 its characters were spread over tokens; of several that end together the longest counts. A stop string that is the text
@@ -8,10 +9,14 @@ of a special token (which is not part of the text) stands for that token.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import replace
 
-from ..request import Result, Sequence
+from ..request import FinishReason, Result, Sequence
+from .reasoning import AnswerTokens, split_reasoning
 from .token_rules import TokenRules
 from .tokenizer import Detokenizer, Tokenizer, Tokenizers
+from .tool_calls import call_markers, parse_tool_calls
 
 
 class Completion:
@@ -33,16 +38,48 @@ class Completion:
         if sampling.stop:
             text = self._text_before_stop(sequence, has_text=not ends_by_token, is_last=is_last)
             if text is not None:
-                return sequence.result(text, "stop")
+                return self._result(sequence, token_ids, text, "stop")
         if not is_last:
             return None
-        text = self._tokenizer(sequence).decode(token_ids[:-1] if ends_by_token else token_ids)
-        return sequence.result(text, "stop" if ends_by_token or is_complete else "length")
+        said = token_ids[:-1] if ends_by_token else token_ids
+        text = self._tokenizer(sequence).decode(said)
+        return self._result(sequence, said, text, "stop" if ends_by_token or is_complete else "length")
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a sequence that ended or was aborted."""
         self._texts.pop(sequence.request.request_id, None)
         self._rules.forget(sequence)
+
+    def _result(self, sequence: Sequence, token_ids: Items[int], text: str, reason: FinishReason) -> Result:
+        """The outcome. `text`: of `token_ids`, or its beginning up to a stop string."""
+        sampling = sequence.request.sampling
+        parser, markers = sampling.tool_call_parser, sampling.reasoning
+        if not parser and markers is None:
+            return sequence.result(text, reason)
+        reasoning, tool_calls = None, None
+        if parser:
+            said = self._with_markers(sequence, token_ids, text, (*call_markers(parser), *(markers or ())))
+            answer = said if markers is None else split_reasoning(said, markers)[1]
+            tool_calls = parse_tool_calls(parser, answer)
+        if markers is not None:
+            whole = text
+            reasoning, text = split_reasoning(self._with_markers(sequence, token_ids, whole, markers), markers)
+            if sampling.is_constrained and reasoning is not None:
+                # All of it is the grammar's: blanks at its beginning, and nothing of the token that ends the reasoning.
+                tokenizer = self._tokenizer(sequence)
+                answer = tokenizer.decode(AnswerTokens(tokenizer, markers).add(token_ids))
+                text = answer.removesuffix(tokenizer.decode(token_ids)[len(whole) :])
+        return replace(sequence.result(text, reason), reasoning=reasoning, tool_calls=tool_calls)
+
+    def _with_markers(self, sequence: Sequence, token_ids: Items[int], text: str, markers: Items[str]) -> str:
+        """`text` with the special tokens that are parts of markers, up to the same place."""
+        tokenizer = self._tokenizer(sequence)
+        keep = tokenizer.special_tokens_in(markers)
+        if not keep:
+            return text
+        with_markers = tokenizer.decode(token_ids, keep)
+        left_out = tokenizer.decode(token_ids)[len(text) :]
+        return with_markers.removesuffix(left_out)
 
     def _tokenizer(self, sequence: Sequence) -> Tokenizer:
         return self._tokenizers.of(sequence.request.adapter_id)

@@ -1,7 +1,7 @@
 """Finds which tokens a row's grammar allows next. All that lorabatch knows of llguidance.
 
 Masks depend on the constraint, the tokenizer and the row's own tokens alone, so that a row that goes on in another
-engine is constrained as if it had stayed.
+engine is constrained as if it had stayed. A row that may reason is constrained from where its answer begins.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from ..request import Sequence
+from .reasoning import AnswerTokens
 from .tokenizer import Tokenizers
 
 #: Characters of a grammar. Schemas in use have a few thousand.
@@ -63,16 +64,44 @@ def _source(kind: str, value: Any) -> str:
 
 @dataclass(slots=True)
 class _Running:
-    """A row's matcher, and how many of its tokens it has seen."""
+    """A row's matcher, and how many of its tokens it has seen. `answer`: where the matcher begins, in rows that may
+    reason.
+    """
 
     matcher: LLMatcher
+    answer: AnswerTokens | None = None
     num_seen: int = 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the row's next token is part of its reasoning."""
+        return self.answer is not None and self.answer.is_reasoning
+
+    @property
+    def start_token(self) -> int | None:
+        """The token that would begin reasoning, or go on with its marker; None where the answer has begun."""
+        return None if self.answer is None else self.answer.start_token
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar allows its end and nothing else."""
+        has_begun = not self.is_reasoning and self.start_token is None
+        return has_begun and bool(self.matcher.is_stopped()) and not self.matcher.is_error()
+
+    def next_matcher(self) -> LLMatcher:
+        """The matcher for the row's next token, if that is not of its reasoning."""
+        if self.answer is None or not self.answer.undecided:
+            return self.matcher
+        matcher = self.matcher.deep_copy()
+        matcher.consume_tokens(self.answer.undecided)
+        return matcher
 
     def catch_up(self, sequence: Sequence) -> None:
         """Tell the matcher the row's new tokens: the last one, or all of a row from elsewhere."""
         new = sequence.token_ids[self.num_seen :]
-        if new and not self.matcher.is_error():
-            self.matcher.consume_tokens(new)
+        answer = new if self.answer is None else self.answer.add(new)
+        if answer and not self.matcher.is_error():
+            self.matcher.consume_tokens(answer)
         self.num_seen += len(new)
 
 
@@ -91,19 +120,28 @@ class Grammars:
     def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
         """Which tokens each row may have next, a bit each, at least `vocab_size` of them: [num_sequences, num_words].
 
-        None of them where its tokens do not fit its grammar, or the grammar has grown too complex.
+        None of them where its tokens do not fit its grammar, or the grammar has grown too complex. A row that reasons
+        may have all but its ends.
         """
         # tokenizers may have more tokens than the model
         adapters = {sequence.request.adapter_id for sequence in sequences}
         vocab_size = max(vocab_size, *(self._tokenizers.of(adapter_id).vocab_size for adapter_id in adapters))
-        matchers = [self._matcher(sequence, vocab_size) for sequence in sequences]
-        mask = allocate_token_bitmask(len(sequences), vocab_size)
-        valid = [(matcher, number) for number, matcher in enumerate(matchers) if not matcher.is_error()]
+        rows = [self._caught_up(sequence, vocab_size) for sequence in sequences]
+        mask = allocate_token_bitmask(len(rows), vocab_size)
+        matchers = {number: row.next_matcher() for number, row in enumerate(rows) if not row.is_reasoning}
+        valid = [(matcher, number) for number, matcher in matchers.items() if not matcher.is_error()]
         if valid:
             fill_next_token_bitmask_par(self._executor, valid, mask)
-        for number, matcher in enumerate(matchers):
-            if matcher.is_error():
-                mask[number] = 0
+        bits = mask.view(np.uint32)
+        for number, row in enumerate(rows):
+            if row.is_reasoning:
+                bits[number] = ~np.uint32(0)
+                for token in self._tokenizers.ends(sequences[number].request):
+                    bits[number, token // 32] &= ~np.uint32(1 << token % 32)
+            elif matchers[number].is_error():
+                bits[number] = 0
+            if (start := row.start_token) is not None:
+                bits[number, start // 32] |= np.uint32(1 << start % 32)
         return mask
 
     def is_complete(self, sequence: Sequence) -> bool:
@@ -112,21 +150,23 @@ class Grammars:
         if running is None:
             return False
         running.catch_up(sequence)
-        return bool(running.matcher.is_stopped()) and not running.matcher.is_error()
+        return running.is_complete
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a row that ended or left."""
         self._running.pop(sequence.request.request_id, None)
 
-    def _matcher(self, sequence: Sequence, vocab_size: int) -> LLMatcher:
+    def _caught_up(self, sequence: Sequence, vocab_size: int) -> _Running:
         request = sequence.request
         running = self._running.get(request.request_id)
         if running is None:
             key = (self._tokenizers.folder_of(request.adapter_id), vocab_size, self._tokenizers.ends(request))
             matcher = self._compiled(request.sampling.constraint, key).deep_copy()
-            running = self._running[request.request_id] = _Running(matcher)
+            markers = request.sampling.reasoning
+            answer = None if markers is None else AnswerTokens(self._tokenizers.of(request.adapter_id), markers)
+            running = self._running[request.request_id] = _Running(matcher, answer)
         running.catch_up(sequence)
-        return running.matcher
+        return running
 
     def _compile(self, constraint: str, key: tuple[Path, int, tuple[int, ...]]) -> LLMatcher:
         self.num_compiled += 1

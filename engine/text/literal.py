@@ -1,6 +1,7 @@
-"""Texts of special tokens inside of messages, which are text there: only the chat template writes control tokens.
+"""Texts of special tokens inside of messages, which are text there: only the chat template writes control tokens. The
+same holds for tools and for the values of a template's variables.
 
-Before messages are rendered, each such text is replaced by one character that occurs nowhere in them. What the template
+Before they are rendered, each such text is replaced by one character that occurs nowhere in them. What the template
 writes is then told apart from what it was given, however the template moves, trims or repeats that.
 
 Other texts become such a text only in the tokenizer, which may fold letters or blanks. They are known by their tokens:
@@ -12,26 +13,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerFile
 
 from ..errors import ChatTemplateError
+from .conversation import Conversation, RenderOptions
 
 # Code points for private use, which no text has a reason to hold.
 _FIRST, _LAST = 0xF0000, 0xFFFFD
 _ESCAPED = r"\udb"  # how such a code point begins in JSON of ASCII
-_Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedMessages:
-    """A prompt that a chat template wrote. `stand_ins`: character in `text` -> the text that it stands for."""
+    """A prompt that a chat template wrote. `stand_ins`: character in `text` -> the text that it stands for.
+    `open_text`: of the last message, where it is left open.
+    """
 
     text: str
     stand_ins: Mapping[str, str]
+    open_text: str = ""
 
 
 class LiteralText:
@@ -46,25 +50,26 @@ class LiteralText:
 
     def render(
         self,
-        conversations: Sequence[_Messages],
-        template: Callable[[Sequence[_Messages]], list[str | ChatTemplateError]],
+        conversations: Sequence[Conversation],
+        template: Callable[[Sequence[Conversation]], list[str | ChatTemplateError]],
     ) -> list[RenderedMessages | ChatTemplateError]:
         """What the template writes of each, or an error: also where it writes such texts as escape sequences."""
-        stand_ins = [self._stand_ins(messages) for messages in conversations]
+        texts_beside = {one.options: _option_texts(one.options) for one in conversations}
+        stand_ins = [self._stand_ins(one, texts_beside[one.options]) for one in conversations]
         given = [
-            [_replaced(message, self._put(characters)) for message in messages] if characters else messages
-            for messages, characters in zip(conversations, stand_ins, strict=True)
+            self._with_stand_ins(one, characters) if characters else one
+            for one, characters in zip(conversations, stand_ins, strict=True)
         ]
         return [
-            rendered if isinstance(rendered, ChatTemplateError) else _kept_apart(rendered, messages, characters)
-            for rendered, messages, characters in zip(template(given), given, stand_ins, strict=True)
+            rendered if isinstance(rendered, ChatTemplateError) else _kept_apart(rendered, one, characters)
+            for rendered, one, characters in zip(template(given), given, stand_ins, strict=True)
         ]
 
-    def _stand_ins(self, messages: _Messages) -> dict[str, str]:
-        """Text of a special token in the messages -> a character that is not in them."""
+    def _stand_ins(self, conversation: Conversation, beside: list[str]) -> dict[str, str]:
+        """Text of a special token in a conversation -> a character that it lacks. `beside`: texts of its options."""
         if self._pattern is None:
             return {}
-        texts = [text for message in messages for text in _texts(message)]
+        texts = beside + [text for message in conversation.messages for text in _texts(message)]
         found = {text for part in texts for text in self._pattern.findall(part)}
         if not found:
             return {}
@@ -93,6 +98,15 @@ class LiteralText:
             as_usual = ""
             token_ids += self._as_text("".join(prompt.stand_ins.get(character, character) for character in part))
         return token_ids + self._encoded(self._backend, as_usual)
+
+    def _with_stand_ins(self, conversation: Conversation, characters: Mapping[str, str]) -> Conversation:
+        put, options = self._put(characters), conversation.options
+        messages = [_replaced(message, put) for message in conversation.messages]
+        if options.tools or options.variables:
+            # Names of variables stay: they are the template's.
+            variables = {name: _replaced(value, put) for name, value in options.variables.items()}
+            options = replace(options, tools=_replaced(options.tools, put), variables=variables)
+        return Conversation(messages, options)
 
     def _put(self, stand_ins: Mapping[str, str]) -> Callable[[str], str]:
         assert self._pattern is not None
@@ -147,11 +161,19 @@ class LiteralText:
         return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids) if text else []
 
 
-def _kept_apart(rendered: str, given: _Messages, characters: Mapping[str, str]) -> RenderedMessages | ChatTemplateError:
-    escaped = _ESCAPED in rendered.lower()
-    if characters and escaped and not any(_ESCAPED in text.lower() for message in given for text in _texts(message)):
-        return ChatTemplateError("the chat template writes texts of special tokens as escape sequences")
-    return RenderedMessages(rendered, {character: text for text, character in characters.items()})
+def _kept_apart(
+    rendered: str, given: Conversation, characters: Mapping[str, str]
+) -> RenderedMessages | ChatTemplateError:
+    if characters and _ESCAPED in rendered.lower():
+        texts = [*_option_texts(given.options), *_texts(list(given.messages))]
+        if not any(_ESCAPED in text.lower() for text in texts):
+            return ChatTemplateError("the chat template writes texts of special tokens as escape sequences")
+    stand_ins = {character: text for text, character in characters.items()}
+    return RenderedMessages(rendered, stand_ins, given.open_text)
+
+
+def _option_texts(options: RenderOptions) -> list[str]:
+    return [*_texts(options.tools or ()), *_texts(list(options.variables.values()))]
 
 
 def _texts(value: Any) -> list[str]:

@@ -8,7 +8,7 @@ without that file. Tests compare the outcome with transformers' `AutoTokenizer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..errors import ChatTemplateError, ModelFilesError
 from ..request import Request
 from ..untrusted import STOPS, read_regular, shown_name
 from .chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from .conversation import AS_USUAL, Conversation, RenderOptions
 from .expansion import expansion_problem, long_token_problem
 from .literal import LiteralText, RenderedMessages
 
@@ -31,6 +32,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _MAX_PENDING_TOKENS = 4
 _MAX_CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
+# Names of chat templates where a model has several; transformers calls them so.
+_DEFAULT, _FOR_TOOLS = "default", "tool_use"
 # Texts with more characters than this per token of room are looked at in pieces. A beginning has hardly more tokens
 # than the text itself, however its last word is cut.
 _CHARACTERS_PER_TOKEN = 16
@@ -46,19 +49,30 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         self._backend = backend
         self.special_tokens = dict(special_tokens)
         self._chat_template = chat_template
+        self._tool_template = tool_template or chat_template
         self.eos_token_ids = eos_token_ids
         added = backend.get_added_tokens_decoder()
-        self._special_texts = {token.content for token in added.values() if token.special}
+        self._special_texts = {token.content: i for i, token in added.items() if token.special}
+        self._special_ids = frozenset(self._special_texts.values())
         self._literals = LiteralText(backend, {i: token.content for i, token in added.items() if token.special})
 
     @classmethod
-    def from_folder(cls, folder: Path, *, base: Path | None = None, now: datetime | None = None) -> Tokenizer:
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        base: Path | None = None,
+        now: datetime | None = None,
+        chat_template: str | None = None,
+    ) -> Tokenizer:
         """Read a model folder, or an adapter's, which may ship a tokenizer, a chat template, or both; `base` is then
         the model folder that has the rest. `now`: the time that chat templates see, by default the clock's.
+        `chat_template`: text of the one to use instead of the folders'.
 
         Raises `ModelFilesError` when `tokenizer.json` is missing or damaged, or the chat template is no
         template.
@@ -69,14 +83,14 @@ class Tokenizer:
         special = _special_tokens(config, _read_optional(home / "special_tokens_map.json"))
         backend = _read_backend(home / "tokenizer.json")
         _mark_special(backend, special)
-        sources = (
-            _template_source(place, _read_optional(place / "tokenizer_config.json"))
-            for place in (folder, base or folder)
-        )
-        source = next((found for found in sources if found is not None), None)
-        template = ChatTemplate(source, special, now) if source is not None else None
+        if chat_template is not None:
+            sources = {_DEFAULT: chat_template}
+        else:
+            sources = _template_sources(folder) or _template_sources(base or folder)
+        made = {name: ChatTemplate(source, special, now) for name, source in sources.items()}
         eos_id = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-        return cls(backend, special, template, () if eos_id is None else (eos_id,))
+        eos_ids = () if eos_id is None else (eos_id,)
+        return cls(backend, special, made.get(_DEFAULT), eos_ids, made.get(_FOR_TOOLS))
 
     @property
     def has_chat_template(self) -> bool:
@@ -98,25 +112,36 @@ class Tokenizer:
         moved = [(text, ours[text], theirs[text]) for text in ours.keys() & theirs.keys() if ours[text] != theirs[text]]
         return [f"token {text!r} is {mine} here and {base} in the base" for text, mine, base in sorted(moved)]
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions = AS_USUAL) -> str:
         """The prompt that asks the assistant to answer `messages`. Raises `ChatTemplateError`."""
-        if self._chat_template is None:
-            raise _no_template()
-        return self._chat_template.render(messages)
+        (prompt,) = self.render_all([Conversation(messages, options)])
+        if isinstance(prompt, ChatTemplateError):
+            raise prompt
+        return prompt
 
-    def render_all(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | ChatTemplateError]:
-        """The prompt of each of many conversations, or what `render` raises."""
+    def render_all(self, conversations: Sequence[Conversation]) -> list[str | ChatTemplateError]:
+        """The prompt of each of many conversations, or what `render` raises. Those with tools are rendered by the
+        template that the model has for them, if it has one.
+        """
         if self._chat_template is None:
             return [_no_template() for _ in conversations]
-        return self._chat_template.render_all(conversations)
+        if self._tool_template is self._chat_template:
+            return self._chat_template.render_all(conversations)
+        assert self._tool_template is not None, "a chat template is there"
+        plain = iter(self._chat_template.render_all([one for one in conversations if not one.options.tools]))
+        with_tools = iter(self._tool_template.render_all([one for one in conversations if one.options.tools]))
+        return [next(with_tools if one.options.tools else plain) for one in conversations]
 
     def render_messages(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, allow_special_tokens: bool = False
+        self, conversations: Sequence[Conversation], *, allow_special_tokens: bool = False
     ) -> list[RenderedMessages | ChatTemplateError]:
-        """`render_all`. Texts of special tokens in the messages stay text, unless they are allowed."""
+        """`render_all`. Texts of special tokens in messages, tools and variables stay text, unless they are allowed."""
         if allow_special_tokens:
-            rendered = self.render_all(conversations)
-            return [one if isinstance(one, ChatTemplateError) else RenderedMessages(one, {}) for one in rendered]
+            rendered = zip(self.render_all(conversations), conversations, strict=True)
+            return [
+                text if isinstance(text, ChatTemplateError) else RenderedMessages(text, {}, given.open_text)
+                for text, given in rendered
+            ]
         return self._literals.render(conversations, self.render_all)
 
     def encode_messages(
@@ -153,14 +178,22 @@ class Tokenizer:
             size *= 8
         return False
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of generated tokens, without special tokens."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], keep: Collection[int] = ()) -> str:
+        """Text of generated tokens, without special tokens other than those to `keep`."""
+        if not keep:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+        kept = [i for i in token_ids if i in keep or i not in self._special_ids]
+        return str(self._backend.decode(kept, skip_special_tokens=False))
 
     def special_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
         """Of these texts, those that are special tokens: `decode` leaves them out."""
         ids = ((self._backend.token_to_id(text), text) for text in texts)
         return tuple(i for i, text in ids if i is not None and text in self._special_texts)
+
+    def special_tokens_in(self, texts: Sequence[str]) -> frozenset[int]:
+        """Special tokens that are parts of these texts: `decode` must keep them for the texts to be found."""
+        found = (i for special, i in self._special_texts.items() if special and any(special in text for text in texts))
+        return frozenset(found)
 
 
 class Tokenizers:
@@ -209,11 +242,12 @@ class Detokenizer:
     """Text of one sequence as its tokens arrive; never half a character.
 
     Decoding depends on what stands before (leading spaces, multi-byte characters), so each call decodes a short
-    window of latest tokens twice, with and without the new one, and returns the difference.
+    window of latest tokens twice, with and without the new one, and returns the difference. `keep`: as in `decode`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, keep: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._keep = keep
         self._context: list[int] = []
         self._num_context_chars = 0
         self._pending: list[int] = []
@@ -230,12 +264,12 @@ class Detokenizer:
         return self._release(self._text_of_pending())
 
     def _text_of_pending(self) -> str:
-        return self._tokenizer.decode(self._context + self._pending)[self._num_context_chars :]
+        return self._tokenizer.decode(self._context + self._pending, self._keep)[self._num_context_chars :]
 
     def _release(self, text: str) -> str:
         # Tokens without text (special ones) say nothing about the next one; what stood before them does.
         self._context = self._pending if text else (self._context + self._pending)[-_MAX_CONTEXT_TOKENS:]
-        self._num_context_chars = len(self._tokenizer.decode(self._context))
+        self._num_context_chars = len(self._tokenizer.decode(self._context, self._keep))
         self._pending = []
         return text
 
@@ -289,22 +323,31 @@ def _mark_special(backend: TokenizerFile, special: Mapping[str, str]) -> None:
         backend.add_special_tokens(list(dict.fromkeys(plain)))
 
 
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _template_sources(folder: Path) -> dict[str, str]:
+    """Name -> text of the chat templates that a folder has and that are used: the default one, and one for tools."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return read_regular(path, 4 * MAX_TEMPLATE_CHARACTERS).decode("utf-8")
+            return {_DEFAULT: read_regular(path, 4 * MAX_TEMPLATE_CHARACTERS).decode("utf-8")}
         except OSError as error:
             raise ModelFilesError(f"{path}: cannot be read ({error.strerror}). Fetch the model again.") from None
         except UnicodeDecodeError as error:
             raise ModelFilesError(f"{path}: not UTF-8 text ({error}). Fetch the model again.") from None
-    named = config.get("chat_template")
+    named = _read_optional(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(named, list):
-        entries = (entry for entry in named if isinstance(entry, Mapping))
-        named = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
-    if named is not None and not isinstance(named, str):
-        raise ModelFilesError(
-            f"{folder / 'tokenizer_config.json'} chat_template: expected a string, or a list of "
-            f"{{name, template}} with one named 'default', found {type(named).__name__}."
-        )
-    return named
+        entries = [entry for entry in named if isinstance(entry, Mapping)]
+        found = {
+            name: next((entry.get("template") for entry in entries if entry.get("name") == name), None)
+            for name in (_DEFAULT, _FOR_TOOLS)
+        }
+    else:
+        found = {_DEFAULT: named}
+    for name, source in found.items():
+        if source is not None and not isinstance(source, str):
+            raise ModelFilesError(
+                f"{folder / 'tokenizer_config.json'} chat_template: expected a string, or a list of "
+                f"{{name, template}} with one named 'default', found {type(source).__name__} ({name})."
+            )
+    if found[_DEFAULT] is None:
+        return {}
+    return {name: source for name, source in found.items() if source is not None}

@@ -12,6 +12,8 @@ import pyarrow.types as t
 from ...engine.request import SAMPLING_OPTIONS, LogitBias
 from ...engine.structured_output import FORMS
 from ...engine.untrusted import shown_name
+from ..answer_type import answer_type
+from ..record import JobRecord
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
 
 # What the output adds; input columns must leave these names free.
@@ -30,16 +32,51 @@ LOGPROB_FIELDS = (
     pa.field("token_logprobs", pa.list_(pa.float32())),
 )
 _TOKEN = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
-TOP_LOGPROBS = pa.field("token_top_logprobs", pa.list_(pa.list_(_TOKEN)))
-OUTPUT_COLUMNS = tuple(field.name for field in (*ANSWER_FIELDS, *LOGPROB_FIELDS, TOP_LOGPROBS))
+_CALL = pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")])
+#: Of rows with a continuation: the sum of its tokens' log-probabilities.
+SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
+#: Option or role -> the column that the output has where a job or a column gives it.
+ASKED_FIELDS: Mapping[str, pa.Field] = {
+    "top_logprobs": pa.field("token_top_logprobs", pa.list_(pa.list_(_TOKEN))),
+    "continuation": SCORE_FIELD,
+    "reasoning_markers": pa.field("reasoning", pa.string()),
+    "tool_call_parser": pa.field("tool_calls", pa.list_(_CALL)),
+}
+OUTPUT_COLUMNS = tuple(field.name for field in ANSWER_FIELDS + LOGPROB_FIELDS)
 #: In the output of a job with a JSON Schema.
 TYPED_COLUMN = "answer"
-#: In the output of a job that scores continuations: the sum of their tokens' log-probabilities.
-SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
 #: In the output of a job that asks for several completions of a row: their number, from 0.
 SAMPLE_FIELD = pa.field("sample", pa.int32())
 OUR_PREFIX = "__lb_"
 DEFAULT_ID_COLUMN = "id"
+
+
+def has_samples(asked: Collection[str], roles: Collection[str]) -> bool:
+    """Whether rows may have several completions."""
+    return "n" in asked or "n" in roles or "continuation" in roles
+
+
+def asked_options(spec: Mapping[str, Any]) -> list[str]:
+    """Options of a job that are given and bring columns of the output."""
+    return [
+        *(name for name in (*ASKED_FIELDS, "json_schema") if spec.get(name)),
+        *(["n"] if spec.get("n", 1) > 1 else []),
+    ]
+
+
+def answer_fields(record: JobRecord) -> tuple[pa.Field, ...]:
+    """What the output of a job adds to its input."""
+    asked = asked_options(record.spec)
+    fields = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
+    fields += [field for option, field in ASKED_FIELDS.items() if option in asked or option in record.input.roles]
+    if "json_schema" in asked:
+        fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec["json_schema"]).arrow))
+    return tuple(fields)
+
+
+def records_samples(record: JobRecord) -> bool:
+    """Whether the rows of a job have the column `sample`."""
+    return has_samples(asked_options(record.spec), record.input.roles)
 
 
 def readable(item: pa.Scalar) -> Any:
@@ -63,12 +100,12 @@ def readable_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
 
 
 def find_roles(
-    schema: pa.Schema, columns: Mapping[str, str], *, has_typed_answers: bool = False, has_samples: bool = False
+    schema: pa.Schema, columns: Mapping[str, str], asked: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
     """Role -> input column, and every problem found.
 
     `columns`: roles that the user has assigned; any other role is played by the column of its own name, if
-    there is one. `has_typed_answers`, `has_samples`: of the job's output.
+    there is one. `asked`: options of the job that are given and bring columns of the output.
     """
     roles = dict(columns)
     problems = [
@@ -88,11 +125,7 @@ def find_roles(
                 f"column {name!r} ({role}): type {schema.field(name).type}, expected {expected.expected}. Write the "
                 "column with that type, or name another one with --column."
             )
-    ours = [*OUTPUT_COLUMNS]
-    ours += [TYPED_COLUMN] if has_typed_answers else []
-    ours += [SAMPLE_FIELD.name] if has_samples or "n" in roles or "continuation" in roles else []
-    ours += [SCORE_FIELD.name] if "continuation" in roles else []
-    return roles, problems + _name_clashes(schema, roles, ours)
+    return roles, problems + _name_clashes(schema, roles, asked)
 
 
 def _prompt_problems(roles: Mapping[str, str], schema: pa.Schema) -> list[str]:
@@ -114,7 +147,10 @@ def _names(schema: pa.Schema) -> str:
     return ", ".join(map(shown_name, schema.names))
 
 
-def _name_clashes(schema: pa.Schema, roles: Mapping[str, str], ours: Collection[str]) -> list[str]:
+def _name_clashes(schema: pa.Schema, roles: Mapping[str, str], asked: Collection[str]) -> list[str]:
+    ours = {*OUTPUT_COLUMNS, *(field.name for option, field in ASKED_FIELDS.items() if option in {*asked, *roles})}
+    ours |= {TYPED_COLUMN} if "json_schema" in asked else set()
+    ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()
     taken = [name for name in schema.names if name in ours or name.startswith(OUR_PREFIX)]
     if roles.get("id") is None and DEFAULT_ID_COLUMN in schema.names:
         taken.append(DEFAULT_ID_COLUMN)
@@ -151,6 +187,10 @@ def _is_message(kind: pa.DataType) -> bool:
         return False
     names = [kind.field(i).name for i in range(kind.num_fields)]
     return "role" in names and "content" in names
+
+
+def _is_struct(kind: pa.DataType) -> bool:
+    return bool(t.is_struct(kind))
 
 
 def _is_integer(kind: pa.DataType) -> bool:
@@ -201,8 +241,15 @@ _TYPE_OF_ROLE: Mapping[str, _ColumnType] = {
         lambda kind: _is_list_of(lambda item: bool(t.is_integer(item)), kind), "list of integers"
     ),
     "continuation": _TYPE_OF_KIND[tuple[str, ...]],
-    **{name: _TYPE_OF_KIND[option.kind] for name, option in SAMPLING_OPTIONS.items()},
-    **dict.fromkeys(
-        FORMS, _ColumnType(lambda kind: _is_text_or_null(kind) or bool(t.is_struct(kind)), "string or struct")
+    "tools": _ColumnType(
+        lambda kind: _is_text_or_null(kind) or _is_list_of(_is_struct, kind),
+        "list<struct<type, function>>, or string with its JSON",
     ),
+    "chat_template_kwargs": _ColumnType(
+        lambda kind: _is_text_or_null(kind) or _is_struct(kind), "struct, or string with a JSON object"
+    ),
+    "add_generation_prompt": _TYPE_OF_KIND[bool],
+    "continue_final_message": _TYPE_OF_KIND[bool],
+    **{name: _TYPE_OF_KIND[option.kind] for name, option in SAMPLING_OPTIONS.items()},
+    **dict.fromkeys(FORMS, _ColumnType(lambda kind: _is_text_or_null(kind) or _is_struct(kind), "string or struct")),
 }

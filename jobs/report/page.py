@@ -93,7 +93,7 @@ def write_report(store: JobStore, gpu_hour_price: float | None = None) -> str:
 def _is_shown(name: str, value: Any) -> bool:
     """Whether an option is among the job's settings; those that few jobs have are where they are asked for."""
     is_rare = name in SAMPLING_OPTIONS and name not in FIRST_OPTIONS
-    return value not in (None, [], {}) and not (is_rare and value == SAMPLING_OPTIONS[name].default)
+    return value not in (None, "", [], {}) and not (is_rare and value == SAMPLING_OPTIONS[name].default)
 
 
 def save_report(page: str, path: Path) -> None:

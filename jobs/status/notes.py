@@ -31,12 +31,23 @@ def job_notes(record: JobRecord) -> list[str]:
 
 
 def messages_note(record: JobRecord) -> tuple[str, ...]:
-    """What becomes of special tokens inside of messages, for a job that has messages."""
+    """Which chat template renders messages, if not the model's, and what becomes of special tokens inside of them; for
+    a job that has messages.
+    """
     if "messages" not in record.input.roles:
         return ()
+    notes = []
+    if record.spec.get("chat_template"):
+        own = [adapter.name for adapter in record.adapters if adapter.tokenizer_sha256 and not adapter.is_refused]
+        also = f" and of those that adapters have: {_shown(own)}" if own else ""
+        notes.append(f"messages: rendered by the job's chat template, instead of the model's{also}")
     if record.spec.get("allow_special_tokens"):
-        return ("messages: special tokens inside of them are control tokens (allow_special_tokens)",)
-    return ("messages: special tokens inside of them are text; --allow-special-tokens makes them control tokens",)
+        notes.append("messages: special tokens inside of them are control tokens (allow_special_tokens)")
+    else:
+        notes.append(
+            "messages: special tokens inside of them are text; --allow-special-tokens makes them control tokens"
+        )
+    return tuple(notes)
 
 
 def row_notes(record: JobRecord, rows_per_adapter: Mapping[str, int]) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import msgpack
 
-from ...engine.request import FinishReason, Request, Result, ServedMode, TopLogprobs
+from ...engine.request import FinishReason, Request, Result, ServedMode, ToolCall, TopLogprobs
 
 _HEAD = struct.Struct("<II")
 
@@ -26,7 +26,8 @@ class RowAnswer:
 
     `mode` is None for rows that no engine served. `token_ids`, `token_logprobs` and `token_top_logprobs` are kept only
     where the row asked for log-probabilities. `attempts`: how often an engine started on the row.
-    `reused_prompt_tokens`: see `Result`; no column of the output, so None in what is read from a part.
+    `reused_prompt_tokens`: see `Result`; no column of the output, so None in what is read from a part. `reasoning`: see
+    `Result`. `tool_calls`: id, name and arguments of each; None where they are not read.
     """
 
     fingerprint: bytes
@@ -42,6 +43,8 @@ class RowAnswer:
     token_logprobs: tuple[float, ...] | None = None
     reused_prompt_tokens: int | None = None
     token_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[tuple[str, str, str], ...] | None = None
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
@@ -61,7 +64,15 @@ class RowAnswer:
             token_logprobs=result.token_logprobs if has_logprobs else None,
             reused_prompt_tokens=result.reused_prompt_tokens,
             token_top_logprobs=result.top_logprobs if has_logprobs else None,
+            reasoning=result.reasoning,
+            tool_calls=None if result.tool_calls is None else _with_ids(fingerprint, result.tool_calls),
         )
+
+
+def _with_ids(fingerprint: bytes, calls: Sequence[ToolCall]) -> tuple[tuple[str, str, str], ...]:
+    """Ids of nine letters and digits, as Mistral's templates want them: the row's beginning and the call's number."""
+    row = fingerprint.hex()[:6]
+    return tuple((f"{row}{number:03x}", call.name, call.arguments) for number, call in enumerate(calls))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from ...engine.errors import ChatTemplateError
 from ...engine.request import SamplingParams
+from ...engine.text.conversation import RENDERING_OPTIONS, Conversation, RenderOptions, column_json
 from ...engine.text.literal import RenderedMessages
 from ...engine.text.tokenizer import Tokenizer
 from ...jobs.errors import StorageError
-from ...jobs.input.columns import DEFAULT_ID_COLUMN, SAMPLE_FIELD
+from ...jobs.input.columns import DEFAULT_ID_COLUMN, SAMPLE_FIELD, records_samples
 from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import OversizedRowGroupError, open_row_group
@@ -38,18 +39,25 @@ from .row_checks import (
     ErrorKind,
     PromptProblem,
     RowDraft,
+    begin_reasoning,
     check_continuation,
     check_length,
     check_rendered,
     check_size,
     check_text,
     check_token_ids,
+    check_unrendered,
     read_messages,
+    read_rendering,
     read_sampling,
     sampling_overrides,
 )
 
 _TOGETHER_CHARACTERS = 4 << 20
+# Different ways to render messages that are kept for rows to come.
+_MOST_RENDERINGS = 1024
+# Tokens at the end of a prompt of tokens in which the start of reasoning is looked for.
+_END_TOKENS = 64
 _REPAIR = "Repair the file or leave it out."
 # What stores that are throttled, busy or away are reported as; Arrow's errors about bad bytes have no number.
 _UNREACHED = {
@@ -92,8 +100,9 @@ class IndexJob:
     """What indexing a chunk needs to know. `key`: index files written under another key are stale.
 
     `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
-    `system_prompt`: for rows whose messages have none. `allow_special_tokens`: see `JobSpec`. `prepared_apart`:
-    adapters with a tokenizer or vocabulary of their own, by name.
+    `system_prompt`: for rows whose messages have none. `allow_special_tokens`: see `JobSpec`. `chat_template`: text of
+    the job's own. `rendering`: the job's values of `RENDERING_OPTIONS`. `prepared_apart`: adapters with a tokenizer or
+    vocabulary of their own, by name.
     """
 
     model_url: str
@@ -107,6 +116,8 @@ class IndexJob:
     system_prompt: str | None = None
     allow_special_tokens: bool = False
     with_samples: bool = False
+    chat_template: str | None = None
+    rendering: Mapping[str, Any] = field(default_factory=dict)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     prepared_apart: Mapping[str, AdapterRecord] = field(default_factory=dict)
 
@@ -124,7 +135,9 @@ class IndexJob:
             now=record.created_at,
             system_prompt=record.spec.get("system_prompt"),
             allow_special_tokens=bool(record.spec.get("allow_special_tokens")),
-            with_samples=record.with_samples,
+            with_samples=records_samples(record),
+            chat_template=record.spec.get("chat_template"),
+            rendering={name: record.spec.get(name) for name in RENDERING_OPTIONS},
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
         )
@@ -223,6 +236,7 @@ class ChunkRows:
         self._tokenizers: dict[str | None, Tokenizer] = {}
         self._prompt_role = next(role for role in PROMPT_ROLES if role in job.roles)
         self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
+        self._rendering = lru_cache(_MOST_RENDERINGS)(self._read_rendering)
         self._batches: list[pa.RecordBatch] = []
         self._numbers: list[pa.RecordBatch] = []
         self._num_rows = 0  # of the input
@@ -293,9 +307,11 @@ class ChunkRows:
         self, columns: Mapping[str, list[Any]], adapters: list[str | None], undecodable: Mapping[int, list[str]]
     ) -> list[RowDraft]:
         own = [name for name in SAMPLING_COLUMNS if name in columns]
+        beside = [name for name in RENDERING_OPTIONS if name in columns]
         prompts = columns[self._prompt_role]
-        if self._prompt_role == "messages":
-            prompts = self._rendered(prompts, adapters)
+        has_messages = self._prompt_role == "messages"
+        if has_messages:
+            prompts = self._rendered(prompts, adapters, {name: columns[name] for name in beside})
         drafts = []
         for row, adapter in enumerate(adapters):
             row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
@@ -312,6 +328,8 @@ class ChunkRows:
             if "continuation" in columns:
                 encode = partial(self._tokenizer(adapter).encode_batch, is_rendered=True)
                 check_continuation(draft, columns["continuation"][row], encode)
+            if not has_messages:
+                check_unrendered(draft, {n: columns[n][row] for n in beside}, self._job.roles[self._prompt_role])
             for problem in problems:
                 draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
         return drafts
@@ -332,18 +350,38 @@ class ChunkRows:
     def _check_prompt(self, draft: RowDraft, value: Any, adapter: str | None) -> None:
         if self._prompt_role == "prompt":
             check_text(draft, value)
+            begin_reasoning(draft, draft.text or "")
         elif self._prompt_role == "messages":
             check_rendered(draft, value)
+            if isinstance(value, RenderedMessages):
+                begin_reasoning(draft, value.text, value.open_text)
         else:
             apart = self._job.prepared_apart.get(adapter or "")
             check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)
+            if draft.tokens and draft.sampling.reasoning is not None:
+                tokenizer = self._tokenizer(adapter)
+                keep = tokenizer.special_tokens_in(draft.sampling.reasoning)
+                begin_reasoning(draft, tokenizer.decode(draft.tokens[-_END_TOKENS:], keep))
 
-    def _rendered(self, values: list[Any], adapters: list[str | None]) -> list[RenderedMessages | PromptProblem]:
-        """What chat templates make of each row's messages, all rows of one template at once."""
-        found: list[Any] = [read_messages(value, self._job.system_prompt) for value in values]
+    def _rendered(
+        self, values: list[Any], adapters: list[str | None], beside: Mapping[str, list[Any]]
+    ) -> list[RenderedMessages | PromptProblem]:
+        """What chat templates make of each row's messages, all rows of one template at once. `beside`: the rows' own
+        values of `RENDERING_OPTIONS`.
+        """
+        found: list[Any] = []
+        options = self._rendering(())
+        for row, value in enumerate(values):
+            messages = read_messages(value, self._job.system_prompt)
+            if beside:
+                options = self._rendering(tuple((name, _hashable(column[row])) for name, column in beside.items()))
+            if isinstance(messages, PromptProblem) or isinstance(options, PromptProblem):
+                found.append(messages if isinstance(messages, PromptProblem) else options)
+            else:
+                found.append(Conversation(messages, options))
         waiting: dict[Tokenizer, list[int]] = {}
-        for row, messages in enumerate(found):
-            if not isinstance(messages, PromptProblem):
+        for row, conversation in enumerate(found):
+            if isinstance(conversation, Conversation):
                 waiting.setdefault(self._tokenizer(adapters[row]), []).append(row)
         for tokenizer, rows in waiting.items():
             conversations = [found[row] for row in rows]
@@ -351,6 +389,9 @@ class ChunkRows:
             for row, prompt in zip(rows, prompts, strict=True):
                 found[row] = PromptProblem.of_template(prompt) if isinstance(prompt, ChatTemplateError) else prompt
         return found
+
+    def _read_rendering(self, own: tuple[tuple[str, Any], ...]) -> RenderOptions | PromptProblem:
+        return read_rendering(self._job.rendering, dict(own))
 
     def _tokenizer(self, adapter: str | None) -> Tokenizer:
         own = adapter if adapter in self._job.prepared_apart else None
@@ -460,6 +501,11 @@ def _take_undecodable(columns: Mapping[str, list[Any]]) -> dict[int, list[str]]:
                 found.setdefault(row, []).append(f"{role}: not valid UTF-8 text ({value.reason}).")
                 values[row] = None
     return found
+
+
+def _hashable(value: Any) -> Any:
+    """A value of a column by which rows that have the same one find each other."""
+    return column_json(value) if isinstance(value, dict | list) else value
 
 
 def _value(item: pa.Scalar) -> Any:

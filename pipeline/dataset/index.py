@@ -97,13 +97,13 @@ def _tokenizer_of(job: IndexJob, adapter: str | None) -> Tokenizer:
     base = local_folder(job.model_url, job.storage_options)
     apart = job.prepared_apart.get(adapter or "")
     if apart is None or not apart.tokenizer_sha256:
-        return _tokenizer(base, None, job.now)
-    return _tokenizer(local_folder(apart.url, job.storage_options), base, job.now)
+        return _tokenizer(base, None, job.now, job.chat_template)
+    return _tokenizer(local_folder(apart.url, job.storage_options), base, job.now, job.chat_template)
 
 
 @lru_cache(maxsize=16)
-def _tokenizer(folder: Path, base: Path | None, now: str) -> Tokenizer:
-    return Tokenizer.from_folder(folder, base=base, now=datetime.fromisoformat(now))
+def _tokenizer(folder: Path, base: Path | None, now: str, chat_template: str | None) -> Tokenizer:
+    return Tokenizer.from_folder(folder, base=base, now=datetime.fromisoformat(now), chat_template=chat_template)
 
 
 def _ipc_bytes(batches: Iterable[pa.RecordBatch], key: str) -> memoryview:

@@ -14,8 +14,11 @@ from typing import Any
 from ...engine.errors import ChatTemplateError
 from ...engine.request import SAMPLING_OPTIONS, SamplingParams
 from ...engine.structured_output import CONSTRAINTS, FORMS, constraint_of
+from ...engine.text.conversation import RenderOptions, read_tools, read_variables
 from ...engine.text.literal import RenderedMessages
+from ...engine.text.reasoning import is_begun_by, is_open_in
 from ...engine.text.sampling_check import problems_with_model
+from ...engine.untrusted import parse_json
 
 _SHOWN_CHARS = 60
 # "developer" is OpenAI's newer name for it.
@@ -99,10 +102,54 @@ def read_messages(value: Any, system_prompt: str | None) -> list[dict[str, Any]]
     problem = _messages_problem(value)
     if problem is not None:
         return PromptProblem(problem)
-    messages = [message | {"content": _joined(message.get("content"))} for message in value]
+    messages = [_as_templates_read(message) for message in value]
     if system_prompt is not None and not any(message["role"] in _SYSTEM_ROLES for message in messages):
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
+
+
+def read_rendering(job: Mapping[str, Any], row: Mapping[str, Any]) -> RenderOptions | PromptProblem:
+    """How a row's messages are rendered: by its own values, which may be JSON, and where they are null by the job's.
+    Variables of both are given, the row's first. An empty list of tools is none.
+    """
+    own = {name: value for name, value in row.items() if value is not None}
+    given = {**job, **own}
+    try:
+        tools = None if given.get("tools") is None else read_tools(given["tools"])
+        variables = {
+            name: value
+            for values in (job, own)
+            if values.get("chat_template_kwargs") is not None
+            for name, value in read_variables(values["chat_template_kwargs"]).items()
+        }
+    except ValueError as error:
+        return PromptProblem(str(error))
+    is_continued = bool(given.get("continue_final_message"))
+    asks = given.get("add_generation_prompt")
+    if asks and is_continued:
+        return PromptProblem(
+            "add_generation_prompt=True, continue_final_message=True: a prompt ends with one of the two. Set one to "
+            "false."
+        )
+    return RenderOptions(tools or None, variables, not is_continued if asks is None else bool(asks), is_continued)
+
+
+def check_unrendered(draft: RowDraft, values: Mapping[str, Any], prompt_column: str) -> None:
+    """A row without messages has nothing that a chat template renders."""
+    for name, value in values.items():
+        if value is not None:
+            draft.reject(
+                ErrorKind.PROMPT,
+                f"{name}: this row's prompt is in column {prompt_column!r}, which no chat template renders. Leave it "
+                "null, or give messages.",
+            )
+
+
+def begin_reasoning(draft: RowDraft, prompt: str, open_text: str = "") -> None:
+    """Where a prompt, or the message that it leaves open, has begun reasoning, the answer begins inside of it."""
+    markers = draft.sampling.reasoning
+    if markers is not None and (is_begun_by(prompt, markers[0]) or is_open_in(open_text, markers)):
+        draft.sampling = replace(draft.sampling, reasoning_markers=f",{markers[1]}")
 
 
 def check_rendered(draft: RowDraft, prompt: RenderedMessages | PromptProblem) -> None:
@@ -234,6 +281,27 @@ def _content_problem(content: Any, may_be_empty: bool) -> str | None:
         if not isinstance(part.get("text"), str):
             return f"[{position}].text={_shown(part.get('text'))}: expected text."
     return None
+
+
+def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
+    """Contents are text, and arguments of tool calls objects; OpenAI has their JSON, which templates would write as a
+    string.
+    """
+    found = message | {"content": _joined(message.get("content"))}
+    if isinstance(calls := found.get("tool_calls"), list):
+        found["tool_calls"] = [_with_arguments(call) for call in calls]
+    return found
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = parse_json(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _joined(content: Any) -> Any:

@@ -7,7 +7,7 @@ that readers may take the folder as one table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -18,12 +18,13 @@ from ...jobs.answer_type import answer_type
 from ...jobs.errors import DamagedRecordError
 from ...jobs.input.columns import (
     ANSWER_FIELDS,
+    ASKED_FIELDS,
     DEFAULT_ID_COLUMN,
-    LOGPROB_FIELDS,
     SAMPLE_FIELD,
     SCORE_FIELD,
-    TOP_LOGPROBS,
     TYPED_COLUMN,
+    answer_fields,
+    records_samples,
 )
 from ...jobs.input.files import unpack_schema
 from ...jobs.record import JobRecord
@@ -32,6 +33,7 @@ from .answers import RowAnswer
 from .reader import RowError, ShardRows
 from .schema import passthrough_schema
 
+_TOPS = ASKED_FIELDS["top_logprobs"]
 # In the metadata of every part: which job wrote it.
 _JOB_ID = b"lorabatch.job_id"
 # Likewise: which run of it, and how many of its rows earlier runs had done.
@@ -72,13 +74,8 @@ def error_answer(row: RowError, fingerprint: bytes) -> RowAnswer:
     )
 
 
-def part_schema(prepared_schema: pa.Schema, record: JobRecord) -> pa.Schema:
-    """The schema of every part of a job whose prepared rows have this one."""
-    ours = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
-    ours += [TOP_LOGPROBS] if record.with_top_logprobs else []
-    ours += [SCORE_FIELD] if record.with_scores else []
-    if record.sampling.json_schema:
-        ours.append(pa.field(TYPED_COLUMN, answer_type(record.sampling.json_schema).arrow))
+def part_schema(prepared_schema: pa.Schema, ours: Sequence[pa.Field]) -> pa.Schema:
+    """The schema of every part of a job whose prepared rows have this one. `ours`: see `answer_fields`."""
     return pa.schema([*passthrough_schema(prepared_schema), *ours])
 
 
@@ -87,9 +84,9 @@ def output_schema(record: JobRecord) -> pa.Schema:
     columns = unpack_schema(record.input.schema_ipc).remove_metadata()
     if "id" not in record.input.roles:
         columns = columns.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
-    if record.with_samples:
+    if records_samples(record):
         columns = columns.append(SAMPLE_FIELD)
-    return part_schema(columns, record)
+    return part_schema(columns, answer_fields(record))
 
 
 def empty_part(record: JobRecord, run_id: str) -> memoryview:
@@ -108,20 +105,19 @@ def answers_in_part(
     or is another job's.
     """
     id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
-    names = [field.name for field in ANSWER_FIELDS]
+    names = [field.name for field in answer_fields(record)]
     try:
         table = pq.read_table(part)
     except pa.ArrowInvalid as error:
         raise DamagedRecordError(f"part of shard {rows.shard_id}: cannot be read back ({error}).") from None
     check_writer(table.schema, rows.shard_id, record)
-    is_ours = {id_column, *names} <= set(table.column_names)
+    is_ours = {id_column, *(field.name for field in ANSWER_FIELDS)} <= set(table.column_names)
     if not is_ours or not table.column(id_column).equals(rows.table.column(id_column)):
         raise DamagedRecordError(
             f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {rows.num_rows} rows of the "
             f"plan, compared by {id_column!r}. Start the job again with --overwrite."
         )
-    names += [field.name for field in (*LOGPROB_FIELDS, TOP_LOGPROBS) if field.name in table.column_names]
-    answers = table.select(names).to_pylist()
+    answers = table.select([name for name in names if name in table.column_names]).to_pylist()
     return {
         request.request_id: _answer(answer, fingerprint)
         for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
@@ -152,17 +148,19 @@ def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:
 def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
     for name in ("token_ids", "token_logprobs"):
         values[name] = None if values.get(name) is None else tuple(values[name])
-    tops = values.get(TOP_LOGPROBS.name)
-    values[TOP_LOGPROBS.name] = None if tops is None else tuple(tuple(tuple(t.values()) for t in top) for top in tops)
+    if values.get("tool_calls") is not None:
+        values["tool_calls"] = tuple((call["id"], call["name"], call["arguments"]) for call in values["tool_calls"])
+    if (tops := values.get(_TOPS.name)) is not None:
+        values[_TOPS.name] = tuple(tuple((token["token_id"], token["logprob"]) for token in top) for top in tops)
     return RowAnswer(fingerprint=fingerprint, **values)
 
 
 def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord) -> pa.Table:
-    schema = part_schema(rows.table.schema, record)
+    schema = part_schema(rows.table.schema, answer_fields(record))
     kept = passthrough_schema(rows.table.schema).names
     made: dict[str, Callable[[], pa.Array]] = {
         TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.sampling.json_schema),
-        TOP_LOGPROBS.name: lambda: pa.array([_tops(answer) for answer in answers], TOP_LOGPROBS.type),
+        _TOPS.name: lambda: pa.array(map(_tops, answers), _TOPS.type),
         SCORE_FIELD.name: lambda: pa.array(map(_score, rows.requests, answers), SCORE_FIELD.type),
     }
     ours = [

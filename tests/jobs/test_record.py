@@ -56,6 +56,8 @@ OTHER_VALUES: dict[str, Any] = {
     "regex": "x",
     "choice": ["x"],
     "grammar": 'start: "x"',
+    "reasoning_markers": "<think>,</think>",
+    "tool_call_parser": "hermes",
     "mode": "exact",
     "dtype": "bfloat16",
     "base_quantization": "int8",
@@ -63,6 +65,11 @@ OTHER_VALUES: dict[str, Any] = {
     "rows_per_shard": 10,
     "allow_special_tokens": True,
     "system_prompt": "Be brief.",
+    "chat_template": "{{ messages }}",
+    "tools": '[{"type": "function", "function": {"name": "f"}}]',
+    "chat_template_kwargs": '{"enable_thinking": false}',
+    "add_generation_prompt": False,
+    "continue_final_message": True,
     "policy": "s-lora",
     "placement": "loraserve",
 }
@@ -132,7 +139,9 @@ def test_a_partition_is_content_and_files_that_are_left_unread_are_not(record: R
 
 def test_a_job_of_the_version_before_these_options_is_the_same_job_with_the_same_index(record: Record) -> None:
     raw = json.loads(record().to_json())
-    for name in ("system_prompt", "policy", "placement"):
+    for name in ("system_prompt", "policy", "placement", "chat_template", "tools", "chat_template_kwargs"):
+        del raw["spec"][name]
+    for name in ("add_generation_prompt", "continue_final_message", "reasoning_markers", "tool_call_parser", "choice"):
         del raw["spec"][name]
     del raw["input"]["unread"], raw["input"]["files"][0]["partition"]
     before = JobRecord.from_json(json.dumps(raw).encode())

@@ -185,6 +185,76 @@ def test_a_system_prompt_needs_messages_and_a_template_that_keeps_it(given: dict
         JobSpec(**given, system_prompt="")
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ messages[0].content }}{{ mood }}"
+
+
+def test_what_is_given_to_templates_needs_messages(given: dict[str, Any]) -> None:
+    (problem,) = problems(given, tools=[TOOL], continue_final_message=True, chat_template=WITH_TOOLS)
+    asked = "chat_template, tools, continue_final_message"
+    assert problem.startswith(f"{asked}: the prompts of this input are in column 'prompt', which no chat template")
+
+
+def test_tools_and_variables_that_the_template_does_not_have_are_refused_at_once(given: dict[str, Any]) -> None:
+    pq.write_table(pa.table({"messages": ['[{"role": "user", "content": "x"}]']}), given["input"])
+    (problem,) = problems(given, tools=[TOOL])
+    assert problem.startswith("tools: the chat template leaves out the tool 'f': give one that has tools.")
+    (problem,) = problems(given, chat_template_kwargs={"moody": 1}, chat_template=WITH_TOOLS)
+    assert problem.startswith("chat_template_kwargs: the chat template has no variable 'moody'")
+    both = {"tools": json.dumps([TOOL]), "chat_template_kwargs": '{"mood": 1}'}
+    assert check_job(JobSpec(**given, **both, chat_template=WITH_TOOLS)).model.tokenizer.has_chat_template
+
+
+def test_a_chat_template_is_a_file_a_url_or_text_and_its_text_is_the_job_s(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"messages": ['[{"role": "user", "content": "x"}]']}), given["input"])
+    (tmp_path / "own.jinja").write_text(WITH_TOOLS)
+    fsspec.filesystem("memory").pipe_file("/templates/own.jinja", WITH_TOOLS.encode())
+    monkeypatch.chdir(tmp_path)
+    for place in (WITH_TOOLS, "own.jinja", "memory://templates/own.jinja", f"file://{tmp_path}/own.jinja"):
+        checked = check_job(JobSpec(**given, chat_template=place))
+        assert checked.spec.chat_template == WITH_TOOLS
+        assert checked.model.tokenizer.render([{"role": "user", "content": "x"}]) == "x"
+    (problem,) = problems(given, chat_template="gone.jinja")
+    assert problem.startswith(f"chat_template='{tmp_path}/gone.jinja'")
+    (problem,) = problems(given, chat_template="{% for %}")
+    assert problem.startswith("chat_template='{% for %}': chat template: not a valid jinja2 template")
+    (tmp_path / "own.jinja").write_bytes(b"\xff")
+    (problem,) = problems(given, chat_template="own.jinja")
+    assert "codec can't decode" in problem
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"tools": "["}, "tools='[': tools='[': not JSON ("),
+        ({"tools": [{"name": "f"}]}, "tools[0].type=None: expected 'function'"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages: set by the renderer."),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "a prompt ends with one of the two."),
+        ({"reasoning_markers": "<think>"}, "reasoning_markers=<think>: expected START,END such as <think>,</think>"),
+        ({"reasoning_markers": {"start": "a,b", "end": "c"}}, "expected a start marker without a comma"),
+        ({"tool_call_parser": "pythonic"}, "tool_call_parser=pythonic: expected one of hermes, llama3, mistral"),
+    ],
+)
+def test_options_of_templates_and_answers_are_checked_when_a_job_is_made(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(JobRequestError) as caught:
+        JobSpec(model="m", input="i", output="o", **values)
+    assert problem in str(caught.value)
+
+
+def test_options_are_the_same_however_they_are_written() -> None:
+    basics = {"model": "m", "input": "i", "output": "o"}
+    forms: list[dict[str, Any]] = [
+        {"tools": [TOOL], "chat_template_kwargs": {"a": None}, "reasoning_markers": {"start": "<t>", "end": "</t>"}},
+        {"tools": json.dumps([TOOL]), "chat_template_kwargs": '{"a": null}', "reasoning_markers": ["<t>", "</t>"]},
+    ]
+    one, other = (JobSpec(**basics, **form) for form in forms)
+    assert one == other == JobSpec(**one.model_dump())
+    assert one.sampling.reasoning == ("<t>", "</t>")
+    assert JobSpec(**basics, reasoning_markers={"end": "</t>"}).sampling.reasoning == ("", "</t>")
+
+
 def test_max_tokens_must_leave_room_for_a_prompt(given: dict[str, Any]) -> None:
     (problem,) = problems(given, max_tokens=128)
     assert "max_tokens=128: leaves no room for a prompt" in problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -13,8 +13,17 @@ from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.request import Request, Result
+from lorabatch.engine.text.completion import Completion
+from lorabatch.engine.text.token_rules import TokenRules
+from lorabatch.engine.text.tokenizer import Tokenizers
 
 POOL_BYTES = 4 << 20
+
+
+def completion_of(model: Path, own_folder: Callable[[str | None], Path | None] = lambda _: None) -> Completion:
+    """Watches rows of a model that ends with token 2 for their ends."""
+    tokenizers = Tokenizers(model, own_folder, (2,))
+    return Completion(tokenizers, TokenRules(tokenizers))
 
 
 def weights_sha256(engine: Engine) -> str:

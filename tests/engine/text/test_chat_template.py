@@ -10,6 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lorabatch.engine.errors import ChatTemplateError, ModelFilesError
 from lorabatch.engine.text.chat_template import ChatTemplate
+from lorabatch.engine.text.conversation import Conversation
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES: list[dict[str, Any]] = [
@@ -154,14 +155,16 @@ def test_what_a_template_may_take_has_limits(source: str, reason: str) -> None:
 def test_a_prompt_on_which_the_template_breaks_a_limit_costs_no_other_prompt() -> None:
     source = "{% if messages[0].content == 'bad' %}{{ 'a' * 10**10 }}{% endif %}<{{ messages[0].content }}>"
     texts = [*map(str, range(700)), "bad", *map(str, range(700, 1000))]
-    prompts = ChatTemplate(source, SPECIAL).render_all([[{"role": "user", "content": text}] for text in texts])
+    prompts = ChatTemplate(source, SPECIAL).render_all(
+        [Conversation([{"role": "user", "content": text}]) for text in texts]
+    )
     assert [prompt for prompt in prompts if isinstance(prompt, str)] == [f"<{number}>" for number in range(1000)]
     assert isinstance(prompts[700], ChatTemplateError)
 
 
 def test_a_template_that_always_takes_too_long_is_given_up() -> None:
     template = ChatTemplate("{{ 'a' * 10**10 }}", SPECIAL)
-    reasons = list(map(str, template.render_all([MESSAGES] * 1000)))
+    reasons = list(map(str, template.render_all([Conversation(MESSAGES)] * 1000)))
     num_tried = sum("1 GiB" in reason for reason in reasons)
     assert 1 <= num_tried < 10
     assert reasons[num_tried:] == ["the chat template has taken too long on others and is not tried again"] * (
@@ -173,5 +176,5 @@ def test_a_template_that_always_takes_too_long_is_given_up() -> None:
 
 def test_long_prompts_come_in_several_answers() -> None:
     text = "a" * (1 << 20)
-    prompts = ChatTemplate("{{ messages[0].content }}", SPECIAL).render_all([[{"content": text}]] * 40)
+    prompts = ChatTemplate("{{ messages[0].content }}", SPECIAL).render_all([Conversation([{"content": text}])] * 40)
     assert prompts == [text] * 40

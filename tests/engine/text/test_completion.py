@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft_oracle import completion_of
 
 from lorabatch.engine.request import Request, Result, SamplingParams, Sequence
 from lorabatch.engine.text.completion import Completion, first_stop
-from lorabatch.engine.text.token_rules import TokenRules
-from lorabatch.engine.text.tokenizer import Tokenizer, Tokenizers
+from lorabatch.engine.text.tokenizer import Tokenizer
 
 EOS, START = 2, 1  # <|im_end|>, <|im_start|>
 TEXTS = ("naïve café – 漢字 😀😀 end\n\n", "the quick brown fox ", "aabaaab", "e\u0301\u200d👩‍👩‍👧 ", "London. London")
@@ -19,16 +19,12 @@ TEXTS = ("naïve café – 漢字 😀😀 end\n\n", "the quick brown fox ", "aa
 
 @pytest.fixture(scope="module")
 def completion(weightless_model: Path) -> Completion:
-    return completion_of(Tokenizers(weightless_model, lambda adapter_id: None, (EOS,)))
+    return completion_of(weightless_model)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(weightless_model: Path) -> Tokenizer:
     return Tokenizer.from_folder(weightless_model)
-
-
-def completion_of(tokenizers: Tokenizers) -> Completion:
-    return Completion(tokenizers, TokenRules(tokenizers))
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -150,8 +146,8 @@ def test_rows_of_an_adapter_with_its_own_tokenizer_end_by_it(weightless_model: P
         asked.append(adapter_id)
         return tmp_path if adapter_id == "own" else None
 
-    tokenizers = Tokenizers(weightless_model, own_tokenizer, (EOS,))
-    completion = completion_of(tokenizers)
+    completion = completion_of(weightless_model, own_tokenizer)
+    tokenizers = completion._tokenizers
     for adapter_id, expected in (("own", {START, EOS}), ("other", {EOS}), (None, {EOS})):
         row = Sequence(Request("row", (5,), adapter_id, SamplingParams(max_tokens=9)), [7], mode="base")
         assert completion.finish(row) is None

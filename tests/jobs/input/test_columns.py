@@ -93,6 +93,35 @@ def test_a_row_must_have_one_kind_of_prompt() -> None:
     assert "one kind of prompt" in asked_twice
 
 
+def test_columns_that_an_option_adds_are_taken_where_it_is_given() -> None:
+    given = schema(prompt=pa.string(), reasoning=pa.string(), tool_calls=pa.int64())
+    assert find_roles(given, {})[1] == []
+    taken = "the output has a column of that name. Rename it."
+    assert find_roles(given, {}, ["reasoning_markers"])[1] == [f"input column 'reasoning': {taken}"]
+    with_role = given.append(pa.field("tool_call_parser", pa.string()))
+    assert find_roles(with_role, {})[1] == [f"input column 'tool_calls': {taken}"]
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "is_right"),
+    [
+        ("tools", pa.string(), True),
+        ("tools", pa.null(), True),
+        ("tools", pa.list_(pa.struct([("type", pa.string())])), True),
+        ("tools", pa.list_(pa.string()), False),
+        ("chat_template_kwargs", pa.struct([("a", pa.bool_())]), True),
+        ("chat_template_kwargs", pa.map_(pa.string(), pa.string()), False),
+        ("continue_final_message", pa.bool_(), True),
+        ("add_generation_prompt", pa.string(), False),
+    ],
+)
+def test_columns_beside_messages_have_types_that_templates_read(role: str, kind: pa.DataType, is_right: bool) -> None:
+    roles, problems = find_roles(schema(messages=pa.string()).append(pa.field(role, kind)), {})
+    assert roles[role] == role
+    assert (problems == []) == is_right
+    assert is_right or f"column {role!r} ({role}): type " in problems[0]
+
+
 @pytest.mark.parametrize("name", [*OUTPUT_COLUMNS, "__lb_tokens"])
 def test_names_that_the_output_needs_are_refused(name: str) -> None:
     _, (problem,) = find_roles(schema(prompt=pa.string(), **{name: pa.string()}), {})

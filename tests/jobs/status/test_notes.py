@@ -45,6 +45,19 @@ def test_what_special_tokens_in_messages_are_is_said_where_there_are_messages(re
     assert "are control tokens" in messages_note(allowed)[0]
 
 
+def test_a_chat_template_of_the_job_is_said_with_those_that_it_takes_the_place_of(record: Record) -> None:
+    own = AdapterRecord(name="own", url="/own", verdict="exact", sha256="o", tokenizer_sha256="t")
+    job = record(adapters=(own,))
+    spec = job.spec | {"chat_template": "{{ messages }}"}
+    chat = job.input.model_copy(update={"roles": {"messages": "chat"}})
+    said = "messages: rendered by the job's chat template, instead of the model's"
+    assert messages_note(job.model_copy(update={"input": chat, "spec": spec}))[0] == (
+        f"{said} and of those that adapters have: own"
+    )
+    alone = job.model_copy(update={"input": chat, "spec": spec, "adapters": ()})
+    assert messages_note(alone)[0] == said
+
+
 def test_adapters_that_no_row_names_are_said_in_one_line(record: Record) -> None:
     job = with_adapter_column(record(adapters=adapters("a", "b", "c")))
     assert row_notes(job, {"a": 3, "": 1}) == ("2 of 3 adapters are named by no row: b, c",)

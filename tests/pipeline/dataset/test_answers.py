@@ -32,6 +32,8 @@ ANSWERS = st.builds(
     error=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     token_ids=st.none() | TOKENS,
     token_logprobs=st.none() | st.lists(FLOATS, max_size=5).map(tuple),
+    reasoning=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+    tool_calls=st.none() | st.lists(st.tuples(st.just("a00000000"), st.just("f"), st.just("{}"))).map(tuple),
 )
 
 

@@ -37,6 +37,8 @@ OTHER: dict[str, Any] = {
     "regex": "x",
     "choice": ("x",),
     "grammar": 'start: "x"',
+    "reasoning_markers": "<think>,</think>",
+    "tool_call_parser": "hermes",
 }
 
 

@@ -67,6 +67,22 @@ def test_a_chat_template_of_its_own_renders_its_rows_only(
     assert tokens["plain"] == tokens[None] == base.encode_batch([rendered], is_rendered=True)[0]
 
 
+def test_the_job_s_template_takes_the_place_of_the_model_s_and_of_its_own(
+    tiny_llama: Path, folders: Path, record: Callable[[], tuple[JobSpec, JobRecord]], tmp_path: Path
+) -> None:
+    (folders / "own" / "chat_template.jinja").write_text(TEMPLATE)
+    spec, _ = record()
+    (tmp_path / "job.jinja").write_text("({{ messages[0].content }})")
+    checked = check_job(JobSpec(**spec.model_dump() | {"chat_template": str(tmp_path / "job.jinja")}))
+    found = make_record(checked)
+    (tmp_path / "job.jinja").unlink()
+    tokens = tokens_by_adapter(checked.spec, found)
+    base = Tokenizer.from_folder(tiny_llama)
+    assert {name: base.decode(ids) for name, ids in tokens.items()} == dict.fromkeys(("own", "plain", None), "(hi)")
+    # The text is recorded, so that the job goes on without the file.
+    assert check_job(found.job_spec()).spec.chat_template == "({{ messages[0].content }})"
+
+
 def test_its_identity_changes_with_its_template(folders: Path, record: Callable[[], tuple[JobSpec, JobRecord]]) -> None:
     _, before = record()
     (folders / "own" / "chat_template.jinja").write_text(TEMPLATE)

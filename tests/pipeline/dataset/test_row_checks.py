@@ -26,6 +26,8 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=3).map(lambda d: tuple(d.items())),
     bad_words=st.lists(st.text(min_size=1), max_size=3).map(tuple),
     choice=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    reasoning_markers=st.sampled_from(["", "<think>,</think>", ",x"]),
+    tool_call_parser=st.sampled_from(["", "hermes"]),
 )
 
 

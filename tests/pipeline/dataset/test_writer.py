@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from lorabatch.jobs.errors import DamagedRecordError
-from lorabatch.jobs.input.columns import ANSWER_FIELDS, LOGPROB_FIELDS
+from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
+from lorabatch.jobs.input.columns import ANSWER_FIELDS, LOGPROB_FIELDS, answer_fields
 from lorabatch.pipeline.coordinator.summary import account_parts
 from lorabatch.pipeline.dataset.reader import RowError
-from lorabatch.pipeline.dataset.writer import answers_in_part, part_bytes, part_schema
+from lorabatch.pipeline.dataset.writer import answers_in_part, output_schema, part_bytes, part_schema
 
 Prepare = Callable[..., Any]
 Echo = Callable[..., Any]
@@ -97,6 +98,32 @@ def test_logprobs_add_their_columns_to_every_part(prepare_job: Prepare, answer_b
     for row in output.to_pylist():
         assert (row["token_ids"] is not None) == bool(row["logprobs"])
         assert (row["token_logprobs"] is not None) == bool(row["logprobs"])
+
+
+def test_reasoning_and_tool_calls_are_written_and_read_back(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    table = pa.table({"id": [1, 2, 3], "prompt": ["a", "b", ""], "reasoning": ["mine"] * 3})
+    with pytest.raises(JobRequestError, match="input column 'reasoning': the output has a column of that name"):
+        prepare_job(table, reasoning_markers="<t>,</t>")
+    assert "tool_calls" not in output_schema(prepare_job(table).record).names
+    asked = {"reasoning_markers": "<t>,</t>", "tool_call_parser": "hermes", "rows_per_shard": 9}
+    job = prepare_job(table.drop_columns("reasoning"), **asked)
+    said = iter([("so", (("a1b2c3000", "f", '{"a": 1}'),)), (None, ())])
+    written = []
+    for rows in job.shards():
+        answers = {}
+        for name, answer in answer_by_echo(rows).items():
+            reasoning, calls = next(said)
+            answers[name] = replace(answer, reasoning=reasoning, tool_calls=calls)
+        part = part_bytes(rows, answers, job.record)
+        assert pq.read_schema(io.BytesIO(part)).equals(output_schema(job.record))
+        assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
+        written += pq.read_table(io.BytesIO(part)).to_pylist()
+    written.sort(key=lambda row: row["id"])
+    assert [(row["reasoning"], row["tool_calls"]) for row in written] == [
+        ("so", [{"id": "a1b2c3000", "name": "f", "arguments": '{"a": 1}'}]),
+        (None, []),
+        (None, None),
+    ]
 
 
 def test_a_part_without_all_answers_is_not_written(prepare_job: Prepare, answer_by_echo: Echo) -> None:
@@ -182,4 +209,4 @@ def test_the_part_schema_is_known_before_any_row_is_answered(prepare_job: Prepar
     job = prepare_job(mixed_table())
     for rows in job.shards():
         part = io.BytesIO(part_bytes(rows, answer_by_echo(rows), job.record))
-        assert pq.read_schema(part).equals(part_schema(rows.table.schema, job.record))
+        assert pq.read_schema(part).equals(part_schema(rows.table.schema, answer_fields(job.record)))
