@@ -347,6 +347,40 @@ def report(
         typer.echo(f"Report: {save}")
 
 
+@app.command("import")
+def import_batch(
+    batches: Annotated[list[str], typer.Argument(metavar="BATCH.jsonl...", help="Batch files; paths or URLs.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT.parquet", help="The job's input; path or URL. Replaced.")],
+    base: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Model name that means the base model; others are adapters. Repeatable."),
+    ] = None,
+    storage_options: StorageOption = None,
+) -> None:
+    """Make a job's input of batch files of OpenAI's API: each line a row, each model name an adapter."""
+    with errors_as_exit_codes():
+        from .console.terminal import echo
+        from .jobs.openai_batch.importing import import_batch as import_files
+
+        echo(import_files(batches, output, base or (), _storage_options(storage_options)).to_text())
+
+
+@app.command("export")
+def export_batch(
+    output: OutputArgument,
+    results: Annotated[str, typer.Argument(metavar="RESULTS.jsonl", help="Path or URL. Replaced.")],
+    partial: Annotated[bool, typer.Option("--partial", help="Also of a job that has not finished.")] = False,
+    storage_options: StorageOption = None,
+) -> None:
+    """Write a job's output as a batch output file of OpenAI's API: each row a line, keyed by custom_id."""
+    with errors_as_exit_codes():
+        from .console.terminal import echo
+        from .jobs.openai_batch.exporting import export_batch as export_rows
+
+        store, options = _store(output, storage_options), _storage_options(storage_options)
+        echo(export_rows(store, results, options, is_partial=partial).to_text())
+
+
 @bench_app.command("engine")
 def bench_engine(
     model: Annotated[Path | None, typer.Option(help="Model folder; by default the demo's base.")] = None,

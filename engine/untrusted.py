@@ -59,6 +59,27 @@ def _bounded_int(text: str) -> int:
     return int(text)
 
 
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object. Raises `ValueError` for anything else, and for repeated keys, NaN and infinities."""
+    value = parse_json(text, object_pairs_hook=_each_once, parse_constant=_no_number)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, expected an object")
+    return value
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"key {shown(key)} is given twice")
+        value[key] = item
+    return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number")
+
+
 def shown(value: Any) -> str:
     """A value as messages show it: short, on one line, whatever it is."""
     return shortened(printable(_REPR.repr(value)))

@@ -70,6 +70,15 @@ except SystemExit:
     assert loaded.isdisjoint(HEAVY | more), loaded & (HEAVY | more)
 
 
+def test_an_import_needs_batch_files_and_the_name_of_its_output(tmp_path: Path) -> None:
+    assert invoke("import", "a.jsonl")[0] == 2
+    (tmp_path / "a.jsonl").write_text('{"custom_id": "a"}')
+    code, text = invoke("import", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
+    assert code == 2
+    assert "no such file" not in text
+    assert "expected a name that ends with .parquet" in text
+
+
 def test_the_version_is_printed() -> None:
     assert invoke("--version") == (0, f"{__version__}\n")
 

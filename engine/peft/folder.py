@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterRefusedError
-from ..untrusted import read_regular, shown, shown_name
-from .tensor_file import TensorEntry, parse_object, read_header
+from ..untrusted import parse_object, read_regular, shown, shown_name
+from .tensor_file import TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 8 << 20

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AdapterRefusedError
-from ..untrusted import parse_json, shown
+from ..untrusted import parse_object, shown
 
 # Pairs on every expert of the largest mixtures are 100,000 tensors and 18 MB of header.
 MAX_HEADER_BYTES = 32 << 20
@@ -148,24 +148,3 @@ class TensorReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def parse_object(text: str | bytes) -> dict[str, Any]:
-    """A JSON object. Raises `ValueError` for anything else, and for repeated keys, NaN and infinities."""
-    value = parse_json(text, object_pairs_hook=_each_once, parse_constant=_no_number)
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds {type(value).__name__}, expected an object")
-    return value
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for key, item in pairs:
-        if key in value:
-            raise ValueError(f"key {shown(key)} is given twice")
-        value[key] = item
-    return value
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number")

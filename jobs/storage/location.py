@@ -31,8 +31,8 @@ from ..errors import MissingFileError, StorageError
 from .redaction import redacted_url, storage_reason
 
 logger = logging.getLogger(__name__)
-# Servers where a file that is being written is seen, and where a rename replaces another file at once.
-_RENAMING_PROTOCOLS = ("sftp://", "ssh://")
+#: Servers where a file that is being written is seen, and where a rename replaces another file at once.
+RENAMING_PROTOCOLS = ("sftp://", "ssh://")
 _BUCKET_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
 
 
@@ -79,7 +79,7 @@ class Location:
     def fs(self) -> Any:
         """The fsspec filesystem; `LocalFiles` where it is the local one."""
         # A connection of SFTP is for one thread; fsspec keeps a filesystem for each.
-        return (self._open() if self.url.startswith(_RENAMING_PROTOCOLS) else self._opened)[0]
+        return (self._open() if self.url.startswith(RENAMING_PROTOCOLS) else self._opened)[0]
 
     @property
     def is_local(self) -> bool:
@@ -215,7 +215,7 @@ class Location:
     def _conditional_put(self, name: str, data: bytes) -> bool:
         if self.exists(name):
             return False
-        if self.url.startswith(_RENAMING_PROTOCOLS):
+        if self.url.startswith(RENAMING_PROTOCOLS):
             return self._put(name, data, is_new=True)
         try:
             self.fs.pipe_file(self.path(name), data, mode="create")
@@ -241,7 +241,7 @@ class Location:
 
     def _put(self, name: str, data: bytes, *, is_new: bool = False) -> bool:
         """Write or replace a file that is not local. `is_new`: replace nothing. False when one was there."""
-        if not self.url.startswith(_RENAMING_PROTOCOLS):
+        if not self.url.startswith(RENAMING_PROTOCOLS):
             self.fs.pipe_file(self.path(name), data)
             return True
         path, temporary = self.path(name), self.path(f"{self.scratch}/.{uuid.uuid4().hex}.tmp".lstrip("/"))

@@ -15,6 +15,7 @@ from typing import Any
 from zlib import crc32
 
 import fuzz_seeds as seeds
+import pyarrow.parquet as pq
 import yaml
 from fuzz_case import Case, Target
 from fuzz_messages import frame_cases, packed, peer_cases, read_frames, read_peers, small, unpaired
@@ -36,6 +37,7 @@ from lorabatch.jobs.errors import JobError
 from lorabatch.jobs.history import AnswerLengths, ModelHistory, read_history
 from lorabatch.jobs.input.columns import find_roles
 from lorabatch.jobs.input.files import pack_schema, read_footers, unified_schema
+from lorabatch.jobs.openai_batch.importing import import_batch
 from lorabatch.jobs.report.page import write_report
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.status.job_status import read_status
@@ -371,6 +373,35 @@ def _read_journals(folder: Path) -> Iterator[str]:
             yield str(error)
 
 
+# Batch files
+
+
+def _batch_cases() -> SearchStrategy[Case]:
+    body = {
+        "model": "rank8", "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        "max_completion_tokens": 4, "temperature": 0, "stop": ["x"], "logprobs": True, "seed": 7, "n": 1, "user": "me",
+    }  # fmt: skip
+    chat = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    completion = {**chat, "url": "/v1/completions", "body": {"model": "base", "prompt": [[1, 2]], "stop": "x"}}
+    other = st.sampled_from((chat, completion)).flatmap(json_files)
+    whole = st.sampled_from([dump(chat | {"custom_id": name}).encode() for name in "ab"])
+    ends = st.sampled_from((b"\n", b"\r\n", b"\n\n", b"\n\xef\xbb\xbf", b""))
+    return st.lists(st.tuples(whole | other, ends), max_size=6).map(
+        lambda lines: {"batch.jsonl": b"".join(line + end for line, end in lines)}
+    )
+
+
+def _read_batch(folder: Path) -> Iterator[str]:
+    target = folder / "rows.parquet"
+    yield import_batch([str(folder / "batch.jsonl")], str(target), ["base"], {}).to_text()
+    rows = pq.read_table(target)
+    ids = rows.column("id").to_pylist()
+    assert len(ids) == len(set(ids))
+    assert not find_roles(rows.schema, {})[1]
+    if "openai_error" in rows.column_names:
+        yield from (text for text in rows.column("openai_error").to_pylist() if text)
+
+
 def _single(name: str, strategy: SearchStrategy[bytes]) -> SearchStrategy[Case]:
     return strategy.map(lambda data: {name: data})
 
@@ -395,5 +426,6 @@ TARGETS: Mapping[str, Target] = {
         Target("peer messages", peer_cases, read_peers, (), 200),
         Target("records", _record_cases, _read_records, ()),
         Target("journals", _journal_cases, _read_journals, (), 300),
+        Target("batch files", _batch_cases, _read_batch, (JobError,), 300),
     )
 }

@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from lorabatch.engine.errors import AdapterRefusedError
-from lorabatch.engine.peft.tensor_file import TensorReader, parse_object, read_header
+from lorabatch.engine.peft.tensor_file import TensorReader, read_header
+from lorabatch.engine.untrusted import parse_object
 
 
 def write_raw(path: Path, header: Any, data: bytes = b"") -> Path:

@@ -1,0 +1,269 @@
+"""`export_batch`: the rows of a job's output as an output file of OpenAI's Batch API, a line each, in bounded memory.
+
+The same output gives the same bytes: ids are made from the job's id and the row's, and all responses were created when
+the job was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import blake2b
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import JobRequestError, StorageError, naming_damage
+from ..input.columns import (
+    ANSWER_FIELDS,
+    ASKED_FIELDS,
+    DEFAULT_ID_COLUMN,
+    LOGPROB_FIELDS,
+    SAMPLE_FIELD,
+    readable_values,
+)
+from ..record import JobRecord
+from ..status.job_status import read_status
+from ..storage.location import absolute
+from ..storage.redaction import redacted_url, storage_reason
+from ..storage.single_file import replaced_file
+from ..store import JobStore, part_name
+from .importing import ERROR_COLUMN, MODEL_COLUMN, counted
+
+_BATCH_ROWS = 1024
+# JSON has no infinite numbers; OpenAI writes this for tokens that are as good as impossible.
+_LEAST_LOGPROB = -9999.0
+# Of a part: the columns that responses are made of, by what they hold.
+_Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ExportedBatch:
+    """What was exported. `results`: as messages show it."""
+
+    results: str
+    num_responses: int = 0
+    num_errors: int = 0
+
+    def to_text(self) -> str:
+        """A line for people."""
+        return f"{self.results}: {counted(self.num_responses, 'response')}, {counted(self.num_errors, 'error')}"
+
+
+def export_batch(
+    store: JobStore, results: str, storage_options: Mapping[str, Any], *, is_partial: bool = False
+) -> ExportedBatch:
+    """Write the rows of the job in `store` as lines of JSON, in the order of its parts. `is_partial`: also while parts
+    are missing.
+
+    Raises `JobRequestError` for an output without a job, for a job that has not finished, and for a file that would lie
+    in its output; `StorageError` when storage fails. Then the file stays as it was.
+    """
+    status = read_status(store)
+    _check(store, results)
+    if not (status.is_finished or is_partial):
+        raise JobRequestError(
+            f"output={status.output!r}: this job has not finished. Wait for it, `lorabatch resume` it, or export the "
+            "parts that are there with --partial."
+        )
+    exported = ExportedBatch(redacted_url(results))
+    layout = _Layout.of(status.record)
+    with replaced_file(results, storage_options) as file:
+        groups = _Groups()
+
+        def write(completions: list[_Row]) -> None:
+            line = layout.line(completions)
+            exported.num_errors += line["error"] is not None
+            exported.num_responses += line["error"] is None
+            file.write(json.dumps(line).encode() + b"\n")
+
+        for shard_id in sorted(store.committed_parts()):
+            for row in _rows(store, shard_id, layout):
+                if completions := groups.add(row):
+                    write(completions)
+        for completions in groups.unfinished():
+            write(completions)
+        store.check_holder(status.record.job_id)
+    return exported
+
+
+def _check(store: JobStore, results: str) -> None:
+    shown = redacted_url(results)
+    if not results.lower().endswith(".jsonl"):
+        raise JobRequestError(f"results={shown!r}: expected a name that ends with .jsonl.")
+    if absolute(results).startswith(f"{absolute(store.url).rstrip('/')}/"):
+        raise JobRequestError(
+            f"results={shown!r}: lies in the job's output, whose files are read as Parquet. Name a file elsewhere."
+        )
+
+
+class _Groups:
+    """Puts completions of one row together. They stand near each other, so that few groups wait for their last."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Any, list[_Row]] = {}
+
+    def add(self, row: _Row) -> list[_Row]:
+        """The completions of the row, if this is the last of them; else none."""
+        if row["finish_reason"] == "error" and not row["attempts"]:
+            return [row]  # it was wrong before it became several
+        group = self._waiting.setdefault(row["id"], [])
+        group.append(row)
+        return self._waiting.pop(row["id"]) if len(group) == _num_completions(row) else []
+
+    def unfinished(self) -> Iterator[list[_Row]]:
+        """What there is of rows whose other completions are in parts that are missing."""
+        yield from self._waiting.values()
+
+
+def _num_completions(row: _Row) -> int:
+    continuation = row.get("continuation")
+    if continuation is not None:
+        return len(continuation) if isinstance(continuation, list) else 1
+    return int(row["n"])
+
+
+def _rows(store: JobStore, shard_id: int, layout: _Layout) -> Iterator[_Row]:
+    """The rows of a part: the columns that responses are made of, by what they hold."""
+    name = part_name(shard_id)
+    try:
+        with naming_damage(name), store.open_part(shard_id) as part:
+            file = pq.ParquetFile(part)
+            columns = layout.columns_of(file.schema_arrow)
+            for batch in file.iter_batches(_BATCH_ROWS, columns=sorted(set(columns.values()))):
+                found = {key: readable_values(batch.column(column)) for key, column in columns.items()}
+                for values in zip(*found.values(), strict=True):
+                    row = dict(zip(found, values, strict=True))
+                    yield row | {"n": row.get("n") or layout.num_completions}
+    except StorageError:
+        raise
+    except OSError as error:
+        reason = storage_reason(error, store.location.storage_options, store.url)
+        raise StorageError(f"cannot read {name}: {reason}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the rows of one job become lines. `roles`: role -> column; `base_model`: its name in responses.
+    `num_completions`: of rows that do not say how many they have.
+    """
+
+    job_id: str
+    created: int
+    roles: Mapping[str, str]
+    base_model: str
+    num_completions: int
+
+    @classmethod
+    def of(cls, record: JobRecord) -> _Layout:
+        """For the rows of a frozen job."""
+        return cls(
+            job_id=record.job_id,
+            created=int(datetime.fromisoformat(record.created_at).timestamp()),
+            roles=record.input.roles,
+            base_model=redacted_url(record.model.url).rstrip("/").rpartition("/")[2],
+            num_completions=record.sampling.n,
+        )
+
+    def columns_of(self, schema: pa.Schema) -> dict[str, str]:
+        """What a row holds -> its column, of those that are there. Raises `KeyError` for one that must be there."""
+        columns = {column.name: column.name for column in ANSWER_FIELDS}
+        columns["id"] = self.roles.get("id", DEFAULT_ID_COLUMN)
+        columns |= {role: self.roles[role] for role in ("adapter", "n", "continuation") if role in self.roles}
+        added = (*LOGPROB_FIELDS, *ASKED_FIELDS.values(), SAMPLE_FIELD)
+        # in an input of another origin they may be anything
+        columns |= {field.name: field.name for field in added if field in schema}
+        for name in (MODEL_COLUMN, ERROR_COLUMN):
+            # in an input of another origin it may be anything
+            if name in schema.names and pa.types.is_string(schema.field(name).type):
+                columns[name] = name
+        return {key: schema.field(column).name for key, column in columns.items()}
+
+    def line(self, completions: list[_Row]) -> dict[str, Any]:
+        """The line of one row, which has one or several completions; an error if one of them is."""
+        row = next((each for each in completions if each["finish_reason"] == "error"), completions[0])
+        custom_id = None if row["id"] is None else str(row["id"])
+        name = blake2b(f"{self.job_id}\n{custom_id}".encode(), digest_size=12).hexdigest()
+        line: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": custom_id}
+        if row["finish_reason"] == "error":
+            error = {
+                # no engine has seen it: the request was wrong
+                "code": "server_error" if row["attempts"] else "invalid_request",
+                "message": row.get(ERROR_COLUMN) or row["error"],
+            }
+            return line | {"response": None, "error": error}
+        response = {"status_code": 200, "request_id": f"req_{name}", "body": self._body(completions, name)}
+        return line | {"response": response, "error": None}
+
+    def _body(self, completions: list[_Row], name: str) -> dict[str, Any]:
+        prefix, kind, choice_of = _CHAT if "messages" in self.roles else _COMPLETION
+        completions = sorted(completions, key=lambda row: row.get("sample") or 0)
+        row, num_tokens = completions[0], sum(each["completion_tokens"] for each in completions)
+        return {
+            "id": f"{prefix}-{name}",
+            "object": kind,
+            "created": self.created,
+            "model": row.get(MODEL_COLUMN) or row.get("adapter") or self.base_model,
+            "choices": [{"index": each.get("sample") or 0, **choice_of(each)} for each in completions],
+            "usage": {
+                "prompt_tokens": row["prompt_tokens"],
+                "completion_tokens": num_tokens,
+                "total_tokens": row["prompt_tokens"] + num_tokens,
+            },
+        }
+
+
+def _chat(row: _Row) -> dict[str, Any]:
+    message = {"role": "assistant", "content": row["completion"], "refusal": None}
+    if row.get("reasoning") is not None:
+        message["reasoning_content"] = row["reasoning"]  # not OpenAI's; the name that others have for it
+    reason = row["finish_reason"]
+    if row.get("tool_calls"):
+        message["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in row["tool_calls"]
+        ]
+        reason = "tool_calls" if reason == "stop" else reason
+    return {"message": message, "logprobs": _logprobs(row, _chat_logprobs), "finish_reason": reason}
+
+
+def _completion(row: _Row) -> dict[str, Any]:
+    logprobs = _logprobs(row, _completion_logprobs)
+    return {"text": row["completion"], "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+
+
+# Prefix of the id, name of the object, and what makes a choice.
+_CHAT = ("chatcmpl", "chat.completion", _chat)
+_COMPLETION = ("cmpl", "text_completion", _completion)
+# A token's name and log-probability.
+_Token = tuple[str, float]
+
+
+def _logprobs(row: _Row, shape: Callable[[list[_Token], list[list[_Token]]], dict[str, Any]]) -> Any:
+    """Log-probabilities of the tokens, which are named by their ids: no tokenizer is read here. None without."""
+    if row.get("token_logprobs") is None:
+        return None
+    tokens = [_token(*pair) for pair in zip(row["token_ids"], row["token_logprobs"], strict=True)]
+    tops = row.get("token_top_logprobs") or [[]] * len(tokens)
+    return shape(tokens, [[_token(each["token_id"], each["logprob"]) for each in top] for top in tops])
+
+
+def _token(token_id: int, logprob: float) -> _Token:
+    return f"token_id:{token_id}", max(logprob, _LEAST_LOGPROB)
+
+
+def _chat_logprobs(tokens: list[_Token], tops: list[list[_Token]]) -> dict[str, Any]:
+    def entry(token: _Token) -> dict[str, Any]:
+        return {"token": token[0], "bytes": None, "logprob": token[1]}
+
+    content = [entry(token) | {"top_logprobs": list(map(entry, top))} for token, top in zip(tokens, tops, strict=True)]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(tokens: list[_Token], tops: list[list[_Token]]) -> dict[str, Any]:
+    names, values = [name for name, _ in tokens], [value for _, value in tokens]
+    top = [dict(each) for each in tops] if any(tops) else None
+    return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": None}

@@ -1,0 +1,221 @@
+"""What the parameters of a request's body become: the column that plays the role, nothing, or a problem.
+
+The columns are those that a job reads (`COLUMN_ROLES`), so that an option of sampling that is new becomes one here too.
+Everything else is in the tables of this file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from ...engine.request import SAMPLING_OPTIONS
+from ...engine.untrusted import shown, shown_name
+from ..spec import COLUMN_ROLES, PROMPT_ROLES
+
+_PROBLEMS_SHOWN = 5
+#: What Arrow's integers hold.
+INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint of the API. `prompt`: the parameter with the prompt. `defaults`: columns of bodies that do not say
+    otherwise, where OpenAI's default is another one than a job's. `meanings`: parameter -> values that a column spells
+    otherwise; None is the job's value.
+    """
+
+    url: str
+    prompt: str
+    defaults: Mapping[str, Any]
+    meanings: Mapping[str, tuple[tuple[Any, Any], ...]] = field(default_factory=dict)
+
+
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "messages",
+    {"temperature": 1.0},
+    {"top_k": ((-1, 0),), "logprobs": ((False, None),)},
+)
+COMPLETIONS = Endpoint(
+    "/v1/completions",
+    "prompt",
+    {"temperature": 1.0, "max_tokens": 16},
+    {"top_k": ((-1, 0),), "logprobs": ((0, True),)},
+)
+ENDPOINTS: Mapping[str, Endpoint] = {endpoint.url: endpoint for endpoint in (CHAT, COMPLETIONS)}
+
+#: Parameter -> the column that plays its role under another name.
+_RENAMED = {"max_completion_tokens": "max_tokens"}
+#: Parameters that change no answer.
+_IGNORED = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "stream_options", "request_id", "priority", "cache_salt",
+    }
+)  # fmt: skip
+#: Parameter -> its values that ask for nothing else than what every answer has.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("auto",),
+    "chat_template_kwargs": ({},),
+    "stop_token_ids": ([],),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnKind:
+    """What a column holds. `read`: the column's value for a value of JSON; raises `ValueError` for any that is not as
+    `expected`.
+    """
+
+    arrow: pa.DataType
+    expected: str
+    read: Callable[[Any], Any]
+
+
+def text(value: Any) -> str:
+    """A text that files can hold. Raises `ValueError` for other values, and for halves of surrogate pairs."""
+    if not isinstance(value, str):
+        raise ValueError("no text")
+    value.encode()
+    return value
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, readable where files can hold its signs. Raises `ValueError` for infinite numbers and for
+    values that nest too deeply.
+    """
+    try:
+        return text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+
+
+def integer(value: Any) -> int:
+    """An integer that columns can hold. Raises `ValueError`."""
+    if type(value) is not int or value not in INT64:
+        raise ValueError("no integer of 64 bits")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError("no number")
+    return float(value)
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("neither true nor false")
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [text(value)]
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return [text(item) for item in value]
+
+
+def _integers(value: Any) -> list[int]:
+    return [integer(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def _text_or_json(value: Any) -> str:
+    return json_text(value) if isinstance(value, dict | list) else text(value)
+
+
+_KINDS: Mapping[Any, ColumnKind] = {
+    int: ColumnKind(pa.int64(), "an integer", integer),
+    float: ColumnKind(pa.float64(), "a number", _number),
+    bool: ColumnKind(pa.bool_(), "true or false", _boolean),
+    tuple[str, ...]: ColumnKind(pa.list_(pa.string()), "text or a list of texts", _texts),
+    tuple[int, ...]: ColumnKind(pa.list_(pa.int64()), "an integer or a list of integers", _integers),
+}
+# Of options that are text, and of those that have a form of their own, which columns hold as JSON.
+_JSON = ColumnKind(pa.string(), "text or an object", _text_or_json)
+_SWITCHES = dict.fromkeys(("add_generation_prompt", "continue_final_message"), bool)
+# Roles that no parameter of a request plays.
+_NO_PARAMETERS = ("id", "adapter", *PROMPT_ROLES, "continuation", "continuation_token_ids")
+#: Column -> what it holds, of all columns that parameters become.
+COLUMN_KINDS: Mapping[str, ColumnKind] = {
+    role: _KINDS.get(SAMPLING_OPTIONS[role].kind if role in SAMPLING_OPTIONS else _SWITCHES.get(role), _JSON)
+    for role in COLUMN_ROLES
+    if role not in _NO_PARAMETERS
+}
+
+
+def read_parameters(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, Any], list[str]]:
+    """The columns of a request's body, without its model and prompt, and every problem as a sentence."""
+    columns: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in _asked(body, endpoint):
+        column = _RENAMED.get(name, name)
+        kind = COLUMN_KINDS.get(column)
+        if kind is None:
+            problems.append(f"{shown_name(name)}={shown(value)}: not supported. Leave it out.")
+            continue
+        try:
+            read = kind.read(value)
+        except ValueError:
+            problems.append(f"{name}={shown(value)}: expected {kind.expected}.")
+            continue
+        if columns.setdefault(column, read) != read:
+            problems.append(f"{name}={shown(value)}: {column} is {shown(columns[column])} already. Leave one out.")
+    if len(problems) > _PROBLEMS_SHOWN:
+        problems[_PROBLEMS_SHOWN:] = [f"{len(problems) - _PROBLEMS_SHOWN} more parameters are wrong."]
+    return {**endpoint.defaults, **columns}, problems
+
+
+def _asked(body: Mapping[str, Any], endpoint: Endpoint) -> Iterator[tuple[str, Any]]:
+    """The parameters that ask for something, with values as columns spell them."""
+    for name, value in body.items():
+        if name in _IGNORED or name in ("model", endpoint.prompt):
+            continue
+        if endpoint is COMPLETIONS and name == "logprobs" and type(value) is int and value > 0:
+            name = "top_logprobs"  # as many alternatives as this, which come with those of the tokens
+        for theirs, ours in endpoint.meanings.get(name, ()):
+            if _is_same(value, theirs):
+                value = ours
+                break
+        is_known = _RENAMED.get(name, name) in COLUMN_KINDS
+        is_plain = not is_known and any(_is_same(value, plain) for plain in _PLAIN.get(name, ()))
+        if value is not None and not is_plain:
+            yield name, value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are one: in Python, true is 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -1,0 +1,150 @@
+"""Each parameter of a body becomes its column, asks for nothing, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorabatch.engine.request import SAMPLING_OPTIONS
+from lorabatch.jobs.input.columns import find_roles
+from lorabatch.jobs.openai_batch.parameters import (
+    CHAT,
+    COLUMN_KINDS,
+    COMPLETIONS,
+    Endpoint,
+    json_text,
+    read_parameters,
+    text,
+)
+
+CHAT_DEFAULTS = {"temperature": 1.0}
+
+
+def columns(endpoint: Endpoint = CHAT, **body: Any) -> dict[str, Any]:
+    found, problems = read_parameters(body, endpoint)
+    assert problems == []
+    return {name: value for name, value in found.items() if endpoint.defaults.get(name) != value}
+
+
+def problems(endpoint: Endpoint = CHAT, **body: Any) -> list[str]:
+    return read_parameters(body, endpoint)[1]
+
+
+def test_every_sampling_option_is_a_column_of_a_type_that_a_job_reads() -> None:
+    assert SAMPLING_OPTIONS.keys() - {"continuation_token_ids"} <= COLUMN_KINDS.keys()
+    schema = pa.schema([("prompt", pa.string()), *((name, kind.arrow) for name, kind in COLUMN_KINDS.items())])
+    assert find_roles(schema, {})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "expected"),
+    [
+        (CHAT, {"max_tokens": 5}, {"max_tokens": 5}),
+        (CHAT, {"max_completion_tokens": 5}, {"max_tokens": 5}),
+        (CHAT, {"max_completion_tokens": 5, "max_tokens": 5}, {"max_tokens": 5}),
+        (CHAT, {"temperature": 0, "top_p": 1}, {"temperature": 0.0, "top_p": 1.0}),
+        (CHAT, {"temperature": None, "top_p": None}, {}),
+        (CHAT, {"stop": "end"}, {"stop": ["end"]}),
+        (CHAT, {"stop": ["end", "é"]}, {"stop": ["end", "é"]}),
+        (CHAT, {"seed": -1, "top_k": -1}, {"seed": -1, "top_k": 0}),
+        (CHAT, {"logprobs": True}, {"logprobs": True}),
+        (CHAT, {"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}),
+        (CHAT, {"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+        (COMPLETIONS, {"logprobs": 0}, {"logprobs": True}),
+        (COMPLETIONS, {"logprobs": 3}, {"top_logprobs": 3}),
+        (CHAT, {"n": 3, "presence_penalty": 0.5, "min_p": 0.1}, {"n": 3, "presence_penalty": 0.5, "min_p": 0.1}),
+        (CHAT, {"logit_bias": {"5": -100}}, {"logit_bias": '{"5": -100}'}),
+        (CHAT, {"stop_token_ids": [5, 6]}, {"stop_token_ids": [5, 6]}),
+        (CHAT, {"response_format": {"type": "text"}}, {"response_format": '{"type": "text"}'}),
+        (CHAT, {"chat_template_kwargs": {"a": True}}, {"chat_template_kwargs": '{"a": true}'}),
+        (CHAT, {"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        (COMPLETIONS, {"max_tokens": 5}, {"max_tokens": 5}),
+        (CHAT, {"min_tokens": 2, "ignore_eos": True, "top_k": 4}, {"min_tokens": 2, "ignore_eos": True, "top_k": 4}),
+    ],
+)
+def test_parameters_become_the_columns_that_play_their_role(
+    endpoint: Endpoint, body: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert columns(endpoint, **body) == expected
+
+
+def test_where_a_body_says_nothing_the_defaults_of_openai_hold() -> None:
+    assert read_parameters({}, CHAT) == ({"temperature": 1.0}, [])
+    assert read_parameters({"temperature": None}, COMPLETIONS) == ({"temperature": 1.0, "max_tokens": 16}, [])
+
+
+def test_parameters_that_ask_for_nothing_leave_no_trace() -> None:
+    plain = {
+        "n": 1, "stream": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": [],
+        "response_format": {"type": "text"}, "parallel_tool_calls": True,
+    }  # fmt: skip
+    ignored = {"user": "me", "metadata": {"a": [1]}, "store": True, "service_tier": "flex", "model": 1, "messages": 2}
+    unset = {"tool_choice": None, "something_new": None}
+    found = columns(**plain, **ignored, **unset)
+    assert found.keys() <= plain.keys() & COLUMN_KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"audio": {"voice": "x"}}, "audio={'voice': 'x'}: not supported. Leave it out."),
+        ({"stream": True}, "stream=True: not supported. Leave it out."),
+        ({"best_of": True}, "best_of=True: not supported. Leave it out."),
+        ({"prompt": "x"}, "prompt='x': not supported. Leave it out."),
+        ({"id": "x"}, "id='x': not supported. Leave it out."),
+        ({"continuation": ["x"]}, "continuation=['x']: not supported. Leave it out."),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids=[1]: not supported. Leave it out."),
+        ({"\x1b[2J": 1}, "\\x1b[2J=1: not supported. Leave it out."),
+        ({"max_tokens": 5.5}, "max_tokens=5.5: expected an integer."),
+        ({"max_tokens": True}, "max_tokens=True: expected an integer."),
+        ({"max_tokens": 2**63}, f"max_tokens={2**63}: expected an integer."),
+        ({"temperature": "hot"}, "temperature='hot': expected a number."),
+        ({"temperature": True}, "temperature=True: expected a number."),
+        ({"stop": [None]}, "stop=[None]: expected text or a list of texts."),
+        ({"stop": "\ud800"}, "stop='\\ud800': expected text or a list of texts."),
+        ({"ignore_eos": 1}, "ignore_eos=1: expected true or false."),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 6},
+            "max_completion_tokens=6: max_tokens is 5 already. Leave one out.",
+        ),
+    ],
+)
+def test_everything_else_is_refused_by_name(body: dict[str, Any], problem: str) -> None:
+    assert problems(**body) == [problem]
+
+
+def test_many_problems_are_counted_not_listed() -> None:
+    found = problems(**{f"x{i}": i for i in range(100)})
+    assert found[:2] == ["x0=0: not supported. Leave it out.", "x1=1: not supported. Leave it out."]
+    assert found[5:] == ["95 more parameters are wrong."]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(json_values)
+def test_json_in_a_column_is_the_value_and_text_that_files_can_hold(value: Any) -> None:
+    assert json.loads(text(json_text(value))) == value
+
+
+@pytest.mark.parametrize("value", ["é \ud800", {"\udfff": 1}])
+def test_halves_of_surrogate_pairs_are_written_out(value: Any) -> None:
+    assert json.loads(text(json_text(value))) == value
+
+
+@given(st.dictionaries(st.sampled_from([*COLUMN_KINDS, "n", "user", "tools", "audio"]), json_values, max_size=5))
+def test_whatever_a_body_asks_a_column_holds_it_or_a_sentence_says_why_not(body: dict[str, Any]) -> None:
+    found, sentences = read_parameters(body, CHAT)
+    for name, value in found.items():
+        pa.array([value], COLUMN_KINDS[name].arrow)
+    assert found.keys() <= COLUMN_KINDS.keys()
+    assert all(sentence.endswith(".") and sentence.isprintable() for sentence in sentences)
