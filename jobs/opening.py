@@ -17,6 +17,7 @@ from typing import Any
 
 from .adapters import audit_all
 from .errors import DamagedRecordError, MissingFileError, OutputConflictError
+from .generation_config import generation_defaults
 from .record import JobRecord, JobState, ModelRecord, changed_adapters, differences, public_spec
 from .spec import JobSpec
 from .storage.local_copy import model_sha256
@@ -157,6 +158,7 @@ def make_record(checked: CheckedJob) -> JobRecord:
             ),
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_context_tokens,
+            generation=generation_defaults(checked.model.folder),
         ),
         adapters=audit_all(checked.adapters, checked.model.folder, config, spec.storage_options),
         input=checked.input,

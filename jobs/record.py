@@ -52,12 +52,13 @@ class _Frozen(BaseModel):
 
 
 class ModelRecord(_Frozen):
-    """The base model. `sha256` covers configuration, tokenizer and weights."""
+    """The base model. `sha256` covers configuration, tokenizer and weights. `generation`: what it says of sampling."""
 
     url: str
     sha256: str
     vocab_size: int
     max_context_tokens: int
+    generation: dict[str, float] = {}
 
 
 class AdapterRecord(_Frozen):

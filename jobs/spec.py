@@ -128,6 +128,9 @@ class JobSpec(_SamplingFields):
         False, "Prompts end where the text of the last message does, and answers continue it."
     )
 
+    generation_config: bool = _option(
+        False, "Take temperature, top_p, top_k, min_p and repetition_penalty, where not given, from the model's file."
+    )
     response_format: str | dict[str, Any] | None = _option(
         None, "What completions are, in OpenAI's form: a JSON object of type text, json_object or json_schema."
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from ..engine.untrusted import read_regular, shown
 from .adapters import find_adapters
 from .cost_profile import read_profile
 from .errors import JobRequestError, StorageError
+from .generation_config import with_generation_defaults
 from .input.adapter_names import columns_with_names
 from .input.columns import asked_options, find_roles
 from .input.files import pack_schema, read_footers, unified_schema, would_read
@@ -91,6 +93,8 @@ def check_job(spec: JobSpec) -> CheckedJob:
     output = _tried(problems, lambda: _check_output(spec, store))
     if spec.cost_model is not None:
         _tried(problems, lambda: read_profile(Path(spec.cost_model or "")))
+    if model and spec.generation_config:
+        spec = _tried(problems, partial(with_generation_defaults, spec, model.folder)) or spec
     if model and given:
         problems += _check_fit(spec, model, given)
     if adapters and given:

@@ -27,6 +27,14 @@ def job_notes(record: JobRecord) -> list[str]:
     if unread:
         files = "1 file is" if len(unread) == 1 else f"{len(unread)} files are"
         notes.append(f"input: {files} not read, only Parquet is: {_shown(unread)}")
+    other = {name: value for name, value in record.model.generation.items() if record.spec.get(name) != value}
+    if other:
+        theirs = ", ".join(f"{name} {value:g}" for name, value in other.items())
+        ours = ", ".join(f"{name} {record.spec[name]:g}" for name in other if name in record.spec)
+        notes.append(
+            f"model: its generation_config.json has {theirs}; this job has {ours}. --generation-config takes what the "
+            "model has"
+        )
     return notes
 
 

@@ -83,6 +83,7 @@ FREE_VALUES: dict[str, Any] = {
     "name": "renamed",
     "migration": False,
     "verify": True,
+    "generation_config": True,
     "storage_options": {"key": "x"},
 }
 
