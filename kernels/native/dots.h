@@ -70,15 +70,19 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, in
     const int64_t width = (VECTORS - 1) * WIDTH + lanes;
     const int32_t *w = p->w + column * p->groups;
     const char *codes = p->codes + row * p->codes_stride;
-    vec_of_int sums[MOST_ROWS][PANEL_VECTORS];
+    /* Each kind has sums of its own type: of one that is cast at every step, compilers keep a copy in memory. */
+    __m512 sums[MOST_ROWS][PANEL_VECTORS];
+    vec_of_int totals[MOST_ROWS][PANEL_VECTORS];
     UNROLLED for (int r = 0; r < ROWS; r++)
-        UNROLLED for (int v = 0; v < VECTORS; v++)
-            sums[r][v] = (vec_of_int){0};
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
+            sums[r][v] = _mm512_setzero_ps();
+            totals[r][v] = (vec_of_int){0};
+        }
     for (int64_t g = 0; g < p->groups; g++, w += width) {
-        vec_of_int values[PANEL_VECTORS];
+        __m512i values[PANEL_VECTORS];
         UNROLLED for (int v = 0; v < VECTORS; v++) {
             const float *from = (const float *)w + v * WIDTH;
-            values[v] = (vec_of_int)(v < FULL ? load(from) : load_first(from, lanes));
+            values[v] = (__m512i)(v < FULL ? load(from) : load_first(from, lanes));
             __builtin_prefetch((const char *)from + ahead, 0, 2);
         }
         UNROLLED for (int r = 0; r < ROWS; r++) {
@@ -86,10 +90,10 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, in
             memcpy(&group, codes + r * p->codes_stride + g * sizeof group, sizeof group);
             const __m512i of_row = _mm512_set1_epi32(group);
             UNROLLED for (int v = 0; v < VECTORS; v++)
-                sums[r][v] =
-                    KIND == IN_INT8
-                        ? (vec_of_int)_mm512_dpbusd_epi32((__m512i)sums[r][v], (__m512i)values[v], of_row)
-                        : (vec_of_int)_mm512_dpbf16_ps((__m512)sums[r][v], (__m512bh)values[v], (__m512bh)of_row);
+                if (KIND == IN_INT8)
+                    totals[r][v] = (vec_of_int)_mm512_dpbusd_epi32((__m512i)totals[r][v], values[v], of_row);
+                else
+                    sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)values[v], (__m512bh)of_row);
         }
     }
     UNROLLED for (int v = 0; v < VECTORS; v++) {
@@ -100,7 +104,8 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, in
         UNROLLED for (int r = 0; r < ROWS; r++) {
             if (KIND == IN_INT8) {
                 const Row of_row = p->rows[row + r];
-                const vec total = __builtin_convertvector(sums[r][v] - WEIGHT_OFFSET * of_row.total, vec);
+                const vec_of_int exact = totals[r][v] - WEIGHT_OFFSET * of_row.total;
+                const vec total = __builtin_convertvector(exact, vec);
                 store_first((float *)p->out + (row + r) * p->out_stride + first,
                             fused(total, scale * of_row.scale, shift), count);
             } else
