@@ -32,6 +32,8 @@ NO_TOKEN = -1
 _FIRST_CANDIDATES = 256
 # The largest of many are looked for within this distance of the largest, then twice as far and so on.
 _NEAR, _FAR, _FEW = 4.0, 256.0, 8
+# Numbers of the draws that take the place of tokens which grammars refused.
+_SECOND_DRAWS = 2**40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 StopTokens = Callable[[Sequence], Items[int]]
 
@@ -53,8 +55,11 @@ class TokenRules(Protocol):
     def stop_tokens(self, sequence: Sequence) -> Items[int]:
         """Tokens that are withheld until the row's `min_tokens`."""
 
-    def apply_(self, logits: Tensor, sequences: Items[Sequence]) -> None:
+    def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible."""
+
+    def refuse_(self, logits: Tensor, sequences: Items[Sequence], tokens: Items[int]) -> list[int]:
+        """Places of tokens that must be chosen again, from what is left of their logits."""
 
 
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
@@ -64,12 +69,11 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     asked = [i for i, s in enumerate(sequences) if s.request.sampling.wants_logprobs]
     # not logsumexp: over a whole vocabulary it rounds by the number of rows and of threads
     of_asked = torch.log_softmax(logits[asked].float(), -1) if asked else logits[:0]
-    rules.apply_(logits, sequences)
-    largest, choice = logits.max(-1)  # NaN counts as largest
-    tokens: list[int] = torch.where(largest.isfinite(), choice, NO_TOKEN).tolist()
-    drawn = [i for i, s in enumerate(sequences) if s.request.sampling.temperature > 0 and tokens[i] != NO_TOKEN]
-    for i, u in zip(drawn, _uniforms([sequences[i] for i in drawn]), strict=True):
-        tokens[i] = _draw(logits[i], float(largest[i]), sequences[i].request.sampling, float(u))
+    rules.apply_(logits, sequences, checks_later=True)
+    tokens = _choose(logits, sequences, list(range(len(sequences))), first_draw=0)
+    again = rules.refuse_(logits, sequences, tokens)
+    for i, token in zip(again, _choose(logits, sequences, again, first_draw=_SECOND_DRAWS), strict=True):
+        tokens[i] = token
     logprobs = [0.0] * len(tokens)
     tops: list[TopLogprobs] = [()] * len(tokens)
     for i, row in zip(asked, of_asked, strict=True):
@@ -80,8 +84,21 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     return SampledTokens(tokens, logprobs, tops)
 
 
-def _uniforms(sequences: Items[Sequence]) -> np.ndarray:
-    keys = [(s.request.sampling.seed, s.request.stream_id, len(s.token_ids)) for s in sequences]
+def _choose(logits: Tensor, sequences: Items[Sequence], rows: list[int], first_draw: int) -> list[int]:
+    """A token for each of these rows. `first_draw`: that of a row's first token."""
+    if not rows:
+        return []
+    largest, choice = (logits if len(rows) == len(logits) else logits[rows]).max(-1)  # NaN counts as largest
+    tokens: list[int] = torch.where(largest.isfinite(), choice, NO_TOKEN).tolist()
+    drawn = [n for n, i in enumerate(rows) if sequences[i].request.sampling.temperature > 0 and tokens[n] != NO_TOKEN]
+    for n, u in zip(drawn, _uniforms([sequences[rows[n]] for n in drawn], first_draw), strict=True):
+        i = rows[n]
+        tokens[n] = _draw(logits[i], float(largest[n]), sequences[i].request.sampling, float(u))
+    return tokens
+
+
+def _uniforms(sequences: Items[Sequence], first_draw: int) -> np.ndarray:
+    keys = [(s.request.sampling.seed, s.request.stream_id, first_draw + len(s.token_ids)) for s in sequences]
     columns = np.array(keys, dtype=np.uint64).reshape(-1, 3)
     return uniforms(columns[:, 0], columns[:, 1], columns[:, 2])
 

@@ -123,10 +123,9 @@ class Grammars:
         None of them where its tokens do not fit its grammar, or the grammar has grown too complex. A row that reasons
         may have all but its ends.
         """
-        # tokenizers may have more tokens than the model
-        adapters = {sequence.request.adapter_id for sequence in sequences}
-        vocab_size = max(vocab_size, *(self._tokenizers.of(adapter_id).vocab_size for adapter_id in adapters))
-        rows = [self._caught_up(sequence, vocab_size) for sequence in sequences]
+        widths = [self._width(sequence, vocab_size) for sequence in sequences]
+        rows = [self._caught_up(sequence, width) for sequence, width in zip(sequences, widths, strict=True)]
+        vocab_size = max(widths)
         mask = allocate_token_bitmask(len(rows), vocab_size)
         matchers = {number: row.next_matcher() for number, row in enumerate(rows) if not row.is_reasoning}
         valid = [(matcher, number) for number, matcher in matchers.items() if not matcher.is_error()]
@@ -144,6 +143,14 @@ class Grammars:
                 bits[number, start // 32] |= np.uint32(1 << start % 32)
         return mask
 
+    def allows(self, sequence: Sequence, token: int, vocab_size: int) -> bool:
+        """Whether the row may have this token next."""
+        row = self._caught_up(sequence, self._width(sequence, vocab_size))
+        if row.is_reasoning:
+            return token not in self._tokenizers.ends(sequence.request)
+        matcher = row.next_matcher()
+        return token == row.start_token or (not matcher.is_error() and matcher.validate_tokens([token]) == 1)
+
     def is_complete(self, sequence: Sequence) -> bool:
         """Whether the row's grammar allows its end and nothing else."""
         running = self._running.get(sequence.request.request_id)
@@ -155,6 +162,10 @@ class Grammars:
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a row that ended or left."""
         self._running.pop(sequence.request.request_id, None)
+
+    def _width(self, sequence: Sequence, vocab_size: int) -> int:
+        """Tokens of a row's masks: its tokenizer may have more than the model."""
+        return max(vocab_size, self._tokenizers.of(sequence.request.adapter_id).vocab_size)
 
     def _caught_up(self, sequence: Sequence, vocab_size: int) -> _Running:
         request = sequence.request

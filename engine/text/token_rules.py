@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.launch import to_device
+from ...kernels.token_mask import mask_tokens_
 from ..request import Sequence
 from .tokenizer import Tokenizers
 
@@ -47,12 +49,14 @@ class TokenRules:
         """Grammars compiled so far."""
         return 0 if self._grammars is None else self._grammars.num_compiled
 
-    def apply_(self, logits: Tensor, sequences: Items[Sequence]) -> None:
+    def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible.
 
-        Where a row's grammar has grown too complex nothing is left.
+        Where a row's grammar has grown too complex nothing is left. `checks_later`: grammars of rows that `refuse_` can
+        check are left to it.
         """
-        self._constrain_(logits, sequences)
+        rows = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.is_constrained]
+        self._mask_(logits, sequences, [i for i in rows if not (checks_later and _is_checkable(sequences[i]))])
         for row, sequence in zip(logits, sequences, strict=True):
             sampling = sequence.request.sampling
             if len(sequence.token_ids) < sampling.min_tokens and not self.is_complete(sequence):
@@ -60,6 +64,20 @@ class TokenRules:
             if sampling.has_rules:
                 self._forbid_(row, sequence)
                 self._shift_(row, sequence)
+
+    def refuse_(self, logits: Tensor, sequences: Items[Sequence], tokens: Items[int]) -> list[int]:
+        """Of tokens that were chosen after `apply_(checks_later=True)`, the places of those that grammars do not allow;
+        their logits are masked now, so that others can be chosen.
+
+        To check a token costs a tenth of a mask or less, and most tokens are allowed.
+        """
+        checkable = [i for i, sequence in enumerate(sequences) if tokens[i] >= 0 and _is_checkable(sequence)]
+        if not checkable:
+            return []
+        grammars, vocab_size = self._loaded_grammars(), logits.shape[1]
+        refused = [i for i in checkable if not grammars.allows(sequences[i], tokens[i], vocab_size)]
+        self._mask_(logits, sequences, refused)
+        return refused
 
     def stop_tokens(self, sequence: Sequence) -> tuple[int, ...]:
         """Tokens to withhold until `min_tokens`: all that could end the row, and the base's own ends."""
@@ -90,19 +108,24 @@ class TokenRules:
             ends = [word[-1] for word in words if _ends_with(sequence.token_ids, word[:-1])]
             logits[self._known(ends, logits)] = -torch.inf
 
-    def _constrain_(self, logits: Tensor, sequences: Items[Sequence]) -> None:
-        rows = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.is_constrained]
+    def _mask_(self, logits: Tensor, sequences: Items[Sequence], rows: list[int]) -> None:
+        """Leave the tokens that the grammars of these rows allow."""
         if not rows:
             return
+        allowed = self._loaded_grammars().allowed([sequences[i] for i in rows], logits.shape[1])
+        masks = _on(allowed, logits.device)
+        if len(rows) == len(logits):
+            mask_tokens_(logits, masks)
+        else:
+            for number, row in enumerate(rows):
+                mask_tokens_(logits[row : row + 1], masks[number : number + 1])
+
+    def _loaded_grammars(self) -> Grammars:
         if self._grammars is None:
             from .grammar import Grammars  # engines without grammars load no library for them
 
             self._grammars = Grammars(self._tokenizers)
-        masks = _on(self._grammars.allowed([sequences[i] for i in rows], logits.shape[1]), logits.device)
-        places = torch.arange(32, dtype=torch.int32, device=logits.device)
-        for row, mask in zip(rows, masks, strict=True):
-            forbidden = ((mask[:, None] >> places) & 1) == 0
-            logits[row].masked_fill_(forbidden.flatten()[: logits.shape[1]], -torch.inf)
+        return self._grammars
 
     def _shift_(self, logits: Tensor, sequence: Sequence) -> None:
         sampling, device = sequence.request.sampling, logits.device
@@ -110,13 +133,14 @@ class TokenRules:
             biased, biases = map(np.array, zip(*sampling.logit_bias, strict=True))
             logits[_on(biased, device)] += _on(biases, device).to(logits.dtype)
         if sampling.repetition_penalty != 1.0:
-            seen = _on(np.union1d(self._prompt_tokens(sequence), sequence.token_ids).astype(np.int64), device)
+            generated = np.array(sequence.token_ids, np.int64)
+            seen = _on(np.concatenate([self._prompt_tokens(sequence), generated]), device)
             values, penalty = logits[seen], sampling.repetition_penalty
             logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if sequence.token_ids and (sampling.frequency_penalty or sampling.presence_penalty):
-            generated, counts = np.unique(sequence.token_ids, return_counts=True)
+            tokens, counts = np.unique(sequence.token_ids, return_counts=True)
             penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-            logits[_on(generated, device)] -= _on(penalties, device).to(logits.dtype)
+            logits[_on(tokens, device)] -= _on(penalties, device).to(logits.dtype)
         if sampling.min_p and sampling.temperature:
             # p_i >= min_p * p_max at the row's temperature
             least = logits.max() + sampling.temperature * math.log(sampling.min_p)
@@ -140,10 +164,18 @@ class TokenRules:
         return tuple(dict.fromkeys(tuple(tokens) for tokens in encoded if tokens))
 
 
+def _is_checkable(sequence: Sequence) -> bool:
+    """Whether a row's grammar may be looked at after its token was chosen: a greedy choice that is allowed is the
+    largest of those that are. A draw that is allowed, or else a new one among what is allowed, has the distribution of
+    a draw among what is allowed; not where a cut depends on what is left.
+    """
+    sampling = sequence.request.sampling
+    has_cuts = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    return sampling.is_constrained and (sampling.temperature == 0.0 or not has_cuts)
+
+
 def _on(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on the device, for which the host does not wait."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return to_device(torch.from_numpy(array), device)
 
 
 def _ends_with(token_ids: Items[int], end: Items[int]) -> bool:

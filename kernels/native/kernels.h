@@ -7,6 +7,7 @@
 #include "../rms_norm/cpu.c"
 #include "../rotary/cpu.c"
 #include "../segment_lora/cpu.c"
+#include "../token_mask/cpu.c"
 
 /* Which arguments the functions of this library take; see __init__.py. */
-int lorabatch_kernels_version(void) { return 8; }
+int lorabatch_kernels_version(void) { return 9; }

@@ -23,8 +23,11 @@ class WithoutRules:
     def stop_tokens(self, sequence: Sequence) -> tuple[int, ...]:
         return ()
 
-    def apply_(self, logits: torch.Tensor, sequences: Items[Sequence]) -> None:
+    def apply_(self, logits: torch.Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         """Leaves logits as they are."""
+
+    def refuse_(self, logits: torch.Tensor, sequences: Items[Sequence], tokens: Items[int]) -> list[int]:
+        return []
 
 
 no_rules = WithoutRules()
@@ -175,7 +178,7 @@ def test_top_p_looks_beyond_the_first_candidates_when_they_do_not_reach_p() -> N
 
 
 class Forbidding(WithoutRules):
-    def apply_(self, logits: torch.Tensor, sequences: Items[Sequence]) -> None:
+    def apply_(self, logits: torch.Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         logits[:, 1] = -INF
 
 

@@ -185,6 +185,25 @@ def test_an_engine_applies_them_and_a_row_that_moves_goes_on_as_if_it_had_stayed
         assert all(3 <= result.token_ids[-1] < 200 for result in ended)
 
 
+def test_tokens_that_are_checked_after_they_were_chosen_are_those_of_a_mask(tokenizers: Tokenizers) -> None:
+    """Greedy ones are the same; draws have the same distribution."""
+    vocab_size = tokenizers.of(None).vocab_size
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    for temperature, count in ((0.0, 1), (1.0, 6000)):
+        sampling = SamplingParams(temperature=temperature, regex="[a-e]{1,3}")
+        rows = [Sequence(Request(f"{i}", (1,), None, sampling, i)) for i in range(count)]
+        masked = logits.clone()[None]
+        TokenRules(tokenizers).apply_(masked, rows[:1])
+        expected = masked[0].softmax(-1)
+        found = sample(logits.repeat(count, 1), rows, TokenRules(tokenizers)).ids
+        if temperature == 0.0:
+            assert found == [int(expected.argmax())]
+            continue
+        frequencies = torch.bincount(torch.tensor(found), minlength=vocab_size) / count
+        assert (frequencies[expected == 0] == 0).all()
+        assert (frequencies - expected).abs().max() < 0.03
+
+
 def test_draws_follow_what_is_left(rules: TokenRules) -> None:
     logits = torch.zeros(2000, VOCAB)
     logits[:, 5] = logits[:, 6] = 9.0

@@ -1,0 +1,37 @@
+"""Masks by bits: the compiled kernel and torch leave the same logits, whatever the vocabulary and its strides."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorabatch.kernels.token_mask import mask_tokens_, mask_tokens_by_torch_
+
+
+@given(
+    num_rows=st.integers(1, 5),
+    vocab_size=st.sampled_from([1, 31, 32, 33, 320, 1000]),
+    spare_words=st.integers(0, 2),
+    stride=st.integers(0, 40),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None)
+def test_what_is_left_are_the_tokens_whose_bits_are_set(
+    num_rows: int, vocab_size: int, spare_words: int, stride: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randn(num_rows, vocab_size + stride, generator=generator)
+    num_words = -(-vocab_size // 32) + spare_words
+    allowed = torch.randint(-(2**31), 2**31, (num_rows, num_words), generator=generator).to(torch.int32)
+    allowed[:, seed % num_words] = -1
+    expected, found = memory.clone(), memory.clone()
+    for row in range(num_rows):
+        for token in range(vocab_size):
+            if not int(allowed[row, token // 32]) >> token % 32 & 1:
+                expected[row, token] = -torch.inf
+    mask_tokens_(found[:, :vocab_size], allowed)
+    assert torch.equal(found, expected), "also what lies behind the vocabulary"
+    by_torch = memory.to(torch.float64)
+    mask_tokens_by_torch_(by_torch[:, :vocab_size], allowed)
+    assert torch.equal(by_torch.float(), expected)
