@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -95,6 +97,27 @@ def _parameters(kernel: Any) -> tuple[tuple[bool, ...], tuple[str, ...]]:
     """Whether code is specialised for each argument, and the constants' names in the kernel's order."""
     arguments = [not p.do_not_specialize for p in kernel.params if not p.is_constexpr]
     return tuple(arguments), tuple(p.name for p in kernel.params if p.is_constexpr)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """What is launched inside runs beside what is launched after it, until the function that this gives is called.
+
+    Only in a graph that is being captured: launched one by one, small kernels end before the host has launched the
+    next, and a fork would cost the host more than it saves.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield lambda: None
+        return
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield lambda: main.wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

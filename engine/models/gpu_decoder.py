@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.launch import beside
 from ...kernels.layouts.heads import HeadLayout
 from ...kernels.layouts.lora_table import CHUNK_RANK, LoraTable
 from ...kernels.lora_gate_up import Activation, lora_gate_up
@@ -141,7 +142,13 @@ class GpuDecoder(Decoder):
         return x
 
     def _product(self, h: Tensor, site: PackedSite, layer: DecoderLayer, step: GpuStep, memory: GpuMemory) -> Tensor:
-        """The base product; LoRA's first half goes to scratch, where the kernel that reads the product finds it."""
-        if step.has_lora:
+        """The base product, and beside it LoRA's first half, which goes to scratch, where the kernel that reads the
+        product finds it.
+        """
+        if not step.has_lora:
+            return layer.linears[site](h)
+        with beside(h.device) as join:
             lora_shrink(h, memory.table, step.segments, memory.scratch, layer.index, _SITE_NUMBERS[site])
-        return layer.linears[site](h)
+        y = layer.linears[site](h)
+        join()
+        return y

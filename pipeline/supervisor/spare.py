@@ -28,6 +28,9 @@ TRIM_VARIABLE = "MALLOC_TRIM_THRESHOLD_"
 # times in each layer: beside other work these are taken from the very thread that is waited for, and a step takes 5 to
 # 15 times as long (two threads, two busy cores). A thirtieth of it costs an idle machine nothing, much less does.
 _WAITING = {"GOMP_SPINCOUNT": "10000"}
+# Of a GPU, blocks that torch has taken grow instead of lying unused beside larger ones: scratch grows with steps. Both
+# names, as versions of torch know one or the other.
+_GPU_MEMORY = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
 
 
 class SpareEngine:
@@ -92,4 +95,6 @@ def engine_environment(inherited: Mapping[str, str], num_threads: int | None) ->
     """The environment of an engine process, from that of its worker."""
     threads = dict.fromkeys(_THREAD_VARIABLES, str(num_threads)) if num_threads else {}
     kept = {name: value for name, value in inherited.items() if name != TRIM_VARIABLE}
-    return ({} if "OMP_WAIT_POLICY" in kept else _WAITING) | kept | threads
+    waiting = {} if "OMP_WAIT_POLICY" in kept else _WAITING
+    memory = {} if _GPU_MEMORY.keys() & kept.keys() else _GPU_MEMORY
+    return waiting | memory | kept | threads

@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from lorabatch.kernels import launch
 from lorabatch.kernels.launch import empty_pinned
 
 
@@ -33,3 +37,47 @@ def test_compiled_kernels_get_what_triton_s_own_call_gives_them() -> None:
     assert results["launches"] == 12
     assert results["differing"] == []
     assert results["by_triton"] == 0, "kernels that were compiled went through Triton's own call again"
+
+
+@dataclass
+class Stream:
+    """Notes in `seen` for whom it waits, as streams of `torch.cuda` are told to."""
+
+    name: str
+    seen: list[str]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.seen.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("is_capturing", [True, False])
+def test_what_is_launched_beside_is_waited_for_where_it_is_needed(
+    is_capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    main, side = Stream("main", seen), Stream("side", seen)
+    current = [main]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(launch, "_side_stream", lambda device: side)
+    with launch.beside(torch.device("cuda")) as join:
+        seen.append(f"shrink on {current[-1].name}")
+    seen.append(f"product on {current[-1].name}")
+    join()
+    seen.append(f"expand on {current[-1].name}")
+    expected = ["shrink on side", "product on main", "expand on main"]
+    assert [entry for entry in seen if "waits" not in entry] == (
+        expected if is_capturing else ["shrink on main", *expected[1:]]
+    )
+    if is_capturing:
+        assert seen.index("side waits for main") < seen.index("shrink on side")
+        assert seen.index("product on main") < seen.index("main waits for side")
+        assert seen.index("main waits for side") < seen.index("expand on main")

@@ -75,6 +75,12 @@ def test_without_a_number_of_threads_the_workers_are_left_as_they_are() -> None:
     assert engine_environment({"OMP_NUM_THREADS": "1"}, None)["OMP_NUM_THREADS"] == "1"
 
 
+def test_memory_of_a_gpu_grows_in_place_unless_the_user_has_said_how() -> None:
+    assert engine_environment({}, 2)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    found = engine_environment({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, 2)
+    assert {n: v for n, v in found.items() if n.endswith("ALLOC_CONF")} == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+
+
 def test_threads_that_wait_sleep_soon_unless_the_user_has_said_how_they_wait() -> None:
     assert int(engine_environment({}, 2)["GOMP_SPINCOUNT"]) < 100_000
     assert engine_environment({"GOMP_SPINCOUNT": "7"}, 2)["GOMP_SPINCOUNT"] == "7"
