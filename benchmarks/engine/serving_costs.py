@@ -34,28 +34,34 @@ _PERSON = {
     "required": ["name", "age", "kind", "notes"],
     "additionalProperties": False,
 }
+_NAMES = r"([A-Z][a-z]{2,12} ){8,40}[0-9]{4}"
 RULES: dict[str, dict[str, Any]] = {
-    "schema": {"json_schema": json.dumps(_PERSON)},
-    "regular expression": {"regex": r"([A-Z][a-z]{2,12} ){8,40}[0-9]{4}"},
+    "schema, greedy": {"json_schema": json.dumps(_PERSON)},
+    "schema, drawn": {"json_schema": json.dumps(_PERSON), "temperature": 0.8},
+    "regular expression, greedy": {"regex": _NAMES},
+    "regular expression, drawn": {"regex": _NAMES, "temperature": 0.8},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
     "bad words": {"bad_words": ("the", "very")},
 }
 
 
-def share_of_time(workload: EngineWorkload, of: Callable[[Engine], Any], method: str, **sampling: Any) -> float:
-    """Share of serving time that one method of a part of the engine takes; rows are of the base model."""
+def share_of_time(workload: EngineWorkload, of: Callable[[Engine], Any], *methods: str, **sampling: Any) -> float:
+    """Share of serving time that methods of a part of the engine take; rows are of the base model."""
     engine = Engine(Path(workload.model), EngineConfig(mode="unmerged"))
     part, seconds = of(engine), 0.0
-    call = getattr(part, method)
 
-    def timed(*arguments: Any) -> Any:
-        nonlocal seconds
-        began = time.perf_counter()
-        result = call(*arguments)
-        seconds += time.perf_counter() - began
-        return result
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal seconds
+            began = time.perf_counter()
+            result = call(*arguments, **options)
+            seconds += time.perf_counter() - began
+            return result
 
-    setattr(part, method, timed)
+        return counted
+
+    for method in methods:
+        setattr(part, method, timed(getattr(part, method)))
     ends: dict[str, Any] = {"ignore_eos": True} if set(sampling) <= {"stop"} else {}
     requests = [
         Request(str(i), tuple(row.prompt_token_ids), None, SamplingParams(row.num_tokens, **ends, **sampling), i)
@@ -69,7 +75,7 @@ def share_of_time(workload: EngineWorkload, of: Callable[[Engine], Any], method:
 def rule_shares(workload: EngineWorkload) -> dict[str, float]:
     """Share of serving time that rules take, where every row has one."""
     return {
-        name: share_of_time(workload, lambda engine: engine.rules, "apply_", temperature=0.8, **options)
+        name: share_of_time(workload, lambda engine: engine.rules, "apply_", "refuse_", **options)
         for name, options in RULES.items()
     }
 
