@@ -7,7 +7,9 @@ engine is constrained as if it had stayed. A row that may reason is constrained 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,12 +20,16 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+from ..confinement import ConfinedError, confined
 from ..request import Sequence
 from .reasoning import AnswerTokens
 from .tokenizer import Tokenizers
 
 #: Characters of a grammar. Schemas in use have a few thousand.
 MOST_CHARACTERS = 256 * 1024
+# Of the confined process that compiles one first.
+_TASK = "engine.text.grammar"
+_CPU_S, _MEMORY_BYTES, _STACK_BYTES = 5, 1 << 30, 1 << 20
 # JSON as Python writes it, on one line. Free white space is what a model that is lost goes on with for ever.
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Compiled grammars that are kept for rows to come.
@@ -36,10 +42,31 @@ _LIMITS = LLParserLimits(initial_lexer_fuel=2_000_000, max_lexer_states=50_000)
 def grammar_problem(constraint: str) -> str | None:
     """Why a constraint (`SamplingParams.constraint`) cannot be enforced, as a plain sentence; None for one that can be.
     What would be enforced in part is a problem too.
+
+    Found in a confined process, which the library may crash. Raises `NoProcessError`.
     """
+    [kind] = json.loads(constraint)
     if len(constraint) > MOST_CHARACTERS:
-        return f"{next(iter(json.loads(constraint)))}: {len(constraint)} characters, expected at most {MOST_CHARACTERS}"
-    kind, value = next(iter(json.loads(constraint).items()))
+        return f"{kind}: {len(constraint)} characters, expected at most {MOST_CHARACTERS}"
+    try:
+        problem: str | None = confined().run(_TASK, constraint, _CPU_S, _MEMORY_BYTES)
+    except ConfinedError as error:
+        return f"{kind}: cannot be compiled ({error})"
+    return problem
+
+
+def run(constraint: str) -> str | None:
+    """The task of the confined process: what `grammar_problem` says of a constraint.
+
+    On a small stack: what nests too deeply ends this process, and no thread of an engine.
+    """
+    threading.stack_size(_STACK_BYTES)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_problem, constraint).result()
+
+
+def _problem(constraint: str) -> str | None:
+    [(kind, value)] = json.loads(constraint).items()
     try:
         source = _source(kind, value)
     except (ValueError, RecursionError) as error:

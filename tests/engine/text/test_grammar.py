@@ -111,6 +111,11 @@ def test_a_grammar_s_end_goes_before_min_tokens(tiny_llama: Path) -> None:
         ("json_schema", '{"$ref": "http://elsewhere/schema"}', "retriev"),
         ("json_schema", '{"a":' * 5000 + "1" + "}" * 5000, "json_schema"),
         ("choice", ("x" * 300_000,), "300016 characters"),
+        (
+            "grammar",
+            "start: r0\n" + "".join(f'r{i}: "a" r{i + 1} | "b"\n' for i in range(9000)) + 'r9000: "x"',
+            "crash",
+        ),
     ],
 )
 def test_what_cannot_be_enforced_is_named(option: str, value: Any, named: str) -> None:
