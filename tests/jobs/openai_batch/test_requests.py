@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabatch.engine.untrusted import printable
 from lorabatch.jobs.openai_batch.requests import MAX_LINE_BYTES, BatchRequest, read_request
 
 from .batch_lines import MESSAGES, chat, completion
@@ -171,4 +172,4 @@ def test_whatever_a_line_holds_it_is_a_row_or_says_why_not(value: Any, change: d
     for changed in (value, chat() | change, chat(**change), completion(prompt=value, model=value)):
         found = read(changed)
         assert bool(found.problems) != bool(found.columns)
-        assert all(sentence.isprintable() for sentence in found.problems)
+        assert all(printable(sentence) == sentence for sentence in found.problems)
