@@ -43,7 +43,7 @@ from .runner.runner import StepsInFlight
 from .runner.sampler import NO_TOKEN
 from .telemetry import EngineTelemetry
 from .text.completion import Completion
-from .text.sampling_check import problems_with_model
+from .text.sampling_check import token_problems
 from .text.token_rules import TokenRules
 from .text.tokenizer import Tokenizers
 
@@ -371,7 +371,7 @@ def problem_with(
     """Why the engine cannot serve a row, as a plain sentence; None for a row that it can."""
     request = row.request
     vocab_size = registry.vocab_size(None)
-    problems = request.sampling.problems() or row.problems() or problems_with_model(request.sampling, vocab_size)
+    problems = request.sampling.problems() or row.problems() or token_problems(request.sampling, vocab_size)
     if problems:
         return "; ".join(problems)
     if request.adapter_id is not None and request.adapter_id not in registry:

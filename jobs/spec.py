@@ -522,6 +522,8 @@ def _value_problems(error: ValidationError, values: Mapping[str, Any]) -> list[s
             sentences.append(f"{name}: required and not given. Add {option}, or the key {name} in the job file.")
         elif name == "storage_options":
             sentences.append(f"{name}: {expectation}")
+        elif expectation.startswith(name):
+            sentences.append(expectation)  # it says where in the value
         else:
             sentences.append(f"{name}={shortened(repr(values.get(name)), _SHOWN_CHARACTERS)}: {expectation}")
     # values may be URLs

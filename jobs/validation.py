@@ -139,7 +139,11 @@ def _with_template_text(spec: JobSpec) -> JobSpec:
         text = given if is_template_text(given) else _read_template(given, spec.storage_options)
         ChatTemplate(text, {})
     except (StorageError, EngineError, OSError, UnicodeDecodeError) as error:
-        raise JobRequestError(f"chat_template={shown(redacted_url(given))}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise JobRequestError(
+            f"chat_template={shown(redacted_url(given))}: {reason}. Name a file with a jinja2 template, or give its "
+            "text."
+        ) from None
     return spec.model_copy(update={"chat_template": text})
 
 
@@ -209,7 +213,8 @@ def _check_fit(spec: JobSpec, model: CheckedModel, given: InputRecord) -> list[s
             "no chat template. Take an instruction-tuned model, or give a prompt column."
         )
     if not spec.sampling.problems():
-        problems += problems_with_model(spec.sampling, model.config.vocab_size)
+        found = problems_with_model(spec.sampling, model.config.vocab_size)
+        problems += [f"{problem}. Correct it, or leave out what is named." for problem in found]
     if spec.system_prompt is not None:
         problems += _system_prompt_problems(spec.system_prompt, model, given)
     problems += _rendering_problems(spec, model, given)

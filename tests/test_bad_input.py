@@ -356,12 +356,12 @@ TABLE: list[tuple[str, int, list[str]]] = [
         ["system_prompt='': expected text that is not"],
     ),
     # Templates and tools
-    (f"plan {RIGHT} --input {{rows}}/chats.parquet --tools [", 2, ["tools='[': tools='[': not JSON"]),
+    (f"plan {RIGHT} --input {{rows}}/chats.parquet --tools [", 2, ["tools='[': not JSON"]),
     (f"plan {BASE} --continue-final-message", 2, ["continue_final_message: the prompts of this input are in column"]),
     (
         f"plan {RIGHT} --input {{rows}}/chats.parquet --chat-template {{folder}}/none.jinja",
         2,
-        ["chat_template='", "none.jinja': [Errno 2] No such file or directory"],
+        ["chat_template='", "none.jinja': No such file or directory. Name a file"],
     ),
     (
         f"plan {RIGHT} --input {{rows}}/chats.parquet --chat-template '{{{{{{{{ messages[0].content }}}}}}}}'",

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.launch import empty_pinned, num_persistent_programs
+from ...kernels.launch import empty_pinned, num_persistent_programs, to_device
 from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.layouts.segments import SegmentLimits
 from ...kernels.paged_attention.types import Partials
@@ -184,7 +184,7 @@ class GpuRunner:
         raw = logits.clone() if step.wants_logprobs else logits
         _withhold_(logits, step.withheld)
         if planned.ruled:
-            ruled = torch.tensor(planned.ruled, device="cpu").to(logits.device, non_blocking=True)
+            ruled = to_device(torch.tensor(planned.ruled), logits.device)
             changed = logits[ruled]
             self._rules.apply_(changed, [planned.sampled[i] for i in planned.ruled])
             logits = logits.index_copy(0, ruled, changed)

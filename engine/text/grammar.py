@@ -70,7 +70,7 @@ def _problem(constraint: str) -> str | None:
     try:
         source = _source(kind, value)
     except (ValueError, RecursionError) as error:
-        return f"{kind}: {error}"
+        return f"{kind}: not JSON of an object ({error})"
     _, messages = LLMatcher.validate_grammar_with_warnings(source, limits=_LIMITS)
     return f"{kind}: {' '.join(messages[0].split())}" if messages else None
 
@@ -85,7 +85,7 @@ def _source(kind: str, value: Any) -> str:
         return str(LLMatcher.grammar_from_lark(value))
     schema = json.loads(value)
     if not isinstance(schema, dict):
-        raise ValueError("expected a JSON object")
+        raise ValueError(f"it holds {type(schema).__name__}")
     return str(LLMatcher.grammar_from_json_schema(value, defaults=_JSON_FORM))
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 from ..request import SamplingParams
 
 
-def problems_with_model(sampling: SamplingParams, vocab_size: int) -> list[str]:
-    """What a model of `vocab_size` tokens cannot do of a sampling, as plain sentences."""
+def token_problems(sampling: SamplingParams, vocab_size: int) -> list[str]:
+    """Which tokens of a sampling a model of `vocab_size` tokens does not have, as a plain sentence."""
     beyond = sorted({token for token in sampling.token_ids if token >= vocab_size})
-    problems = [f"token {beyond[0]} of the sampling options: expected tokens up to {vocab_size - 1}"] if beyond else []
+    return [f"token {beyond[0]} of the sampling options: expected tokens up to {vocab_size - 1}"] if beyond else []
+
+
+def problems_with_model(sampling: SamplingParams, vocab_size: int) -> list[str]:
+    """What a model of `vocab_size` tokens cannot do of a sampling, as plain sentences.
+
+    Grammars are compiled for it in a process of their own: once for a job, not for each engine that a row comes to.
+    """
+    problems = token_problems(sampling, vocab_size)
     if sampling.is_constrained:
         from .grammar import grammar_problem  # loads a library of its own
 

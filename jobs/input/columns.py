@@ -12,9 +12,9 @@ import pyarrow.types as t
 from ...engine.request import SAMPLING_OPTIONS, LogitBias
 from ...engine.structured_output import FORMS
 from ...engine.untrusted import shown_name
-from ..answer_type import answer_type
 from ..record import JobRecord
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
+from .answer_type import answer_type
 
 # What the output adds; input columns must leave these names free.
 ANSWER_FIELDS = (

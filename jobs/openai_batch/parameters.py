@@ -58,36 +58,22 @@ _IGNORED = frozenset(
         "stream_options", "request_id", "priority", "cache_salt",
     }
 )  # fmt: skip
-#: Parameter -> its values that ask for nothing else than what every answer has.
+#: Parameter that no column plays -> its values that ask for nothing else than what every answer has.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "tools": ([],),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("auto",),
-    "chat_template_kwargs": ({},),
-    "stop_token_ids": ([],),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
 }
 
 
@@ -210,8 +196,7 @@ def _asked(body: Mapping[str, Any], endpoint: Endpoint) -> Iterator[tuple[str, A
             if _is_same(value, theirs):
                 value = ours
                 break
-        is_known = _RENAMED.get(name, name) in COLUMN_KINDS
-        is_plain = not is_known and any(_is_same(value, plain) for plain in _PLAIN.get(name, ()))
+        is_plain = any(_is_same(value, plain) for plain in _PLAIN.get(name, ()))
         if value is not None and not is_plain:
             yield name, value
 

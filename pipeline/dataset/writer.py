@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...engine.request import Request
-from ...jobs.answer_type import answer_type
 from ...jobs.errors import DamagedRecordError
+from ...jobs.input.answer_type import answer_type
 from ...jobs.input.columns import (
     ANSWER_FIELDS,
     ASKED_FIELDS,

@@ -228,7 +228,7 @@ def test_a_chat_template_is_a_file_a_url_or_text_and_its_text_is_the_job_s(
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"tools": "["}, "tools='[': tools='[': not JSON ("),
+        ({"tools": "["}, "tools='[': not JSON ("),
         ({"tools": [{"name": "f"}]}, "tools[0].type=None: expected 'function'"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages: set by the renderer."),
         ({"add_generation_prompt": True, "continue_final_message": True}, "a prompt ends with one of the two."),

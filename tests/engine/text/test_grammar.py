@@ -104,7 +104,7 @@ def test_a_grammar_s_end_goes_before_min_tokens(tiny_llama: Path) -> None:
     [
         ("regex", "((", "regex parse error"),
         ("grammar", "start: other", "unknown name"),
-        ("json_schema", "[1]", "expected a JSON object"),
+        ("json_schema", "[1]", "not JSON of an object (it holds list)"),
         ("json_schema", "{", "json_schema"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"not": {"type": "string"}}', "not"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabatch.jobs.answer_type import answer_type
+from lorabatch.jobs.input.answer_type import answer_type
 
 TEXT, INT, FLOAT = pa.string(), pa.int64(), pa.float64()
 POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}}
