@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels.sampling import NO_TOKEN
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
@@ -40,7 +41,6 @@ from .models.step_batch import StepEntry
 from .request import ExportedRow, Request, Result, Sequence, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
-from .runner.sampler import NO_TOKEN
 from .telemetry import EngineTelemetry
 from .text.completion import Completion
 from .text.sampling_check import token_problems

@@ -28,7 +28,7 @@ from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.layouts.segments import SegmentLimits
 from ...kernels.paged_attention.types import Partials
 from ...kernels.paged_attention.work import WorkLimits, tile_rows_for
-from ...kernels.sampling import sample_tokens
+from ...kernels.sampling import NO_TOKEN, sample_tokens
 from ..config import EngineConfig
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
@@ -41,7 +41,7 @@ from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
 from .runner import LaunchedStep
-from .sampler import NO_TOKEN, SampledTokens, TokenRules
+from .sampler import SampledTokens, TokenRules
 
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4

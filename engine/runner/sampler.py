@@ -1,13 +1,9 @@
 """Samples tokens from logits on a CPU: greedy, or drawn after temperature, top-k and top-p, in that order.
 
-A drawn token needs one uniform number per (row, position). With weights w = exp((logit - largest) / temperature), cut
-by top-k, then by top-p as a share of what is left, the draw is the first token whose running sum of w exceeds the
-number times their total: in order of falling logits where something is cut, else in order of token ids. Equal logits
-are in order of token ids. `kernels.sampling` does the same on a GPU.
-
-The number is a pure function of (seed, stream, position), so a retried or moved sequence draws what an undisturbed one
-does: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), applied
-once per key so that related keys give unrelated numbers.
+A drawn token needs one uniform number per (row, position); `kernels.sampling` says how it chooses. The number is a pure
+function of (seed, stream, position), so a retried or moved sequence draws what an undisturbed one does: the finaliser
+of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), applied once per key so that
+related keys give unrelated numbers.
 
 Log-probabilities are those of the model's own distribution: before temperature, cuts and all that rows ask of their
 tokens.
@@ -24,14 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..request import SamplingParams, Sequence, TopLogprobs
+from ...kernels.sampling import Choices, choose_tokens, largest_tokens
+from ..request import Sequence, TopLogprobs
 
-# In place of a token where the logits choose none: NaN or infinity among them, or nothing left to choose.
-NO_TOKEN = -1
-# Sorting a whole vocabulary is avoided: top-p looks at the largest candidates first, and widens when they fall short.
-_FIRST_CANDIDATES = 256
-# The largest of many are looked for within this distance of the largest, then twice as far and so on.
-_NEAR, _FAR, _FEW = 4.0, 256.0, 8
 # Numbers of the draws that take the place of tokens which grammars refused.
 _SECOND_DRAWS = 2**40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -79,7 +70,7 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     for i, row in zip(asked, of_asked, strict=True):
         logprobs[i] = float(row[tokens[i]])
         if count := sequences[i].request.sampling.top_logprobs:
-            likeliest = _largest(row, float(row.max()), min(count, len(row)))
+            likeliest = largest_tokens(row, min(count, len(row)))
             tops[i] = tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True))
     return SampledTokens(tokens, logprobs, tops)
 
@@ -88,65 +79,26 @@ def _choose(logits: Tensor, sequences: Items[Sequence], rows: list[int], first_d
     """A token for each of these rows. `first_draw`: that of a row's first token."""
     if not rows:
         return []
-    largest, choice = (logits if len(rows) == len(logits) else logits[rows]).max(-1)  # NaN counts as largest
-    tokens: list[int] = torch.where(largest.isfinite(), choice, NO_TOKEN).tolist()
-    drawn = [n for n, i in enumerate(rows) if sequences[i].request.sampling.temperature > 0 and tokens[n] != NO_TOKEN]
-    for n, u in zip(drawn, _uniforms([sequences[rows[n]] for n in drawn], first_draw), strict=True):
-        i = rows[n]
-        tokens[n] = _draw(logits[i], float(largest[n]), sequences[i].request.sampling, float(u))
-    return tokens
+    samplings = [sequences[i].request.sampling for i in rows]
+    temperature = np.array([s.temperature for s in samplings])
+    numbers = np.zeros(len(rows))
+    drawn = temperature.nonzero()[0]
+    if len(drawn):
+        numbers[drawn] = _uniforms([sequences[rows[n]] for n in drawn], first_draw)
+    choices = Choices(
+        np.array(rows, np.int64),
+        temperature,
+        np.array([s.top_k for s in samplings], np.int64),
+        np.array([s.top_p for s in samplings]),
+        numbers,
+    )
+    return choose_tokens(logits, choices)
 
 
-def _uniforms(sequences: Items[Sequence], first_draw: int) -> np.ndarray:
+def _uniforms(sequences: Items[Sequence], first_draw: int) -> NDArray[np.float64]:
     keys = [(s.request.sampling.seed, s.request.stream_id, first_draw + len(s.token_ids)) for s in sequences]
     columns = np.array(keys, dtype=np.uint64).reshape(-1, 3)
     return uniforms(columns[:, 0], columns[:, 1], columns[:, 2])
-
-
-def _draw(logits: Tensor, largest: float, sampling: SamplingParams, u: float) -> int:
-    """One token from `logits` [vocab_size], of which `largest` is the largest, by the uniform number `u`."""
-    vocab_size = logits.numel()
-
-    def weights_of(values: Tensor) -> Tensor:
-        # distances from the largest: no temperature is too small for them
-        return values.double().sub_(largest).div_(sampling.temperature).exp_()
-
-    if sampling.top_k == 0 and sampling.top_p >= 1.0:
-        return _pick(weights_of(logits).cumsum(-1), u)
-    # the last running sum, not the sum: that rounds by the number of threads
-    total = None if sampling.top_k else weights_of(logits).cumsum(-1)[-1]
-    width = min(sampling.top_k or _FIRST_CANDIDATES, vocab_size)
-    while True:
-        ids = _largest(logits, largest, width)
-        candidates = weights_of(logits[ids])
-        reached = candidates.cumsum(-1)
-        # top-p is a share of what top-k leaves
-        goal = sampling.top_p * (reached[-1] if total is None else total)
-        num_kept = max(1, int((reached - candidates < goal).sum()))
-        if sampling.top_k or num_kept < width or width == vocab_size:
-            return int(ids[_pick(reached[:num_kept], u)])
-        width = min(width * 8, vocab_size)
-
-
-def _largest(logits: Tensor, largest: float, count: int) -> Tensor:
-    """Ids of the `count` largest, in falling order, equals in order of their ids."""
-    if count * _FEW < len(logits):
-        # looked for among those near the largest: a tenth of the time
-        distance = _NEAR
-        while distance < _FAR:
-            near = (logits >= largest - distance).nonzero()[:, 0]
-            if len(near) >= count:
-                return near[logits[near].argsort(descending=True, stable=True)[:count]]
-            distance *= 2
-    least = logits.topk(count).values[-1]
-    ids = (logits >= least).nonzero()[:, 0]
-    return ids[logits[ids].argsort(descending=True, stable=True)[:count]]
-
-
-def _pick(cumulative: Tensor, u: float) -> int:
-    """Index at which the running sum (fp64) first exceeds `u` times its end."""
-    index = int(torch.searchsorted(cumulative, u * cumulative[-1:], right=True)[0])
-    return min(index, cumulative.numel() - 1)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -6,8 +6,9 @@
 #include "../paged_attention/cpu.c"
 #include "../rms_norm/cpu.c"
 #include "../rotary/cpu.c"
+#include "../sampling/cpu.c"
 #include "../segment_lora/cpu.c"
 #include "../token_mask/cpu.c"
 
 /* Which arguments the functions of this library take; see __init__.py. */
-int lorabatch_kernels_version(void) { return 9; }
+int lorabatch_kernels_version(void) { return 10; }

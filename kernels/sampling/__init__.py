@@ -1,9 +1,10 @@
-"""Samples tokens from logits on the device: argmax, or a draw after temperature, top-k and top-p, in that order.
+"""Samples tokens from logits: argmax, or a draw after temperature, top-k and top-p, in that order.
 
-One uniform number u in [0, 1) per row decides, a pure function of (seed, stream, position): SplitMix64's finaliser
-applied once per key (Steele, Lea, Flood 2014), the very numbers of the CPU engine. With weights w = exp((logit -
-largest) / temperature), the draw is the first token whose running sum of w exceeds u times their total: in order of
-falling logits where top-k or top-p cut, else in order of token ids. Equal logits are in order of token ids.
+`sample_tokens` works on the device, `choose_tokens` on a CPU. One uniform number u in [0, 1) per row decides, a pure
+function of (seed, stream, position): SplitMix64's finaliser applied once per key (Steele, Lea, Flood 2014). With
+weights w = exp((logit - largest) / temperature), the draw is the first token whose running sum of w exceeds u times
+their total: in order of falling logits where top-k or top-p cut, else in order of token ids. Equal logits are in order
+of token ids.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ import torch
 from torch import Tensor
 
 from ..launch import uses_triton
-from .types import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE, SamplingRows
+from .cpu import choose_tokens, largest_tokens
+from .types import LARGEST_TEMPERATURE, NO_TOKEN, SMALLEST_TEMPERATURE, Choices, SamplingRows
 
-__all__ = ["LARGEST_TEMPERATURE", "SMALLEST_TEMPERATURE", "SamplingRows", "sample_tokens"]
+__all__ = [
+    "LARGEST_TEMPERATURE",
+    "NO_TOKEN",
+    "SMALLEST_TEMPERATURE",
+    "Choices",
+    "SamplingRows",
+    "choose_tokens",
+    "largest_tokens",
+    "sample_tokens",
+]
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.engine.request import Request, SamplingParams, Sequence
-from lorabatch.engine.runner.sampler import NO_TOKEN, sample, uniforms
-from lorabatch.kernels.sampling import SamplingRows, sample_tokens
+from lorabatch.engine.runner.sampler import sample, uniforms
+from lorabatch.kernels.sampling import NO_TOKEN, SamplingRows, sample_tokens
 
 INF = math.inf
 

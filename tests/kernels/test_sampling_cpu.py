@@ -1,0 +1,75 @@
+"""Choices on a CPU: the compiled kernel and torch choose the same tokens, at the sizes of real vocabularies.
+
+Which tokens those are by the book is tested through the engine's sampler (`engine/runner/test_sampler.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorabatch.kernels.sampling import NO_TOKEN, Choices, choose_tokens
+from lorabatch.kernels.sampling.cpu import choose_by_torch
+
+SIZES = (1, 2, 7, 255, 257, 5000, 49152, 50257)
+
+
+def choices(num_rows: int, generator: np.random.Generator, num_logits: int) -> Choices:
+    return Choices(
+        generator.permutation(num_logits)[:num_rows],
+        generator.choice([0.0, 5e-324, 0.1, 0.7, 1.0, 1.5, 100.0], num_rows),
+        generator.choice([0, 0, 1, 50, 700, 10**6], num_rows),
+        generator.choice([1.0, 1.0, 1e-9, 0.5, 0.9, 0.99], num_rows),
+        generator.random(num_rows),
+    )
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.sampled_from(SIZES),
+    spread=st.sampled_from([0.0, 0.05, 0.5, 2.5, 20.0]),
+    decimals=st.sampled_from([0, 1, 6]),
+)
+def test_compiled_choices_are_those_of_torch(seed: int, vocab_size: int, spread: float, decimals: int) -> None:
+    generator = np.random.default_rng(seed)
+    values = (generator.standard_normal((6, vocab_size + 3)) * spread).round(decimals)
+    values[:, generator.integers(0, vocab_size, vocab_size // 5)] = -np.inf
+    values[:, -4] = spread
+    logits = torch.from_numpy(values.astype(np.float32))[:, :vocab_size]
+    asked = choices(5, generator, len(logits))
+    found, expected = choose_tokens(logits.clone(), asked), choose_by_torch(logits, asked)
+    # sums of weights are rounded in another order: among so many draws one may be on a border
+    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= (vocab_size > 5000)
+
+
+def test_draws_of_many_rows_are_as_frequent_as_their_probabilities() -> None:
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)) * 2
+    draws = 40_000
+    u = np.random.default_rng(0).random(draws)
+    ones = np.ones(draws)
+    asked = Choices(np.zeros(draws, np.int64), ones, np.zeros(draws, np.int64), ones, u)
+    found = np.bincount(choose_tokens(logits, asked), minlength=3000) / draws
+    expected = logits.double().softmax(-1)[0].numpy()
+    likely = expected > 1e-3
+    assert np.abs(found - expected)[likely].max() < 4 * np.sqrt(expected.max() / draws)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 1, 299, 300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_logit_that_is_no_number_chooses_nothing_wherever_it_stands(
+    bad: float, place: int, temperature: float
+) -> None:
+    logits = torch.zeros(3, 301)
+    logits[1, place] = bad
+    three = np.full(3, temperature)
+    asked = Choices(np.arange(3), three, np.zeros(3, np.int64), np.full(3, 0.5), np.full(3, 0.1))
+    for choose in (choose_tokens, choose_by_torch):
+        tokens = choose(logits, asked)
+        assert tokens[1] == NO_TOKEN
+        assert tokens[0] == tokens[2] != NO_TOKEN
