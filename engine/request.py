@@ -200,6 +200,11 @@ class SamplingParams:
         return cls(**{name: _with_tuples(value) for name, value in values.items()})
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether tokens are drawn at a temperature, not the likeliest ones."""
+        return self.temperature > 0
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities of the tokens are part of the answer; those of the likeliest come with them."""
         return self.logprobs or self.top_logprobs > 0

@@ -33,7 +33,7 @@ class StepLoad:
     (`prompt_pairs`). `decode_rows`: rows that get one token. `context_tokens`: KV slots read, over all rows. The rest
     is the unmerged share, zero when merged: `num_adapters` distinct adapters, `rank_sum` their ranks added up (weights
     read), `lora_tokens` the tokens with an adapter (activations gathered and added), `rank_tokens` the sum over these
-    of their rank (products).
+    of their rank (products). `drawn_tokens`: tokens that are drawn rather than the likeliest.
     """
 
     prefill_tokens: ArrayLike = 0.0
@@ -44,6 +44,7 @@ class StepLoad:
     rank_tokens: ArrayLike = 0.0
     prefill_pairs: ArrayLike = 0.0
     lora_tokens: ArrayLike = 0.0
+    drawn_tokens: ArrayLike = 0.0
 
 
 def prompt_pairs(num_tokens: ArrayLike, num_stored: ArrayLike = 0.0) -> NDArray[np.float64]:
@@ -57,7 +58,8 @@ class CostModel:
     """Coefficients of one kind of replica; all in seconds per unit of the name, none negative.
 
     `step_s`: a step that does nothing. `lora_step_s`: added once when any row is unmerged (launches). `mixed_step_s`:
-    added once when prompts and decoding rows share a step; 0 where an engine computes both in one pass.
+    added once when prompts and decoding rows share a step; 0 where an engine computes both in one pass. `draw_s`: what
+    a token drawn at a temperature costs more than the likeliest one.
     `merge_s`: switch the merged adapter; `first_merge_s` more for a replica's first one, which makes its second copy of
     the weights. `host_bytes_per_s`, `peer_…`, `storage_…`: where an adapter comes
     from, plus `load_s` for each load. `kernel`: `exact` pays each token its own rank, `padded` the largest
@@ -83,6 +85,7 @@ class CostModel:
     lora_token_s: float = 0.0
     first_merge_s: float = 0.0
     mixed_step_s: float = 0.0
+    draw_s: float = 0.0
 
     def step_seconds(self, load: StepLoad) -> NDArray[np.float64]:
         """Seconds of a step, or of each step of an array of them."""
@@ -100,6 +103,7 @@ class CostModel:
             + self.prefill_pair_s * given.prefill_pairs
             + self.lora_token_s * given.lora_tokens
             + self.mixed_step_s * ((given.prefill_tokens > 0) & (given.decode_rows > 0))
+            + self.draw_s * given.drawn_tokens
         )
         return np.asarray(seconds, dtype=np.float64)
 
@@ -121,12 +125,13 @@ class CostModel:
         rank: ArrayLike = 0.0,
         num_adapters: float = 0.0,
         shared_tokens: ArrayLike = 0.0,
+        is_drawn: ArrayLike = False,
     ) -> NDArray[np.float64]:
         """A row's share of a replica whose batch is full: its prefill, and `1 / batch_rows` of its decode
         steps.
 
         `rank`: of the row's adapter, 0 when merged or base. `num_adapters`: distinct ones in the batch.
-        `shared_tokens`: of the prompt, not computed again.
+        `shared_tokens`: of the prompt, not computed again. `is_drawn`: whether its tokens are.
         """
         prompt = np.asarray(prompt_tokens, dtype=np.float64)
         output = np.asarray(output_tokens, dtype=np.float64)
@@ -135,6 +140,7 @@ class CostModel:
         shared = self.step_s + launches + (self.adapter_s + self.rank_s * ranks) * num_adapters
         adapter_token_s = self.rank_token_s * ranks + self.lora_token_s * (ranks > 0)
         decode = self.decode_row_s + self.context_token_s * (prompt + output / 2) + adapter_token_s
+        decode = decode + self.draw_s * np.asarray(is_drawn, dtype=np.float64)
         computed = prompt - np.asarray(shared_tokens, dtype=np.float64)
         prefill = (self.prefill_token_s + adapter_token_s) * computed
         prefill = prefill + self.prefill_pair_s * prompt_pairs(computed, prompt - computed)
@@ -250,6 +256,8 @@ CPU_SMOLLM2_135M = CostModel(
     prefill_pair_s=9e-7,
     lora_token_s=4.6e-5,
     first_merge_s=1.4,
+    # of 49,152 logits, by one thread (docs/kernels.md)
+    draw_s=3.5e-5,
 )
 # H200, Llama-3-8B bf16, by arithmetic: 16 GB of weights at about 4 TB/s; 16 GFLOP per token at about 500 TFLOP/s. A
 # step with prompts and decoding rows is two passes, of which the second reads the weights once more, without a graph.
@@ -330,6 +338,7 @@ STEP_COEFFICIENTS = (
     "prefill_pair_s",
     "lora_token_s",
     "mixed_step_s",
+    "draw_s",
 )
 _ROUNDS = 6
 # Relative errors up to this are noise; larger ones weigh less, for the step may have been disturbed.
@@ -350,6 +359,7 @@ def _features(load: StepLoad) -> list[float]:
         adapters,
         *(float(np.asarray(value)) for value in unmerged),
         float(prefill_tokens > 0 and decode_rows > 0),
+        float(np.asarray(load.drawn_tokens)),
     ]
 
 

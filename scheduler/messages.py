@@ -66,6 +66,7 @@ class StepTotals:
     prefill_pairs: float = 0.0
     lora_tokens: int = 0
     num_mixed_steps: int = 0
+    drawn_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

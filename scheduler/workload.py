@@ -37,6 +37,7 @@ class Workload:
     copies (absent: none).
     `release_s`: float64, when the row arrives (absent offline: everything is there at 0).
     `output_tokens`: int32, the true output lengths; only a simulation knows them.
+    `is_drawn`: bool, whether the row's tokens are drawn at a temperature (absent: of none).
     `input_place`: int64, rises in the order in which the input has the rows (absent: they stand in it).
     """
 
@@ -48,6 +49,7 @@ class Workload:
     release_s: NDArray[np.float64] | None = None
     output_tokens: NDArray[np.int32] | None = None
     shared_tokens: NDArray[np.int32] | None = None
+    is_drawn: NDArray[np.bool_] | None = None
     input_place: NDArray[np.int64] | None = None
 
     @property
@@ -102,6 +104,7 @@ class Workload:
             ("release_s", self.release_s, np.float64),
             ("output_tokens", self.output_tokens, np.int32),
             ("shared_tokens", self.shared_tokens, np.int32),
+            ("is_drawn", self.is_drawn, np.bool_),
             ("input_place", self.input_place, np.int64),
         ]
         return [(name, array, dtype) for name, array, dtype in arrays if array is not None]

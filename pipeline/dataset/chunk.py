@@ -473,6 +473,7 @@ def _numbers(drafts: list[RowDraft], adapters: list[str | None]) -> pa.RecordBat
         "prefix_hash": [prefix_hash(draft.tokens or ()) for draft in drafts],
         "id_hash": [0 if draft.sample else id_hash(draft.row_id) for draft in drafts],
         "error_kind": [int(draft.kind) for draft in drafts],
+        "is_drawn": [draft.sampling.is_drawn for draft in drafts],
     }
     columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
     return pa.RecordBatch.from_pydict({"adapter": pa.array(adapters, pa.string()), **columns})

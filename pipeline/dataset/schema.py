@@ -37,7 +37,8 @@ PREPARED_FIELDS = (
 )
 # One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id, or a
 # further completion of a row. `shared_tokens`: at the
-# beginning of the prompt, see `fingerprints.shared_tokens`. `place`: in the chunk as it was read.
+# beginning of the prompt, see `fingerprints.shared_tokens`. `is_drawn`: at a
+# temperature. `place`: in the chunk as it was read.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
@@ -47,6 +48,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("shared_tokens", pa.int32()),
         pa.field("id_hash", pa.uint64()),
         pa.field("error_kind", pa.int8()),
+        pa.field("is_drawn", pa.bool_()),
         pa.field("batch", pa.int32()),
         pa.field("row", pa.int32()),
         pa.field("place", pa.int32()),

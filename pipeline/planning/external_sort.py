@@ -1,6 +1,6 @@
 """Sorts the index of all rows by adapter, in a file of this machine.
 
-A job may have more rows than memory has room for, some 49 bytes each, so rows are written to a file and read back a
+A job may have more rows than memory has room for, some 50 bytes each, so rows are written to a file and read back a
 block at a time (`SortedRows` over `ScratchFile`). Prompts and ids stay in the prepared rows.
 """
 
@@ -46,9 +46,11 @@ def _read_chunk(store: JobStore, key: str, chunk_id: int, codes: Mapping[str, in
         table: pa.Table = reader.read_all().unify_dictionaries().combine_chunks()
         rows = np.empty(table.num_rows, INDEXED_ROW)
         for name, _ in _NUMBERS:
-            # an index of an earlier version has no places: its rows count as having come in its own order
-            is_there = name in table.column_names
-            rows[name] = table.column(name).to_numpy() if is_there else np.arange(table.num_rows)
+            if name in table.column_names:
+                rows[name] = table.column(name).to_numpy()
+            else:
+                # of an index of an earlier version: rows count as greedy, and as having come in its own order
+                rows[name] = np.arange(table.num_rows) if name == "place" else 0
         rows["chunk"] = chunk_id
         rows["adapter"] = -1
         for part in table.column("adapter").chunks:  # one, or none of an empty table

@@ -82,9 +82,9 @@ class CheckedRows:
         """Rows in order of their adapters, and the planner's view of them: error rows ask for nothing."""
         for rows in self.rows.blocks(block_rows):
             is_error = self.errors.is_error(rows)
-            prompt, output, prefix, shared = (
+            prompt, output, prefix, shared, is_drawn = (
                 np.where(is_error, INDEXED_ROW[name].type(0), rows[name])
-                for name in ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens")
+                for name in ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "is_drawn")
             )
             yield (
                 rows,
@@ -95,6 +95,7 @@ class CheckedRows:
                     max_tokens=output,
                     prefix_hash=prefix,
                     shared_tokens=shared,
+                    is_drawn=is_drawn,
                     input_place=(rows["chunk"].astype(np.int64) << 32) + rows["place"],
                 ),
             )

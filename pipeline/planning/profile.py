@@ -133,12 +133,15 @@ _SHORT_PROMPT_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Equal rows that start together. `ranks`: of the adapters that share them in turn; empty: the base model."""
+    """Equal rows that start together. `ranks`: of the adapters that share them in turn; empty: the base model.
+    `is_drawn`: at temperature 1.
+    """
 
     num_rows: int
     prompt_tokens: int
     output_tokens: int
     ranks: tuple[int, ...] = ()
+    is_drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,7 @@ def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: in
     mixes = ((), (8,), (16,), (64,), (8, 16, 32, 64), (16,) * 8)
     row_counts = sorted({1, max(1, max_batch_rows // 4), max(1, max_batch_rows // 2), max_batch_rows})
     probes = [Probe(rows, prompt, 6, ranks) for rows in row_counts for ranks in mixes]
+    probes += [Probe(rows, prompt, 6, is_drawn=True) for rows in row_counts]
     probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
     probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
     # What reading the context costs shows in rows that decode behind long prompts.
@@ -257,7 +261,8 @@ class _Bench:
         # Prompts all differ from their first token, so that nothing is shared.
         first = 3 + self._num_rows * 7919
         ids = tuple((first + 31 * i) % (self.engine.model.vocab_size - 4) + 3 for i in range(probe.prompt_tokens))
-        sampling = SamplingParams(max_tokens=probe.output_tokens, ignore_eos=True)
+        temperature = 1.0 if probe.is_drawn else 0.0
+        sampling = SamplingParams(max_tokens=probe.output_tokens, temperature=temperature, ignore_eos=True)
         return Request(f"probe-{self._num_rows}", ids, adapter_id, sampling)
 
     def _adapter(self, name: str, rank: int) -> str:
@@ -292,6 +297,7 @@ def load_of(entries: Sequence[StepEntry], rank_of: dict[str, int]) -> StepLoad:
         rank_tokens=sum(rank * e.num_tokens for rank, e in zip(ranks, entries, strict=True)),
         prefill_pairs=sum(float(prompt_pairs(num_tokens, num_stored)) for num_tokens, num_stored in prompts),
         lora_tokens=sum(e.num_tokens for e in entries if e.adapter is not None),
+        drawn_tokens=sum(e.yields_token and e.sequence.request.sampling.is_drawn for e in entries),
     )
 
 

@@ -116,5 +116,5 @@ class StepCosts:
 
 
 def coefficients(cost: CostModel) -> NDArray[np.float64]:
-    """Seconds per unit of each field of `StepTotals`, float64 `[11]`."""
+    """Seconds per unit of each field of `StepTotals`, float64 `[12]`."""
     return np.array([getattr(cost, name) for name in STEP_COEFFICIENTS], dtype=np.float64)

@@ -430,7 +430,8 @@ class SimulatedReplica:
         num_passes = int(max(1, np.where(tokens > 0, ended, num_passes).max(initial=1)))
         # A row that decodes has stored all but its last token.
         stored = self._total[served] - np.maximum(unstored, 1)
-        done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk)
+        drawn = 0 if self._workload.is_drawn is None else int(tokens[self._workload.is_drawn[rows]].sum())
+        done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk, drawn)
         seconds = overhead_s + done.seconds(self._cost, self._ranks, self._merged)
         self._budget.took(int(chunk.sum()) + int((~is_prompt).sum()), seconds / num_passes)
         self._remaining[served] -= tokens
@@ -476,6 +477,7 @@ class SimulatedReplica:
 class Passes:
     """`number` forward passes of one batch, by row `[num_rows]`: `adapter`; `tokens` that it generates; `stored`, its
     tokens with keys and values before; `chunk`, how much of its prompt is computed, 0 of a row that decodes.
+    `drawn_tokens`: of all rows.
     """
 
     number: int
@@ -483,6 +485,7 @@ class Passes:
     tokens: NDArray[np.int64]
     stored: NDArray[np.int64]
     chunk: NDArray[np.int64]
+    drawn_tokens: int = 0
 
     def seconds(self, cost: CostModel, ranks: NDArray[np.float64], merged: int | None) -> float:
         """All passes together; the cost model is linear, so sums are enough."""
@@ -499,6 +502,7 @@ class Passes:
             prefill_tokens=float(self.chunk.sum()),
             prefill_pairs=float(prompt_pairs(self.chunk, self.stored).sum()),
             decode_rows=float(decoded.sum()),
+            drawn_tokens=float(self.drawn_tokens),
             context_tokens=float(after[is_prompt].sum() + (after * decoded + decoded * (decoded + 1) / 2).sum()),
         )
         seconds = float(cost.step_seconds(load))

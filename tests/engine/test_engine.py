@@ -236,7 +236,12 @@ def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, ti
     loads: list[StepLoad] = []
     engine.observe_step = lambda entries: loads.append(load_of(entries, ranks))
     requests = [
-        Request(f"{i}", p, ids.get(["", *tiny_adapters][i % 5]), SamplingParams(max_tokens=3 + i, ignore_eos=True))
+        Request(
+            f"{i}",
+            p,
+            ids.get(["", *tiny_adapters][i % 5]),
+            SamplingParams(max_tokens=3 + i, temperature=float(i % 3), ignore_eos=True),
+        )
         for i, p in enumerate(prompts(12, engine.model.vocab_size, seed=3))
     ]
     serve(engine, requests)
@@ -246,6 +251,7 @@ def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, ti
     for name in [field.name for field in fields(StepLoad)]:
         assert getattr(totals, name) == pytest.approx(sum(getattr(load, name) for load in loads)), name
     assert totals.decode_rows + len(requests) == telemetry.generated_tokens
+    assert totals.drawn_tokens == sum(3 + i for i in range(12) if i % 3)
 
 
 def test_logits_equal_transformers_within_a_thousandth(tiny_llama: Path, oracle: Oracle) -> None:

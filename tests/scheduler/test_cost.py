@@ -129,7 +129,7 @@ def test_a_model_survives_json(name):
 
 def test_terms_that_an_older_profile_lacks_are_nothing():
     value = H200_LLAMA_3_8B.to_json()
-    del value["prefill_pair_s"], value["lora_token_s"], value["first_merge_s"]
+    del value["prefill_pair_s"], value["lora_token_s"], value["first_merge_s"], value["draw_s"]
     assert CostModel.from_json(value) == H200_LLAMA_3_8B
 
 
@@ -157,6 +157,7 @@ def make_samples(model, count, noise, seed=0):
             rank_tokens=(decode + prefill) * int(rng.integers(8, 65)) * (adapters > 0),
             prefill_pairs=prefill * int(rng.integers(1, 4096)),
             lora_tokens=(decode + prefill) * (adapters > 0),
+            drawn_tokens=decode * int(rng.integers(0, 2)),
         )
         samples.append(StepSample(load, float(model.step_seconds(load) * (1 + noise * rng.standard_normal()))))
     return samples
@@ -167,7 +168,7 @@ GPU = H200_LLAMA_3_8B.scaled(3.0)
 
 
 def test_exact_measurements_give_back_the_model():
-    model = replace(H200_LLAMA_3_8B, prefill_pair_s=2e-9, lora_token_s=3e-6)
+    model = replace(H200_LLAMA_3_8B, prefill_pair_s=2e-9, lora_token_s=3e-6, draw_s=4e-6)
     fitted = fit(make_samples(model, 300, 0.0), GPU)
     names = (
         "mixed_step_s",
@@ -178,7 +179,7 @@ def test_exact_measurements_give_back_the_model():
         "context_token_s",
         "adapter_s",
     )
-    for name in (*names, "lora_token_s", "rank_token_s"):
+    for name in (*names, "lora_token_s", "rank_token_s", "draw_s"):
         assert getattr(fitted, name) == pytest.approx(getattr(model, name), rel=1e-4)
     assert fitted.fit_r_squared == pytest.approx(1.0)
 

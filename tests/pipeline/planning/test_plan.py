@@ -21,7 +21,7 @@ from lorabatch.pipeline.dataset.reader import read_shard
 from lorabatch.pipeline.dataset.schema import arrow_file
 from lorabatch.pipeline.dataset.writer import part_bytes
 from lorabatch.pipeline.planning import validation as duplicate_ids
-from lorabatch.pipeline.planning.plan import plan_job, read_plan, reopen_shards
+from lorabatch.pipeline.planning.plan import check_rows, plan_job, read_plan, reopen_shards
 
 
 def rows(num_rows: int, **columns: Any) -> pa.Table:
@@ -54,6 +54,16 @@ def test_the_plan_read_back_is_the_plan(prepare_job: Callable[..., Any]) -> None
     job = prepare_job(pa.table({"id": range(12), "prompt": ["a", "", "a"] * 4, "adapter": names}))
     plan = job.plan()
     assert read_plan(job.store) == plan
+
+
+def test_it_is_known_which_rows_are_drawn(prepare_job: Callable[..., Any]) -> None:
+    temperatures = [None, 0.0, 0.7, None, 1.0]
+    for of_job, expected in ((0.0, [False, False, True, False, True]), (1.0, [True, False, True, True, True])):
+        job = prepare_job(pa.table({"prompt": ["a"] * 5, "temperature": temperatures}), temperature=of_job)
+        with check_rows(job.store, job.record, IndexTotals.of(job.index())) as checked:
+            workload = checked.whole()
+        assert workload.is_drawn is not None
+        assert workload.is_drawn[workload.input_order].tolist() == expected
 
 
 def test_duplicate_ids_are_refused_with_examples_and_where_they_stand(prepare_job: Callable[..., Any]) -> None:

@@ -88,6 +88,7 @@ def test_every_token_of_every_probe_is_in_some_measured_step(tiny_llama: Path) -
     assert total(loads, "prefill_pairs") == pairs
     tokens = sum(p.num_rows * (p.prompt_tokens + p.output_tokens - 1) for p in grid if p.ranks)
     assert total(loads, "lora_tokens") == tokens
+    assert total(loads, "drawn_tokens") == sum(p.num_rows * p.output_tokens for p in grid if p.is_drawn) > 0
     assert any(load.prefill_tokens and load.decode_rows for load in loads)
     assert all(sample.seconds > 0 for _, sample in found.steps)
     assert len(found.merge_s) == 5

@@ -15,13 +15,14 @@ from lorabatch.scheduler.messages import StepTotals
 def reports(cost: CostModel, num_reports: int, seed: int = 0, noise: float = 0.0) -> list[tuple[StepTotals, float]]:
     """Totals of an engine that takes what `cost` says, with rows and prompts that change from second to second."""
     generator = np.random.default_rng(seed)
-    total, seconds, found = np.zeros(11), 0.0, []
+    total, seconds, found = np.zeros(12), 0.0, []
     for _ in range(num_reports):
         steps = int(generator.integers(4, 20))
         rows = int(generator.integers(1, 32)) * steps
         prompt = int(generator.integers(0, 400))
         lora = [steps, 2 * steps, 32.0 * steps, 16.0 * rows]
-        did = np.array([steps, prompt, rows, 100 * rows, *lora, 50.0 * prompt, rows, min(steps, prompt)])
+        tokens = [50.0 * prompt, rows, min(steps, prompt), rows // 2]
+        did = np.array([steps, prompt, rows, 100 * rows, *lora, *tokens])
         total = total + did
         seconds += float(coefficients(cost) @ did) * float(1 + noise * generator.standard_normal())
         counts = [int(value) if kind is int else float(value) for value, kind in zip(total, _KINDS, strict=True)]
@@ -60,7 +61,7 @@ def test_coefficients_that_are_wrong_by_different_factors_are_told_apart(seed: i
     costs = fed(CPU_SMOLLM2_135M, reports(true, 60, seed, noise=0.05))
     found = costs.measured()
     # What was not seen: steps of prompts only.
-    prompts = np.array([10.0, 5000, 0, 5000, 0, 0, 0, 0, 1e5, 0, 0])
+    prompts = np.array([10.0, 5000, 0, 5000, 0, 0, 0, 0, 1e5, 0, 0, 0])
     assert coefficients(found) @ prompts == pytest.approx(coefficients(true) @ prompts, rel=0.25)
     assert found.step_s == pytest.approx(0.2, rel=0.25)
     # No replica is slower than its own measured model.

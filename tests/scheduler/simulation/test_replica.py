@@ -21,7 +21,16 @@ FREE_LOADS = replace(COST, load_s=0.0, host_bytes_per_s=float("inf"))
 
 
 def make_replica(
-    adapter_index, prompts, outputs, *, batcher=None, cost=FREE_LOADS, ranks=(8, 8, 8), shared_tokens=None, **changes
+    adapter_index,
+    prompts,
+    outputs,
+    *,
+    batcher=None,
+    cost=FREE_LOADS,
+    ranks=(8, 8, 8),
+    shared_tokens=None,
+    is_drawn=None,
+    **changes,
 ):
     workload = make_workload(
         make_adapters(ranks),
@@ -31,7 +40,9 @@ def make_replica(
     )
     if shared_tokens is not None:
         workload = replace(workload, shared_tokens=np.asarray(shared_tokens, np.int32))
-        workload.check_integrity()
+    if is_drawn is not None:
+        workload = replace(workload, is_drawn=np.asarray(is_drawn))
+    workload.check_integrity()
     timeline = Timeline.empty(workload.num_rows, 1)
     settings_ = ReplicaSettings(**({"max_batch_rows": 4} | changes))
     engine = SimulatedReplica(0, workload, cost, batcher or UnmergedBatcher(), settings_, timeline)
@@ -225,6 +236,16 @@ def test_what_begins_like_another_row_is_read_but_not_computed_again():
     load = lora_load(np.array([0]), 36, np.array([8.0]))
     load = replace(load, prefill_tokens=36, prefill_pairs=pairs, context_tokens=100)
     assert end == pytest.approx(float(cost.step_seconds(load)))
+
+
+@pytest.mark.parametrize("leap", [1, 50])
+def test_each_token_that_is_drawn_costs_its_draw(leap):
+    rows = ([0, 0, 0], [9, 9, 9], [1, 7, 7])
+    seconds = []
+    for is_drawn in ([False] * 3, [True, True, False]):
+        engine, _ = make_replica(*rows, is_drawn=is_drawn, cost=replace(FREE_LOADS, draw_s=0.5), leap_steps=leap)
+        seconds.append(run_out(engine)[0])
+    assert seconds[1] - seconds[0] == pytest.approx((1 + 7) * 0.5)
 
 
 def test_a_steps_budget_counts_computed_tokens_only():
