@@ -401,6 +401,13 @@ def fit(samples: Sequence[StepSample], prior: CostModel) -> CostModel:
     )
 
 
+def meeting_total(cost: CostModel, samples: Sequence[StepSample]) -> CostModel:
+    """The model with its step coefficients scaled so that all steps together take what was measured."""
+    predicted = sum(float(cost.step_seconds(sample.load)) for sample in samples)
+    factor = sum(sample.seconds for sample in samples) / predicted
+    return replace(cost, **{name: getattr(cost, name) * factor for name in STEP_COEFFICIENTS})
+
+
 @dataclass(frozen=True, slots=True)
 class FitQuality:
     """How a model meets measured steps: R squared, and the median of |predicted / measured - 1|."""

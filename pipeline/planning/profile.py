@@ -40,6 +40,7 @@ from ...scheduler.cost import (
     fit,
     fit_loads,
     fit_quality,
+    meeting_total,
     prompt_pairs,
 )
 from ..cluster.connect import DEFAULT_WORKERS, embedded
@@ -106,7 +107,11 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
     steps = [step for profile in found for step in profile.steps]
     if not steps:
         raise JobFailedError("profile: no step was measured. Give it more time with --max-seconds.")
-    cost = fit_loads([load for profile in found for load in profile.loads], fit([s for _, s in steps], prior))
+    samples = [sample for _, sample in steps]
+    cost = fit_loads([load for profile in found for load in profile.loads], fit(samples, prior))
+    if device == "cpu" and request.engines * threads > len(os.sched_getaffinity(0)):
+        # Engines take turns on a core: the steps that the fit takes to have been disturbed are what a job will have.
+        cost = meeting_total(cost, samples)
     merge_s = median(s for profile in found for s in profile.merge_s[1:])
     first_s = median(profile.merge_s[0] for profile in found)
     cost = replace(cost, merge_s=float(merge_s), first_merge_s=max(0.0, float(first_s - merge_s)))

@@ -21,6 +21,7 @@ from lorabatch.scheduler.cost import (
     fit_loads,
     fit_quality,
     lora_load,
+    meeting_total,
     nonnegative_least_squares,
     prompt_pairs,
 )
@@ -242,6 +243,16 @@ def test_steps_that_were_disturbed_do_not_bend_the_fit():
     fitted = fit(disturbed, GPU)
     assert fit_quality(samples, fitted).median_error < 0.03
     assert fit_quality(disturbed, fitted).r_squared < fit_quality(samples, fitted).r_squared
+
+
+def test_steps_that_take_turns_are_met_in_total():
+    cost = replace(H200_LLAMA_3_8B, merge_s=0.5)
+    samples = make_samples(cost, 200, 0.0)
+    waited = [replace(s, seconds=s.seconds * (2.0 if i % 3 == 0 else 1.0)) for i, s in enumerate(samples)]
+    met = meeting_total(cost, waited)
+    measured = sum(s.seconds for s in waited)
+    assert sum(float(met.step_seconds(s.load)) for s in waited) == pytest.approx(measured)
+    assert met.merge_s == cost.merge_s
 
 
 def test_loads_give_seconds_per_load_and_bytes_per_second():
