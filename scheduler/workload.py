@@ -67,6 +67,11 @@ class Workload:
         """Prompt tokens of each row that must be computed, int32 `[num_rows]`."""
         return self.prompt_tokens if self.shared_tokens is None else self.prompt_tokens - self.shared_tokens
 
+    def computed_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The same of some rows, without an array of all."""
+        prompt = self.prompt_tokens[rows]
+        return prompt if self.shared_tokens is None else prompt - self.shared_tokens[rows]
+
     def rows_per_adapter(self) -> NDArray[np.int64]:
         """`[num_adapters + 1]`: rows of each adapter; the last entry counts the base model's rows."""
         return np.bincount(self.adapter_index % (len(self.adapters) + 1), minlength=len(self.adapters) + 1).astype(

@@ -13,19 +13,24 @@ from ..workload import AdapterInfo, Workload
 
 class SimulatedPages:
     """What rows and adapters take of the pool; `ReplicaSettings` has the parameters. `num_pages`: None is endless.
-    `of_row` int64 `[num_rows]`: prompt and all but the last token; `of_adapter`: by number.
+    `of_adapter`: by number.
     """
 
     def __init__(
         self, workload: Workload, kv_tokens: int | None, page_tokens: int, run_pages: int, token_bytes: int
     ) -> None:
         self.num_pages = None if kv_tokens is None else kv_tokens // page_tokens
-        capacity = np.maximum(1, workload.prompt_tokens.astype(np.int64) + workload.max_tokens - 1)
-        self.of_row: NDArray[np.int64] = -(-capacity // page_tokens)
+        self._workload = workload
         page_bytes = page_tokens * token_bytes
         sizes = {i: adapter.weight_bytes for i, adapter in enumerate(workload.adapters)} if page_bytes else {}
         self.of_adapter = {i: max(1, -(-size // page_bytes)) for i, size in sizes.items()}
         self._page_tokens, self._run_pages = page_tokens, run_pages
+
+    def of_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pages that hold the prompt and all but the last token of each of these rows."""
+        # Not of all rows once: a thousand replicas of ten million rows would hold 80 GB.
+        prompt, limit = self._workload.prompt_tokens[rows], self._workload.max_tokens[rows]
+        return self.of_tokens(np.maximum(1, prompt.astype(np.int64) + limit - 1))
 
     def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pages that hold so many tokens."""

@@ -101,7 +101,6 @@ class SimulatedReplica:
         self._unstored: NDArray[np.int64] = np.zeros(0, np.int64)
         self._held: NDArray[np.int64] = np.zeros(0, np.int64)
         self._workload, self._output = workload, workload.output_tokens
-        self._computed = workload.computed_prompt_tokens
         self._ranks = np.array([adapter.rank for adapter in workload.adapters], dtype=np.float64)
         self._cost, self._batcher, self._settings, self._timeline = cost, batcher, settings, timeline
         self._lengths = LengthEstimator() if lengths is None else lengths
@@ -244,7 +243,7 @@ class SimulatedReplica:
     def _pages_to_hold(self, waiting: NDArray[np.int64], expected: NDArray[np.float64] | None) -> NDArray[np.int64]:
         """Pages that each of these rows takes when it enters."""
         if not self._settings.rows_grow or not len(waiting):
-            return self._pages.of_row[waiting]
+            return self._pages.of_rows(waiting)
         prompt, limit = self._workload.prompt_tokens[waiting], self._workload.max_tokens[waiting]
         brought = np.array([self._brought.get(row, 0) for row in waiting.tolist()] if self._brought else [0])
         guess = expected_tokens(limit) if expected is None else expected
@@ -346,12 +345,12 @@ class SimulatedReplica:
         brought = np.array([self._brought.pop(int(row), 0) for row in admitted] if self._brought else 0)
         total = self._workload.prompt_tokens[admitted] + brought
         # Rows on loan compute all that they bring.
-        unstored = np.maximum(1, np.where(brought > 0, total, self._computed[admitted]))
+        unstored = np.maximum(1, np.where(brought > 0, total, self._workload.computed_of(admitted)))
         self.running = np.concatenate([self.running, admitted])
         self._remaining = np.concatenate([self._remaining, np.maximum(1, self._output[admitted] - brought)])
         self._total = np.concatenate([self._total, total])
         self._unstored = np.concatenate([self._unstored, unstored])
-        taken = self._pages.taken(self._pages.of_row[admitted] if pages is None else pages, int(self._held.sum()))
+        taken = self._pages.taken(self._pages.of_rows(admitted) if pages is None else pages, int(self._held.sum()))
         self._held = np.concatenate([self._held, taken])
         pinned = self._pin()
         self._memory.shrink(self._pages.left_for_adapters(int(self._held.sum())), self._pages.of_adapter, pinned)
