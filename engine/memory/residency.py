@@ -15,6 +15,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from ...kernels.segment_lora import AdapterSites
+from ..model_config.model import PACKED_SITES
 from .copies import AdapterCopies, Arrival
 from .loader import AdapterLoader
 from .packed import AdapterLayout, PackedAdapter, Sites
@@ -37,6 +39,11 @@ class ResidentAdapter:
     def sites(self) -> Sites:
         """Its matrices as views, made when kernels that read views ask for them."""
         return self.layout.sites(self.numbers)
+
+    @cached_property
+    def all_sites(self) -> AdapterSites:
+        """`sites` in one row, layer after layer, in the order of `PACKED_SITES`."""
+        return AdapterSites([of_layer.get(site) for of_layer in self.sites for site in PACKED_SITES])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.packed_weight import PackedWeight, Products
 from ...kernels.paged_attention.cpu import paged_attention
 from ...kernels.rotary import rotate_and_store_
-from ...kernels.segment_lora import LoraSegment, PreparedLora
+from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
 from .gguf.blocks import Weight, joined, looked_up, pack_joined, plain
 from .layers import Linear, activation_of, norm_of
@@ -89,7 +89,7 @@ class Decoder:
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
         self._lora_spans: tuple[AdapterSpan, ...] = ()
-        self._prepared_lora: dict[tuple[int, PackedSite], PreparedLora] = {}
+        self._lora = PreparedLora([])
         # rounded to the dtype first, as the families that scale define it
         self._embedding_scale = float(torch.tensor(model.embedding_scale, dtype=dtype))
 
@@ -157,20 +157,16 @@ class Decoder:
         """Packed linear layer with the unmerged LoRA of every adapter of the step."""
         y = layer.linears[site](x)
         if spans:
-            self._lora_of(layer.index, site, spans).add_(y, x)
+            self._lora_of(spans).add_(y, x, layer.index * len(PACKED_SITES) + PACKED_SITES.index(site))
         return y
 
-    def _lora_of(self, layer: int, site: PackedSite, spans: tuple[AdapterSpan, ...]) -> PreparedLora:
+    def _lora_of(self, spans: tuple[AdapterSpan, ...]) -> PreparedLora:
         """Prepared when a step's rows are not those of the step before."""
         if spans is not self._lora_spans:
             if spans != self._lora_spans:
-                self._prepared_lora.clear()
+                self._lora = PreparedLora([LoraSpan(s.start, s.end, s.adapter.all_sites) for s in spans])
             self._lora_spans = spans
-        prepared = self._prepared_lora.get((layer, site))
-        if prepared is None:
-            segments = [LoraSegment(s.start, s.end, s.adapter.sites[layer].get(site)) for s in spans]
-            prepared = self._prepared_lora[layer, site] = PreparedLora(segments)
-        return prepared
+        return self._lora
 
     def _mlp(self, h: Tensor, layer: DecoderLayer, batch: StepBatch) -> Tensor:
         active = self._activation(self._with_lora(layer, "gate_up", h, batch.spans))

@@ -78,6 +78,11 @@ class Linear:
         """The weight in use, in the plain layout, [out_features, in_features]."""
         return self._live if self._packed is None else self._packed.dense()
 
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The weight in use, where it is packed."""
+        return self._packed
+
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self._live, self.bias) if self._packed is None else self._packed.multiply(x, self.bias)
 

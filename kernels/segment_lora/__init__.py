@@ -16,42 +16,51 @@ import torch
 from torch import Tensor
 
 from .cpu import SegmentTable
-from .types import LoraMember, LoraSegment, LoraSiteWeights
+from .types import AdapterSites, LoraMember, LoraSegment, LoraSiteWeights, LoraSpan
 
-__all__ = ["LoraMember", "LoraSegment", "LoraSiteWeights", "PreparedLora", "add_lora_", "add_lora_by_torch_"]
+__all__ = [
+    "AdapterSites",
+    "LoraMember",
+    "LoraSegment",
+    "LoraSiteWeights",
+    "LoraSpan",
+    "PreparedLora",
+    "add_lora_",
+    "add_lora_by_torch_",
+]
 
 
 class PreparedLora:
-    """Segments at one packed layer, to be added to the outputs of many steps.
+    """Spans of a step, whose LoRA is added at every packed layer of it, and in further steps of the same rows.
 
-    Segments may overlap: a row gets what every one of them adds, in their order. In panels, a row's result does not
+    Spans may overlap: a row gets what every one of them adds, in their order. In panels, a row's result does not
     depend on the other rows of the step, bit for bit; otherwise it may.
     """
 
-    def __init__(self, segments: Sequence[LoraSegment]) -> None:
-        self._segments = [segment for segment in segments if segment.site is not None]
-        records = [(start, end, site.record) for start, end, site in self._segments if site is not None]
-        served = [(start, end, record) for start, end, record in records if record is not None]
-        assert len(served) in (0, len(records)), "some matrices are in panels and some are not"
+    def __init__(self, spans: Sequence[LoraSpan]) -> None:
+        self._spans = spans = [span for span in spans if any(span.adapter.sites)]
+        served = [records for span in spans if (records := span.adapter.records) is not None]
+        assert len(served) in (0, len(spans)), "some matrices are in panels and some are not"
         self._tables: list[SegmentTable] = []
         first = 0
         for i in range(1, len(served) + 1):
             # one call takes segments that do not overlap
-            if i == len(served) or served[i][0] < served[i - 1][1]:
-                self._tables.append(SegmentTable(served[first:i]))
+            if i == len(served) or spans[i].start < spans[i - 1].end:
+                self._tables.append(SegmentTable(spans[first:i], served[first:i]))
                 first = i
 
-    def add_(self, y: Tensor, x: Tensor) -> None:
-        """Add every segment's LoRA to `y` in place. Rows outside all segments are not touched."""
+    def add_(self, y: Tensor, x: Tensor, site: int) -> None:
+        """Add every span's LoRA at the packed layer number `site` of adapters to `y` in place. Rows outside all spans
+        are not touched."""
         for table in self._tables:
-            table.add_(y, x)
+            table.add_(y, x, site)
         if not self._tables:
-            add_lora_by_torch_(y, x, self._segments)
+            add_lora_by_torch_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[site]) for s in self._spans])
 
 
 def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
     """`PreparedLora`, used once."""
-    PreparedLora(segments).add_(y, x)
+    PreparedLora([LoraSpan(s.start, s.end, AdapterSites([s.site])) for s in segments]).add_(y, x, 0)
 
 
 def add_lora_by_torch_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:

@@ -9,6 +9,8 @@
 #include "../native/dots.h"
 
 #define MAX_MEMBERS 4
+/* Numbers of B that stay in the second cache. */
+#define SMALL_B (128 * 1024)
 
 /* Written by LoraSiteWeights in __init__.py: int64 fields and addresses. */
 typedef struct {
@@ -25,7 +27,7 @@ typedef struct {
 
 typedef struct {
     int64_t start, end;
-    const Site *site;
+    const Site *site; /* NULL: the adapter leaves this layer alone */
 } Segment;
 
 /* A thread's share of a pass: work between `first` and `last`, counted over all segments. */
@@ -76,13 +78,17 @@ typedef struct {
 /* Some rows and columns, which begin with a panel. */
 HAS_DOTS static void multiply_dots(const Dots *p, Part part)
 {
-    const int64_t num_rows = part.end_row - part.first_row, blocks = blocks_of(num_rows);
-    for (int64_t column = part.first_column; column < part.end_column; column += PANEL)
+    const int64_t num_rows = part.end_row - part.first_row;
+    for (int64_t column = part.first_column; column < part.end_column; column += PANEL) {
+        /* one vector of sums to a row: fewer rows would wait for their sums */
+        const int is_narrow = p->num_columns - column <= WIDTH;
+        const int64_t blocks = is_narrow ? (num_rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(num_rows);
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t row = num_rows * b / blocks, next = num_rows * (b + 1) / blocks;
             const int64_t ahead = blocks == 1 ? STREAM_AHEAD : b == blocks - 1 ? p->groups * PANEL * 4 : 0;
             tiles_of_dots(p, part.first_row + row, next - row, column, ahead, IN_BF16);
         }
+    }
 }
 
 /* The rows of a segment that are this thread's to encode; threads meet before anyone reads them. */
@@ -137,6 +143,20 @@ static void expand(const Call *call, const Segment *segment, const Member *membe
     multiply(&product, part);
 }
 
+/* Block of rows after block, each at all columns, where B stays in the second cache: rows of y are then read and written
+ * in order. A panel at all rows takes two lines of each, which no processor fetches ahead. */
+static void expand_rows(const Call *call, const Segment *segment, const Member *member, Part part, int64_t by_dots)
+{
+    const int64_t rank = member->rank_end - member->rank_start, num_rows = part.end_row - part.first_row;
+    const int is_small = rank * (part.end_column - part.first_column) <= SMALL_B;
+    const int64_t blocks = is_small ? blocks_of(num_rows) : 1;
+    for (int64_t b = 0; b < blocks && num_rows; b++)
+        (by_dots ? expand_by_dots : expand)(call, segment, member,
+                                            (Part){part.first_row + num_rows * b / blocks,
+                                                   part.first_row + num_rows * (b + 1) / blocks, part.first_column,
+                                                   part.end_column});
+}
+
 /* y [num_tokens, y_stride] += LoRA of x [num_tokens, in_features]. `scratch`: of each row up to the last segment's end
  * scratch_stride numbers, the largest rank of a segment's site at least, and in_features / 2 more. */
 void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, const Segment *segments,
@@ -148,6 +168,8 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
     int64_t shrink_work = 0, expand_work = 0, is_encoded = 0;
     for (int64_t s = 0; s < num_segments; s++) {
         const Site *site = segments[s].site;
+        if (!site)
+            continue;
         const int64_t rows = segments[s].end - segments[s].start;
         is_encoded |= has_dots && site->type == BF16_PAIRS;
         shrink_work += work_of(rows, in_features, site->rank);
@@ -161,7 +183,7 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
     {
         if (is_encoded) {
             for (int64_t s = 0; s < num_segments; s++)
-                if (segments[s].site->type == BF16_PAIRS)
+                if (segments[s].site && segments[s].site->type == BF16_PAIRS)
                     encode(&call, &segments[s]);
 #pragma omp barrier
         }
@@ -169,6 +191,8 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
         for (int64_t s = 0; s < num_segments; s++) {
             const Segment *segment = &segments[s];
             const Site *site = segment->site;
+            if (!site)
+                continue;
             const Part part = take(&share, segment->end - segment->start, in_features, site->rank);
             (has_dots && site->type == BF16_PAIRS ? shrink_by_dots : shrink)(&call, segment, part);
         }
@@ -177,11 +201,11 @@ void lora_add(float *y, int64_t y_stride, const float *x, int64_t in_features, c
         for (int64_t s = 0; s < num_segments; s++) {
             const Segment *segment = &segments[s];
             const Site *site = segment->site;
-            for (int64_t m = 0; m < site->num_members; m++) {
+            for (int64_t m = 0; site && m < site->num_members; m++) {
                 const Member *member = &site->members[m];
                 const Part part = take(&share, segment->end - segment->start, member->rank_end - member->rank_start,
                                        member->column_end - member->column_start);
-                (has_dots && site->type == BF16_PAIRS ? expand_by_dots : expand)(&call, segment, member, part);
+                expand_rows(&call, segment, member, part, has_dots && site->type == BF16_PAIRS);
             }
         }
     }

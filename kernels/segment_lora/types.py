@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, adapter_type
@@ -84,8 +86,36 @@ class LoraSiteWeights:
         return SiteRecord.of(self.a, sum(m.rank_end - m.rank_start for m in self.members), members)
 
 
+class AdapterSites:
+    """One adapter at the packed layers of a model, in an order that all adapters share; None where it leaves a layer
+    alone."""
+
+    def __init__(self, sites: Sequence[LoraSiteWeights | None]) -> None:
+        self.sites = tuple(sites)
+
+    @cached_property
+    def records(self) -> NDArray[np.int64] | None:
+        """[num_sites, 2]: address of the site's record and its rank, both 0 where there is none. None: matrices are not
+        in panels."""
+        in_panels = {site.in_panels for site in self.sites if site is not None}
+        assert len(in_panels) < 2, "some matrices are in panels and some are not"
+        if False in in_panels:
+            return None
+        records = [None if site is None else site.record for site in self.sites]
+        numbers = [(0, 0) if record is None else (ctypes.addressof(record), record.rank) for record in records]
+        return np.array(numbers, dtype=np.int64).reshape(-1, 2)
+
+
+class LoraSpan(NamedTuple):
+    """Rows `start:end` of the step belong to one adapter."""
+
+    start: int
+    end: int
+    adapter: AdapterSites
+
+
 class LoraSegment(NamedTuple):
-    """Rows `start:end` of the step belong to one adapter; None where it leaves this layer alone."""
+    """`LoraSpan` at one packed layer; None where the adapter leaves it alone."""
 
     start: int
     end: int

@@ -11,7 +11,15 @@ import torch
 
 from lorabatch.kernels.native import adapter_type, native_number
 from lorabatch.kernels.packed_weight.panels import has_panels, pack_rows_
-from lorabatch.kernels.segment_lora import LoraMember, LoraSegment, LoraSiteWeights, add_lora_
+from lorabatch.kernels.segment_lora import (
+    AdapterSites,
+    LoraMember,
+    LoraSegment,
+    LoraSiteWeights,
+    LoraSpan,
+    PreparedLora,
+    add_lora_,
+)
 from lorabatch.kernels.segment_lora.reference import add_lora_reference
 
 IN, OUTS = 24, (40, 8, 37)
@@ -117,6 +125,23 @@ def test_an_adapter_that_leaves_the_layer_alone_changes_nothing() -> None:
     before = y.clone()
     add_lora_(y, x, [LoraSegment(0, 4, None)])
     assert torch.equal(y, before)
+
+
+def test_spans_are_prepared_once_for_all_layers(layout: Layout) -> None:
+    sites = [
+        [site((8, 8, 8), 0), None, site((2, None, 4), 1), None],
+        [None, site((20, 3, 64), 2), site((4, 4, 4), 3), None],
+        [None] * 4,
+    ]
+    spans = [(0, 3), (3, 20), (20, 22)]
+    laid = [[s and layout(s) for s in of_adapter] for of_adapter in sites]
+    prepared = PreparedLora([LoraSpan(*cut, AdapterSites(of)) for cut, of in zip(spans, laid, strict=True)])
+    for place in (2, 0, 1, 3, 0):
+        x, y = torch.randn(22, IN), torch.randn(22, sum(OUTS))
+        segments = [LoraSegment(*cut, of[place]) for cut, of in zip(spans, sites, strict=True)]
+        expected, before = add_lora_reference(y, x, segments), y.clone()
+        prepared.add_(y, x, place)
+        check_near(y, expected, before, layout)
 
 
 @needs_library
