@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_oracle import Oracle, make_engine, prompts, register_all, serve, weights_sha256
+from peft_oracle import Oracle, last_logits, make_engine, prompts, register_all, serve, weights_sha256
 
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
@@ -77,20 +77,3 @@ def test_logits_are_near_those_of_fp32(products: Products, tiny_llama: Path, ada
         errors["theirs"].append(float((rounded.logits(prompt, adapter).float() - expected).norm() / expected.norm()))
     mean = {name: sum(found) / len(found) for name, found in errors.items()}
     assert mean["ours"] <= mean["theirs"] if products == "bfloat16" else mean["ours"] < 0.08, mean
-
-
-def last_logits(engine: Engine, prompt: tuple[int, ...], adapter_id: str | None) -> torch.Tensor:
-    """Logits after a prompt, [vocab_size]."""
-    found: list[torch.Tensor] = []
-    decoder = engine.backend.decoder
-    forward = type(decoder).forward
-
-    def record(*args: Any) -> torch.Tensor:
-        logits = forward(decoder, *args)
-        found.extend(logits.clone())  # none for steps that only begin a prompt
-        return logits
-
-    decoder.forward = record  # type: ignore[method-assign]
-    serve(engine, [Request("row", prompt, adapter_id, SamplingParams(max_tokens=1))])
-    del decoder.forward
-    return found[-1]

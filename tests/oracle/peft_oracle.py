@@ -6,13 +6,14 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lorabatch.engine.config import EngineConfig, Mode
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
-from lorabatch.engine.request import Request, Result
+from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.text.completion import Completion
 from lorabatch.engine.text.token_rules import TokenRules
 from lorabatch.engine.text.tokenizer import Tokenizers
@@ -68,6 +69,23 @@ def serve(engine: Engine, requests: Iterable[Request]) -> dict[str, Result]:
             results[result.request_id] = result
         engine.check_integrity()
     return results
+
+
+def last_logits(engine: Engine, prompt: tuple[int, ...], adapter_id: str | None) -> torch.Tensor:
+    """Logits after a prompt, [vocab_size]."""
+    found: list[torch.Tensor] = []
+    decoder = engine.backend.decoder
+    forward = type(decoder).forward
+
+    def record(*args: Any) -> torch.Tensor:
+        logits = forward(decoder, *args)
+        found.extend(logits.clone())  # none for steps that only begin a prompt
+        return logits
+
+    decoder.forward = record  # type: ignore[method-assign]
+    serve(engine, [Request("row", prompt, adapter_id, SamplingParams(max_tokens=1))])
+    del decoder.forward
+    return found[-1]
 
 
 class Oracle:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft_oracle import weights_sha256
+from peft_oracle import last_logits, weights_sha256
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.kernels.packed_weight import can_multiply
 
 NUM_TOKENS = 6
 ZOO: dict[str, dict[str, Any]] = {
@@ -80,6 +81,41 @@ def test_a_mixed_batch_of_every_kind_equals_peft_row_by_row(
     for key, prompt in prompts.items():
         check_row(key, prompt, results[key], models[key.partition(" ")[2]][1])
     assert {results[f"0 {name}"].mode for name in ("dora", "tokens", "larger vocabulary")} == {"merged"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not can_multiply("bfloat16"), reason="this processor has no instructions for products in bf16")
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_in_bf16_logits_of_every_kind_are_as_near_to_fp32_as_those_of_peft(
+    served_base: Any, train: Any, family: str, is_tied: bool
+) -> None:
+    base = served_base(family, is_tied)
+    engine = Engine(base.folder, EngineConfig(dtype="bfloat16", max_batch_rows=8, pool_bytes=4 << 20))
+    dice = random.Random(5)
+    prompts = [tuple(dice.randrange(3, 320) for _ in range(dice.randint(1, 24))) for _ in range(12)]
+    errors: dict[str, tuple[float, float]] = {}
+    for name, settings in ZOO.items():
+        trained = train(base, name=name, **settings)
+        adapter_id = trained.audit().content_sha256
+        engine.register_adapter(adapter_id, trained.folder, name)
+        expected = [logits_after(trained.model, prompt) for prompt in prompts]
+        rounded = trained.model.bfloat16()
+        theirs = [logits_after(rounded, prompt) for prompt in prompts]
+        ours = [last_logits(engine, prompt, adapter_id)[: len(expected[0])] for prompt in prompts]
+        errors[name] = mean_error(ours, expected), mean_error(theirs, expected)
+    assert all(ours <= theirs for ours, theirs in errors.values()), errors
+
+
+@torch.no_grad()
+def logits_after(model: Any, prompt: tuple[int, ...]) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([prompt])).logits[0, -1].float()
+    return logits
+
+
+def mean_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Mean distance of logits from those expected, relative to these."""
+    distances = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    return sum(distances) / len(distances)
 
 
 def test_a_merge_that_fails_half_way_leaves_the_base_as_it_was(served_base: Any, train: Any) -> None:
