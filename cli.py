@@ -396,6 +396,7 @@ def bench_engine(
     save: Annotated[Path | None, typer.Option(help="JSON file for the result.")] = None,
     runs: Annotated[Path | None, typer.Option(help="File that collects the runs of several calls.")] = None,
     lengths: Annotated[list[str] | None, typer.Option(help="uniform or long-tailed answers; by default both.")] = None,
+    prompts: Annotated[str, typer.Option(help="short, or long: 1,000 tokens and short answers.")] = "short",
 ) -> None:
     """The engine on rows over adapters of ranks 8-64, beside peers, in one run."""
     with errors_as_exit_codes():
@@ -405,7 +406,7 @@ def bench_engine(
 
         try:
             kinds = tuple(lengths or ALL_LENGTHS)
-            run_benchmark(model, peers_of(vs), rows, adapters, repeats, save, runs, kinds)
+            run_benchmark(model, peers_of(vs), rows, adapters, repeats, save, runs, kinds, prompts)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 

@@ -27,7 +27,9 @@ from lorabatch.benchmarks.engine.result import (
     MERGED_ONE,
     NO_LORA,
     OPENVINO,
+    OPENVINO_FUSED,
     OPENVINO_NO_LORA,
+    PRODUCTS,
     TORCH_CEILING,
     UNMERGED,
     Run,
@@ -35,7 +37,7 @@ from lorabatch.benchmarks.engine.result import (
     in_format,
     tables,
 )
-from lorabatch.benchmarks.engine.workload import ALL_LENGTHS, Lengths, make_workload
+from lorabatch.benchmarks.engine.workload import ALL_LENGTHS, ALL_PROMPTS, Lengths, make_workload
 from lorabatch.benchmarks.provenance import provenance
 from lorabatch.console.terminal import plain_console
 from lorabatch.kernels.packed_weight import can_multiply
@@ -43,7 +45,7 @@ from lorabatch.kernels.packed_weight import can_multiply
 
 def _in_all_formats(*systems: str) -> tuple[str, ...]:
     """Whatever the processor has no instructions for, these compute all the same."""
-    return tuple(in_format(system, products) for products in ("float32", *FORMATS) for system in systems)
+    return tuple(in_format(system, products) for products in PRODUCTS for system in systems)
 
 
 PEERS = {
@@ -54,7 +56,7 @@ PEERS = {
 }
 # Its keys and values are in bf16 on no other processor.
 _NO_INSTRUCTIONS = "this processor has no instructions for it"
-_OPENVINO_BF16 = [in_format(system, "bfloat16") for system in (OPENVINO_NO_LORA, OPENVINO)]
+_OPENVINO_BF16 = [in_format(system, "bfloat16") for system in (OPENVINO_NO_LORA, OPENVINO, OPENVINO_FUSED)]
 # Where the package has another name than the peer.
 _MODULES = {"llamacpp": "xllamacpp", "openvino": "openvino_genai"}
 _INSTALL = {
@@ -74,12 +76,14 @@ def main(
     result_path: Path | None = None,
     runs_path: Path | None = None,
     lengths: tuple[str, ...] = ALL_LENGTHS,
+    prompts: str = "short",
 ) -> dict[str, Any]:
     """Run the benchmark, print its tables and return (and optionally save) the result.
 
     `model`: a model folder; None takes the demo's base. `runs_path`: runs of earlier calls with the same arguments and
-    commit, to which these are added. `lengths`: of answers, one workload for each. Raises ValueError for an unknown
-    peer or kind of lengths, or runs of another commit or workload.
+    commit, to which these are added. `lengths`: of answers, one workload for each. `prompts`: short, or long ones with
+    short answers. Raises ValueError for an unknown peer or kind of lengths or prompts, or runs of another commit or
+    workload.
     """
     unknown = sorted(set(vs) - PEERS.keys())
     if unknown:
@@ -87,25 +91,25 @@ def main(
     kinds = [kind for kind in ALL_LENGTHS if kind in lengths]
     if len(kinds) < len(set(lengths)):
         raise ValueError(f"--lengths {', '.join(lengths)}: expected {' or '.join(ALL_LENGTHS)}.")
+    of_prompts = next((kind for kind in ALL_PROMPTS if kind == prompts), None)
+    if of_prompts is None:
+        raise ValueError(f"--prompts {prompts}: expected {' or '.join(ALL_PROMPTS)}.")
     missing = {peer for peer in vs if not _is_installed(peer)}
     not_run = {s: f"{peer} is not installed{_INSTALL.get(peer, '')}" for peer in missing for s in PEERS[peer]}
     if "openvino" in vs and not can_multiply("bfloat16"):
         not_run |= dict.fromkeys(_OPENVINO_BF16, _NO_INSTRUCTIONS)
-    peers = [system for peer in vs if peer not in missing for system in PEERS[peer] if system not in not_run]
-    # what is compared closely runs close together: the machine's speed changes from minute to minute
-    formats = [products for products in FORMATS if can_multiply(products)]
-    in_formats = [in_format(system, products) for products in formats for system in (NO_LORA, UNMERGED)]
-    not_run |= {products: _NO_INSTRUCTIONS for products in FORMATS if products not in formats}
-    systems = [MERGED_ONE, NO_LORA, UNMERGED, *in_formats, CEILING, TORCH_CEILING, MERGED, *peers]
+    not_run |= {products: _NO_INSTRUCTIONS for products in FORMATS if not can_multiply(products)}
+    peers = tuple(peer for peer in vs if peer not in missing)
+    systems = [system for system in _systems(peers, num_adapters) if system not in not_run]
     model = model or _demo_base()
     facts = provenance(_PACKAGES) | {"model": model.name}
     same = {name: facts[name] for name in ("commit", "machine", "versions", "model")}
-    same |= {"rows": num_rows, "adapters": num_adapters}
+    same |= {"rows": num_rows, "adapters": num_adapters, "prompts": prompts}
     runs = _earlier_runs(runs_path, same)
     of_workload = {}
     with tempfile.TemporaryDirectory(prefix="lorabatch-bench-") as scratch:
         for kind in kinds:
-            workload = make_workload(model, Path(scratch), num_rows, num_adapters, kind)
+            workload = make_workload(model, Path(scratch), num_rows, num_adapters, kind, of_prompts)
             path = Path(scratch) / "workload.json"
             workload.write(path)
             for repeat in range(repeats):
@@ -120,6 +124,20 @@ def main(
         result_path.parent.mkdir(parents=True, exist_ok=True)
         result_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
+
+
+def _systems(peers: Sequence[str], num_adapters: int) -> list[str]:
+    """In an order in which what is compared closely runs close together: the machine's speed changes from minute to
+    minute. One adapter may be merged for good, but into no base in 8 bits."""
+    formats = [products for products in FORMATS if can_multiply(products)]
+    in_formats = [in_format(system, products) for products in formats for system in (NO_LORA, UNMERGED)]
+    of_peers = [system for peer in peers for system in PEERS[peer]]
+    if num_adapters > 1:
+        return [MERGED_ONE, NO_LORA, UNMERGED, *in_formats, CEILING, TORCH_CEILING, MERGED, *of_peers]
+    merged = [in_format(MERGED, products) for products in formats if products != "int8"]
+    if "openvino" in peers:
+        of_peers += _in_all_formats(OPENVINO_FUSED)
+    return [NO_LORA, MERGED, UNMERGED, *in_formats, *merged, *of_peers]
 
 
 def peers_of(vs: Sequence[str] | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI over an engine workload: its continuous batching, adapter after adapter.
+"""OpenVINO GenAI over an engine workload: its continuous batching, adapter after adapter, or one adapter fused.
 
 Its own converter needs an older transformers than ours. It reads GGUF files as well, but gives the products of such a
 model no names, by which it finds what an adapter belongs to; they get the names of their weights here.
@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -29,11 +29,13 @@ _PROPERTIES: dict[Products, dict[str, Any]] = {
     "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
     "int8": {},
 }
+#: Rows of the base; of adapters that calls choose; of one adapter that is added to the weights when they are loaded.
+Served = Literal["base", "adapters", "fused"]
 _WEIGHT_NAME = re.compile(r"(?:model\.layers\[(\d+)\]\.|)(.+)\.weight")
 
 
 def run_openvino(
-    workload: EngineWorkload, products: Products, has_lora: bool, start_clock: Callable[[], float]
+    workload: EngineWorkload, products: Products, served: Served, start_clock: Callable[[], float]
 ) -> tuple[float, list[list[int]], float]:
     """Rows of one adapter at once: a call takes one for all of its rows. Returns seconds, tokens and no seconds of
     switching, which are inside. `start_clock`: called when everything is loaded; returns the time.
@@ -41,19 +43,22 @@ def run_openvino(
     import openvino
     import openvino_genai
 
-    adapters = {}
-    if has_lora:
-        adapters = {
-            name: openvino_genai.Adapter(Path(folder, "adapter_model.safetensors"))
-            for name, folder in workload.adapters.items()
-        }
+    adapters = {
+        name: openvino_genai.Adapter(Path(folder, "adapter_model.safetensors"))
+        for name, folder in workload.adapters.items()
+        if served != "base"
+    }
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_seqs = len(workload.rows)
     scheduler.max_num_batched_tokens = 512 + len(workload.rows)
     scheduler.cache_size = -(-_kv_bytes(workload) // 2**30)
     scheduler.enable_prefix_caching = False
     properties = {"INFERENCE_NUM_THREADS": os.cpu_count(), **_PROPERTIES[products]}
-    if adapters:
+    if served == "fused":
+        (adapter,) = adapters.values()
+        fused = openvino_genai.AdapterConfig.Mode.MODE_FUSE
+        properties["adapters"] = openvino_genai.AdapterConfig(adapter, fused)
+    elif adapters:
         properties["adapters"] = openvino_genai.AdapterConfig(list(adapters.values()))
     with tempfile.TemporaryDirectory(prefix="lorabatch-openvino-") as scratch:
         _convert(Path(workload.model), Path(scratch), in_bytes=products == "int8")
@@ -65,7 +70,7 @@ def run_openvino(
         for row in rows:
             config = openvino_genai.GenerationConfig()
             config.do_sample, config.ignore_eos, config.max_new_tokens = False, True, row.num_tokens
-            if adapters:
+            if served == "adapters":
                 config.adapters = openvino_genai.AdapterConfig(adapters[row.adapter])
             asked.append(config)
         return [list(result.m_generation_ids[0]) for result in pipeline.generate(prompts, asked)]

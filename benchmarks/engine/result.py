@@ -19,8 +19,15 @@ NO_LORA, UNMERGED, MERGED = "lorabatch no LoRA", "lorabatch unmerged", "lorabatc
 MERGED_ONE = "lorabatch merged, all rows of one adapter"
 #: Number formats of products beside fp32, and how much faster whole runs should be: all adapters, and without LoRA.
 FORMATS: Mapping[Products, tuple[float, float]] = {"bfloat16": (1.5, 1.5), "int8": (2.0, 1.9)}
+PRODUCTS: tuple[Products, ...] = ("float32", *FORMATS)
+#: Options of an engine or a job that multiplies in a format.
+FORMAT_OPTIONS: Mapping[Products, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"base_quantization": "int8"},
+}
 LLAMA_CPP, LLAMA_CPP_NO_LORA = "llama.cpp", "llama.cpp no LoRA"
-OPENVINO, OPENVINO_NO_LORA = "OpenVINO", "OpenVINO no LoRA"
+OPENVINO, OPENVINO_NO_LORA, OPENVINO_FUSED = "OpenVINO", "OpenVINO no LoRA", "OpenVINO fused"
 CEILING, TORCH_CEILING = "GEMM ceiling", "GEMM ceiling, torch's linear"
 
 
@@ -59,8 +66,9 @@ class Ratio:
         return statistics.median(self.values)
 
 
-def ratios(runs: Runs) -> list[Ratio]:
+def ratios(runs: Runs, num_adapters: int = 8) -> list[Ratio]:
     """The comparisons that the systems which ran allow."""
+    peer_goal = 2.0 if num_adapters > 1 else 1.0
 
     def over(upper: str, lower: str, *, without_switches: bool = False) -> list[float]:
         pairs = zip(runs.get(upper, ()), runs.get(lower, ()), strict=False)
@@ -71,25 +79,29 @@ def ratios(runs: Runs) -> list[Ratio]:
     all_ratios = [
         Ratio("unmerged against PEFT merged", 4.0, over("PEFT merged", UNMERGED)),
         Ratio("unmerged against PEFT mixed", 6.0, over("PEFT mixed", UNMERGED)),
-        Ratio("unmerged against llama.cpp", 2.0, over(LLAMA_CPP, UNMERGED)),
-        Ratio("no LoRA against llama.cpp", 1.0, over(LLAMA_CPP_NO_LORA, NO_LORA)),
-        Ratio("unmerged against OpenVINO", 2.0, over(OPENVINO, UNMERGED)),
-        Ratio("no LoRA against OpenVINO", 1.0, over(OPENVINO_NO_LORA, NO_LORA)),
-        Ratio("unmerged, share of no-LoRA speed", 0.85, over(NO_LORA, UNMERGED)),
         Ratio("merged, steps alone, share of no-LoRA speed", 0.98, over(NO_LORA, MERGED_ONE, without_switches=True)),
         Ratio("unmerged, share of the GEMM ceiling", 0.70, over(CEILING, UNMERGED)),
         Ratio("unmerged, share of the GEMM ceiling of torch's linear", 0.70, over(TORCH_CEILING, UNMERGED)),
     ]
-    for products, (goal, no_lora_goal) in FORMATS.items():
+    for products in PRODUCTS:
+        label = "" if products == "float32" else f"{products} "
         lora, no_lora = in_format(UNMERGED, products), in_format(NO_LORA, products)
+        if products != "float32":
+            goal, no_lora_goal = FORMATS[products]
+            all_ratios += [
+                Ratio(f"{label}against float32, unmerged", goal, over(UNMERGED, lora)),
+                Ratio(f"{label}against float32, no LoRA", no_lora_goal, over(NO_LORA, no_lora)),
+            ]
+        # a peer adds its one adapter to the weights while it loads them
+        alone = lora if products == "int8" else in_format(MERGED, products)
+        fused = over(in_format(OPENVINO_FUSED, products), alone, without_switches=True)
         all_ratios += [
-            Ratio(f"{products} against float32, unmerged", goal, over(UNMERGED, lora)),
-            Ratio(f"{products} against float32, no LoRA", no_lora_goal, over(NO_LORA, no_lora)),
-            Ratio(f"{products} unmerged, share of its no-LoRA speed", 0.85, over(no_lora, lora)),
-            Ratio(f"{products} unmerged against llama.cpp", 2.0, over(in_format(LLAMA_CPP, products), lora)),
-            Ratio(f"{products} no LoRA against llama.cpp", 1.0, over(in_format(LLAMA_CPP_NO_LORA, products), no_lora)),
-            Ratio(f"{products} unmerged against OpenVINO", 2.0, over(in_format(OPENVINO, products), lora)),
-            Ratio(f"{products} no LoRA against OpenVINO", 1.0, over(in_format(OPENVINO_NO_LORA, products), no_lora)),
+            Ratio(f"{label}unmerged, share of no-LoRA speed", 0.85, over(no_lora, lora)),
+            Ratio(f"{label}unmerged against llama.cpp", peer_goal, over(in_format(LLAMA_CPP, products), lora)),
+            Ratio(f"{label}no LoRA against llama.cpp", 1.0, over(in_format(LLAMA_CPP_NO_LORA, products), no_lora)),
+            Ratio(f"{label}unmerged against OpenVINO", peer_goal, over(in_format(OPENVINO, products), lora)),
+            Ratio(f"{label}no LoRA against OpenVINO", 1.0, over(in_format(OPENVINO_NO_LORA, products), no_lora)),
+            Ratio(f"{alone}, steps alone, against OpenVINO fused", 1.0, fused),
         ]
     return [ratio for ratio in all_ratios if ratio.values]
 
@@ -107,7 +119,7 @@ def as_json(workload: EngineWorkload, runs: Runs, not_run: Mapping[str, str]) ->
         "repeats": len(runs[UNMERGED]),
         "ratios": {
             r.name: {"median": round(r.median, 3), "goal": r.goal, "values": [round(v, 3) for v in r.values]}
-            for r in ratios(runs)
+            for r in ratios(runs, len(workload.adapters))
         },
         "systems": {name: _system(workload, many, reference) for name, many in runs.items()},
         "not_run": dict(not_run),

@@ -23,12 +23,14 @@ from lorabatch.benchmarks.engine.llama_cpp import run_llama_cpp
 from lorabatch.benchmarks.engine.openvino import run_openvino
 from lorabatch.benchmarks.engine.result import (
     CEILING,
+    FORMAT_OPTIONS,
     LLAMA_CPP,
     LLAMA_CPP_NO_LORA,
     MERGED,
     MERGED_ONE,
     NO_LORA,
     OPENVINO,
+    OPENVINO_FUSED,
     OPENVINO_NO_LORA,
     TORCH_CEILING,
     UNMERGED,
@@ -45,11 +47,6 @@ from lorabatch.kernels.packed_weight import Products, can_multiply, pack
 
 PEFT_BATCH = 32
 WARM_BYTES = 3 << 30
-_FORMATS: dict[Products, dict[str, Any]] = {
-    "float32": {},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"base_quantization": "int8"},
-}
 _WARM_PROMPT = (100, 101, 102)
 _STATUS, _PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Tokens = list[list[int]]
@@ -63,7 +60,7 @@ def run_ours(
     products: Products = "float32",
 ) -> Measured:
     """Our engine, all rows in one batch; `adapter_of` says which adapter a row asks, None for the base."""
-    config = EngineConfig(mode=mode, max_batch_rows=len(workload.rows), **_FORMATS[products])
+    config = EngineConfig(mode=mode, max_batch_rows=len(workload.rows), **FORMAT_OPTIONS[products])
     engine = Engine(Path(workload.model), config)
     ids: dict[str | None, str | None] = {None: None}
     for name, folder in workload.adapters.items():
@@ -201,14 +198,16 @@ def _run_merged_alone(workload: EngineWorkload) -> Measured:
 
 
 def _in_format(products: Products) -> dict[str, Callable[[EngineWorkload], Measured]]:
-    """Rows of the base and of all adapters, with products in one format."""
+    """Rows of the base and of adapters, with products in one format."""
     return {
         in_format(NO_LORA, products): lambda w: run_ours(w, "unmerged", lambda row: None, products),
         in_format(UNMERGED, products): lambda w: run_ours(w, "unmerged", lambda row: row.adapter, products),
         in_format(LLAMA_CPP_NO_LORA, products): lambda w: run_llama_cpp(w, products, False, start_clock),
         in_format(LLAMA_CPP, products): lambda w: run_llama_cpp(w, products, True, start_clock),
-        in_format(OPENVINO_NO_LORA, products): lambda w: run_openvino(w, products, False, start_clock),
-        in_format(OPENVINO, products): lambda w: run_openvino(w, products, True, start_clock),
+        in_format(MERGED, products): lambda w: run_ours(w, "merged", lambda row: row.adapter, products),
+        in_format(OPENVINO_NO_LORA, products): lambda w: run_openvino(w, products, "base", start_clock),
+        in_format(OPENVINO, products): lambda w: run_openvino(w, products, "adapters", start_clock),
+        in_format(OPENVINO_FUSED, products): lambda w: run_openvino(w, products, "fused", start_clock),
     }
 
 
@@ -216,7 +215,6 @@ SYSTEMS: dict[str, Callable[[EngineWorkload], Measured]] = {
     **_in_format("float32"),
     **_in_format("bfloat16"),
     **_in_format("int8"),
-    MERGED: lambda w: run_ours(w, "merged", lambda row: row.adapter),
     MERGED_ONE: _run_merged_alone,
     "PEFT merged": run_peft_merged,
     "PEFT mixed": run_peft_mixed,

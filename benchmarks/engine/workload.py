@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -14,6 +15,11 @@ from lorabatch.engine.peft.random import write_random_adapter
 
 Lengths = Literal["uniform", "long-tailed"]
 ALL_LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
+Prompts = Literal["short", "long"]
+ALL_PROMPTS: tuple[Prompts, ...] = get_args(Prompts)
+_PROMPT_TOKENS: Mapping[Prompts, tuple[int, int]] = {"short": (16, 160), "long": (900, 1100)}
+# Of answers of uniform lengths.
+_ANSWER_TOKENS: Mapping[Prompts, tuple[int, int]] = {"short": (16, 72), "long": (8, 24)}
 RANKS = (8, 16, 32, 64)
 # Mean and standard deviation of the logarithm of GeneratedTokens in AzureLLMInferenceTrace_conv.csv (19,366 requests,
 # Azure public data set, 2023), and the share of these lengths that keeps a run of every system within minutes.
@@ -63,11 +69,18 @@ class EngineWorkload:
 
 
 def make_workload(
-    model_folder: Path, folder: Path, num_rows: int, num_adapters: int, lengths: Lengths = "uniform", seed: int = 0
+    model_folder: Path,
+    folder: Path,
+    num_rows: int,
+    num_adapters: int,
+    lengths: Lengths = "uniform",
+    prompts: Prompts = "short",
+    seed: int = 0,
 ) -> EngineWorkload:
-    """Rows over adapters of ranks 8 to 64 on all linear layers, with prompts of 16 to 160 tokens, in random order of
-    adapters. Answers have 16 to 72 tokens, or long-tailed lengths that no system knows. Adapters are written below
-    `folder`."""
+    """Rows over adapters of ranks 8 to 64 on all linear layers, in random order of adapters. Prompts have 16 to 160
+    tokens and answers 16 to 72, or 900 to 1,100 and 8 to 24; answers may instead have long-tailed lengths that no
+    system knows. Adapters are written below `folder`.
+    """
     model: ModelConfig = read_model_config(model_folder)
     rng = random.Random(seed)
     adapters = {
@@ -76,9 +89,11 @@ def make_workload(
     }
     rows = [
         BenchRow(
-            prompt_token_ids=[rng.randrange(100, model.vocab_size) for _ in range(rng.randint(16, 160))],
+            prompt_token_ids=[
+                rng.randrange(100, model.vocab_size) for _ in range(rng.randint(*_PROMPT_TOKENS[prompts]))
+            ],
             adapter=f"adapter-{i % num_adapters}",
-            num_tokens=_draw(rng, lengths),
+            num_tokens=_draw(rng, lengths, prompts),
         )
         for i in range(num_rows)
     ]
@@ -86,7 +101,7 @@ def make_workload(
     return EngineWorkload(str(model_folder), adapters, rows, None if lengths == "uniform" else _LIMIT_TOKENS)
 
 
-def _draw(rng: random.Random, lengths: Lengths) -> int:
+def _draw(rng: random.Random, lengths: Lengths, prompts: Prompts) -> int:
     if lengths == "uniform":
-        return rng.randint(16, 72)
+        return rng.randint(*_ANSWER_TOKENS[prompts])
     return min(max(round(_SCALE * rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION)), 1), _LIMIT_TOKENS)

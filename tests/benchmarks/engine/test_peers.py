@@ -58,8 +58,19 @@ def test_llama_cpp_answers_as_our_engine_does(tmp_path: Path) -> None:
 def test_openvino_answers_as_our_engine_does(tmp_path: Path) -> None:
     workload = make_workload(base_model_folder(), tmp_path, 6, 3)
     _, base, _ = run_ours(workload, "unmerged", lambda row: None)
-    assert run_openvino(workload, "float32", False, lambda: 0.0)[1] == base
+    assert run_openvino(workload, "float32", "base", lambda: 0.0)[1] == base
     # With adapters its logits are some hundredths away from those of PEFT, so that two of these rows differ.
     _, ours, _ = run_ours(workload, "unmerged", lambda row: row.adapter)
-    _, theirs, _ = run_openvino(workload, "float32", True, lambda: 0.0)
+    _, theirs, _ = run_openvino(workload, "float32", "adapters", lambda: 0.0)
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("openvino_genai") is None, reason="needs openvino-genai")
+def test_openvino_with_a_fused_adapter_answers_as_our_engine_does(tmp_path: Path) -> None:
+    workload = make_workload(base_model_folder(), tmp_path, 6, 1)
+    _, base, _ = run_ours(workload, "unmerged", lambda row: None)
+    _, ours, _ = run_ours(workload, "merged", lambda row: row.adapter)
+    _, theirs, _ = run_openvino(workload, "float32", "fused", lambda: 0.0)
+    assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 4
+    assert sum(a == b for a, b in zip(base, theirs, strict=True)) == 0

@@ -10,12 +10,16 @@ import pytest
 from lorabatch.benchmarks.engine.bench import main, peers_of
 from lorabatch.benchmarks.engine.result import (
     CEILING,
+    MERGED,
     MERGED_ONE,
     NO_LORA,
+    OPENVINO,
+    OPENVINO_FUSED,
     TORCH_CEILING,
     UNMERGED,
     Run,
     as_json,
+    in_format,
     ratios,
     tables,
 )
@@ -41,6 +45,21 @@ def test_steps_of_merged_rows_are_compared_without_the_switch() -> None:
     runs = {NO_LORA: runs_of(9.8), UNMERGED: runs_of(11), MERGED_ONE: runs_of(11, switching_s=1)}
     (found,) = (ratio for ratio in ratios(runs) if "merged, steps alone" in ratio.name)
     assert found.median == pytest.approx(0.98)
+
+
+def test_one_adapter_is_compared_with_a_fused_one_and_has_another_goal() -> None:
+    runs = {
+        UNMERGED: runs_of(3),
+        in_format(UNMERGED, "int8"): runs_of(2),
+        MERGED: runs_of(3, switching_s=1),
+        OPENVINO: runs_of(6),
+        OPENVINO_FUSED: runs_of(4),
+        in_format(OPENVINO_FUSED, "int8"): runs_of(3),
+    }
+    found = {ratio.name: (ratio.median, ratio.goal) for ratio in ratios(runs, num_adapters=1)}
+    assert found["unmerged against OpenVINO"] == (2, 1.0)
+    assert found["lorabatch merged, steps alone, against OpenVINO fused"] == (2, 1.0)
+    assert found["lorabatch unmerged, int8, steps alone, against OpenVINO fused"] == (1.5, 1.0)
 
 
 def test_both_ceilings_are_compared_with_unmerged() -> None:
@@ -76,6 +95,11 @@ def test_peers_are_those_installed_unless_named() -> None:
 def test_unknown_lengths_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"--lengths short: expected uniform or long-tailed"):
         main(vs=(), lengths=("short",))
+
+
+def test_unknown_prompts_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"--prompts huge: expected short or long"):
+        main(vs=(), prompts="huge")
 
 
 def test_runs_of_another_workload_are_not_joined(tiny_llama: Path, tmp_path: Path) -> None:

@@ -18,6 +18,12 @@ def test_long_tailed_answers_are_short_but_for_a_few(tiny_llama: Path, tmp_path:
     assert sum(lengths[-40:]) > 0.25 * sum(lengths), "a tenth of the rows holds more than a quarter of the tokens"
 
 
+def test_long_prompts_have_short_answers(tiny_llama: Path, tmp_path: Path) -> None:
+    rows = make_workload(tiny_llama, tmp_path, 20, 1, prompts="long").rows
+    assert all(900 <= len(row.prompt_token_ids) <= 1100 for row in rows)
+    assert all(8 <= row.num_tokens <= 24 for row in rows)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("lengths", ["uniform", "long-tailed"])
 def test_rows_end_at_their_lengths_whether_known_or_not(tiny_llama: Path, tmp_path: Path, lengths: Lengths) -> None:
