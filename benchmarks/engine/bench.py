@@ -98,6 +98,8 @@ def main(
     not_run = {s: f"{peer} is not installed{_INSTALL.get(peer, '')}" for peer in missing for s in PEERS[peer]}
     if "openvino" in vs and not can_multiply("bfloat16"):
         not_run |= dict.fromkeys(_OPENVINO_BF16, _NO_INSTRUCTIONS)
+    if "openvino" in vs and num_adapters == 1:
+        not_run[in_format(OPENVINO_FUSED, "int8")] = "it fuses adapters into weights of 16 and 32 bits only"
     not_run |= {products: _NO_INSTRUCTIONS for products in FORMATS if not can_multiply(products)}
     peers = tuple(peer for peer in vs if peer not in missing)
     systems = [system for system in _systems(peers, num_adapters) if system not in not_run]

@@ -92,16 +92,18 @@ def ratios(runs: Runs, num_adapters: int = 8) -> list[Ratio]:
                 Ratio(f"{label}against float32, unmerged", goal, over(UNMERGED, lora)),
                 Ratio(f"{label}against float32, no LoRA", no_lora_goal, over(NO_LORA, no_lora)),
             ]
-        # a peer adds its one adapter to the weights while it loads them
-        alone = lora if products == "int8" else in_format(MERGED, products)
-        fused = over(in_format(OPENVINO_FUSED, products), alone, without_switches=True)
+        # it adds its one adapter to the weights while it loads them
+        fused, merged = in_format(OPENVINO_FUSED, products), in_format(MERGED, products)
+        of_fused = over(fused, merged, without_switches=True)
         all_ratios += [
             Ratio(f"{label}unmerged, share of no-LoRA speed", 0.85, over(no_lora, lora)),
             Ratio(f"{label}unmerged against llama.cpp", peer_goal, over(in_format(LLAMA_CPP, products), lora)),
             Ratio(f"{label}no LoRA against llama.cpp", 1.0, over(in_format(LLAMA_CPP_NO_LORA, products), no_lora)),
             Ratio(f"{label}unmerged against OpenVINO", peer_goal, over(in_format(OPENVINO, products), lora)),
             Ratio(f"{label}no LoRA against OpenVINO", 1.0, over(in_format(OPENVINO_NO_LORA, products), no_lora)),
-            Ratio(f"{alone}, steps alone, against OpenVINO fused", 1.0, fused),
+            Ratio(
+                f"{label}merged, steps alone, against OpenVINO fused", 1.0, over(fused, merged, without_switches=True)
+            ),
         ]
     return [ratio for ratio in all_ratios if ratio.values]
 
