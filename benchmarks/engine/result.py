@@ -101,9 +101,7 @@ def ratios(runs: Runs, num_adapters: int = 8) -> list[Ratio]:
             Ratio(f"{label}no LoRA against llama.cpp", 1.0, over(in_format(LLAMA_CPP_NO_LORA, products), no_lora)),
             Ratio(f"{label}unmerged against OpenVINO", peer_goal, over(in_format(OPENVINO, products), lora)),
             Ratio(f"{label}no LoRA against OpenVINO", 1.0, over(in_format(OPENVINO_NO_LORA, products), no_lora)),
-            Ratio(
-                f"{label}merged, steps alone, against OpenVINO fused", 1.0, over(fused, merged, without_switches=True)
-            ),
+            Ratio(f"{label}merged, steps alone, against OpenVINO fused", 1.0, of_fused),
         ]
     return [ratio for ratio in all_ratios if ratio.values]
 
