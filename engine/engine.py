@@ -38,9 +38,10 @@ from .model_config.model import ModelConfig
 from .models.merge import LiveWeights
 from .models.rope import restarts_at
 from .models.step_batch import StepEntry
-from .request import ExportedRow, Request, Result, Sequence, ServedMode, TopLogprobs
+from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
+from .sequence import Sequence
 from .telemetry import EngineTelemetry
 from .text.completion import Completion
 from .text.sampling_check import token_problems

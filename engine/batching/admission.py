@@ -26,7 +26,7 @@ from ...scheduler.estimates.lengths import PRIOR_SHARE, tokens_to_hold
 from ..memory.pool import PageLayout, PagePool, PageRun
 from ..memory.registry import AdapterRegistry
 from ..memory.residency import AdapterResidency, adapter_owner
-from ..request import Sequence
+from ..sequence import Sequence
 from .prefix_sharing import PrefixSharing
 
 # Adapters on their way for rows that may enter: of rank 64 for an 8B model, 16 are 5.4 GB.

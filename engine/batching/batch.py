@@ -16,7 +16,8 @@ from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.pool import PageRun
 from ..memory.residency import MergedShare
 from ..models.step_batch import StepEntry
-from ..request import Request, Sequence
+from ..request import Request
+from ..sequence import Sequence
 from .admission import Admission, Room, WaitingRows, row_owner
 
 

@@ -18,7 +18,7 @@ from ..memory.pool import PageLayout, PagePool, PageRun
 from ..memory.prefix_cache import PrefixCache
 from ..model_config.model import ModelConfig
 from ..models.step_batch import StepEntry
-from ..request import Sequence
+from ..sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, Prefill
 from ..memory.pool import PageLayout, PageRun
 from ..memory.residency import MergedShare, ResidentAdapter
 from ..model_config.model import ModelConfig
-from ..request import Sequence
+from ..sequence import Sequence
 from .rope import RowLengths
 
 

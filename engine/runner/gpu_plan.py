@@ -18,7 +18,8 @@ from ...kernels.paged_attention.work import Span, WorkLimits, plan_attention, ti
 from ...kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
 from ..models.gpu_step import StepBuffer, StepSizes
 from ..models.step_batch import StepEntry
-from ..request import SamplingParams, Sequence
+from ..request import SamplingParams
+from ..sequence import Sequence
 from .sampler import StopTokens
 
 SPLIT_KEYS = 512  # see kernels.paged_attention.triton

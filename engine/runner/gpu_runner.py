@@ -36,7 +36,8 @@ from ..models.gpu_decoder import GpuDecoder, GpuMemory
 from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
 from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
-from ..request import MOST_TOP_LOGPROBS, Sequence
+from ..request import MOST_TOP_LOGPROBS
+from ..sequence import Sequence
 from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..memory.pool import PageLayout
 from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
-from ..request import Sequence, TopLogprobs
+from ..request import TopLogprobs
+from ..sequence import Sequence
 from .sampler import SampledTokens, TokenRules, sample
 
 

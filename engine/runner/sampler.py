@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.sampling import Choices, choose_tokens, largest_tokens
-from ..request import Sequence, TopLogprobs
+from ..request import TopLogprobs
+from ..sequence import Sequence
 
 # Numbers of the draws that take the place of tokens which grammars refused.
 _SECOND_DRAWS = 2**40

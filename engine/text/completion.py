@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from ..request import FinishReason, Result, Sequence
+from ..request import FinishReason, Result
+from ..sequence import Sequence
 from .reasoning import AnswerTokens, split_reasoning
 from .token_rules import TokenRules
 from .tokenizer import Detokenizer, Tokenizer, Tokenizers

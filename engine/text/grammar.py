@@ -21,7 +21,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from ..confinement import ConfinedError, confined
-from ..request import Sequence
+from ..sequence import Sequence
 from .reasoning import AnswerTokens
 from .tokenizer import Tokenizers
 

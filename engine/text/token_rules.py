@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...kernels.launch import to_device
 from ...kernels.token_mask import mask_tokens_
-from ..request import Sequence
+from ..sequence import Sequence
 from .tokenizer import Tokenizers
 
 if TYPE_CHECKING:

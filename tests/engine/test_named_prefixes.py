@@ -15,7 +15,8 @@ from lorabatch.engine.config import read_model_config
 from lorabatch.engine.memory.pool import PageLayout, PagePool
 from lorabatch.engine.model_config.model import ModelConfig
 from lorabatch.engine.models.step_batch import StepEntry
-from lorabatch.engine.request import Request, SamplingParams, Sequence
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.sequence import Sequence
 
 PAGE = 4
 

@@ -16,10 +16,11 @@ from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.peft import audit_adapter
-from lorabatch.engine.request import Request, Result, SamplingParams, Sequence
+from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner.backend import CpuBackend, KernelTraits
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
+from lorabatch.engine.sequence import Sequence
 from lorabatch.pipeline.planning.profile import load_of
 from lorabatch.scheduler.batching import BatchView, ClusteredBatcher, StepPlan
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M

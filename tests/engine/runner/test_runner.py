@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lorabatch.engine.memory.pool import PageRun
 from lorabatch.engine.models.step_batch import StepEntry
-from lorabatch.engine.request import Request, SamplingParams, Sequence
+from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.runner import LaunchedStep, StepsInFlight
 from lorabatch.engine.runner.sampler import SampledTokens
+from lorabatch.engine.sequence import Sequence
 
 
 def sequence(max_tokens: int = 3) -> Sequence:

@@ -12,8 +12,9 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.engine.request import Request, SamplingParams, Sequence
+from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.sampler import sample, uniforms
+from lorabatch.engine.sequence import Sequence
 from lorabatch.kernels.sampling import NO_TOKEN, SamplingRows, sample_tokens
 
 INF = math.inf

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_oracle import completion_of
 
-from lorabatch.engine.request import Request, Result, SamplingParams, Sequence
+from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.engine.sequence import Sequence
 from lorabatch.engine.text.completion import Completion, first_stop
 from lorabatch.engine.text.tokenizer import Tokenizer
 

@@ -15,7 +15,8 @@ from peft_oracle import completion_of, make_engine, prompts, serve
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerFile
 
-from lorabatch.engine.request import Request, Result, SamplingParams, Sequence
+from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.engine.sequence import Sequence
 from lorabatch.engine.text.reasoning import AnswerTokens, is_begun_by, is_open_in, split_reasoning
 from lorabatch.engine.text.tokenizer import Tokenizer
 

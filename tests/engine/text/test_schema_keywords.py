@@ -13,7 +13,8 @@ import pytest
 import torch
 from peft_oracle import make_engine, prompts, serve
 
-from lorabatch.engine.request import Request, SamplingParams, Sequence
+from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.sequence import Sequence
 from lorabatch.engine.text.grammar import grammar_problem
 from lorabatch.engine.text.token_rules import TokenRules
 from lorabatch.engine.text.tokenizer import Tokenizers

@@ -24,8 +24,9 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from lorabatch.engine.request import Request, SamplingParams, Sequence
+from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.runner.sampler import sample
+from lorabatch.engine.sequence import Sequence
 from lorabatch.engine.text.token_rules import TokenRules
 from lorabatch.engine.text.tokenizer import Tokenizers
 

@@ -14,7 +14,8 @@ from peft_oracle import completion_of
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerFile
 
-from lorabatch.engine.request import TOOL_CALL_PARSERS, Request, SamplingParams, Sequence, ToolCall
+from lorabatch.engine.request import TOOL_CALL_PARSERS, Request, SamplingParams, ToolCall
+from lorabatch.engine.sequence import Sequence
 from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.engine.text.tool_calls import parse_tool_calls
 

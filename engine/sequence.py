@@ -1,0 +1,107 @@
+"""`Sequence`: a request while an engine works on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .request import ExportedRow, FinishReason, Request, Result, ServedMode, TopLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`num_stored`: tokens (prompt first, then generated) whose keys and values are in the pool.
+
+    `prompt_tokens` counts the prompt alone; a sequence from another engine may have `token_ids` already.
+    `num_pending`: tokens behind `token_ids` whose steps are launched and not read yet. They count, but only the
+    device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
+    adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.
+    `num_paused`: steps that it sat out, holding memory. `held_tokens`: tokens for which it holds memory.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)  # generated
+    token_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    num_stored: int = 0
+    num_pending: int = 0
+    mode: ServedMode | None = None
+    holds_adapter: bool = False
+    num_reused: int = 0
+    num_paused: int = 0
+    held_tokens: int = 0
+
+    @classmethod
+    def of(cls, row: ExportedRow) -> Sequence:
+        """The sequence that goes on where `row` stopped; nothing of it is stored yet."""
+        return cls(row.request, list(row.token_ids), list(row.token_logprobs), list(row.top_logprobs))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens so far, prompt and generated."""
+        return self.prompt_tokens + self.num_generated
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose keys and values the sequence may have to store: the last one is never read back."""
+        return self.prompt_tokens + self.request.sampling.max_tokens - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token is left to compute, and it yields the next one."""
+        return self.num_stored == self.total_tokens - 1 and self.num_generated > 0
+
+    @property
+    def awaits_end(self) -> bool:
+        """Its last token is pending: nothing is left to launch."""
+        return self.num_pending > 0 and self.num_generated >= self.request.sampling.max_tokens
+
+    @property
+    def awaits_token(self) -> bool:
+        """Nothing can be launched until a pending token is known: it is the last, or it decides what may follow."""
+        return self.awaits_end or (self.num_pending > 0 and self.request.sampling.has_rules)
+
+    def served(self, mode: ServedMode) -> None:
+        """Count a step's mode; a row that saw more than one was served by a mixture."""
+        self.mode = mode if self.mode in (None, mode) else "mixture"
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions `start:end` of prompt and completion together."""
+        prompt = self.request.prompt_token_ids
+        if end <= len(prompt):
+            return list(prompt[start:end])
+        generated = self.token_ids[max(start - len(prompt), 0) : end - len(prompt)]
+        return [*prompt[start:], *generated]
+
+    def preempted(self) -> Sequence:
+        """The sequence that goes on with its tokens once there is memory for it again; nothing of it is stored."""
+        again = Sequence.of(self.exported())
+        again.mode, again.num_paused = self.mode, self.num_paused
+        return again
+
+    def exported(self) -> ExportedRow:
+        """What another engine needs to go on."""
+        return ExportedRow(self.request, tuple(self.token_ids), tuple(self.token_logprobs), tuple(self.top_logprobs))
+
+    def result(self, text: str, finish_reason: FinishReason) -> Result:
+        """The outcome, once nothing more will be generated."""
+        assert self.mode is not None, f"row {self.request.request_id} ended before its first step"
+        return Result(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            text=text,
+            finish_reason=finish_reason,
+            prompt_tokens=self.prompt_tokens,
+            mode=self.mode,
+            token_logprobs=tuple(self.token_logprobs) if self.request.sampling.wants_logprobs else None,
+            top_logprobs=tuple(self.top_logprobs) if self.request.sampling.top_logprobs else None,
+            reused_prompt_tokens=self.num_reused,
+        )
