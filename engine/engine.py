@@ -20,7 +20,6 @@ from ..kernels.sampling import NO_TOKEN
 from ..scheduler.batching import Batcher, BatchView, ReplicaFacts, StepPlan, all_unmerged
 from ..scheduler.estimates.lengths import LengthEstimator
 from ..scheduler.estimates.pace import StepBudget
-from ..scheduler.messages import StepTotals
 from .batching.admission import Room
 from .batching.batch import RunningBatch
 from .batching.policy import choose_batcher
@@ -33,7 +32,7 @@ from .memory.loader import AdapterLoader, HostTier
 from .memory.pool import PagePool
 from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
-from .memory.residency import AdapterResidency, ResidentAdapter
+from .memory.residency import AdapterResidency
 from .model_config.model import ModelConfig
 from .models.merge import LiveWeights
 from .models.rope import restarts_at
@@ -41,8 +40,10 @@ from .models.step_batch import StepEntry
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
+from .runner.step_counts import StepCounts
 from .sequence import Sequence
 from .telemetry import EngineTelemetry
+from .text.choices import ChoiceScores
 from .text.completion import Completion
 from .text.sampling_check import token_problems
 from .text.token_rules import TokenRules
@@ -93,6 +94,7 @@ class Engine:
         #: What rows ask of their next token.
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
+        self._choices = ChoiceScores(tokenizers)
         self._runner = backend.runner(self._live, memory, plan.layout, config, self.rules)
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
@@ -130,9 +132,11 @@ class Engine:
     def import_rows(self, rows: Iterable[ExportedRow]) -> None:
         """Queue rows exported by another engine: `add` for rows that may have tokens already."""
         for row in rows:
-            problem = problem_with(row, self._registry, self._batch, self.model.max_context_tokens)
+            limits = self._registry, self._batch, self.model.max_context_tokens
+            problem = problem_with(row, *limits, self._choices.spare_tokens)
             if problem is None:
-                self._batch.append(Sequence.of(row))
+                self._batch.append(sequence := Sequence.of(row, self._choices.spare_tokens(row.request)))
+                self._choices.ask(sequence)
                 self._lengths.asked(row.request.sampling.max_tokens)
             else:
                 self._rejected.append(Result.refused(row.request, problem))
@@ -257,7 +261,7 @@ class Engine:
     def _take_out(self, request_ids: Collection[str]) -> list[Sequence]:
         sequences = self._batch.remove(request_ids)
         for sequence in sequences:
-            self._completion.forget(sequence)
+            self._forget(sequence)
         return sequences
 
     def _mode(self) -> ServedMode:
@@ -267,7 +271,10 @@ class Engine:
 
     def _plan_step(self) -> list[StepEntry]:
         """Entries of the next step, as the batcher chooses them."""
-        self._batch.grow()
+        for sequence in self._batch.grow():
+            if sequence.request.sampling.scores_choices:
+                self._forget(sequence)  # it begins its answer again
+                self._choices.ask(sequence)
         view = self._batch.view(self.config.batch_rows, self._live.merged_adapter_id)
         plan = self.batcher.next_step(view)
         entries = self._enact(view, plan)
@@ -307,7 +314,11 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         self._batch.release(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         self._completion.forget(sequence)
+        self._choices.forget(sequence)
 
     def _launch(self, entries: Items[StepEntry]) -> None:
         if self.observe_step is not None:
@@ -316,23 +327,39 @@ class Engine:
         self._in_flight.add(self._runner.launch(entries), entries)
         self._batch.after_step(entries)
 
-    def _append_token(self, sequence: Sequence, token: int, logprob: float, top: TopLogprobs) -> Result | None:
+    def _append_token(
+        self, sequence: Sequence, token: int, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
+    ) -> Result | None:
         if not self._batch.is_running(sequence):
             return None  # it ended or was taken out after this step was launched
         if token == NO_TOKEN:
             return self._give_up_row(sequence)
         self._counts.generated_tokens += 1
+        if sequence.asked_tokens:
+            self._choices.note(sequence, asked)
+        if sequence.is_scoring:
+            return self._finish(sequence)
         sequence.token_ids.append(token)
         if sequence.request.sampling.wants_logprobs:
             sequence.token_logprobs.append(logprob)
         if sequence.request.sampling.top_logprobs:
             sequence.top_logprobs.append(top)
+        self._choices.ask(sequence)
         result = self._completion.finish(sequence)
         if result is not None:
             self._lengths.finished(len(sequence.token_ids))
             self._batch.finished(sequence)
+            return self._finish(sequence, result)
+        if restarts_at(self.model.layer_ropes, sequence.total_tokens):
+            sequence.num_stored = 0
+        return None
+
+    def _finish(self, sequence: Sequence, answer: Result | None = None) -> Result | None:
+        """The result of a row with a complete answer, once the texts of its choice are scored."""
+        result = self._choices.finish(sequence, answer)
+        if result is not None:
             self._end(sequence)
-        elif restarts_at(self.model.layer_ropes, sequence.total_tokens):
+        elif self.model.has_length_dependent_rope:
             sequence.num_stored = 0
         return result
 
@@ -367,7 +394,11 @@ def _running_batch(
 
 
 def problem_with(
-    row: ExportedRow, registry: AdapterRegistry, batch: RunningBatch, max_context_tokens: int
+    row: ExportedRow,
+    registry: AdapterRegistry,
+    batch: RunningBatch,
+    max_context_tokens: int,
+    spare_tokens: Callable[[Request], int],
 ) -> str | None:
     """Why the engine cannot serve a row, as a plain sentence; None for a row that it can."""
     request = row.request
@@ -387,80 +418,13 @@ def problem_with(
         return (
             f"prompt of {len(ids)} tokens + max_tokens={max_tokens} exceeds the context of {max_context_tokens} tokens"
         )
-    pages, num_pages = batch.pages_of_row(request), batch.pool.num_pages
+    sequence = Sequence.of(row, spare_tokens(request))
+    if sequence.capacity_tokens > max_context_tokens:
+        return (
+            f"prompt of {len(ids)} tokens and the choice's texts exceed the context of {max_context_tokens} tokens; "
+            "shorten the prompt, or give score_choices=False"
+        )
+    pages, num_pages = batch.pages_of_row(sequence), batch.pool.num_pages
     if pages > num_pages:
         return f"the row and its adapter need {pages} pages, the pool has {num_pages}; raise pool_bytes"
     return None
-
-
-class StepCounts:
-    """Counts what `EngineTelemetry` reports in total. `elements_per_rank`: of an adapter on all linear layers; ranks
-    count as batchers count them.
-    """
-
-    def __init__(self, elements_per_rank: int) -> None:
-        self.generated_tokens = self.prompt_tokens = self.step_rows = self.num_steps = 0
-        self._elements_per_rank = elements_per_rank
-        self._prefill_tokens = self._decode_rows = self._context_tokens = 0
-        self._num_lora_steps = self._num_adapters = self._lora_tokens = self._num_mixed_steps = 0
-        self._drawn_tokens = 0
-        self._rank_sum = self._rank_tokens = self._prefill_pairs = 0.0
-
-    def launching(self, entries: Items[StepEntry]) -> None:
-        """Count a step of these entries, before it is launched."""
-        self.num_steps += 1
-        self.step_rows += len(entries)
-        tokens_of: dict[ResidentAdapter, int] = {}
-        prompt_tokens = prefill_tokens = decode_rows = context_tokens = drawn_tokens = 0
-        prefill_pairs = 0.0
-        for entry in entries:
-            sequence, num_tokens = entry.sequence, entry.num_tokens
-            num_stored = sequence.num_stored
-            context_tokens += num_stored + num_tokens
-            prompt_left = sequence.prompt_tokens - num_stored
-            if prompt_left > 0:
-                prompt_tokens += min(num_tokens, prompt_left)
-            # The last token of a row that computes its own tokens again looks the same, and costs the same.
-            if num_tokens == 1 and prompt_left <= 0:
-                decode_rows += 1
-            else:
-                prefill_tokens += num_tokens
-                prefill_pairs += num_tokens * (num_stored + (num_tokens + 1) / 2)
-            if entry.adapter is not None:
-                tokens_of[entry.adapter] = tokens_of.get(entry.adapter, 0) + num_tokens
-            if entry.minus is not None:
-                subtracted = entry.minus.resident
-                tokens_of[subtracted] = tokens_of.get(subtracted, 0) + num_tokens
-            if entry.yields_token and sequence.request.sampling.is_drawn:
-                drawn_tokens += 1
-        self.prompt_tokens += prompt_tokens
-        self._prefill_tokens += prefill_tokens
-        self._decode_rows += decode_rows
-        self._context_tokens += context_tokens
-        self._prefill_pairs += prefill_pairs
-        self._drawn_tokens += drawn_tokens
-        self._num_lora_steps += bool(tokens_of)
-        self._num_mixed_steps += prefill_tokens > 0 and decode_rows > 0
-        self._num_adapters += len(tokens_of)
-        for adapter, num_tokens in tokens_of.items():
-            rank = adapter.numbers.numel() / self._elements_per_rank
-            self._rank_sum += rank
-            self._rank_tokens += rank * num_tokens
-            self._lora_tokens += num_tokens
-
-    def totals(self) -> StepTotals:
-        """Of all steps so far."""
-        return StepTotals(
-            self.num_steps,
-            self._prefill_tokens,
-            self._decode_rows,
-            self._context_tokens,
-            self._num_lora_steps,
-            self._num_adapters,
-            self._rank_sum,
-            self._rank_tokens,
-            self._prefill_pairs,
-            self._lora_tokens,
-            self._num_mixed_steps,
-            self._drawn_tokens,
-        )

@@ -18,6 +18,8 @@ FIRST_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "s
 #: Tokens and what is added to their logits, by rising token.
 LogitBias = tuple[tuple[int, float], ...]
 MOST_TOP_LOGPROBS = 20
+#: Texts of a choice that are scored: each place of their tree is a step of the row.
+MOST_SCORED = 1024
 #: The likeliest tokens of one place and their log-probabilities, the likeliest first.
 TopLogprobs = tuple[tuple[int, float], ...]
 #: Forms of tool calls that are read from completions.
@@ -180,6 +182,7 @@ class SamplingParams:
         "strings that are not empty",
         _are_texts,
     )
+    score_choices: bool = _option(True, "Add the log-probability of each text of choice to the output.")
     grammar: str = _option("", "Context-free grammar of the completion, in the form of Lark that llguidance reads.")
     reasoning_markers: str = _option(
         "",
@@ -246,6 +249,11 @@ class SamplingParams:
         return bool(self.json_schema or self.regex or self.choice or self.grammar)
 
     @property
+    def scores_choices(self) -> bool:
+        """Whether the texts of `choice` are scored."""
+        return self.score_choices and bool(self.choice)
+
+    @property
     def constraint(self) -> str:
         """The grammar that completions follow, as JSON of its option and value; "" for none."""
         given = {name: value for name in CONSTRAINTS if (value := getattr(self, name))}
@@ -272,6 +280,11 @@ class SamplingParams:
         constraints = [name for name in CONSTRAINTS if getattr(self, name)]
         if len(constraints) > 1:
             found.append(f"{', '.join(constraints)}: expected at most one of them")
+        if self.scores_choices and len(self.choice) > MOST_SCORED:
+            found.append(
+                f"choice={len(self.choice)} texts, score_choices={self.score_choices}: expected at most {MOST_SCORED} "
+                "that are scored, or score_choices=False"
+            )
         if constraints and self.ignore_eos:
             found.append(f"ignore_eos={self.ignore_eos}, {constraints[0]}: a completion ends where its grammar does")
         return found
@@ -322,7 +335,7 @@ class Result:
     """The outcome of one request. `error` is a plain sentence, set exactly when `finish_reason == "error"`.
 
     `reasoning`: what stood before `text`; None if there was none, or it is not split. `tool_calls`: those in `text`;
-    None where they are not read.
+    None where they are not read. `choice_logprobs`: of each text of the row's choice; None where none is scored.
 
     `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where that was not
     counted. It is no part of the answer: results that differ in it alone are equal.
@@ -340,6 +353,7 @@ class Result:
     reused_prompt_tokens: int | None = field(default=None, compare=False)
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
+    choice_logprobs: tuple[float, ...] | None = None
 
     @classmethod
     def refused(cls, request: Request, error: str) -> Result:

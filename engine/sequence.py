@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from .request import ExportedRow, FinishReason, Request, Result, ServedMode, TopLogprobs
@@ -16,6 +17,10 @@ class Sequence:
     device knows them. `mode`: how it was served so far; None before its first step. `holds_adapter`: it keeps its
     adapter in the pool. `num_reused`: prompt tokens that another row had computed for it.
     `num_paused`: steps that it sat out, holding memory. `held_tokens`: tokens for which it holds memory.
+
+    `asked_tokens`: whose log-probabilities are asked at the next place, beside the token there. `is_scoring`: its
+    answer is complete, and it goes on for such alone. `answer_start`: tokens with which another engine goes on (None:
+    all), so that it asks at the same places. `spare_tokens`: that it may store beyond prompt and `max_tokens`.
     """
 
     request: Request
@@ -29,11 +34,16 @@ class Sequence:
     num_reused: int = 0
     num_paused: int = 0
     held_tokens: int = 0
+    asked_tokens: tuple[int, ...] = ()
+    is_scoring: bool = False
+    answer_start: int | None = None
+    spare_tokens: int = 0
 
     @classmethod
-    def of(cls, row: ExportedRow) -> Sequence:
+    def of(cls, row: ExportedRow, spare_tokens: int = 0) -> Sequence:
         """The sequence that goes on where `row` stopped; nothing of it is stored yet."""
-        return cls(row.request, list(row.token_ids), list(row.token_logprobs), list(row.top_logprobs))
+        columns = list(row.token_ids), list(row.token_logprobs), list(row.top_logprobs)
+        return cls(row.request, *columns, spare_tokens=spare_tokens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -52,7 +62,7 @@ class Sequence:
     @property
     def capacity_tokens(self) -> int:
         """Tokens whose keys and values the sequence may have to store: the last one is never read back."""
-        return self.prompt_tokens + self.request.sampling.max_tokens - 1
+        return self.prompt_tokens + self.request.sampling.max_tokens - 1 + self.spare_tokens
 
     @property
     def is_decoding(self) -> bool:
@@ -83,13 +93,24 @@ class Sequence:
 
     def preempted(self) -> Sequence:
         """The sequence that goes on with its tokens once there is memory for it again; nothing of it is stored."""
-        again = Sequence.of(self.exported())
+        again = Sequence.of(self.exported(), self.spare_tokens)
         again.mode, again.num_paused = self.mode, self.num_paused
         return again
 
+    def go_to(self, token_ids: Items[int]) -> None:
+        """Continue behind other tokens than those generated, with what is stored of those that are the same."""
+        same = next(
+            (i for i, (new, old) in enumerate(zip(token_ids, self.token_ids, strict=False)) if new != old),
+            min(len(token_ids), len(self.token_ids)),
+        )
+        self.token_ids, self.is_scoring = list(token_ids), True
+        self.num_stored = min(self.num_stored, self.prompt_tokens + same, self.total_tokens - 1)
+
     def exported(self) -> ExportedRow:
         """What another engine needs to go on."""
-        return ExportedRow(self.request, tuple(self.token_ids), tuple(self.token_logprobs), tuple(self.top_logprobs))
+        kept = slice(self.answer_start)
+        logprobs, tops = self.token_logprobs[kept], self.top_logprobs[kept]
+        return ExportedRow(self.request, tuple(self.token_ids[kept]), tuple(logprobs), tuple(tops))
 
     def result(self, text: str, finish_reason: FinishReason) -> Result:
         """The outcome, once nothing more will be generated."""

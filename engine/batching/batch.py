@@ -16,7 +16,6 @@ from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.pool import PageRun
 from ..memory.residency import MergedShare
 from ..models.step_batch import StepEntry
-from ..request import Request
 from ..sequence import Sequence
 from .admission import Admission, Room, WaitingRows, row_owner
 
@@ -111,15 +110,15 @@ class RunningBatch:
         max_tokens = self._waiting.capacity_tokens() - waiting + 1
         return self._lengths.expected(waiting, max_tokens, prompt, generated)
 
-    def grow(self) -> None:
+    def grow(self) -> list[Sequence]:
         """Take pages for the next token of every running row. Where none are left, the rows that came last are
-        preempted: they wait again, first of all, with what they have generated.
+        preempted: they wait again, first of all, with what they have generated, and are returned.
         """
         if not self._rows_grow:
-            return
+            return []
         short = [s for s in self._running.values() if s.total_tokens > s.held_tokens and not s.awaits_end]
         if not short:
-            return
+            return []
         lost: list[Sequence] = []
         # The only row may have to wait too: an adapter that is merged and subtracted for others takes pages beside it.
         while short and not self._room.make_room_anywhere(len(short), self._admission.next_use):
@@ -136,15 +135,16 @@ class RunningBatch:
         for sequence in short:
             self.pool.extend(row_owner(sequence))
             sequence.held_tokens += self._layout.page_tokens
+        return lost
 
     def finished(self, sequence: Sequence) -> None:
         """Learn from the length of an answer that is complete."""
         self._lengths.finished(np.array([sequence.prompt_tokens]), np.array([len(sequence.token_ids)]))
 
-    def pages_of_row(self, request: Request) -> int:
+    def pages_of_row(self, sequence: Sequence) -> int:
         """Pages of the whole pool that one row occupies by itself, its adapter included unless it is always merged."""
-        pages = self._layout.pages_for_tokens(Sequence(request).capacity_tokens)
-        adapter_id = request.adapter_id
+        pages = self._layout.pages_for_tokens(sequence.capacity_tokens)
+        adapter_id = sequence.request.adapter_id
         if adapter_id is None or self._merges_all or self._registry.must_merge_id(adapter_id):
             return pages
         return pages + self._room.adapter_pages(adapter_id)

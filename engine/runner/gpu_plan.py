@@ -81,7 +81,9 @@ class PlannedStep:
         self.ruled = [i for i, s in enumerate(self.sampled) if s.request.sampling.has_rules]
         #: Most of the likeliest tokens that a row asks for.
         self.num_top = max((s.request.sampling.top_logprobs for s in self.sampled), default=0)
-        self.wants_logprobs = any(s.request.sampling.wants_logprobs for s in self.sampled)
+        #: Pairs of such a place and a token whose log-probability is asked there.
+        self.asked = [(i, token) for i, s in enumerate(self.sampled) for token in s.asked_tokens]
+        self.wants_logprobs = bool(self.asked) or any(s.request.sampling.wants_logprobs for s in self.sampled)
         self.draws = any(s.request.sampling.temperature for s in self.sampled)
         self.has_lora = bool((plus >= 0).any() or (minus >= 0).any())
         self.num_rows = int(self._num_tokens.sum())
@@ -98,7 +100,7 @@ class PlannedStep:
     @property
     def needs_host(self) -> bool:
         """Whether some row asks for what no graph computes."""
-        return bool(self.ruled or self.num_top)
+        return bool(self.ruled or self.num_top or self.asked)
 
     @property
     def num_withheld(self) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -125,6 +126,8 @@ class GpuRunner:
         self._logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
         self._top_ids = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.int64, device=device)
         self._top_logprobs = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.float32, device=device)
+        # of the step's parts: log-probabilities of the tokens that rows ask for
+        self._asked: list[Tensor] = []
         self._places: dict[int, int] = {}
         self._rules = rules
 
@@ -136,6 +139,7 @@ class GpuRunner:
         for planned in parts:
             self._make_room(planned)
         sampled: tuple[Sequence, ...] = ()
+        self._asked.clear()
         for planned in parts:
             self._launch_part(planned, first=len(sampled), may_replay=planned is parts[0])
             sampled += planned.sampled
@@ -201,6 +205,11 @@ class GpuRunner:
                 top, ids = raw.float().topk(min(planned.num_top, raw.shape[1]))
                 self._top_ids[places, : top.shape[1]] = ids
                 self._top_logprobs[places, : top.shape[1]] = top - whole[:, None]
+            if planned.asked:
+                rows, tokens = to_device(torch.tensor(planned.asked).T.contiguous(), logits.device)
+                is_known = tokens < raw.shape[1]
+                values = raw[rows, tokens.where(is_known, 0)].float() - whole[rows]
+                self._asked.append(values.where(is_known, -torch.inf))
 
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
@@ -308,6 +317,10 @@ class GpuRunner:
         if num_top:
             top_ids.copy_(self._top_ids[:count, :num_top], non_blocking=True)
             top_logprobs.copy_(self._top_logprobs[:count, :num_top], non_blocking=True)
+        num_asked = [len(sequence.asked_tokens) for sequence in sampled]
+        asked = empty_pinned(sum(num_asked), torch.float32, device)
+        if self._asked:
+            asked.copy_(torch.cat(self._asked), non_blocking=True)
         arrived = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if arrived is not None:
             arrived.record()
@@ -320,7 +333,9 @@ class GpuRunner:
                 tuple(zip(ids[:count], values[:count], strict=True))
                 for count, ids, values in zip(counts, top_ids.tolist(), top_logprobs.tolist(), strict=True)
             ]
-            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops)
+            values = iter(asked.tolist())
+            of_each = [tuple(islice(values, count)) for count in num_asked]
+            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each)
 
         return LaunchedStep(sampled, read)
 

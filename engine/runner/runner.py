@@ -61,15 +61,17 @@ class StepsInFlight:
             sequence.num_pending += 1
         self._steps.append(step)
 
-    def read(self, keep: int) -> Iterator[tuple[Sequence, int, float, TopLogprobs]]:
-        """Tokens of all steps but the `keep` latest, each with its sequence, in the order of launching."""
+    def read(self, keep: int) -> Iterator[tuple[Sequence, int, float, TopLogprobs, tuple[float, ...]]]:
+        """Tokens of all steps but the `keep` latest, each with its sequence and what was asked beside it, in the order
+        of launching.
+        """
         while len(self._steps) > keep:
             step = self._steps.popleft()
             tokens = step.read()
-            columns = step.sampled, tokens.ids, tokens.logprobs, tokens.tops
-            for sequence, token, logprob, top in zip(*columns, strict=True):
+            columns = step.sampled, tokens.ids, tokens.logprobs, tokens.tops, tokens.asked
+            for sequence, token, logprob, top, asked in zip(*columns, strict=True):
                 sequence.num_pending -= 1
-                yield sequence, token, logprob, top
+                yield sequence, token, logprob, top, asked
 
 
 class CpuRunner:

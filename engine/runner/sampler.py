@@ -33,12 +33,13 @@ StopTokens = Callable[[Sequence], Items[int]]
 class SampledTokens(NamedTuple):
     """One token for each sequence of a step: `NO_TOKEN` where the largest logit is no finite number. `logprobs`: of
     these tokens, zeros for sequences that did not ask. `tops`: the likeliest tokens, none for sequences that did not
-    ask.
+    ask. `asked`: log-probabilities of each sequence's `asked_tokens`.
     """
 
     ids: list[int]
     logprobs: list[float]
     tops: list[TopLogprobs]
+    asked: list[tuple[float, ...]]
 
 
 class TokenRules(Protocol):
@@ -57,8 +58,8 @@ class TokenRules(Protocol):
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
     """Next token of each sequence from `logits` [num_sequences, vocab_size], which may be overwritten."""
     if not sequences:
-        return SampledTokens([], [], [])
-    asked = [i for i, s in enumerate(sequences) if s.request.sampling.wants_logprobs]
+        return SampledTokens([], [], [], [])
+    asked = [i for i, s in enumerate(sequences) if s.request.sampling.wants_logprobs or s.asked_tokens]
     # not logsumexp: over a whole vocabulary it rounds by the number of rows and of threads
     of_asked = torch.log_softmax(logits[asked].float(), -1) if asked else logits[:0]
     rules.apply_(logits, sequences, checks_later=True)
@@ -68,12 +69,20 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
         tokens[i] = token
     logprobs = [0.0] * len(tokens)
     tops: list[TopLogprobs] = [()] * len(tokens)
+    of_tokens: list[tuple[float, ...]] = [()] * len(tokens)
     for i, row in zip(asked, of_asked, strict=True):
         logprobs[i] = float(row[tokens[i]])
+        of_tokens[i] = _of_tokens(row, sequences[i].asked_tokens)
         if count := sequences[i].request.sampling.top_logprobs:
             likeliest = largest_tokens(row, min(count, len(row)))
             tops[i] = tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True))
-    return SampledTokens(tokens, logprobs, tops)
+    return SampledTokens(tokens, logprobs, tops, of_tokens)
+
+
+def _of_tokens(logprobs: Tensor, token_ids: Items[int]) -> tuple[float, ...]:
+    """Log-probabilities [vocab_size] of some tokens; what the model does not have is impossible."""
+    known = logprobs[[min(token, len(logprobs) - 1) for token in token_ids]].tolist()
+    return tuple(p if token < len(logprobs) else -np.inf for token, p in zip(token_ids, known, strict=True))
 
 
 def _choose(logits: Tensor, sequences: Items[Sequence], rows: list[int], first_draw: int) -> list[int]:

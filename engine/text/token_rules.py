@@ -55,10 +55,12 @@ class TokenRules:
         Where a row's grammar has grown too complex nothing is left. `checks_later`: grammars of rows that `refuse_` can
         check are left to it.
         """
-        rows = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.is_constrained]
+        rows = [i for i, s in enumerate(sequences) if s.request.sampling.is_constrained and not s.is_scoring]
         self._mask_(logits, sequences, [i for i in rows if not (checks_later and _is_checkable(sequences[i]))])
         for row, sequence in zip(logits, sequences, strict=True):
             sampling = sequence.request.sampling
+            if sequence.is_scoring:
+                continue
             if len(sequence.token_ids) < sampling.min_tokens and not self.is_complete(sequence):
                 row[self._known(self.stop_tokens(sequence), row)] = -torch.inf
             if sampling.has_rules:
@@ -171,7 +173,7 @@ def _is_checkable(sequence: Sequence) -> bool:
     """
     sampling = sequence.request.sampling
     has_cuts = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    return sampling.is_constrained and (sampling.temperature == 0.0 or not has_cuts)
+    return sampling.is_constrained and not sequence.is_scoring and (sampling.temperature == 0.0 or not has_cuts)
 
 
 def _on(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from ...engine.untrusted import shown_name
 from ..record import JobRecord
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
 from .answer_type import answer_type
+from .files import unpack_schema
 
 # What the output adds; input columns must leave these names free.
 ANSWER_FIELDS = (
@@ -35,6 +36,11 @@ _TOKEN = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
 _CALL = pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")])
 #: Of rows with a continuation: the sum of its tokens' log-probabilities.
 SCORE_FIELD = pa.field("continuation_logprob", pa.float64())
+#: In the output of a job with choices: the text that was chosen, and the log-probability of each.
+CHOICE_FIELD = pa.field("choice", pa.string())
+CHOICE_SCORES_FIELD = pa.field(
+    "choice_logprobs", pa.list_(pa.struct([("choice", pa.string()), ("logprob", pa.float64())]))
+)
 #: Option or role -> the column that the output has where a job or a column gives it.
 ASKED_FIELDS: Mapping[str, pa.Field] = {
     "top_logprobs": pa.field("token_top_logprobs", pa.list_(pa.list_(_TOKEN))),
@@ -59,7 +65,8 @@ def has_samples(asked: Collection[str], roles: Collection[str]) -> bool:
 def asked_options(spec: Mapping[str, Any]) -> list[str]:
     """Options of a job that are given and bring columns of the output."""
     return [
-        *(name for name in (*ASKED_FIELDS, "json_schema") if spec.get(name)),
+        *(name for name in (*ASKED_FIELDS, "json_schema", "choice") if spec.get(name)),
+        *(["score_choices"] if spec.get("score_choices", True) else []),
         *(["n"] if spec.get("n", 1) > 1 else []),
     ]
 
@@ -71,7 +78,16 @@ def answer_fields(record: JobRecord) -> tuple[pa.Field, ...]:
     fields += [field for option, field in ASKED_FIELDS.items() if option in asked or option in record.input.roles]
     if "json_schema" in asked:
         fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec["json_schema"]).arrow))
-    return tuple(fields)
+    columns = unpack_schema(record.input.schema_ipc).names
+    return (*fields, *choice_fields(asked, record.input.roles, columns))
+
+
+def choice_fields(asked: Collection[str], roles: Collection[str], columns: Collection[str]) -> list[pa.Field]:
+    """What choices add to the output of a job. `columns`: of the input; one that is called `choice` stays as it is."""
+    if "choice" not in asked and {"choice", "structured_outputs"}.isdisjoint(roles):
+        return []
+    scores = [CHOICE_SCORES_FIELD] if "score_choices" in asked or "score_choices" in roles else []
+    return [*([] if CHOICE_FIELD.name in columns else [CHOICE_FIELD]), *scores]
 
 
 def records_samples(record: JobRecord) -> bool:
@@ -150,6 +166,7 @@ def _names(schema: pa.Schema) -> str:
 def _name_clashes(schema: pa.Schema, roles: Mapping[str, str], asked: Collection[str]) -> list[str]:
     ours = {*OUTPUT_COLUMNS, *(field.name for option, field in ASKED_FIELDS.items() if option in {*asked, *roles})}
     ours |= {TYPED_COLUMN} if "json_schema" in asked else set()
+    ours |= {field.name for field in choice_fields(asked, roles, schema.names)}
     ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()
     taken = [name for name in schema.names if name in ours or name.startswith(OUR_PREFIX)]
     if roles.get("id") is None and DEFAULT_ID_COLUMN in schema.names:

@@ -19,6 +19,8 @@ from ...jobs.input.answer_type import answer_type
 from ...jobs.input.columns import (
     ANSWER_FIELDS,
     ASKED_FIELDS,
+    CHOICE_FIELD,
+    CHOICE_SCORES_FIELD,
     DEFAULT_ID_COLUMN,
     SAMPLE_FIELD,
     SCORE_FIELD,
@@ -105,7 +107,8 @@ def answers_in_part(
     or is another job's.
     """
     id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
-    names = [field.name for field in answer_fields(record)]
+    # the others follow from these and from the request
+    names = [field.name for field in answer_fields(record) if field.name in RowAnswer.__dataclass_fields__]
     try:
         table = pq.read_table(part)
     except pa.ArrowInvalid as error:
@@ -152,6 +155,8 @@ def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
         values["tool_calls"] = tuple((call["id"], call["name"], call["arguments"]) for call in values["tool_calls"])
     if (tops := values.get(_TOPS.name)) is not None:
         values[_TOPS.name] = tuple(tuple((token["token_id"], token["logprob"]) for token in top) for top in tops)
+    if (scores := values.get(CHOICE_SCORES_FIELD.name)) is not None:
+        values[CHOICE_SCORES_FIELD.name] = tuple(score["logprob"] for score in scores)
     return RowAnswer(fingerprint=fingerprint, **values)
 
 
@@ -162,6 +167,10 @@ def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord) 
         TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.sampling.json_schema),
         _TOPS.name: lambda: pa.array(map(_tops, answers), _TOPS.type),
         SCORE_FIELD.name: lambda: pa.array(map(_score, rows.requests, answers), SCORE_FIELD.type),
+        CHOICE_FIELD.name: lambda: pa.array(map(_chosen, rows.requests, answers), CHOICE_FIELD.type),
+        CHOICE_SCORES_FIELD.name: lambda: pa.array(
+            map(_choice_scores, rows.requests, answers), CHOICE_SCORES_FIELD.type
+        ),
     }
     ours = [
         made[field.name]()
@@ -181,6 +190,18 @@ def _tops(answer: RowAnswer) -> list[list[dict[str, Any]]] | None:
 def _score(request: Request | RowError, answer: RowAnswer) -> float | None:
     is_scored = not isinstance(request, RowError) and bool(request.sampling.continuation_token_ids)
     return math.fsum(answer.token_logprobs) if is_scored and answer.token_logprobs is not None else None
+
+
+def _chosen(request: Request | RowError, answer: RowAnswer) -> str | None:
+    has_choice = not isinstance(request, RowError) and bool(request.sampling.choice)
+    return answer.completion if has_choice and answer.finish_reason == "stop" else None
+
+
+def _choice_scores(request: Request | RowError, answer: RowAnswer) -> list[dict[str, Any]] | None:
+    if isinstance(request, RowError) or answer.choice_logprobs is None:
+        return None
+    pairs = zip(request.sampling.choice, answer.choice_logprobs, strict=True)
+    return [{"choice": text, "logprob": logprob} for text, logprob in pairs]
 
 
 def _typed_answers(rows: ShardRows, answers: list[RowAnswer], json_schema: str) -> pa.Array:

@@ -136,6 +136,39 @@ def test_the_likeliest_tokens_are_those_of_transformers(tiny_llama: Path, tmp_pa
         assert all(math.isfinite(value) for value in row["token_logprobs"])
 
 
+def test_choices_of_a_job_are_a_column_beside_the_scores_of_all_texts(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    texts, adapters = ["spam", "spammer", "no spam at all"], [None, "rank8"]
+    rows: list[dict[str, Any]] = [
+        {"id": i, "adapter": adapters[i % 2], "prompt": f"the quick brown fox {i}", "continuation": None}
+        for i in range(12)
+    ]
+    rows[3] |= {"continuation": texts, "prompt": rows[5]["prompt"]}
+    rows[4] |= {"regex": "[0-9]{2}"}
+    folder = str(next(iter(tiny_adapters.values())).parent)
+    asked = [option for text in texts for option in ("--choice", text)]
+    done = run(tiny_llama, rows, tmp_path, "--adapters", folder, "--max-tokens", "30", "--temperature", "1", *asked)
+    assert done.returncode == 0, done.stderr
+    found = {(row["id"], row["sample"]): row for row in answers(tmp_path)}
+    for (number, _), row in found.items():
+        if number in (3, 4):
+            assert row["choice"] is row["choice_logprobs"] is None
+            continue
+        assert (row["choice"], row["finish_reason"]) == (row["completion"], "stop")
+        assert [score["choice"] for score in row["choice_logprobs"]] == texts
+        assert row["choice"] in texts
+    # the same prompt and adapter, its texts scored as continuations
+    scores = [found[3, sample]["continuation_logprob"] for sample in range(len(texts))]
+    assert [score["logprob"] for score in found[5, 0]["choice_logprobs"]] == pytest.approx(scores, abs=1e-4)
+    shares = duckdb.sql(
+        "SELECT choice, list_sum(list_transform(choice_logprobs, lambda s: exp(s.logprob))) "
+        f"FROM '{tmp_path}/output/*.parquet' WHERE choice IS NOT NULL"
+    ).fetchall()
+    assert len(shares) == 10
+    assert all(share > 0 for _, share in shares)
+
+
 def test_scores_are_the_log_likelihoods_of_peft(
     tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path
 ) -> None:

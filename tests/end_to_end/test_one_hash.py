@@ -60,6 +60,7 @@ def rules(options: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     asked: list[dict[str, Any]] = [
         {"regex": "([a-z]{1,6} ){4,9}[a-z]+", "ignore_eos": False, "temperature": 1.0, "n": 2},
         {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "temperature": 0.7},
+        {"choice": ["a", "an answer", "another", "the"], "ignore_eos": False, "temperature": 0.9},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 0.8, "min_p": 0.01, "n": 3},
         {"bad_words": ["the", "a"], "presence_penalty": 1.0, "top_logprobs": 3},
     ]

@@ -55,6 +55,7 @@ OTHER_VALUES: dict[str, Any] = {
     "json_schema": {"type": "object"},
     "regex": "x",
     "choice": ["x"],
+    "score_choices": False,
     "grammar": 'start: "x"',
     "reasoning_markers": "<think>,</think>",
     "tool_call_parser": "hermes",

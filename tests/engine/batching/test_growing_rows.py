@@ -57,7 +57,9 @@ class TableRunner:
                 assert self._content[at] == self._written(sequence, place), f"{sequence.request.request_id}, {place}"
         sampled = tuple(entry.sequence for entry in entries if entry.yields_token)
         tokens = [self._token(sequence) for sequence in sampled]
-        return LaunchedStep(sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), [()] * len(tokens)))
+        return LaunchedStep(
+            sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), [()] * len(tokens), [()] * len(tokens))
+        )
 
     def _written(self, sequence: Sequence, place: int) -> tuple[str, int]:
         """All prompts begin alike, so that rows may share their pages."""

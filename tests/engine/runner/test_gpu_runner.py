@@ -326,7 +326,10 @@ def test_what_steps_are_computed_from_is_on_the_device(weightless_model: Path, m
             assert self._read_tokens.device.type == self._logprobs.device.type == "meta"
             copied.append(len(sampled))
             return LaunchedStep(
-                sampled, lambda: SampledTokens([1] * len(sampled), [0.0] * len(sampled), [()] * len(sampled))
+                sampled,
+                lambda: SampledTokens(
+                    [1] * len(sampled), [0.0] * len(sampled), [()] * len(sampled), [()] * len(sampled)
+                ),
             )
 
     config = {"device": "meta", "load_format": "dummy", "kernels": "triton", "page_tokens": 16}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lorabatch.engine.memory.pool import PageRun
 from lorabatch.engine.models.step_batch import StepEntry
 from lorabatch.engine.request import Request, SamplingParams
@@ -19,7 +21,8 @@ def launched(steps: StepsInFlight, row: Sequence, num_tokens: int, token: int | 
     tokens = [] if token is None else [token]
     entry = StepEntry(row, num_tokens, PageRun(0, 1), None)
     assert entry.yields_token == (token is not None)
-    steps.add(LaunchedStep(sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), [()] * len(tokens))), [entry])
+    none: list[tuple[Any, ...]] = [()] * len(tokens)
+    steps.add(LaunchedStep(sampled, lambda: SampledTokens(tokens, [0.0] * len(tokens), none, none)), [entry])
 
 
 def test_a_row_goes_on_by_tokens_that_only_the_device_knows() -> None:

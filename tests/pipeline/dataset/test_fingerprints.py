@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "json_schema": "{}",
     "regex": "x",
     "choice": ("x",),
+    "score_choices": False,
     "grammar": 'start: "x"',
     "reasoning_markers": "<think>,</think>",
     "tool_call_parser": "hermes",

@@ -126,6 +126,52 @@ def test_reasoning_and_tool_calls_are_written_and_read_back(prepare_job: Prepare
     ]
 
 
+def test_choices_are_written_with_their_scores_and_read_back(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    table = pa.table({"id": [1, 2, 3, 4], "prompt": ["a", "b", "c", ""], "regex": [None, None, ".*", None]})
+    job = prepare_job(table, choice=["x", "y"], rows_per_shard=9)
+    said: dict[Any, Any] = {1: {"completion": "y", "choice_logprobs": (-1.5, -0.25)}}
+    said[2] = {"finish_reason": "length", "choice_logprobs": (-2.0, -3.0)}
+    written = []
+    for rows in job.shards():
+        ids = dict(zip((r.request_id for r in rows.requests), rows.table.column("id").to_pylist(), strict=True))
+        answers = {name: replace(a, **said.get(ids[name], {})) for name, a in answer_by_echo(rows).items()}
+        part = part_bytes(rows, answers, job.record)
+        assert pq.read_schema(io.BytesIO(part)).equals(output_schema(job.record))
+        assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
+        written.append(pq.read_table(io.BytesIO(part)))
+    query = "select id, choice, list_transform(choice_logprobs, lambda s: (s.choice, s.logprob)) from found order by id"
+    found = pa.concat_tables(written)  # noqa: F841, read by DuckDB
+    assert duckdb.sql(query).fetchall() == [
+        (1, "y", [("x", -1.5), ("y", -0.25)]),
+        (2, None, [("x", -2.0), ("y", -3.0)]),
+        (3, None, None),
+        (4, None, None),
+    ]
+
+
+def test_a_column_of_choices_stays_beside_their_scores(prepare_job: Prepare) -> None:
+    table = pa.table({"id": [1], "prompt": ["a"], "choice": [["x", "y"]]})
+    schema = output_schema(prepare_job(table).record)
+    assert schema.field("choice").type == pa.list_(pa.string())
+    assert "choice_logprobs" in schema.names
+    assert "choice_logprobs" not in output_schema(prepare_job(table, score_choices=False).record).names
+    named = prepare_job(table.rename_columns(["id", "prompt", "labels"]), columns={"choice": "labels"})
+    assert output_schema(named.record).field("choice").type == pa.string()
+    clash = table.append_column("choice_logprobs", pa.array([1.0]))
+    with pytest.raises(JobRequestError, match="input column 'choice_logprobs': the output has a column of that name"):
+        prepare_job(clash)
+
+
+def test_columns_that_follow_from_answers_are_not_read_back(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    table = pa.table({"id": [1, 2], "prompt": ["a", "b"], "continuation": [" x", None]})
+    job = prepare_job(table, json_schema='{"type": "string"}', rows_per_shard=9)
+    [rows] = job.shards()
+    answers = {name: replace(answer, completion='"x"') for name, answer in answer_by_echo(rows).items()}
+    part = part_bytes(rows, answers, job.record)
+    assert pq.read_table(io.BytesIO(part)).sort_by("id").column("answer").to_pylist() == [None, "x"]
+    assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
+
+
 def test_a_part_without_all_answers_is_not_written(prepare_job: Prepare, answer_by_echo: Echo) -> None:
     job = prepare_job(pa.table({"id": [1, 2], "prompt": ["a", "b"]}), rows_per_shard=9)
     (rows,) = job.shards()
