@@ -23,8 +23,9 @@ from ..engine.request import FIRST_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 from ..engine.text.conversation import RENDERING_OPTIONS
 from ..engine.untrusted import parse_json, shortened
 from .errors import DamagedRecordError, naming_damage
+from .option_values import TLS_FIELDS
 from .progress import RowTotals, time_left
-from .spec import TLS_FIELDS, JobSpec
+from .spec import JobSpec
 from .storage.redaction import redacted_url
 
 RECORD_FORMAT = 1

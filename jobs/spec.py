@@ -7,9 +7,7 @@ of sampling come from `engine.request.SamplingParams`. A spec is frozen and touc
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_origin
 
@@ -22,6 +20,7 @@ from ..engine.structured_output import CONSTRAINTS, FORMS, constraint_of
 from ..engine.text.conversation import RENDERING_OPTIONS, is_template_text, read_tools, read_variables, written
 from ..engine.untrusted import shortened
 from .errors import JobRequestError
+from .option_values import TLS_FIELDS, ErrorBudget, TlsFiles, pairs_of, parse_storage_options
 from .storage.location import absolute, paths_as_text
 from .storage.redaction import redacted_url, scrubbed
 
@@ -31,7 +30,6 @@ COLUMN_ROLES = ("id", "adapter", *PROMPT_ROLES, *RENDERING_OPTIONS, *SAMPLING_CO
 # Options of sampling that may be written in several ways.
 _READ = tuple(name for name, o in SAMPLING_OPTIONS.items() if get_origin(o.kind) is tuple or name == "json_schema")
 EMBEDDED_CLUSTERS = ("local", "local-cuda")
-TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
 PolicyName = Literal["planner", "dlora", "s-lora", "vllm-like", "merged-only", "peft-like"]
 PlacementName = Literal["planner", "loraserve"]
 # Policies that decide by themselves whether adapters are merged -> the modes that leave them to it.
@@ -297,7 +295,7 @@ class JobSpec(_SamplingFields):
             return value
         if len(value) == 1 and "=" not in str(value[0]):
             return str(value[0])
-        return _pairs(value, "NAME=URL", "pirate=s3://bucket/adapters/pirate") or None
+        return pairs_of(value, "NAME=URL", "pirate=s3://bucket/adapters/pirate") or None
 
     @field_validator("input", mode="before")
     @classmethod
@@ -315,7 +313,7 @@ class JobSpec(_SamplingFields):
     @field_validator("columns", mode="before")
     @classmethod
     def _columns(cls, value: Any) -> Any:
-        pairs = _pairs(value, "role=name", "prompt=text") if isinstance(value, list | tuple) else value
+        pairs = pairs_of(value, "role=name", "prompt=text") if isinstance(value, list | tuple) else value
         return {} if pairs is None else pairs
 
     @field_validator("columns")
@@ -394,18 +392,6 @@ def policy_problem(policy: str, mode: Mode) -> str | None:
     return f"policy={policy!r}, mode={mode!r}: {policy} {merging}. Use mode {' or '.join(modes)}, or policy planner."
 
 
-def parse_storage_options(text: str | None) -> dict[str, Any]:
-    """Keyword arguments for fsspec from a JSON object; none from None. Raises ValueError without showing the text."""
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        # the text may hold keys
-        raise ValueError(f"expected a JSON object; not JSON at character {error.pos}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _one_or_all(values: list[Any] | tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
@@ -413,79 +399,6 @@ def _one_or_all(values: list[Any] | tuple[Any, ...]) -> Any:
 def _absolute_if_there(url: str) -> str:
     path = absolute(url)
     return path if Path(path).exists() else url
-
-
-def _pairs(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for item in value:
-        name, equals, target = str(item).partition("=")
-        if not (name and equals and target):
-            raise ValueError(f"{item!r}: expected {shape}, for example {example}")
-        if name in pairs:
-            raise ValueError(f"{name!r} is given twice: {pairs[name]!r} and {target!r}; keep one")
-        pairs[name] = target
-    return pairs
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorBudget:
-    """Exactly one of `count` and `percent` is set."""
-
-    count: int | None = None
-    percent: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> ErrorBudget:
-        """From `"25"` (rows) or `"10%"`. Raises ValueError with the expectation."""
-        text = text.strip()
-        expected = f"{text!r}: expected a count of rows such as 25, or a share of them such as 10%"
-        try:
-            budget = cls(percent=float(text[:-1])) if text.endswith("%") else cls(count=int(text))
-        except ValueError:
-            raise ValueError(expected) from None
-        if budget.percent is not None and not 0.0 <= budget.percent <= 100.0:
-            raise ValueError(expected)
-        if budget.count is not None and budget.count < 0:
-            raise ValueError(expected)
-        return budget
-
-    def limit(self, num_rows: int) -> int:
-        """The most error rows allowed among `num_rows`."""
-        if self.count is not None:
-            return self.count
-        assert self.percent is not None
-        return int(num_rows * self.percent / 100.0)
-
-    def allows(self, num_errors: int, num_rows: int) -> bool:
-        """Whether a job of `num_rows` may go on with `num_errors` of them wrong."""
-        return num_errors <= self.limit(num_rows)
-
-    def __str__(self) -> str:
-        return f"{self.percent:g}%" if self.percent is not None else f"{self.count} rows"
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Paths on this machine; all three or none. `tls_ca`: of the authority that signed the cluster's certificates."""
-
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-
-    def problems(self, cluster: str) -> list[str]:
-        """What is wrong with them for this cluster's address, as plain sentences."""
-        given = {name: value for name in TLS_FIELDS if (value := getattr(self, name)) is not None}
-        problems = [
-            f"{name}={path!r}: no such file. Name a PEM file on this machine with --{name.replace('_', '-')}."
-            for name, path in given.items()
-            if not Path(path).is_file()
-        ]
-        missing = [name for name in TLS_FIELDS if given and name not in given]
-        if missing:
-            problems.append(f"{', '.join(missing)}: required beside {', '.join(given)}. Give all three PEM files.")
-        if given and not cluster.startswith("tls://"):
-            problems.append(f"cluster={cluster!r}: TLS files are for an address such as tls://10.0.0.5:8786.")
-        return problems
 
 
 def field_name(key: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from distributed import Client
 
 from ..jobs.errors import JobRequestError
+from ..jobs.option_values import TlsFiles
 from ..jobs.record import JobState
-from ..jobs.spec import TlsFiles
 from .cluster.background import find_cluster
 from .cluster.background_state import background_security, state_file
 from .cluster.connect import existing

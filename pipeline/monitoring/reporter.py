@@ -24,8 +24,8 @@ from ...jobs.errors import (
     StorageError,
 )
 from ...jobs.opening import OpenedJob
+from ...jobs.option_values import ErrorBudget
 from ...jobs.record import BEGINNING_PHASES, JobState, Phase
-from ...jobs.spec import ErrorBudget
 from ...jobs.status.job_status import is_silent
 from ...jobs.status.worker_names import WorkerNames
 from ...jobs.store import JobStore

@@ -22,8 +22,8 @@ from ...engine.local_cache import temporary_folder
 from ...engine.request import Request
 from ...jobs.errors import InputRowsError, naming_damage
 from ...jobs.input.columns import DEFAULT_ID_COLUMN
+from ...jobs.option_values import ErrorBudget
 from ...jobs.record import JobRecord, adapter_problem, index_key
-from ...jobs.spec import ErrorBudget
 from ...jobs.store import JobStore
 from ...scheduler.estimates.lengths import PRIOR_SHARE, expected_tokens
 from ...scheduler.planning.waves import Shard, ShardPlan, dispatch_order

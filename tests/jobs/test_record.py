@@ -14,6 +14,7 @@ import pytest
 
 from lorabatch.engine.structured_output import FORMS
 from lorabatch.jobs.errors import DamagedRecordError, JobRequestError
+from lorabatch.jobs.option_values import TLS_FIELDS, TlsFiles
 from lorabatch.jobs.record import (
     IDENTITY_FIELDS,
     AdapterRecord,
@@ -25,7 +26,7 @@ from lorabatch.jobs.record import (
     index_key,
     public_spec,
 )
-from lorabatch.jobs.spec import TLS_FIELDS, JobSpec, TlsFiles
+from lorabatch.jobs.spec import JobSpec
 
 Record = Callable[..., JobRecord]
 BASICS = {"model": "/m", "input": "/in.parquet", "output": "/out"}

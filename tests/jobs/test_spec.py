@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.job_file import read_job_file
+from lorabatch.jobs.option_values import TLS_FIELDS, ErrorBudget, TlsFiles
 from lorabatch.jobs.record import public_spec
-from lorabatch.jobs.spec import (
-    COLUMN_ROLES,
-    TLS_FIELDS,
-    ErrorBudget,
-    JobSpec,
-    PolicyName,
-    TlsFiles,
-)
+from lorabatch.jobs.spec import COLUMN_ROLES, JobSpec, PolicyName
 
 BASICS = {"model": "m", "input": "in.parquet", "output": "out"}
 

@@ -19,8 +19,8 @@ from lorabatch.jobs.errors import (
     JobInterruptedError,
     StorageError,
 )
+from lorabatch.jobs.option_values import ErrorBudget
 from lorabatch.jobs.record import JobState, WorkerState
-from lorabatch.jobs.spec import ErrorBudget
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.monitoring.reporter import JobReporter
 from lorabatch.pipeline.result import JobResult

@@ -1,0 +1,100 @@
+"""Reads values of a job's options that are more than text or a number: pairs, storage options, the error budget, TLS
+files. Touches no storage but to see whether a file is there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key")
+
+
+def pairs_of(value: list[Any] | tuple[Any, ...], shape: str, example: str) -> dict[str, str]:
+    """The mapping behind items such as `NAME=URL`. Raises ValueError, with the `shape` that was expected and an
+    `example`, for others and for names that are given twice.
+    """
+    pairs: dict[str, str] = {}
+    for item in value:
+        name, equals, target = str(item).partition("=")
+        if not (name and equals and target):
+            raise ValueError(f"{item!r}: expected {shape}, for example {example}")
+        if name in pairs:
+            raise ValueError(f"{name!r} is given twice: {pairs[name]!r} and {target!r}; keep one")
+        pairs[name] = target
+    return pairs
+
+
+def parse_storage_options(text: str | None) -> dict[str, Any]:
+    """Keyword arguments for fsspec from a JSON object; none from None. Raises ValueError without showing the text."""
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        # the text may hold keys
+        raise ValueError(f"expected a JSON object; not JSON at character {error.pos}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBudget:
+    """Exactly one of `count` and `percent` is set."""
+
+    count: int | None = None
+    percent: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ErrorBudget:
+        """From `"25"` (rows) or `"10%"`. Raises ValueError with the expectation."""
+        text = text.strip()
+        expected = f"{text!r}: expected a count of rows such as 25, or a share of them such as 10%"
+        try:
+            budget = cls(percent=float(text[:-1])) if text.endswith("%") else cls(count=int(text))
+        except ValueError:
+            raise ValueError(expected) from None
+        if budget.percent is not None and not 0.0 <= budget.percent <= 100.0:
+            raise ValueError(expected)
+        if budget.count is not None and budget.count < 0:
+            raise ValueError(expected)
+        return budget
+
+    def limit(self, num_rows: int) -> int:
+        """The most error rows allowed among `num_rows`."""
+        if self.count is not None:
+            return self.count
+        assert self.percent is not None
+        return int(num_rows * self.percent / 100.0)
+
+    def allows(self, num_errors: int, num_rows: int) -> bool:
+        """Whether a job of `num_rows` may go on with `num_errors` of them wrong."""
+        return num_errors <= self.limit(num_rows)
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%" if self.percent is not None else f"{self.count} rows"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths on this machine; all three or none. `tls_ca`: of the authority that signed the cluster's certificates."""
+
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+    def problems(self, cluster: str) -> list[str]:
+        """What is wrong with them for this cluster's address, as plain sentences."""
+        given = {name: value for name in TLS_FIELDS if (value := getattr(self, name)) is not None}
+        problems = [
+            f"{name}={path!r}: no such file. Name a PEM file on this machine with --{name.replace('_', '-')}."
+            for name, path in given.items()
+            if not Path(path).is_file()
+        ]
+        missing = [name for name in TLS_FIELDS if given and name not in given]
+        if missing:
+            problems.append(f"{', '.join(missing)}: required beside {', '.join(given)}. Give all three PEM files.")
+        if given and not cluster.startswith("tls://"):
+            problems.append(f"cluster={cluster!r}: TLS files are for an address such as tls://10.0.0.5:8786.")
+        return problems
