@@ -35,13 +35,13 @@ _NAMES_SHOWN = 8
 # A job with another value in one of these is another job. Where it runs, and how fast, is not part of it.
 IDENTITY_FIELDS = (
     "input", "columns", *SAMPLING_OPTIONS, "mode", "dtype", "load_format", "rows_per_shard", "system_prompt",
-    "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization",
+    "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement", "base_quantization", "samples",
 )  # fmt: skip
 # Of these, options that the first version did not have: part of an index's key where they are given.
 _LATER = (
     *(name for name in SAMPLING_OPTIONS if name not in FIRST_OPTIONS),
     "system_prompt", "allow_special_tokens", "chat_template", *RENDERING_OPTIONS, "policy", "placement",
-    "base_quantization",
+    "base_quantization", "samples",
 )  # fmt: skip
 _SHOWN_CHARACTERS = 300
 AdapterVerdict = Literal["exact", "exact-by-merge", "refused"]
@@ -150,6 +150,11 @@ class JobRecord(_Frozen):
     def sampling(self) -> SamplingParams:
         """The sampling of rows that do not override it."""
         return SamplingParams.from_plain({name: self.spec[name] for name in SAMPLING_OPTIONS if name in self.spec})
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether the completions of a row are lists in one row of the output."""
+        return self.spec.get("samples") == "lists"
 
     def to_json(self) -> bytes:
         """As stored."""

@@ -126,6 +126,9 @@ class JobSpec(_SamplingFields):
         False, "Prompts end where the text of the last message does, and answers continue it."
     )
 
+    samples: Literal["rows", "lists"] = _option(
+        "rows", "Completions of a row: rows of the output, or lists in one row of it."
+    )
     generation_config: bool = _option(
         False, "Take temperature, top_p, top_k, min_p and repetition_penalty, where not given, from the model's file."
     )

@@ -16,7 +16,7 @@ from ..engine.config import DeviceKind, products_format
 from ..jobs.agreement import Agreement, Answer
 from ..jobs.errors import JobRequestError
 from ..jobs.history import keep_agreement
-from ..jobs.input.columns import answer_fields
+from ..jobs.input.columns import SAMPLE_FIELD, answer_fields, records_samples
 from ..jobs.spec import JobSpec
 from ..jobs.storage.location import Location
 from ..jobs.storage.redaction import redacted_url, storage_reason
@@ -32,6 +32,8 @@ _ROWS = "rows.parquet"
 _MOST_PARTS = 16
 # Which of the sampled rows a row is, in the small jobs' input and output.
 _NUMBER = "lorabatch_row"
+# Roles of columns by which rows have several completions.
+_SEVERAL = ("n", "continuation")
 _REFERENCE = {"dtype": "float32", "base_quantization": "none"}
 
 
@@ -96,6 +98,9 @@ def _small_job(spec: JobSpec, folder: str, name: str, changes: Mapping[str, str]
         "cost_model": None,
         "rows_per_shard": None,
         "logprobs": True,
+        "n": 1,
+        "samples": "rows",
+        "columns": {role: name for role, name in spec.columns.items() if role not in _SEVERAL},
         "workers": 1 if spec.is_embedded else spec.workers,
         **changes,
     }
@@ -115,8 +120,13 @@ def _answers(spec: JobSpec, options: Mapping[str, Any]) -> dict[int, Answer]:
 
 
 def _sample(store: JobStore, num_rows: int) -> pa.Table:
-    """Input columns of so many answered rows, evenly taken from some of the parts, numbered."""
-    ours = {field.name for field in answer_fields(store.read_record())}
+    """Input columns of so many answered rows, evenly taken from some of the parts, numbered; without those by which a
+    row has several completions.
+    """
+    record = store.read_record()
+    ours = {field.name for field in answer_fields(record)}
+    ours |= {SAMPLE_FIELD.name} if records_samples(record) else set()
+    ours |= {record.input.roles[role] for role in _SEVERAL if role in record.input.roles}
     parts = sorted(store.committed_parts())
     chosen = [parts[i] for i in _evenly(len(parts), min(num_rows, _MOST_PARTS))]
     tables: list[pa.Table] = []

@@ -39,6 +39,7 @@ class Workload:
     `output_tokens`: int32, the true output lengths; only a simulation knows them.
     `is_drawn`: bool, whether the row's tokens are drawn at a temperature (absent: of none).
     `input_place`: int64, rises in the order in which the input has the rows (absent: they stand in it).
+    `groups`: int64, equal for rows that one shard must have, which stand side by side (absent: each is by itself).
     """
 
     adapters: tuple[AdapterInfo, ...]
@@ -51,6 +52,7 @@ class Workload:
     shared_tokens: NDArray[np.int32] | None = None
     is_drawn: NDArray[np.bool_] | None = None
     input_place: NDArray[np.int64] | None = None
+    groups: NDArray[np.int64] | None = None
 
     @property
     def input_order(self) -> NDArray[np.int64]:
@@ -111,6 +113,7 @@ class Workload:
             ("shared_tokens", self.shared_tokens, np.int32),
             ("is_drawn", self.is_drawn, np.bool_),
             ("input_place", self.input_place, np.int64),
+            ("groups", self.groups, np.int64),
         ]
         return [(name, array, dtype) for name, array, dtype in arrays if array is not None]
 

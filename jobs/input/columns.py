@@ -15,6 +15,7 @@ from ...engine.untrusted import shown_name
 from ..record import JobRecord
 from ..spec import COLUMN_ROLES, PROMPT_ROLES
 from .answer_type import answer_type
+from .completions import listed
 from .files import unpack_schema
 
 # What the output adds; input columns must leave these names free.
@@ -58,8 +59,8 @@ DEFAULT_ID_COLUMN = "id"
 
 
 def has_samples(asked: Collection[str], roles: Collection[str]) -> bool:
-    """Whether rows may have several completions."""
-    return "n" in asked or "n" in roles or "continuation" in roles
+    """Whether rows may have several completions, each a row of the output."""
+    return "samples" not in asked and ("n" in asked or "n" in roles or "continuation" in roles)
 
 
 def asked_options(spec: Mapping[str, Any]) -> list[str]:
@@ -68,11 +69,18 @@ def asked_options(spec: Mapping[str, Any]) -> list[str]:
         *(name for name in (*ASKED_FIELDS, "json_schema", "choice") if spec.get(name)),
         *(["score_choices"] if spec.get("score_choices", True) else []),
         *(["n"] if spec.get("n", 1) > 1 else []),
+        *(["samples"] if spec.get("samples") == "lists" else []),
     ]
 
 
 def answer_fields(record: JobRecord) -> tuple[pa.Field, ...]:
     """What the output of a job adds to its input."""
+    fields = completion_fields(record)
+    return tuple(map(listed, fields)) if record.has_lists else fields
+
+
+def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
+    """What the output of a job says of one completion."""
     asked = asked_options(record.spec)
     fields = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
     fields += [field for option, field in ASKED_FIELDS.items() if option in asked or option in record.input.roles]

@@ -25,6 +25,7 @@ from ..input.columns import (
     SAMPLE_FIELD,
     readable_values,
 )
+from ..input.completions import OF_ROWS, completions, listed
 from ..record import JobRecord
 from ..status.job_status import read_status
 from ..storage.location import absolute
@@ -74,18 +75,18 @@ def export_batch(
     with replaced_file(results, storage_options) as file:
         groups = _Groups()
 
-        def write(completions: list[_Row]) -> None:
-            line = layout.line(completions)
+        def write(of_row: list[_Row]) -> None:
+            line = layout.line(of_row)
             exported.num_errors += line["error"] is not None
             exported.num_responses += line["error"] is None
             file.write(json.dumps(line).encode() + b"\n")
 
         for shard_id in sorted(store.committed_parts()):
             for row in _rows(store, shard_id, layout):
-                if completions := groups.add(row):
-                    write(completions)
-        for completions in groups.unfinished():
-            write(completions)
+                if found := layout.completions(row) if layout.has_lists else groups.add(row):
+                    write(found)
+        for found in groups.unfinished():
+            write(found)
         store.check_holder(status.record.job_id)
     return exported
 
@@ -109,7 +110,7 @@ class _Groups:
     def add(self, row: _Row) -> list[_Row]:
         """The completions of the row, if this is the last of them; else none."""
         if row["finish_reason"] == "error" and not row["attempts"]:
-            return [row]  # it was wrong before it became several
+            return [] if row.get("sample") else [row]  # wrong before any engine saw it, in all its completions alike
         group = self._waiting.setdefault(row["id"], [])
         group.append(row)
         return self._waiting.pop(row["id"]) if len(group) == _num_completions(row) else []
@@ -148,7 +149,7 @@ def _rows(store: JobStore, shard_id: int, layout: _Layout) -> Iterator[_Row]:
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """How the rows of one job become lines. `roles`: role -> column; `base_model`: its name in responses.
-    `num_completions`: of rows that do not say how many they have.
+    `num_completions`: of rows that do not say how many they have. `has_lists`: rows have their completions as lists.
     """
 
     job_id: str
@@ -156,6 +157,7 @@ class _Layout:
     roles: Mapping[str, str]
     base_model: str
     num_completions: int
+    has_lists: bool = False
 
     @classmethod
     def of(cls, record: JobRecord) -> _Layout:
@@ -166,6 +168,7 @@ class _Layout:
             roles=record.input.roles,
             base_model=redacted_url(record.model.url).rstrip("/").rpartition("/")[2],
             num_completions=record.sampling.n,
+            has_lists=record.has_lists,
         )
 
     def columns_of(self, schema: pa.Schema) -> dict[str, str]:
@@ -175,16 +178,22 @@ class _Layout:
         columns |= {role: self.roles[role] for role in ("adapter", "n", "continuation") if role in self.roles}
         added = (*LOGPROB_FIELDS, *ASKED_FIELDS.values(), SAMPLE_FIELD)
         # in an input of another origin they may be anything
-        columns |= {field.name: field.name for field in added if field in schema}
+        shape = listed if self.has_lists else (lambda field: field)
+        columns |= {field.name: field.name for field in added if shape(field) in schema}
         for name in (MODEL_COLUMN, ERROR_COLUMN):
             # in an input of another origin it may be anything
             if name in schema.names and pa.types.is_string(schema.field(name).type):
                 columns[name] = name
         return {key: schema.field(column).name for key, column in columns.items()}
 
-    def line(self, completions: list[_Row]) -> dict[str, Any]:
+    def completions(self, row: _Row) -> list[_Row]:
+        """Of a row that has them as lists."""
+        lists = row.keys() - {*OF_ROWS, *self.roles, "id", "n", MODEL_COLUMN, ERROR_COLUMN}
+        return [each | {"sample": number} for number, each in enumerate(completions(row, lists))]
+
+    def line(self, of_row: list[_Row]) -> dict[str, Any]:
         """The line of one row, which has one or several completions; an error if one of them is."""
-        row = next((each for each in completions if each["finish_reason"] == "error"), completions[0])
+        row = next((each for each in of_row if each["finish_reason"] == "error"), of_row[0])
         custom_id = None if row["id"] is None else str(row["id"])
         name = blake2b(f"{self.job_id}\n{custom_id}".encode(), digest_size=12).hexdigest()
         line: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": custom_id}
@@ -195,19 +204,19 @@ class _Layout:
                 "message": row.get(ERROR_COLUMN) or row["error"],
             }
             return line | {"response": None, "error": error}
-        response = {"status_code": 200, "request_id": f"req_{name}", "body": self._body(completions, name)}
+        response = {"status_code": 200, "request_id": f"req_{name}", "body": self._body(of_row, name)}
         return line | {"response": response, "error": None}
 
-    def _body(self, completions: list[_Row], name: str) -> dict[str, Any]:
+    def _body(self, of_row: list[_Row], name: str) -> dict[str, Any]:
         prefix, kind, choice_of = _CHAT if "messages" in self.roles else _COMPLETION
-        completions = sorted(completions, key=lambda row: row.get("sample") or 0)
-        row, num_tokens = completions[0], sum(each["completion_tokens"] for each in completions)
+        ordered = sorted(of_row, key=lambda row: row.get("sample") or 0)
+        row, num_tokens = ordered[0], sum(each["completion_tokens"] for each in ordered)
         return {
             "id": f"{prefix}-{name}",
             "object": kind,
             "created": self.created,
             "model": row.get(MODEL_COLUMN) or row.get("adapter") or self.base_model,
-            "choices": [{"index": each.get("sample") or 0, **choice_of(each)} for each in completions],
+            "choices": [{"index": each.get("sample") or 0, **choice_of(each)} for each in ordered],
             "usage": {
                 "prompt_tokens": row["prompt_tokens"],
                 "completion_tokens": num_tokens,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow.parquet as pq
 
 from ...jobs.errors import JobFailedError
 from ...jobs.input.columns import readable_values
+from ...jobs.input.completions import completions
 from ...jobs.record import JobRecord
 from ...jobs.store import JobStore
 from ..dataset.writer import check_writer, num_reused_rows
@@ -17,6 +19,7 @@ from ..planning.plan import JobPlan
 from ..result import AdapterCount, KindOfError
 
 ENGINE_ERROR = "engine"
+_LISTS = ("completion_tokens", "finish_reason")
 
 
 @dataclass(slots=True)
@@ -88,27 +91,32 @@ def account_parts(shard_ids: Iterable[int], store: JobStore, record: JobRecord, 
 def _account_part(store: JobStore, record: JobRecord, shard_id: int, run_id: str) -> Account:
     adapter_column = record.input.roles.get("adapter")
     id_column = record.input.roles.get("id", "id")
-    names = ["error", "mode", "prompt_tokens", "completion_tokens", id_column]
+    names = ["error", "mode", "prompt_tokens", "completion_tokens", id_column, "finish_reason"]
     names += [adapter_column] if adapter_column else []
     with store.open_part(shard_id) as part:
         file = pq.ParquetFile(part)
         table = file.read(columns=names)
         num_reused = num_reused_rows(file, run_id)
     check_writer(table.schema, shard_id, record)
-    account = Account(num_parts=1, num_rows=table.num_rows, num_reused=num_reused)
-    adapters = readable_values(table.column(adapter_column)) if adapter_column else [None] * table.num_rows
-    columns = (readable_values(table.column(name)) for name in names[:5])
-    for adapter, error, mode, prompt_tokens, completion_tokens, row_id in zip(adapters, *columns, strict=True):
-        name = adapter or ""
-        account.rows[name] += 1
-        account.tokens[name] += completion_tokens
-        account.prompt_tokens += prompt_tokens
-        account.completion_tokens += completion_tokens
-        if error is None:
-            continue
-        account.errors[name] += 1
-        account.num_errors += 1
-        if mode is not None:
-            account.num_engine_errors += 1
-            account.first_engine_error = account.first_engine_error or (f"{id_column}={row_id!r}", error)
+    account = Account(num_parts=1, num_reused=num_reused)
+    for values in zip(*(readable_values(table.column(name)) for name in names), strict=True):
+        row = dict(zip(names, values, strict=True))
+        for each in completions(row, _LISTS) if record.has_lists else (row,):
+            _count(account, each, row[adapter_column] if adapter_column else None, f"{id_column}={row[id_column]!r}")
     return account
+
+
+def _count(account: Account, completion: Mapping[str, Any], adapter: str | None, place: str) -> None:
+    name, error = adapter or "", completion["error"]
+    account.num_rows += 1
+    account.rows[name] += 1
+    account.tokens[name] += completion["completion_tokens"]
+    account.prompt_tokens += completion["prompt_tokens"]
+    account.completion_tokens += completion["completion_tokens"]
+    if error is None:
+        return
+    account.errors[name] += 1
+    account.num_errors += 1
+    if completion["mode"] is not None:
+        account.num_engine_errors += 1
+        account.first_engine_error = account.first_engine_error or (place, error)

@@ -100,9 +100,9 @@ class IndexJob:
     """What indexing a chunk needs to know. `key`: index files written under another key are stale.
 
     `now`: the time that chat templates see; that of the job's start, so that a resumed job asks the same.
-    `system_prompt`: for rows whose messages have none. `allow_special_tokens`: see `JobSpec`. `chat_template`: text of
-    the job's own. `rendering`: the job's values of `RENDERING_OPTIONS`. `prepared_apart`: adapters with a tokenizer or
-    vocabulary of their own, by name.
+    `system_prompt`: for rows whose messages have none. `allow_special_tokens`: see `JobSpec`. `sample_field`: for
+    numbers of completions. `chat_template`: text of the job's own. `rendering`: the job's values of
+    `RENDERING_OPTIONS`. `prepared_apart`: adapters with a tokenizer or vocabulary of their own, by name.
     """
 
     model_url: str
@@ -115,7 +115,7 @@ class IndexJob:
     now: str
     system_prompt: str | None = None
     allow_special_tokens: bool = False
-    with_samples: bool = False
+    sample_field: pa.Field | None = None
     chat_template: str | None = None
     rendering: Mapping[str, Any] = field(default_factory=dict)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -135,12 +135,19 @@ class IndexJob:
             now=record.created_at,
             system_prompt=record.spec.get("system_prompt"),
             allow_special_tokens=bool(record.spec.get("allow_special_tokens")),
-            with_samples=records_samples(record),
+            sample_field=_sample_field(record),
             chat_template=record.spec.get("chat_template"),
             rendering={name: record.spec.get(name) for name in RENDERING_OPTIONS},
             storage_options=spec.storage_options,
             prepared_apart={adapter.name: adapter for adapter in record.adapters if adapter.is_prepared_apart},
         )
+
+
+def _sample_field(record: JobRecord) -> pa.Field | None:
+    """Where prepared rows have the number of their completion."""
+    if record.has_lists:
+        return prepared.SAMPLE_FIELD
+    return SAMPLE_FIELD if records_samples(record) else None
 
 
 class DamagedChunkError(Exception):
@@ -440,9 +447,9 @@ class ChunkRows:
         if "id" not in self._job.roles:
             fields.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
             columns.append(pa.array([draft.row_id for draft in drafts], pa.string()))
-        if self._job.with_samples:
-            fields.append(SAMPLE_FIELD)
-            columns.append(pa.array([draft.sample for draft in drafts], SAMPLE_FIELD.type))
+        if (numbers := self._job.sample_field) is not None:
+            fields.append(numbers)
+            columns.append(pa.array([draft.sample for draft in drafts], numbers.type))
         for column, values in zip(prepared.PREPARED_FIELDS, ours, strict=True):
             fields.append(column)
             columns.append(pa.array(values, column.type))

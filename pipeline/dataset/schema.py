@@ -23,6 +23,7 @@ TOKENS = "__lb_tokens"
 SAMPLING = "__lb_sampling"
 ERROR = "__lb_error"
 FINGERPRINT = "__lb_fingerprint"
+SAMPLE = "__lb_sample"
 LOCATION = "__lb_location"
 # Tokens are null in error rows. Sampling is a JSON object of what the row overrides, or null. Location is
 # `file:row`, for messages.
@@ -35,6 +36,8 @@ PREPARED_FIELDS = (
     pa.field(FINGERPRINT, pa.binary(16)),
     pa.field(LOCATION, pa.string()),
 )
+#: In jobs whose output has a row's completions as lists: which of them it is.
+SAMPLE_FIELD = pa.field(SAMPLE, pa.int32())
 # One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id, or a
 # further completion of a row. `shared_tokens`: at the
 # beginning of the prompt, see `fingerprints.shared_tokens`. `is_drawn`: at a

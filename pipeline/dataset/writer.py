@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ...engine.request import Request
 from ...jobs.errors import DamagedRecordError
@@ -26,20 +28,24 @@ from ...jobs.input.columns import (
     SCORE_FIELD,
     TYPED_COLUMN,
     answer_fields,
+    completion_fields,
     records_samples,
 )
+from ...jobs.input.completions import OF_ROWS, as_lists, completions
 from ...jobs.input.files import unpack_schema
 from ...jobs.record import JobRecord
 from ...jobs.store import part_name
 from .answers import RowAnswer
 from .reader import RowError, ShardRows
-from .schema import passthrough_schema
+from .schema import SAMPLE, passthrough_schema
 
 _TOPS = ASKED_FIELDS["top_logprobs"]
 # In the metadata of every part: which job wrote it.
 _JOB_ID = b"lorabatch.job_id"
 # Likewise: which run of it, and how many of its rows earlier runs had done.
 _RUN_ID, _NUM_REUSED = b"lorabatch.run_id", b"lorabatch.num_reused"
+# Likewise: completions, where a row has several.
+_NUM_COMPLETIONS = b"lorabatch.num_completions"
 
 
 def part_bytes(
@@ -58,6 +64,7 @@ def part_bytes(
     ]
     table = _with_answers(rows, answers, record)
     writer = {_JOB_ID: record.job_id, _RUN_ID: run_id, _NUM_REUSED: str(num_reused)}
+    writer |= {_NUM_COMPLETIONS: str(rows.num_rows)} if record.has_lists else {}
     return _parquet(table.replace_schema_metadata(writer))
 
 
@@ -107,6 +114,9 @@ def answers_in_part(
     or is another job's.
     """
     id_column = record.input.roles.get("id", DEFAULT_ID_COLUMN)
+    ids = rows.table.column(id_column)
+    if record.has_lists:
+        ids = ids.take(pa.array(_first_of_rows(rows)))
     # the others follow from these and from the request
     names = [field.name for field in answer_fields(record) if field.name in RowAnswer.__dataclass_fields__]
     try:
@@ -115,12 +125,15 @@ def answers_in_part(
         raise DamagedRecordError(f"part of shard {rows.shard_id}: cannot be read back ({error}).") from None
     check_writer(table.schema, rows.shard_id, record)
     is_ours = {id_column, *(field.name for field in ANSWER_FIELDS)} <= set(table.column_names)
-    if not is_ours or not table.column(id_column).equals(rows.table.column(id_column)):
+    if not is_ours or not table.column(id_column).equals(ids):
         raise DamagedRecordError(
-            f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {rows.num_rows} rows of the "
+            f"part of shard {rows.shard_id}: its {table.num_rows} rows are not the {len(ids)} rows of the "
             f"plan, compared by {id_column!r}. Start the job again with --overwrite."
         )
     answers = table.select([name for name in names if name in table.column_names]).to_pylist()
+    if record.has_lists:
+        lists = {name for name in names if name not in OF_ROWS}
+        answers = [each for row in answers for each in completions(row, lists)]
     return {
         request.request_id: _answer(answer, fingerprint)
         for request, fingerprint, answer in zip(rows.requests, rows.fingerprints, answers, strict=True)
@@ -135,7 +148,7 @@ def num_reused_rows(part: BinaryIO | pq.ParquetFile, run_id: str) -> int:
     file = part if isinstance(part, pq.ParquetFile) else pq.ParquetFile(part)
     written = file.schema_arrow.metadata or {}
     is_own = written.get(_RUN_ID) == run_id.encode()
-    return int(written[_NUM_REUSED]) if is_own else file.metadata.num_rows
+    return int(written[_NUM_REUSED] if is_own else written.get(_NUM_COMPLETIONS, file.metadata.num_rows))
 
 
 def check_writer(schema: pa.Schema, shard_id: int, record: JobRecord) -> None:
@@ -172,13 +185,22 @@ def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord) 
             map(_choice_scores, rows.requests, answers), CHOICE_SCORES_FIELD.type
         ),
     }
-    ours = [
-        made[field.name]()
+    ours = {
+        field.name: made[field.name]()
         if field.name in made
         else pa.array([getattr(answer, field.name) for answer in answers], type=field.type)
-        for field in list(schema)[len(kept) :]
-    ]
-    return pa.Table.from_arrays([*(rows.table.column(name) for name in kept), *ours], schema=schema)
+        for field in completion_fields(record)
+    }
+    given = rows.table.select(kept)
+    if record.has_lists:
+        first = _first_of_rows(rows)
+        given, ours = given.take(pa.array(first)), as_lists(ours, first, rows.num_rows)
+    return pa.Table.from_arrays([*given.columns, *ours.values()], schema=schema)
+
+
+def _first_of_rows(rows: ShardRows) -> NDArray[np.int64]:
+    """Places of the first completion of each row of the input; the others stand behind it."""
+    return np.flatnonzero(rows.table.column(SAMPLE).to_numpy() == 0)
 
 
 def _tops(answer: RowAnswer) -> list[list[dict[str, Any]]] | None:

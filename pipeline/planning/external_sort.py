@@ -23,6 +23,7 @@ from ...jobs.store import JobStore
 from ..dataset import schema as prepared
 
 _CHUNK_READS = 8
+_FEW_ROWS = 256
 _NUMBERS = [(field.name, field.type.to_pandas_dtype()) for field in prepared.INDEX_SCHEMA if field.name != "adapter"]
 # The columns of the index, and `adapter`: a code, -1 for the base model. `error_kind` 0: no error seen by the index.
 # `chunk`, `batch`, `row`: where the prepared row is stored; `place`: in the input of its chunk.
@@ -87,13 +88,34 @@ class SortedRows:
             self._file.write(by_place[first:end].tobytes(), int(self._next[code]) * INDEXED_ROW.itemsize)
             self._next[code] += end - first
 
-    def blocks(self, block_rows: int) -> Iterator[IndexedRows]:
-        """All rows in order, about equally many at a time and `block_rows` at most. No rows are one block too."""
+    def blocks(self, block_rows: int, *, together: bool = False) -> Iterator[IndexedRows]:
+        """All rows in order, about equally many at a time and `block_rows` at most. No rows are one block too.
+        `together`: completions of one row of the input are in one block, which may be as much longer.
+        """
         num_blocks = max(1, -(-self.num_rows // block_rows))
         ends = [self.num_rows * i // num_blocks for i in range(num_blocks + 1)]
+        if together:
+            ends = [0, *sorted({self._next_row(end) for end in ends[1:]})]
         for start, end in pairwise(ends):
             data = self._file.read(start * INDEXED_ROW.itemsize, (end - start) * INDEXED_ROW.itemsize)
             yield np.frombuffer(data, INDEXED_ROW)
+
+    def _next_row(self, place: int) -> int:
+        """The first row from `place` on that is not a further completion of the one before."""
+        while place < self.num_rows:
+            few = min(_FEW_ROWS, self.num_rows - place)
+            data = self._file.read(place * INDEXED_ROW.itemsize, few * INDEXED_ROW.itemsize)
+            is_further = are_further(np.frombuffer(data, INDEXED_ROW))
+            if not is_further.all():
+                return place + int(np.argmin(is_further))
+            place += len(is_further)
+        return self.num_rows
+
+
+def are_further(rows: IndexedRows) -> NDArray[np.bool_]:
+    """Which rows are further completions of the row before."""
+    is_further: NDArray[np.bool_] = (rows["id_hash"] == 0) & (rows["error_kind"] == 0)
+    return is_further
 
 
 def read_row(store: JobStore, row: Any, columns: tuple[str, ...]) -> dict[str, Any]:

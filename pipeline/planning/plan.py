@@ -34,7 +34,7 @@ from ..dataset.index import IndexTotals
 from ..dataset.reader import ShardRows, read_shard
 from ..dataset.writer import answers_in_part
 from ..result import KindOfError
-from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, read_chunks
+from .external_sort import INDEXED_ROW, IndexedRows, ScratchFile, SortedRows, are_further, read_chunks
 from .settings import RunSettings
 from .validation import DuplicateIds, RowErrors, check_budget
 
@@ -64,6 +64,7 @@ class JobPlan:
 class CheckedRows:
     """All rows of a job, and what is wrong with some of them. `names`: of adapters, by code. `serving`: those that
     answer; `number`: of code -1, 0, 1, … among them, `BASE_MODEL` for the base model and adapters that do not.
+    `together`: completions of one row of the input must be in one shard.
     """
 
     rows: SortedRows
@@ -72,6 +73,7 @@ class CheckedRows:
     names: tuple[str, ...]
     serving: tuple[AdapterInfo, ...]
     number: NDArray[np.int32]
+    together: bool = False
 
     def whole(self) -> Workload:
         """The planner's view of all rows at once."""
@@ -80,7 +82,7 @@ class CheckedRows:
 
     def blocks(self, block_rows: int) -> Iterator[tuple[IndexedRows, Workload]]:
         """Rows in order of their adapters, and the planner's view of them: error rows ask for nothing."""
-        for rows in self.rows.blocks(block_rows):
+        for rows in self.rows.blocks(block_rows, together=self.together):
             is_error = self.errors.is_error(rows)
             prompt, output, prefix, shared, is_drawn = (
                 np.where(is_error, INDEXED_ROW[name].type(0), rows[name])
@@ -97,6 +99,7 @@ class CheckedRows:
                     shared_tokens=shared,
                     is_drawn=is_drawn,
                     input_place=(rows["chunk"].astype(np.int64) << 32) + rows["place"],
+                    groups=np.cumsum(~are_further(rows)) if self.together else None,
                 ),
             )
 
@@ -174,6 +177,7 @@ def check_rows(store: JobStore, record: JobRecord, indexed: IndexTotals) -> Iter
             names,
             serving,
             np.array([BASE_MODEL, *(place.get(name, BASE_MODEL) for name in names)], np.int32),
+            record.has_lists,
         )
 
 

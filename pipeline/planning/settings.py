@@ -54,7 +54,7 @@ from ...scheduler.forecast import (
 )
 from ...scheduler.migration import ReplicaMemory, TailSettings
 from ...scheduler.planning.bound import JobBound, job_bound
-from ...scheduler.planning.waves import ShardPlan, shard_rows
+from ...scheduler.planning.waves import ShardPlan, shard_rows, with_whole_groups
 from ...scheduler.policies import POLICIES, RowsToDeal, dealing
 from ...scheduler.scheduler import SchedulerSettings
 from ...scheduler.simulation.replica import ReplicaSettings
@@ -296,7 +296,12 @@ class RunSettings:
         rows_per_shard = self.rows_per_shard or shard_rows(num_rows, batch_rows, num_workers)
         predicted = self.expected_tokens(rows, length_share)
         rows = self.with_reuse(rows)
-        deal = dealing(self.policy, self.placement)
+        cut = self._cut(rows, predicted, num_workers, rows_per_shard)
+        plan = with_whole_groups(cut.plan, rows, predicted)
+        return cut if plan is cut.plan else CutRows.of(plan, predicted, cut.row_s)
+
+    def _cut(self, rows: Workload, predicted: NDArray[np.float64], num_workers: int, rows_per_shard: int) -> CutRows:
+        batch_rows, deal = self.limits.batch_rows, dealing(self.policy, self.placement)
         if deal is None:
             return cut_job(
                 rows,

@@ -329,12 +329,46 @@ def dealt_shards(
         rows, replica = row_order[offsets[number] : offsets[number + 1]], int(owner[start])
         shard = _describe(workload, rows, number, replica, predicted_output_tokens)
         if shard.has_engine_work:
-            counts = np.bincount(workload.adapter_index[rows] + 1)
-            of_each = (*counts[1:][counts[1:] > 0].tolist(), int(counts[0]))
+            of_each = _adapter_rows(workload, rows)
             chosen = mode if shard.mode == "unmerged" else shard.mode
             shard = replace(shard, mode=chosen, replica=replica, adapter_rows=of_each)
         shards.append(shard)
     return ShardPlan(row_order, offsets, tuple(shards))
+
+
+def with_whole_groups(plan: ShardPlan, workload: Workload, output: NDArray[np.float64]) -> ShardPlan:
+    """The same plan, where each group of rows is in the shard of its first row, side by side and in their order.
+    `output`: tokens that rows are predicted to generate.
+    """
+    if workload.groups is None or workload.num_rows == 0:
+        return plan
+    is_first = np.concatenate([[True], workload.groups[1:] != workload.groups[:-1]])
+    first = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    place = np.empty(workload.num_rows, np.int64)
+    place[plan.row_order] = np.arange(workload.num_rows)
+    order = np.argsort(place[first], kind="stable")
+    shard_of = np.searchsorted(plan.shard_offsets, place[first][order], side="right") - 1
+    sizes = np.bincount(shard_of, minlength=len(plan.shards))
+    offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
+    shards = []
+    for shard_id, old_id in enumerate(np.flatnonzero(sizes).tolist()):
+        old, rows = plan.shards[old_id], order[offsets[shard_id] : offsets[shard_id + 1]]
+        now = _describe(workload, rows, shard_id, old.wave_id, output)
+        shards.append(
+            replace(
+                now,
+                mode=old.mode if now.mode == "unmerged" else now.mode,
+                replica=old.replica,
+                adapter_rows=old.adapter_rows and _adapter_rows(workload, rows),
+            )
+        )
+    return ShardPlan(order, offsets, tuple(shards))
+
+
+def _adapter_rows(workload: Workload, rows: NDArray[np.int64]) -> tuple[int, ...]:
+    """`Shard.adapter_rows` of a shard."""
+    counts = np.bincount(workload.adapter_index[rows] + 1)
+    return (*counts[1:][counts[1:] > 0].tolist(), int(counts[0]))
 
 
 def with_merged_waves(

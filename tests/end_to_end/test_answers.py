@@ -47,6 +47,16 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def exported_choices(output: Path, target: Path) -> dict[str, Any]:
+    """The choices of each line of a batch file of a job's rows, and their usage."""
+    command = [sys.executable, "-m", "lorabatch", "export", str(output), str(target)]
+    subprocess.run(command, check=True, timeout=100)
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    bodies = {line["custom_id"]: line["response"]["body"] for line in lines}
+    assert len(bodies) == len(lines)
+    return {custom_id: (body["choices"], body["usage"]) for custom_id, body in bodies.items()}
+
+
 def test_a_schema_for_the_job_gives_typed_answers_beside_rows_with_their_own_constraint(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +124,30 @@ def test_several_completions_of_a_row_are_rows_of_their_own(tiny_llama: Path, tm
     assert done.returncode == 0, done.stderr
     first = {row["id"]: row["completion"] for row in found if row["sample"] == 0}
     assert {row["id"]: row["completion"] for row in answers(tmp_path / "alone")} == first
+
+
+@pytest.mark.long
+def test_lists_of_completions_are_the_rows_of_others(tiny_llama: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"id": i, "prompt": f"once upon a midnight {i}", "note": i * i} for i in range(12)]
+    rows[5] |= {"n": 1, "temperature": 0.0}
+    done = run(tiny_llama, rows, tmp_path, "--n", "3", "--temperature", "1", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    found = answers(tmp_path)
+    listed = run(
+        tiny_llama, rows, tmp_path / "lists", "--n", "3", "--temperature", "1", "--max-tokens", "12",
+        "--samples", "lists", "--rows-per-shard", "4",
+    )  # fmt: skip
+    assert listed.returncode == 0, listed.stderr
+    of_row: dict[int, list[Any]] = {}
+    for row in sorted(found, key=lambda row: row["sample"]):
+        of_row.setdefault(row["id"], []).append((row["completion"], row["finish_reason"], row["completion_tokens"]))
+    for row in answers(tmp_path / "lists"):
+        columns = row["completion"], row["finish_reason"], row["completion_tokens"]
+        assert list(zip(*columns, strict=True)) == of_row.pop(row["id"])
+        assert (row["note"], row["error"], "sample" in row) == (row["id"] ** 2, None, False)
+    assert not of_row
+    exported = [exported_choices(tmp_path / name / "output", tmp_path / "batch.jsonl") for name in (".", "lists")]
+    assert exported[0] == exported[1]
 
 
 def test_the_likeliest_tokens_are_those_of_transformers(tiny_llama: Path, tmp_path: Path) -> None:

@@ -44,6 +44,16 @@ def test_rows_of_all_parts_are_answered_twice_and_the_job_is_as_before(
     assert not (echo_job.output / "_lorabatch" / "compare").exists()
 
 
+@pytest.mark.parametrize("samples", [pytest.param("rows", marks=pytest.mark.long), "lists"])
+def test_rows_with_several_completions_are_compared_by_one(
+    echo_job: EchoJob, shared_client: Client, samples: str
+) -> None:
+    echo_job.write_input([row | {"count": i % 3 + 1} for i, row in enumerate(make_rows(12))])
+    echo_job.run(shared_client, base_quantization="int8", columns={"n": "count"}, samples=samples)
+    found = compared(echo_job, shared_client, 100)
+    assert found.num_rows == found.num_equal >= 12
+
+
 def test_what_cannot_be_compared_is_refused_in_words(echo_job: EchoJob, shared_client: Client) -> None:
     echo_job.write_input(make_rows(4))
     echo_job.run(shared_client)

@@ -119,6 +119,15 @@ def test_they_change_no_byte_of_rows_with_rules_and_samples_and_neither_does_a_k
     assert (tmp_path / "model" / "has-died").exists()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_they_change_no_byte_of_rows_with_lists_of_completions(
+    rules: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = [Variant(1, 24, False), Variant(2, 5, True), Variant(2, 12, True)]
+    check_one_hash(variants, rules | {"samples": "lists"}, tmp_path, capsys, dies_at_step=60)
+
+
 def check_one_hash(
     variants: list[Variant],
     options: dict[str, Any],

@@ -74,6 +74,7 @@ OTHER_VALUES: dict[str, Any] = {
     "continue_final_message": True,
     "policy": "s-lora",
     "placement": "loraserve",
+    "samples": "lists",
 }
 FREE_VALUES: dict[str, Any] = {
     "adapters": "/adapters",

@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B as COST
-from lorabatch.scheduler.planning.waves import Shard, ShardLimits, pays_to_merge, plan_shards
+from lorabatch.scheduler.planning.waves import (
+    Shard,
+    ShardLimits,
+    dealt_shards,
+    pays_to_merge,
+    plan_shards,
+    with_whole_groups,
+)
 from lorabatch.scheduler.workload import BASE_MODEL, AdapterInfo, Workload
 
 
@@ -135,6 +142,55 @@ def test_every_row_is_in_exactly_one_shard(adapters, batch_rows, num_replicas, s
         named = {f"adapter-{index}" for index in served if index >= 0}
         assert named == set(shard.adapters)
         assert shard.has_engine_work == (len(served) > 0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 7), max_size=60),
+    rows_per_shard=st.integers(1, 9),
+    is_dealt=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_groups_are_whole_in_their_shards(sizes, rows_per_shard, is_dealt, seed):
+    rng = np.random.default_rng(seed)
+
+    def of_groups(values):
+        return np.repeat(values, sizes)
+
+    count = len(sizes)
+    workload = make_workload(
+        of_groups(rng.integers(-1, 3, count)),
+        max_tokens=rng.integers(1, 50, sum(sizes)) * of_groups(rng.random(count) < 0.8),
+        prompt_tokens=of_groups(rng.integers(1, 50, count)),
+        prefix_hash=of_groups(rng.integers(0, 3, count)),
+    )
+    groups = of_groups(np.arange(count)).astype(np.int64)
+    output = workload.max_tokens / 2
+    if is_dealt:
+        replica_of = rng.integers(0, 2, workload.num_rows)
+        plan = dealt_shards(
+            workload, replica_of, 2, rows_per_shard=rows_per_shard, predicted_output_tokens=output, mode="merged"
+        )
+    else:
+        plan = plan_shards(workload, batch_rows=4, num_replicas=2, rows_per_shard=rows_per_shard)
+    assert with_whole_groups(plan, workload, output) is plan
+    whole = with_whole_groups(plan, replace(workload, groups=groups), output)
+    whole.check_integrity()
+    found = [groups[whole.rows_of(shard.shard_id)] for shard in whole.shards]
+    starts = [group for of_shard in found for group, _ in groupby(of_shard.tolist())]
+    assert sorted(starts) == list(range(count)), "each group is in one shard, in one piece"
+    for shard in whole.shards:
+        rows = whole.rows_of(shard.shard_id)
+        assert all(b > a for a, b in pairwise(rows.tolist()) if groups[a] == groups[b])
+        assert shard.has_engine_work == bool(workload.max_tokens[rows].any())
+        assert shard.prompt_tokens == workload.prompt_tokens[rows].sum()
+        names = {
+            workload.adapters[i].name for i in workload.adapter_index[rows[workload.max_tokens[rows] > 0]] if i >= 0
+        }
+        assert set(shard.adapters) == names
+        if is_dealt and shard.has_engine_work:
+            assert sum(shard.adapter_rows) == shard.num_rows
+    if (np.array(sizes) == 1).all():
+        assert (whole.row_order == plan.row_order).all()
 
 
 def make_wave(num_shards, *, rows=256, length=100):

@@ -1,0 +1,59 @@
+"""Completions of one row as lists in one row of the output, and each by itself again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+#: What the output says of a row once, whatever number of completions it has; all else is a list of them.
+OF_ROWS = ("prompt_tokens", "error", "adapter_sha256", "mode", "attempts")
+
+
+def listed(field: pa.Field) -> pa.Field:
+    """A field of the output of a job whose completions are lists. `field`: of one completion."""
+    return field if field.name in OF_ROWS else pa.field(field.name, pa.list_(field.type))
+
+
+def as_lists(columns: Mapping[str, pa.Array], first: NDArray[np.int64], num_completions: int) -> dict[str, pa.Array]:
+    """Columns of completions as columns of rows. `first`: place of each row's first completion.
+
+    A row's error is the first of its completions' errors, its mode `mixture` where theirs differ, and its attempts are
+    the most of theirs.
+    """
+    places = np.append(first, num_completions)
+    offsets, starts = pa.array(places, pa.int32()), pa.array(first)
+    found = {}
+    for name, column in columns.items():
+        if name not in OF_ROWS:
+            found[name] = pa.ListArray.from_arrays(offsets, column)
+        elif name in ("error", "mode", "attempts"):
+            values = column.to_pylist()
+            of_rows = [_of_row(name, values[start:end]) for start, end in pairwise(places.tolist())]
+            found[name] = pa.array(of_rows, column.type)
+        else:
+            found[name] = column.take(starts)
+    return found
+
+
+def _of_row(name: str, values: Sequence[Any]) -> Any:
+    if name == "attempts":
+        return max(values)
+    known = [value for value in values if value is not None]
+    if name == "mode" and len(set(known)) > 1:
+        return "mixture"
+    return known[0] if known else None
+
+
+def completions(row: Mapping[str, Any], lists: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The completions of a row, with what it says of all of them. `lists`: the columns that have an item for each. An
+    error is that of the completions that ended so.
+    """
+    reasons = row["finish_reason"]
+    for number, reason in enumerate(reasons):
+        found = {name: value[number] if name in lists else value for name, value in row.items()}
+        yield found | {"error": row["error"] if reason == "error" else None}
