@@ -124,6 +124,13 @@ class SamplingParams:
         f"from 0 to {MOST_TOP_LOGPROBS}",
         lambda k: 0 <= k <= MOST_TOP_LOGPROBS,
     )
+    prompt_logprobs: bool = _option(False, "Add the prompt's tokens and their log-probabilities to the output.")
+    prompt_top_logprobs: int = _option(
+        0,
+        "Add, for each token of the prompt, this many of the likeliest tokens in its place to the output.",
+        f"from 0 to {MOST_TOP_LOGPROBS}",
+        lambda k: 0 <= k <= MOST_TOP_LOGPROBS,
+    )
     ignore_eos: bool = _option(False, "Continue after the model's end token, up to max_tokens.")
     stop_token_ids: tuple[int, ...] = _option(
         (), "A token that ends a completion and is not part of its text. Repeatable.", "tokens, 0 or more", _are_tokens
@@ -213,6 +220,11 @@ class SamplingParams:
         return self.logprobs or self.top_logprobs > 0
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are part of the answer."""
+        return self.prompt_logprobs or self.prompt_top_logprobs > 0
+
+    @property
     def has_rules(self) -> bool:
         """Whether options beside `min_tokens` change logits, by tokens so far or otherwise. See `text.token_rules`."""
         return bool(
@@ -240,6 +252,8 @@ class SamplingParams:
             ignore_eos=True,
             logprobs=True,
             top_logprobs=self.top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
             continuation_token_ids=token_ids,
         )
 
@@ -336,6 +350,7 @@ class Result:
 
     `reasoning`: what stood before `text`; None if there was none, or it is not split. `tool_calls`: those in `text`;
     None where they are not read. `choice_logprobs`: of each text of the row's choice; None where none is scored.
+    `prompt_logprobs`, `prompt_top_logprobs`: of the prompt's tokens but the first; None where they are not asked.
 
     `reused_prompt_tokens`: of the prompt, those that were copied from rows that begin alike; None where that was not
     counted. It is no part of the answer: results that differ in it alone are equal.
@@ -354,6 +369,8 @@ class Result:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
     choice_logprobs: tuple[float, ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+    prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     @classmethod
     def refused(cls, request: Request, error: str) -> Result:

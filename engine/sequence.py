@@ -21,6 +21,9 @@ class Sequence:
     `asked_tokens`: whose log-probabilities are asked at the next place, beside the token there. `is_scoring`: its
     answer is complete, and it goes on for such alone. `answer_start`: tokens with which another engine goes on (None:
     all), so that it asks at the same places. `spare_tokens`: that it may store beyond prompt and `max_tokens`.
+
+    `num_scored`: places of the prompt whose log-probabilities are computed or on their way; those that have arrived are
+    `prompt_logprobs`, of the token behind each place, and `prompt_tops`.
     """
 
     request: Request
@@ -38,6 +41,9 @@ class Sequence:
     is_scoring: bool = False
     answer_start: int | None = None
     spare_tokens: int = 0
+    num_scored: int = 0
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_tops: list[TopLogprobs] = field(default_factory=list)
 
     @classmethod
     def of(cls, row: ExportedRow, spare_tokens: int = 0) -> Sequence:
@@ -63,6 +69,12 @@ class Sequence:
     def capacity_tokens(self) -> int:
         """Tokens whose keys and values the sequence may have to store: the last one is never read back."""
         return self.prompt_tokens + self.request.sampling.max_tokens - 1 + self.spare_tokens
+
+    def places_to_score(self, num_tokens: int) -> range:
+        """Of the next tokens, the places whose log-probabilities are asked: all of a prompt but its last token."""
+        if not self.request.sampling.wants_prompt_logprobs:
+            return range(0)
+        return range(max(self.num_stored, self.num_scored), min(self.num_stored + num_tokens, self.prompt_tokens - 1))
 
     @property
     def is_decoding(self) -> bool:
@@ -115,6 +127,7 @@ class Sequence:
     def result(self, text: str, finish_reason: FinishReason) -> Result:
         """The outcome, once nothing more will be generated."""
         assert self.mode is not None, f"row {self.request.request_id} ended before its first step"
+        sampling = self.request.sampling
         return Result(
             request_id=self.request.request_id,
             token_ids=tuple(self.token_ids),
@@ -122,7 +135,9 @@ class Sequence:
             finish_reason=finish_reason,
             prompt_tokens=self.prompt_tokens,
             mode=self.mode,
-            token_logprobs=tuple(self.token_logprobs) if self.request.sampling.wants_logprobs else None,
-            top_logprobs=tuple(self.top_logprobs) if self.request.sampling.top_logprobs else None,
+            token_logprobs=tuple(self.token_logprobs) if sampling.wants_logprobs else None,
+            top_logprobs=tuple(self.top_logprobs) if sampling.top_logprobs else None,
             reused_prompt_tokens=self.num_reused,
+            prompt_logprobs=tuple(self.prompt_logprobs) if sampling.wants_prompt_logprobs else None,
+            prompt_top_logprobs=tuple(self.prompt_tops) if sampling.prompt_top_logprobs else None,
         )

@@ -19,6 +19,9 @@ from ..models.step_batch import StepEntry
 from ..sequence import Sequence
 from .admission import Admission, Room, WaitingRows, row_owner
 
+#: Places of prompts whose log-probabilities one step computes. Each takes a row of logits, 0.5 MB at 128k tokens.
+MOST_SCORED_PLACES = 128
+
 
 class RunningBatch:
     """Tracks waiting and running rows and their memory; no arithmetic on tensors.
@@ -205,11 +208,16 @@ class RunningBatch:
         for sequence in self._running.values():
             sequence.num_paused += id(sequence) not in taking_part
         entries = [self._entry(s, 1, plan) for s in served if s.is_decoding]
-        budget = max(max_step_tokens - len(entries), 1)
+        budget, num_scored = max(max_step_tokens - len(entries), 1), MOST_SCORED_PLACES
         for sequence in served:
             if sequence.is_decoding or not self._can_advance(sequence):
                 continue
             num_tokens = min(budget, sequence.total_tokens - sequence.num_stored)
+            if sequence.places_to_score(1):
+                num_tokens = min(num_tokens, num_scored)
+                num_scored -= num_tokens
+                if num_tokens == 0:
+                    continue  # the logits of one step are bounded
             if self.prefixes is not None:
                 self.prefixes.compute(sequence, num_tokens, row_owner(sequence))
             entries.append(self._entry(sequence, num_tokens, plan))

@@ -63,8 +63,11 @@ class PrefixSharing(ABC):
     def advance(self, sequence: Sequence, owner: Hashable) -> bool:
         """Give the row the cached pages that come next in its prompt.
 
-        Returns False when another row of this step computes the next page, so that the row should wait for it.
+        Returns False when another row of this step computes the next page, so that the row should wait for it. A row
+        whose prompt is scored computes all of it: pages hold no log-probabilities.
         """
+        if sequence.places_to_score(sequence.prompt_tokens):
+            return True
         reader = self._readers[sequence.request.request_id]
         path = reader.path
         number, rest = divmod(sequence.num_stored, self._page_tokens)

@@ -25,6 +25,15 @@ from .rope import RowLengths
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredPlaces:
+    """Consecutive places of a prompt, the first at `offset` of the step's tokens, and the tokens that follow them."""
+
+    sequence: Sequence
+    offset: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepEntry:
     """`num_tokens` next tokens of one sequence, with the adapter it is served by (None: base or merged).
 
@@ -45,6 +54,15 @@ class StepEntry:
         return self.sequence.is_decoding
 
     @property
+    def scored(self) -> ScoredPlaces | None:
+        """The places of the prompt, among these tokens, whose log-probabilities are asked."""
+        places = self.sequence.places_to_score(self.num_tokens)
+        if not places:
+            return None
+        following = self.sequence.request.prompt_token_ids[places.start + 1 : places.stop + 1]
+        return ScoredPlaces(self.sequence, places.start - self.sequence.num_stored, following)
+
+    @property
     def yields_token(self) -> bool:
         """Whether the step reaches the sequence's last known token, whose logits choose the next one."""
         return self.sequence.num_stored + self.num_tokens == self.sequence.total_tokens
@@ -63,6 +81,7 @@ class AdapterSpan:
 class StepBatch:
     """Tensors and plans of one step. `kv_rows` [T, 2K]: rows of D elements in the pool for layer 0;
     `kv_layer_stride` [T, 1]: distance to the next layer, in rows. `row_lengths`: only where angles depend on them.
+    `sampled_rows`: of `sampled`, then of the places of `scored`.
     """
 
     token_ids: Tensor
@@ -74,6 +93,7 @@ class StepBatch:
     sampled_rows: Tensor
     sampled: tuple[Sequence, ...]
     row_lengths: RowLengths | None = None
+    scored: tuple[ScoredPlaces, ...] = ()
 
 
 def build_step(
@@ -94,6 +114,8 @@ def build_step(
     yielding = [
         (start + e.num_tokens - 1, e.sequence) for start, e in zip(starts, ordered, strict=False) if e.yields_token
     ]
+    scored = [(start, found) for start, e in zip(starts, ordered, strict=False) if (found := e.scored) is not None]
+    scored_rows = [start + places.offset + i for start, places in scored for i in range(len(places.token_ids))]
     return StepBatch(
         token_ids=torch.tensor([t for e in ordered for t in _token_ids(e)]),
         positions=positions,
@@ -101,8 +123,9 @@ def build_step(
         kv_layer_stride=capacity * (2 * model.num_kv_heads),
         spans=_adapter_spans(ordered, starts),
         attention=_attention_plans(ordered, starts, model, layout, dtype, is_exact),
-        sampled_rows=torch.tensor([row for row, _ in yielding], dtype=torch.int64),
+        sampled_rows=torch.tensor([*(row for row, _ in yielding), *scored_rows], dtype=torch.int64),
         sampled=tuple(sequence for _, sequence in yielding),
+        scored=tuple(places for _, places in scored),
         row_lengths=_row_lengths(ordered, counts) if model.has_length_dependent_rope else None,
     )
 

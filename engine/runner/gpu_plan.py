@@ -71,6 +71,9 @@ class PlannedStep:
         yields = self._context == self._total
         self._yielding = np.flatnonzero(yields)
         self.sampled: tuple[Sequence, ...] = tuple(entries[i].sequence for i in self._yielding.tolist())
+        #: Places of prompts whose log-probabilities are asked, each with its entry.
+        self.scored = [(i, found) for i, e in enumerate(entries) if (found := e.scored) is not None]
+        self.num_scored = sum(len(places.token_ids) for _, places in self.scored)
         self._withheld = [
             ()
             if s.request.sampling.has_rules or s.num_generated >= s.request.sampling.min_tokens
@@ -83,7 +86,9 @@ class PlannedStep:
         self.num_top = max((s.request.sampling.top_logprobs for s in self.sampled), default=0)
         #: Pairs of such a place and a token whose log-probability is asked there.
         self.asked = [(i, token) for i, s in enumerate(self.sampled) for token in s.asked_tokens]
-        self.wants_logprobs = bool(self.asked) or any(s.request.sampling.wants_logprobs for s in self.sampled)
+        self.wants_logprobs = bool(self.asked or self.scored) or any(
+            s.request.sampling.wants_logprobs for s in self.sampled
+        )
         self.draws = any(s.request.sampling.temperature for s in self.sampled)
         self.has_lora = bool((plus >= 0).any() or (minus >= 0).any())
         self.num_rows = int(self._num_tokens.sum())
@@ -100,7 +105,7 @@ class PlannedStep:
     @property
     def needs_host(self) -> bool:
         """Whether some row asks for what no graph computes."""
-        return bool(self.ruled or self.num_top or self.asked)
+        return bool(self.ruled or self.num_top or self.asked or self.scored)
 
     @property
     def num_withheld(self) -> int:
@@ -133,7 +138,7 @@ class PlannedStep:
         """Lists of exactly the step's lengths: what is not there is not copied."""
         return StepSizes(
             rows=self.num_rows,
-            sampled=len(self.sampled),
+            sampled=len(self.sampled) + self.num_scored,
             withheld=self.num_withheld,
             pages=self.num_pages,
             segments=SegmentLimits(rounded(self.num_rows), rounded(self.num_lora_items), scratch_rows, self.tile_rows),
@@ -169,7 +174,12 @@ class PlannedStep:
             "slots": pages_of_rows * geometry.layout.page_tokens + positions % geometry.layout.page_tokens,
             "prompt_tokens": prompts[entry_of_row],
             "total_tokens": self._total[entry_of_row],
-            "sampled_rows": (row_starts + self._num_tokens - 1)[self._yielding],
+            "sampled_rows": np.concatenate(
+                [
+                    (row_starts + self._num_tokens - 1)[self._yielding],
+                    *(row_starts[i] + p.offset + np.arange(len(p.token_ids)) for i, p in self.scored),
+                ]
+            ),
             **_sampling_columns(self.sampled),
             "withheld": _filled_up(self._withheld, host.sizes.sampled, host.sizes.withheld),
             "pages": pages,

@@ -16,6 +16,7 @@ launched kernel by kernel; the steps between are as usual.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -36,14 +37,14 @@ from ..model_config.model import ModelConfig
 from ..models.gpu_decoder import GpuDecoder, GpuMemory
 from ..models.gpu_step import GpuStep, StepBuffer, StepSizes
 from ..models.merge import LiveWeights
-from ..models.step_batch import StepEntry
+from ..models.step_batch import ScoredPlaces, StepEntry
 from ..request import MOST_TOP_LOGPROBS
 from ..sequence import Sequence
 from .gpu_adapters import GpuAdapters
 from .gpu_graphs import GraphKey, StepExecutor, bucket_of
 from .gpu_plan import DECODE_TILE_ROWS, SPLIT_KEYS, PlannedStep, StepGeometry, rounded
 from .runner import LaunchedStep
-from .sampler import SampledTokens, TokenRules
+from .sampler import SampledTokens, ScoredPrompt, TokenRules
 
 # per multiprocessor, as in kernels.lora_shrink.triton and kernels.paged_attention.triton
 _SHRINK_PROGRAMS, _ATTENTION_PROGRAMS = 4, 4
@@ -81,6 +82,29 @@ class FirstSizes:
             rounded(max(1, min(most_chunks, pool_elements // smallest_chunk))),
             rounded(config.step_tokens * _SCRATCH_PER_TOKEN),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedPrompts:
+    """Log-probabilities of prompts on the host, once the step has ended: `logprobs` [num_places], `top` and `ids`
+    [num_places, num_top].
+    """
+
+    scored: list[ScoredPlaces]
+    logprobs: Tensor
+    top: Tensor
+    ids: Tensor
+
+    def read(self) -> Iterator[ScoredPrompt]:
+        """Those of each prompt."""
+        first = 0
+        for places in self.scored:
+            here = slice(first, first + len(places.token_ids))
+            first = here.stop
+            count = places.sequence.request.sampling.prompt_top_logprobs
+            pairs = zip(self.ids[here].tolist(), self.top[here].tolist(), strict=True)
+            tops = [tuple(zip(ids[:count], top[:count], strict=True)) for ids, top in pairs] if count else []
+            yield ScoredPrompt(places.sequence, self.logprobs[here].tolist(), tops)
 
 
 class GpuRunner:
@@ -128,6 +152,8 @@ class GpuRunner:
         self._top_logprobs = torch.zeros((rows, MOST_TOP_LOGPROBS), dtype=torch.float32, device=device)
         # of the step's parts: log-probabilities of the tokens that rows ask for
         self._asked: list[Tensor] = []
+        # of the step's parts: log-probabilities of prompts, on their way to the host
+        self._prompts: list[CopiedPrompts] = []
         self._places: dict[int, int] = {}
         self._rules = rules
 
@@ -140,6 +166,7 @@ class GpuRunner:
             self._make_room(planned)
         sampled: tuple[Sequence, ...] = ()
         self._asked.clear()
+        self._prompts = []
         for planned in parts:
             self._launch_part(planned, first=len(sampled), may_replay=planned is parts[0])
             sampled += planned.sampled
@@ -182,8 +209,9 @@ class GpuRunner:
         fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
         token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
         logits = self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
-        count = len(step.sampled_rows)
-        if not count:
+        # places of prompts stand behind the rows that get tokens, as rows of padding do
+        count = len(step.sampled_rows) - planned.num_scored
+        if not len(step.sampled_rows):
             return
         whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
         raw = logits.clone() if step.wants_logprobs else logits
@@ -197,6 +225,9 @@ class GpuRunner:
         # argmax takes the first of equals, as the kernel does
         tokens = sample_tokens(logits, step.sampling) if step.draws else logits.argmax(-1)
         places = slice(step.first_place, step.first_place + count)
+        if whole is not None and planned.scored:
+            self._score(raw[count:], whole[count:], planned.scored)
+            raw, whole, tokens, is_finite = raw[:count], whole[:count], tokens[:count], is_finite[:count]
         self._tokens[places].copy_(tokens)
         self._read_tokens[places].copy_(torch.where(is_finite, tokens, NO_TOKEN))
         if whole is not None:
@@ -210,6 +241,23 @@ class GpuRunner:
                 is_known = tokens < raw.shape[1]
                 values = raw[rows, tokens.where(is_known, 0)].float() - whole[rows]
                 self._asked.append(values.where(is_known, -torch.inf))
+
+    def _score(self, raw: Tensor, whole: Tensor, scored: Items[tuple[int, ScoredPlaces]]) -> None:
+        """Copy log-probabilities of prompts back. `raw` [num_places, vocab_size]: their logits; `whole`: the logarithms
+        of the sums of their exponentials.
+        """
+        targets = torch.tensor([token for _, places in scored for token in places.token_ids])
+        tokens = to_device(targets, raw.device)
+        is_known = tokens < raw.shape[1]  # an adapter may have more than the model
+        values = raw.gather(1, tokens.where(is_known, 0)[:, None])[:, 0].float() - whole
+        values = values.where(is_known, -torch.inf)
+        num_top = max(places.sequence.request.sampling.prompt_top_logprobs for _, places in scored)
+        top, ids = raw.float().topk(min(num_top, raw.shape[1]))
+        columns = (values, top - whole[:, None], ids)
+        pinned = [empty_pinned(column.numel(), column.dtype, raw.device).view(column.shape) for column in columns]
+        for host, column in zip(pinned, columns, strict=True):
+            host.copy_(column, non_blocking=True)
+        self._prompts.append(CopiedPrompts([places for _, places in scored], *pinned))
 
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
@@ -318,6 +366,7 @@ class GpuRunner:
             top_ids.copy_(self._top_ids[:count, :num_top], non_blocking=True)
             top_logprobs.copy_(self._top_logprobs[:count, :num_top], non_blocking=True)
         num_asked = [len(sequence.asked_tokens) for sequence in sampled]
+        prompts = self._prompts
         asked = empty_pinned(sum(num_asked), torch.float32, device)
         if self._asked:
             asked.copy_(torch.cat(self._asked), non_blocking=True)
@@ -335,7 +384,8 @@ class GpuRunner:
             ]
             values = iter(asked.tolist())
             of_each = [tuple(islice(values, count)) for count in num_asked]
-            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each)
+            scored = [prompt for copied in prompts for prompt in copied.read()]
+            return SampledTokens(tokens.tolist(), logprobs.tolist(), tops, of_each, scored)
 
         return LaunchedStep(sampled, read)
 

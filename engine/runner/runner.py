@@ -22,7 +22,7 @@ from ..models.decoder import Decoder
 from ..models.step_batch import StepEntry, build_step
 from ..request import TopLogprobs
 from ..sequence import Sequence
-from .sampler import SampledTokens, TokenRules, sample
+from .sampler import SampledTokens, TokenRules, sample, score_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,9 @@ class StepsInFlight:
     def add(self, step: LaunchedStep, entries: Items[StepEntry]) -> None:
         """Count a launched step's tokens as stored and its sampled ones as pending."""
         for entry in entries:
+            entry.sequence.num_scored = max(
+                entry.sequence.num_scored, entry.sequence.places_to_score(entry.num_tokens).stop
+            )
             entry.sequence.num_stored += entry.num_tokens
         for sequence in step.sampled:
             sequence.num_pending += 1
@@ -68,6 +71,9 @@ class StepsInFlight:
         while len(self._steps) > keep:
             step = self._steps.popleft()
             tokens = step.read()
+            for prompt in tokens.prompts:
+                prompt.sequence.prompt_logprobs += prompt.logprobs
+                prompt.sequence.prompt_tops += prompt.tops
             columns = step.sampled, tokens.ids, tokens.logprobs, tokens.tops, tokens.asked
             for sequence, token, logprob, top, asked in zip(*columns, strict=True):
                 sequence.num_pending -= 1
@@ -90,5 +96,7 @@ class CpuRunner:
         decoder, memory = self._decoder, self._memory
         batch = build_step(entries, decoder.model, self._layout, memory.dtype, is_exact=decoder.is_exact)
         logits = decoder.forward(batch, memory)
-        tokens = sample(logits, batch.sampled, self._rules)
+        count = len(batch.sampled)
+        tokens = sample(logits[:count], batch.sampled, self._rules)
+        tokens = tokens._replace(prompts=score_prompts(logits[count:], batch.scored))
         return LaunchedStep(batch.sampled, lambda: tokens)

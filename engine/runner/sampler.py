@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.sampling import Choices, choose_tokens, largest_tokens
+from ..models.step_batch import ScoredPlaces
 from ..request import TopLogprobs
 from ..sequence import Sequence
 
@@ -30,16 +31,25 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 StopTokens = Callable[[Sequence], Items[int]]
 
 
+class ScoredPrompt(NamedTuple):
+    """Log-probabilities of consecutive tokens of a prompt, and the likeliest tokens in their places, if asked."""
+
+    sequence: Sequence
+    logprobs: list[float]
+    tops: list[TopLogprobs]
+
+
 class SampledTokens(NamedTuple):
     """One token for each sequence of a step: `NO_TOKEN` where the largest logit is no finite number. `logprobs`: of
     these tokens, zeros for sequences that did not ask. `tops`: the likeliest tokens, none for sequences that did not
-    ask. `asked`: log-probabilities of each sequence's `asked_tokens`.
+    ask. `asked`: log-probabilities of each sequence's `asked_tokens`. `prompts`: of prompts of the step.
     """
 
     ids: list[int]
     logprobs: list[float]
     tops: list[TopLogprobs]
     asked: list[tuple[float, ...]]
+    prompts: Items[ScoredPrompt] = ()
 
 
 class TokenRules(Protocol):
@@ -79,6 +89,22 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     return SampledTokens(tokens, logprobs, tops, of_tokens)
 
 
+def score_prompts(logits: Tensor, scored: Items[ScoredPlaces]) -> list[ScoredPrompt]:
+    """Log-probabilities at the places of prompts, whose `logits` [num_places, vocab_size] stand in their order."""
+    found, first = [], 0
+    for places in scored:
+        count, num_top = len(places.token_ids), places.sequence.request.sampling.prompt_top_logprobs
+        rows = torch.log_softmax(logits[first : first + count].float(), -1)
+        first += count
+        logprobs = [_of_tokens(row, (token,))[0] for row, token in zip(rows, places.token_ids, strict=True)]
+        tops: list[TopLogprobs] = []
+        for row in rows if num_top else ():
+            likeliest = largest_tokens(row, min(num_top, len(row)))
+            tops.append(tuple(zip(likeliest.tolist(), row[likeliest].tolist(), strict=True)))
+        found.append(ScoredPrompt(places.sequence, logprobs, tops))
+    return found
+
+
 def _of_tokens(logprobs: Tensor, token_ids: Items[int]) -> tuple[float, ...]:
     """Log-probabilities [vocab_size] of some tokens; what the model does not have is impossible."""
     known = logprobs[[min(token, len(logprobs) - 1) for token in token_ids]].tolist()
@@ -90,7 +116,10 @@ def _choose(logits: Tensor, sequences: Items[Sequence], rows: list[int], first_d
     if not rows:
         return []
     samplings = [sequences[i].request.sampling for i in rows]
-    temperature = np.array([s.temperature for s in samplings])
+    # rows that are led through a tree of texts take no token
+    temperature = np.array(
+        [0.0 if sequences[i].is_scoring else sequences[i].request.sampling.temperature for i in rows]
+    )
     numbers = np.zeros(len(rows))
     drawn = temperature.nonzero()[0]
     if len(drawn):

@@ -47,7 +47,7 @@ class StepCounts:
             if entry.minus is not None:
                 subtracted = entry.minus.resident
                 tokens_of[subtracted] = tokens_of.get(subtracted, 0) + num_tokens
-            if entry.yields_token and sequence.request.sampling.is_drawn:
+            if entry.yields_token and sequence.request.sampling.is_drawn and not sequence.is_scoring:
                 drawn_tokens += 1
         self.prompt_tokens += prompt_tokens
         self._prefill_tokens += prefill_tokens

@@ -75,7 +75,8 @@ class ChoiceScores:
         if not sampling.scores_choices:
             return 0
         longest = self._tree(request).num_tokens
-        return longest if sampling.reasoning is not None else max(longest - sampling.max_tokens + 1, 0)
+        # reasoning may take all of `max_tokens`
+        return longest + 1 if sampling.reasoning is not None else max(longest - sampling.max_tokens + 1, 0)
 
     def ask(self, sequence: Sequence) -> None:
         """Say which log-probabilities the row's next position is asked for, once its tokens so far are known."""

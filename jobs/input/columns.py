@@ -45,6 +45,8 @@ CHOICE_SCORES_FIELD = pa.field(
 #: Option or role -> the column that the output has where a job or a column gives it.
 ASKED_FIELDS: Mapping[str, pa.Field] = {
     "top_logprobs": pa.field("token_top_logprobs", pa.list_(pa.list_(_TOKEN))),
+    "prompt_logprobs": pa.field("prompt_token_logprobs", pa.list_(_TOKEN)),
+    "prompt_top_logprobs": pa.field("prompt_token_top_logprobs", pa.list_(pa.list_(_TOKEN))),
     "continuation": SCORE_FIELD,
     "reasoning_markers": pa.field("reasoning", pa.string()),
     "tool_call_parser": pa.field("tool_calls", pa.list_(_CALL)),
@@ -83,11 +85,18 @@ def completion_fields(record: JobRecord) -> tuple[pa.Field, ...]:
     """What the output of a job says of one completion."""
     asked = asked_options(record.spec)
     fields = [*ANSWER_FIELDS, *(LOGPROB_FIELDS if record.with_logprobs else ())]
-    fields += [field for option, field in ASKED_FIELDS.items() if option in asked or option in record.input.roles]
+    fields += _asked_fields(asked, record.input.roles)
     if "json_schema" in asked:
         fields.append(pa.field(TYPED_COLUMN, answer_type(record.spec["json_schema"]).arrow))
     columns = unpack_schema(record.input.schema_ipc).names
     return (*fields, *choice_fields(asked, record.input.roles, columns))
+
+
+def _asked_fields(asked: Collection[str], roles: Collection[str]) -> list[pa.Field]:
+    given = {*asked, *roles}
+    # the likeliest tokens come beside those of the prompt
+    given |= {"prompt_logprobs"} if "prompt_top_logprobs" in given else set()
+    return [field for option, field in ASKED_FIELDS.items() if option in given]
 
 
 def choice_fields(asked: Collection[str], roles: Collection[str], columns: Collection[str]) -> list[pa.Field]:
@@ -172,7 +181,7 @@ def _names(schema: pa.Schema) -> str:
 
 
 def _name_clashes(schema: pa.Schema, roles: Mapping[str, str], asked: Collection[str]) -> list[str]:
-    ours = {*OUTPUT_COLUMNS, *(field.name for option, field in ASKED_FIELDS.items() if option in {*asked, *roles})}
+    ours = {*OUTPUT_COLUMNS, *(field.name for field in _asked_fields(asked, roles))}
     ours |= {TYPED_COLUMN} if "json_schema" in asked else set()
     ours |= {field.name for field in choice_fields(asked, roles, schema.names)}
     ours |= {SAMPLE_FIELD.name} if has_samples(asked, roles) else set()

@@ -27,8 +27,8 @@ class RowAnswer:
     `mode` is None for rows that no engine served. `token_ids`, `token_logprobs` and `token_top_logprobs` are kept only
     where the row asked for log-probabilities. `attempts`: how often an engine started on the row.
     `reused_prompt_tokens`: see `Result`; no column of the output, so None in what is read from a part. `reasoning`: see
-    `Result`. `tool_calls`: id, name and arguments of each; None where they are not read. `choice_logprobs`: see
-    `Result`.
+    `Result`. `tool_calls`: id, name and arguments of each; None where they are not read. `choice_logprobs`,
+    `prompt_token_logprobs`, `prompt_token_top_logprobs`: see `Result`.
     """
 
     fingerprint: bytes
@@ -47,6 +47,8 @@ class RowAnswer:
     reasoning: str | None = None
     tool_calls: tuple[tuple[str, str, str], ...] | None = None
     choice_logprobs: tuple[float, ...] | None = None
+    prompt_token_logprobs: tuple[float, ...] | None = None
+    prompt_token_top_logprobs: tuple[TopLogprobs, ...] | None = None
 
     @classmethod
     def from_result(cls, fingerprint: bytes, request: Request, result: Result, attempts: int) -> RowAnswer:
@@ -69,6 +71,8 @@ class RowAnswer:
             reasoning=result.reasoning,
             tool_calls=None if result.tool_calls is None else _with_ids(fingerprint, result.tool_calls),
             choice_logprobs=result.choice_logprobs,
+            prompt_token_logprobs=result.prompt_logprobs,
+            prompt_token_top_logprobs=result.prompt_top_logprobs,
         )
 
 

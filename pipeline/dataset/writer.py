@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ...engine.request import Request
+from ...engine.request import Request, TopLogprobs
 from ...jobs.errors import DamagedRecordError
 from ...jobs.input.answer_type import answer_type
 from ...jobs.input.columns import (
@@ -40,6 +40,7 @@ from .reader import RowError, ShardRows
 from .schema import SAMPLE, passthrough_schema
 
 _TOPS = ASKED_FIELDS["top_logprobs"]
+_PROMPT, _PROMPT_TOPS = ASKED_FIELDS["prompt_logprobs"], ASKED_FIELDS["prompt_top_logprobs"]
 # In the metadata of every part: which job wrote it.
 _JOB_ID = b"lorabatch.job_id"
 # Likewise: which run of it, and how many of its rows earlier runs had done.
@@ -166,8 +167,11 @@ def _answer(values: dict[str, Any], fingerprint: bytes) -> RowAnswer:
         values[name] = None if values.get(name) is None else tuple(values[name])
     if values.get("tool_calls") is not None:
         values["tool_calls"] = tuple((call["id"], call["name"], call["arguments"]) for call in values["tool_calls"])
-    if (tops := values.get(_TOPS.name)) is not None:
-        values[_TOPS.name] = tuple(tuple((token["token_id"], token["logprob"]) for token in top) for top in tops)
+    for name, first in ((_TOPS.name, 0), (_PROMPT_TOPS.name, 1)):
+        if (tops := values.get(name)) is not None:
+            values[name] = tuple(tuple((token["token_id"], token["logprob"]) for token in top) for top in tops[first:])
+    if (prompt := values.get(_PROMPT.name)) is not None:
+        values[_PROMPT.name] = tuple(token["logprob"] for token in prompt[1:])
     if (scores := values.get(CHOICE_SCORES_FIELD.name)) is not None:
         values[CHOICE_SCORES_FIELD.name] = tuple(score["logprob"] for score in scores)
     return RowAnswer(fingerprint=fingerprint, **values)
@@ -178,7 +182,11 @@ def _with_answers(rows: ShardRows, answers: list[RowAnswer], record: JobRecord) 
     kept = passthrough_schema(rows.table.schema).names
     made: dict[str, Callable[[], pa.Array]] = {
         TYPED_COLUMN: lambda: _typed_answers(rows, answers, record.sampling.json_schema),
-        _TOPS.name: lambda: pa.array(map(_tops, answers), _TOPS.type),
+        _TOPS.name: lambda: pa.array((_tops(a.token_top_logprobs) for a in answers), _TOPS.type),
+        _PROMPT.name: lambda: pa.array(map(_prompt, rows.requests, answers), _PROMPT.type),
+        _PROMPT_TOPS.name: lambda: pa.array(
+            (_with_first(_tops(a.prompt_token_top_logprobs)) for a in answers), _PROMPT_TOPS.type
+        ),
         SCORE_FIELD.name: lambda: pa.array(map(_score, rows.requests, answers), SCORE_FIELD.type),
         CHOICE_FIELD.name: lambda: pa.array(map(_chosen, rows.requests, answers), CHOICE_FIELD.type),
         CHOICE_SCORES_FIELD.name: lambda: pa.array(
@@ -203,10 +211,23 @@ def _first_of_rows(rows: ShardRows) -> NDArray[np.int64]:
     return np.flatnonzero(rows.table.column(SAMPLE).to_numpy() == 0)
 
 
-def _tops(answer: RowAnswer) -> list[list[dict[str, Any]]] | None:
-    if answer.token_top_logprobs is None:
+def _tops(tops: Sequence[TopLogprobs] | None) -> list[list[dict[str, Any]]] | None:
+    if tops is None:
         return None
-    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in answer.token_top_logprobs]
+    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
+
+
+def _with_first(tops: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
+    """Those of a prompt: nothing stands before its first token."""
+    return None if tops is None else [[], *tops]
+
+
+def _prompt(request: Request | RowError, answer: RowAnswer) -> list[dict[str, Any]] | None:
+    """The prompt's tokens, each with its log-probability after those before it."""
+    if isinstance(request, RowError) or answer.prompt_token_logprobs is None:
+        return None
+    pairs = zip(request.prompt_token_ids, (None, *answer.prompt_token_logprobs), strict=True)
+    return [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
 
 
 def _score(request: Request | RowError, answer: RowAnswer) -> float | None:

@@ -140,6 +140,20 @@ def test_scores_come_after_the_row_s_own_reasoning(tiny_llama: Path) -> None:
     assert {(r.finish_reason, r.choice_logprobs) for r in cut.values()} == {("length", None)}
 
 
+def test_reasoning_that_takes_all_of_max_tokens_leaves_room_for_the_texts(tiny_llama: Path) -> None:
+    """Rows of one page more or less beside each other: a token in the wrong place would be another row's."""
+    found: dict[str, set[Any]] = {}
+    ended_there = 0
+    for max_tokens in range(3, 24, 2):
+        rows = rows_for([None], reasoning_markers=",e", max_tokens=max_tokens)
+        results = serve(make_engine(tiny_llama, "exact", page_tokens=4), rows)
+        for name, result in results.items():
+            found.setdefault(name, set()).add(result.choice_logprobs)
+            ended_there += result.choice_logprobs is not None and result.text == ""
+    assert ended_there, "in some rows nothing but the answer was missing"
+    assert all(len(scores - {None}) <= 1 for scores in found.values())
+
+
 def test_a_greedy_answer_is_the_likeliest_text_where_texts_are_different_letters(tiny_llama: Path) -> None:
     letters = ("A", "B", "C", "D")
     for result in serve(make_engine(tiny_llama), rows_for([None], 9, choice=letters, max_tokens=1)).values():

@@ -210,6 +210,6 @@ def test_draws_follow_what_is_left(rules: TokenRules) -> None:
     logits[:, 5] = logits[:, 6] = 9.0
     sampling = SamplingParams(temperature=1.0, min_p=0.5, logit_bias=((6, -0.5),))
     rows = [Sequence(Request(f"{i}", (1,), None, sampling, i)) for i in range(2000)]
-    drawn, _, _ = sample(logits, rows, rules)
+    drawn = sample(logits, rows, rules).ids
     assert set(drawn) == {5, 6}
     assert drawn.count(6) / 2000 == pytest.approx(1 / (1 + math.exp(0.5)), abs=0.05)

@@ -23,6 +23,8 @@ OTHER: dict[str, Any] = {
     "logprobs": True,
     "ignore_eos": True,
     "top_logprobs": 2,
+    "prompt_logprobs": True,
+    "prompt_top_logprobs": 3,
     "stop_token_ids": (5,),
     "n": 2,
     "min_p": 0.1,

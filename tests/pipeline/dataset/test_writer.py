@@ -149,6 +149,30 @@ def test_choices_are_written_with_their_scores_and_read_back(prepare_job: Prepar
     ]
 
 
+def test_log_probabilities_of_prompts_are_written_and_read_back(prepare_job: Prepare, answer_by_echo: Echo) -> None:
+    table = pa.table({"id": [1, 2, 3], "prompt_token_ids": [[5, 6, 7], [8], [9, 9]], "prompt_top_logprobs": [2, 0, 0]})
+    job = prepare_job(table, prompt_logprobs=True, rows_per_shard=9)
+    written = []
+    for rows in job.shards():
+        answers = answer_by_echo(rows)
+        for request in rows.requests:
+            count = len(request.prompt_token_ids) - 1
+            tops = (((5, -0.25), (6, -2.0)),) * count if request.sampling.prompt_top_logprobs else None
+            asked = {"prompt_token_logprobs": (-0.5,) * count, "prompt_token_top_logprobs": tops}
+            answers[request.request_id] = replace(answers[request.request_id], **asked)
+        part = part_bytes(rows, answers, job.record)
+        assert pq.read_schema(io.BytesIO(part)).equals(output_schema(job.record))
+        assert answers_in_part(io.BytesIO(part), rows, job.record) == answers
+        written += pq.read_table(io.BytesIO(part)).to_pylist()
+    first, second, _ = sorted(written, key=lambda row: row["id"])
+    assert [tuple(token.values()) for token in first["prompt_token_logprobs"]] == [(5, None), (6, -0.5), (7, -0.5)]
+    assert [len(top) for top in first["prompt_token_top_logprobs"]] == [0, 2, 2]
+    assert (second["prompt_token_logprobs"], second["prompt_token_top_logprobs"]) == (
+        [{"token_id": 8, "logprob": None}],
+        None,
+    )
+
+
 def test_a_column_of_choices_stays_beside_their_scores(prepare_job: Prepare) -> None:
     table = pa.table({"id": [1], "prompt": ["a"], "choice": [["x", "y"]]})
     schema = output_schema(prepare_job(table).record)
