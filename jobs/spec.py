@@ -42,6 +42,18 @@ _MODES_OF_POLICY: dict[str, tuple[Mode, ...]] = {
 }
 # Spellings of an option that are accepted beside the field's name.
 _SPELLINGS = {"column": "columns", "adapter": "adapters"}
+# What other systems have and jobs have not -> what to do instead.
+_BEAMS = "beam search is not served; draw completions with n and temperature, and compare them by logprobs"
+_OF_BEAMS = ("use_beam_search", "num_beams", "beam_width", "best_of", "early_stopping", "length_penalty")
+_NOT_SERVED = {
+    **dict.fromkeys(_OF_BEAMS, _BEAMS),
+    **{f"guided_{kind}": f"its name is {name} here" for kind, name in
+       (("json", "json_schema"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar"))},
+    "logits_processors": "code of jobs is not run; see logit_bias, bad_words, allowed_token_ids and penalties",
+    "do_sample": "rows are greedy at temperature 0",
+    "max_new_tokens": "its name is max_tokens here",
+    "echo": "see prompt_logprobs and continuation",
+}  # fmt: skip
 _SHOWN_CHARACTERS = 300
 # Values for the required fields while the other fields are checked.
 _PLACEHOLDERS = {"model": "-", "input": "-", "output": "-"}
@@ -413,7 +425,13 @@ def field_name(key: str) -> str:
 def _unknown_options(values: Mapping[str, Any]) -> list[str]:
     """One problem for each key that is not an option's name."""
     names = tuple(JobSpec.model_fields)
-    return [_with_suggestion(f"{name}: not an option", name, names) for name in values if name not in names]
+    return [
+        f"{name}: not an option; {_NOT_SERVED[name]}"
+        if name in _NOT_SERVED
+        else _with_suggestion(f"{name}: not an option", name, names)
+        for name in values
+        if name not in names
+    ]
 
 
 def _with_suggestion(text: str, word: str, choices: tuple[str, ...]) -> str:

@@ -311,3 +311,18 @@ def test_values_that_are_not_of_their_tags_kind_are_no_yaml(tmp_path: Path, valu
     path.write_text(f"name: {value}\n")
     with pytest.raises(JobRequestError, match=r"job file .*job\.yaml: not valid YAML"):
         read_job_file(path, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("num_beams", "beam search is not served"),
+        ("best_of", "beam search is not served"),
+        ("use_beam_search", "beam search is not served"),
+        ("guided_json", "its name is json_schema here"),
+        ("logits_processors", "code of jobs is not run"),
+    ],
+)
+def test_what_other_systems_have_is_refused_by_name_with_what_to_do(name: str, said: str) -> None:
+    with pytest.raises(JobRequestError, match=f"{name}: not an option; {said}"):
+        JobSpec(**BASICS, **{name: 2})
