@@ -92,10 +92,11 @@ def _source(kind: str, value: Any) -> str:
 @dataclass(slots=True)
 class _Running:
     """A row's matcher, and how many of its tokens it has seen. `answer`: where the matcher begins, in rows that may
-    reason.
+    reason. `width`: tokens of its masks: its tokenizer may have more than the model.
     """
 
     matcher: LLMatcher
+    width: int
     answer: AnswerTokens | None = None
     num_seen: int = 0
 
@@ -126,6 +127,8 @@ class _Running:
     def catch_up(self, sequence: Sequence) -> None:
         """Tell the matcher the row's new tokens: the last one, or all of a row from elsewhere."""
         new = sequence.token_ids[self.num_seen :]
+        if not new:
+            return
         answer = new if self.answer is None else self.answer.add(new)
         if answer and not self.matcher.is_error():
             self.matcher.consume_tokens(answer)
@@ -150,9 +153,8 @@ class Grammars:
         None of them where its tokens do not fit its grammar, or the grammar has grown too complex. A row that reasons
         may have all but its ends.
         """
-        widths = [self._width(sequence, vocab_size) for sequence in sequences]
-        rows = [self._caught_up(sequence, width) for sequence, width in zip(sequences, widths, strict=True)]
-        vocab_size = max(widths)
+        rows = [self._caught_up(sequence, vocab_size) for sequence in sequences]
+        vocab_size = max(row.width for row in rows)
         mask = allocate_token_bitmask(len(rows), vocab_size)
         matchers = {number: row.next_matcher() for number, row in enumerate(rows) if not row.is_reasoning}
         valid = [(matcher, number) for number, matcher in matchers.items() if not matcher.is_error()]
@@ -170,9 +172,14 @@ class Grammars:
                 bits[number, start // 32] |= np.uint32(1 << start % 32)
         return mask
 
-    def allows(self, sequence: Sequence, token: int, vocab_size: int) -> bool:
-        """Whether the row may have this token next."""
-        row = self._caught_up(sequence, self._width(sequence, vocab_size))
+    def takes(self, sequence: Sequence, token: int, vocab_size: int) -> bool:
+        """Whether the row may have this token next. It gets the token, then."""
+        row = self._caught_up(sequence, vocab_size)
+        if row.answer is None:
+            # to look at a token first would take as long again
+            is_taken: bool = row.matcher.try_consume_tokens([token]) == 1
+            row.num_seen += is_taken
+            return is_taken
         if row.is_reasoning:
             return token not in self._tokenizers.ends(sequence.request)
         matcher = row.next_matcher()
@@ -190,19 +197,17 @@ class Grammars:
         """Drop what was kept for a row that ended or left."""
         self._running.pop(sequence.request.request_id, None)
 
-    def _width(self, sequence: Sequence, vocab_size: int) -> int:
-        """Tokens of a row's masks: its tokenizer may have more than the model."""
-        return max(vocab_size, self._tokenizers.of(sequence.request.adapter_id).vocab_size)
-
     def _caught_up(self, sequence: Sequence, vocab_size: int) -> _Running:
         request = sequence.request
         running = self._running.get(request.request_id)
         if running is None:
-            key = (self._tokenizers.folder_of(request.adapter_id), vocab_size, self._tokenizers.ends(request))
+            tokenizer = self._tokenizers.of(request.adapter_id)
+            width = max(vocab_size, tokenizer.vocab_size)
+            key = (self._tokenizers.folder_of(request.adapter_id), width, self._tokenizers.ends(request))
             matcher = self._compiled(request.sampling.constraint, key).deep_copy()
             markers = request.sampling.reasoning
-            answer = None if markers is None else AnswerTokens(self._tokenizers.of(request.adapter_id), markers)
-            running = self._running[request.request_id] = _Running(matcher, answer)
+            answer = None if markers is None else AnswerTokens(tokenizer, markers)
+            running = self._running[request.request_id] = _Running(matcher, width, answer)
         running.catch_up(sequence)
         return running
 

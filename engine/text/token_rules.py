@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from ...kernels.launch import to_device
 from ...kernels.token_mask import mask_tokens_
+from ..request import SAMPLING_OPTIONS, SamplingParams
 from ..sequence import Sequence
+from ..structured_output import CONSTRAINTS
 from .tokenizer import Tokenizers
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class TokenRules:
         self._tokenizers = tokenizers
         self._grammars: Grammars | None = None
         self._of_prompts: dict[str, NDArray[np.int64]] = {}
+        self._kinds: dict[str, tuple[SamplingParams, _Kind]] = {}
         self._bad_words = lru_cache(_MOST_BAD_WORDS_KEPT)(self._encode_bad_words)
 
     @property
@@ -55,15 +59,15 @@ class TokenRules:
         Where a row's grammar has grown too complex nothing is left. `checks_later`: grammars of rows that `refuse_` can
         check are left to it.
         """
-        rows = [i for i, s in enumerate(sequences) if s.request.sampling.is_constrained and not s.is_scoring]
-        self._mask_(logits, sequences, [i for i in rows if not (checks_later and _is_checkable(sequences[i]))])
-        for row, sequence in zip(logits, sequences, strict=True):
-            sampling = sequence.request.sampling
-            if sequence.is_scoring:
-                continue
-            if len(sequence.token_ids) < sampling.min_tokens and not self.is_complete(sequence):
+        kinds = [self._kind(sequence) for sequence in sequences]
+        masked = [i for i, kind in enumerate(kinds) if kind.is_constrained and not (checks_later and kind.is_checkable)]
+        self._mask_(logits, sequences, masked)
+        for i, (sequence, kind) in enumerate(zip(sequences, kinds, strict=True)):
+            if len(sequence.token_ids) < kind.min_tokens and not self.is_complete(sequence):
+                row = logits[i]
                 row[self._known(self.stop_tokens(sequence), row)] = -torch.inf
-            if sampling.has_rules:
+            if kind.has_others:
+                row = logits[i]
                 self._forbid_(row, sequence)
                 self._shift_(row, sequence)
 
@@ -71,13 +75,13 @@ class TokenRules:
         """Of tokens that were chosen after `apply_(checks_later=True)`, the places of those that grammars do not allow;
         their logits are masked now, so that others can be chosen.
 
-        To check a token costs a tenth of a mask or less, and most tokens are allowed.
+        To check a token costs a tenth of a mask or less, and most tokens are allowed. Rows get those that are.
         """
-        checkable = [i for i, sequence in enumerate(sequences) if tokens[i] >= 0 and _is_checkable(sequence)]
+        checkable = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and self._kind(s).is_checkable]
         if not checkable:
             return []
         grammars, vocab_size = self._loaded_grammars(), logits.shape[1]
-        refused = [i for i in checkable if not grammars.allows(sequences[i], tokens[i], vocab_size)]
+        refused = [i for i in checkable if not grammars.takes(sequences[i], tokens[i], vocab_size)]
         self._mask_(logits, sequences, refused)
         return refused
 
@@ -92,8 +96,18 @@ class TokenRules:
     def forget(self, sequence: Sequence) -> None:
         """Drop what was kept for a sequence that ended or was aborted."""
         self._of_prompts.pop(sequence.request.request_id, None)
+        self._kinds.pop(sequence.request.request_id, None)
         if self._grammars is not None:
             self._grammars.forget(sequence)
+
+    def _kind(self, sequence: Sequence) -> _Kind:
+        if sequence.is_scoring:
+            return _NO_RULES
+        request_id, sampling = sequence.request.request_id, sequence.request.sampling
+        kept = self._kinds.get(request_id)
+        if kept is None or kept[0] is not sampling:
+            kept = self._kinds[request_id] = sampling, _Kind.of(sampling)
+        return kept[1]
 
     def _forbid_(self, logits: Tensor, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
@@ -115,12 +129,7 @@ class TokenRules:
         if not rows:
             return
         allowed = self._loaded_grammars().allowed([sequences[i] for i in rows], logits.shape[1])
-        masks = _on(allowed, logits.device)
-        if len(rows) == len(logits):
-            mask_tokens_(logits, masks)
-        else:
-            for number, row in enumerate(rows):
-                mask_tokens_(logits[row : row + 1], masks[number : number + 1])
+        mask_tokens_(logits, _on(allowed, logits.device), None if len(rows) == len(logits) else rows)
 
     def _loaded_grammars(self) -> Grammars:
         if self._grammars is None:
@@ -166,14 +175,30 @@ class TokenRules:
         return tuple(dict.fromkeys(tuple(tokens) for tokens in encoded if tokens))
 
 
-def _is_checkable(sequence: Sequence) -> bool:
-    """Whether a row's grammar may be looked at after its token was chosen: a greedy choice that is allowed is the
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What kinds of rules a row has. `has_others`: than its grammar and `min_tokens`.
+
+    `is_checkable`: its grammar may be looked at after its token was chosen. A greedy choice that is allowed is the
     largest of those that are. A draw that is allowed, or else a new one among what is allowed, has the distribution of
     a draw among what is allowed; not where a cut depends on what is left.
     """
-    sampling = sequence.request.sampling
-    has_cuts = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    return sampling.is_constrained and not sequence.is_scoring and (sampling.temperature == 0.0 or not has_cuts)
+
+    min_tokens: int = 0
+    is_constrained: bool = False
+    is_checkable: bool = False
+    has_others: bool = False
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> _Kind:
+        has_cuts = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        is_checkable = sampling.is_constrained and (sampling.temperature == 0.0 or not has_cuts)
+        without = replace(sampling, **{name: SAMPLING_OPTIONS[name].default for name in CONSTRAINTS})
+        return cls(sampling.min_tokens, sampling.is_constrained, is_checkable, without.has_rules)
+
+
+# Of rows that need no token any more.
+_NO_RULES = _Kind()
 
 
 def _on(array: NDArray[Any], device: torch.device) -> Tensor:

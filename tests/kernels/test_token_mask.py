@@ -35,3 +35,18 @@ def test_what_is_left_are_the_tokens_whose_bits_are_set(
     by_torch = memory.to(torch.float64)
     mask_tokens_by_torch_(by_torch[:, :vocab_size], allowed)
     assert torch.equal(by_torch.float(), expected)
+
+
+@given(num_rows=st.integers(1, 6), seed=st.integers(0, 2**32), data=st.data())
+@settings(deadline=None)
+def test_masks_are_for_the_rows_that_are_named(num_rows: int, seed: int, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, num_rows - 1), unique=True))
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randn(num_rows, 90, generator=generator)
+    allowed = torch.randint(-(2**31), 2**31, (len(rows), 3), generator=generator).to(torch.int32)
+    expected = memory.clone()
+    for number, row in enumerate(rows):
+        mask_tokens_(expected[row : row + 1, :70], allowed[number : number + 1])
+    for found in (memory.clone(), memory.double()):
+        mask_tokens_(found[:, :70], allowed, rows)
+        assert torch.equal(found.float(), expected)

@@ -39,7 +39,7 @@ def rows(sampling: SamplingParams, count: int, first_stream: int = 0) -> list[Se
 
 
 def frequencies(logits: torch.Tensor, sampling: SamplingParams, draws: int = 4000) -> np.ndarray:
-    tokens, _, _ = sample(logits.repeat(draws, 1), rows(sampling, draws), no_rules)
+    tokens, *_ = sample(logits.repeat(draws, 1), rows(sampling, draws), no_rules)
     return np.bincount(tokens, minlength=logits.numel()) / draws
 
 
@@ -99,7 +99,7 @@ some_sampling = st.builds(
 def test_every_choice_is_the_one_by_the_book(logits: list[float], sampling: SamplingParams, stream: int) -> None:
     assert not sampling.problems()
     row = Sequence(Request("row", (1,), None, sampling, stream_id=stream))
-    (token,), (logprob,), _ = sample(torch.tensor([logits]), [row], no_rules)
+    (token,), (logprob,), *_ = sample(torch.tensor([logits]), [row], no_rules)
     exact = np.array(logits, np.float32).astype(float).tolist()
     assert token in plain_draws(exact, sampling, plain_uniform(sampling.seed, stream, 0))
     assert exact[token] > -INF
@@ -114,7 +114,7 @@ def test_cuts_beyond_the_first_candidates_are_by_the_book_too(
     logits: list[float], sampling: SamplingParams, stream: int
 ) -> None:
     row = Sequence(Request("row", (1,), None, sampling, stream_id=stream))
-    (token,), _, _ = sample(torch.tensor([logits]), [row], no_rules)
+    (token,), *_ = sample(torch.tensor([logits]), [row], no_rules)
     assert token in plain_draws(logits, sampling, plain_uniform(sampling.seed, stream, 0))
 
 
@@ -148,11 +148,11 @@ def test_logits_that_choose_nothing_give_no_token_and_leave_other_rows_alone(
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=2, logprobs=True)
     logits = torch.tensor([[0.0, 3.0, 1.0], bad, [5.0, 0.0, 0.0]])
-    tokens, logprobs, _ = sample(logits.clone(), rows(sampling, 3), no_rules)
+    tokens, logprobs, *_ = sample(logits.clone(), rows(sampling, 3), no_rules)
     alone = [sample(logits[i : i + 1].clone(), rows(sampling, 3)[i : i + 1], no_rules) for i in (0, 2)]
     assert tokens[1] == NO_TOKEN
-    assert [tokens[0], tokens[2]] == [chosen[0] for chosen, _, _ in alone]
-    assert [logprobs[0], logprobs[2]] == [logprob[0] for _, logprob, _ in alone]
+    assert [tokens[0], tokens[2]] == [one.ids[0] for one in alone]
+    assert [logprobs[0], logprobs[2]] == [one.logprobs[0] for one in alone]
 
 
 @given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 0.1, 3.0, 100.0]), count=st.integers(1, 70))
@@ -162,7 +162,7 @@ def test_of_many_logits_the_largest_are_those_by_the_book(seed: int, spread: flo
     logits[seed % 7 :: 3] = -INF
     expected = sorted(range(2000), key=lambda i: (-float(logits[i]), i))[:count]
     asked = rows(SamplingParams(top_logprobs=min(count, 20), temperature=1.0, top_k=count), 1)
-    (token,), _, (top,) = sample(logits[None].clone(), asked, no_rules)
+    (token,), _, (top,), *_ = sample(logits[None].clone(), asked, no_rules)
     assert [i for i, _ in top] == expected[:20]
     assert token in expected
 
@@ -187,7 +187,7 @@ def test_log_probabilities_stay_those_of_the_model_where_rows_ask_something_of_t
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     expected = float(logits.log_softmax(-1)[0, 2])
     asked = rows(SamplingParams(min_tokens=1, logprobs=True), 1)
-    tokens, logprobs, _ = sample(logits.clone(), asked, Forbidding())
+    tokens, logprobs, *_ = sample(logits.clone(), asked, Forbidding())
     assert tokens == [2]
     assert logprobs == pytest.approx([expected])
 

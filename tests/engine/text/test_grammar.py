@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from peft_oracle import make_engine, prompts, register_all, serve
 
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, Result, SamplingParams
-from lorabatch.engine.text.grammar import grammar_problem
+from lorabatch.engine.sequence import Sequence
+from lorabatch.engine.text.grammar import Grammars, grammar_problem
+from lorabatch.engine.text.tokenizer import Tokenizers
 
 PERSON = {
     "type": "object",
@@ -123,3 +126,25 @@ def test_what_cannot_be_enforced_is_named(option: str, value: Any, named: str) -
     assert problem is not None
     assert named in problem
     assert len(problem) < 2000
+
+
+def test_a_token_that_is_refused_leaves_its_grammar_as_it_was(tiny_llama: Path) -> None:
+    """Tokens are tried instead of looked at: masks before and after are those of a row that was never tried."""
+    tokenizers = Tokenizers(tiny_llama, lambda _: None, (2,))
+    tried, other = Grammars(tokenizers), Grammars(tokenizers)
+    rng = random.Random(0)
+    for number, options in enumerate(KINDS.values()):
+        row = Sequence(Request(f"row-{number}", (3, 4), None, SamplingParams(max_tokens=40, **options)))
+        for _ in range(12):
+            masks = [grammars.allowed([row], 320)[0] for grammars in (tried, other)]
+            assert (masks[0] == masks[1]).all()
+            allowed = [token for token in range(320) if masks[0][token // 32] >> token % 32 & 1]
+            for token in rng.sample(range(320), 20):
+                if token not in allowed:
+                    assert not tried.takes(row, token, 320)
+            assert (tried.allowed([row], 320)[0] == masks[1]).all()
+            token = rng.choice(allowed)
+            assert tried.takes(row, token, 320)
+            row.token_ids.append(token)
+            if token == 2 or other.is_complete(row):
+                break
