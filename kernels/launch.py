@@ -13,6 +13,8 @@ import torch
 
 # The interpreter runs programs one after the other: two show that work is shared out, more would only be slow.
 _INTERPRETED_PROGRAMS = 2
+# Compute capability of the first GPUs with programmatic dependent launch.
+_PDL_CAPABILITY = 90
 
 
 @cache
@@ -43,6 +45,11 @@ def num_warps_for(num_sums: int, per_thread: int, fewest: int) -> int:
     return min(max(num_sums // (32 * per_thread), fewest), 16)
 
 
+def next_power_of_2(number: int) -> int:
+    """The smallest that is not below `number`; 1 for none."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def is_exact_dot(dtype: torch.dtype) -> bool:
     """Whether `tl.dot` takes fp32 operands in full precision.
 
@@ -61,42 +68,82 @@ def most_registers(dtype: torch.dtype, num_programs: int) -> int | None:
 
 
 def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
-    """`kernel[(num_programs,)](*args, **constants)`, in a third of the host's time: 7 us instead of 14.
+    """`kernel[(num_programs,)](*args, **constants)`, in a third of the host's time: 5 us instead of 14.
 
     Triton asks of every argument what code was specialised for, on every launch. Here that is a key of types, sizes and
-    constants, and compiled code is called by Triton's own launcher. `constants` are the kernel's constants and the
-    compiler's options, always the same names in the same order.
+    constants, and compiled code is called by Triton's own launcher, with addresses instead of tensors, of which it
+    would ask the driver whether they are the device's. `constants` are the kernel's constants and the compiler's
+    options, always the same names in the same order. The kernel's constant `PDL` is set here: see `uses_pdl`.
     """
     if is_interpreted():
-        kernel[num_programs,](*args, **constants)
+        kernel[num_programs,](*args, PDL=False, **constants)
         return
-    specialised, names = _parameters(kernel)
-    address_bits, parts = 0, [kernel, *constants.values()]
-    for is_specialised, arg in zip(specialised, args, strict=True):
+    launches = _LAUNCHES.get(id(kernel)) or _LAUNCHES.setdefault(id(kernel), _Launches(kernel))
+    address_bits, parts, passed = 0, [*constants.values()], []
+    for is_specialised, arg in zip(launches.is_specialised, args, strict=True):
         if isinstance(arg, torch.Tensor):
-            address_bits |= arg.data_ptr()
+            address = arg.data_ptr()
+            address_bits |= address
             parts.append(arg.dtype)
-        elif is_specialised:
-            parts.append(arg)
-    key = tuple(parts)
+            passed.append(address)
+        else:
+            passed.append(arg)
+            if is_specialised:
+                parts.append(arg)
     is_aligned = address_bits % 16 == 0  # as compiled code may take for granted
-    compiled = _COMPILED.get(key) if is_aligned else None
-    if compiled is not None:
-        compiled[num_programs, 1, 1](*args, *[constants[name] for name in names])
+    key = tuple(parts)
+    code = launches.code.get(key) if is_aligned else None
+    if code is not None and not launches.hooks():
+        compiled, passed_constants = code
+        stream = launches.driver.get_current_stream(launches.driver.get_current_device())
+        compiled.run(
+            num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *passed, *passed_constants,
+        )  # fmt: skip
         return
-    compiled = kernel[num_programs,](*args, **constants)
+    options = {"PDL": True, "launch_pdl": True} if uses_pdl() else {"PDL": False}
+    compiled = kernel[num_programs,](*args, **options, **constants)
     if is_aligned:
-        _COMPILED[key] = compiled
+        of_kernel = options | constants
+        launches.code[key] = compiled, [of_kernel[name] for name in launches.constants]
 
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
+class _Launches:
+    """What launches of one kernel need. `is_specialised`: whether code depends on each argument. `constants`: their
+    names in the kernel's order. `code`: compiled code and its constants, by types, sizes and constants of a launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._kernel = kernel  # its address is a key
+        self._runtime = knobs.runtime
+        self.driver = driver.active
+        self.is_specialised = [not p.do_not_specialize for p in kernel.params if not p.is_constexpr]
+        self.constants = [p.name for p in kernel.params if p.is_constexpr]
+        self.code: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+    def hooks(self) -> bool:
+        """Whether a profiler of Triton's wants to know of launches."""
+        return bool(self._runtime.launch_enter_hook.calls or self._runtime.launch_exit_hook.calls)
+
+
+_LAUNCHES: dict[int, _Launches] = {}
 
 
 @cache
-def _parameters(kernel: Any) -> tuple[tuple[bool, ...], tuple[str, ...]]:
-    """Whether code is specialised for each argument, and the constants' names in the kernel's order."""
-    arguments = [not p.do_not_specialize for p in kernel.params if not p.is_constexpr]
-    return tuple(arguments), tuple(p.name for p in kernel.params if p.is_constexpr)
+def uses_pdl() -> bool:
+    """Whether kernels are launched before the one before them has ended (programmatic dependent launch): with
+    LORABATCH_PDL=1 on GPUs of compute capability 9.0 and later. They wait for it themselves, with `gdc_wait`, before
+    they read what it writes."""
+    return os.environ.get("LORABATCH_PDL", "0") == "1" and not is_interpreted() and _capability() >= _PDL_CAPABILITY
+
+
+def _capability() -> int:
+    """Of the GPU that Triton compiles for: 90 is 9.0."""
+    from triton.runtime import driver
+
+    return int(driver.active.get_current_target().arch)
 
 
 @contextmanager
@@ -104,15 +151,22 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
     """What is launched inside runs beside what is launched after it, until the function that this gives is called.
 
     Only in a graph that is being captured: launched one by one, small kernels end before the host has launched the
-    next, and a fork would cost the host more than it saves.
+    next, and a fork would cost the host more than it saves. Nor with LORABATCH_SIDE_STREAM=0, to compare, or where
+    kernels are launched early (`uses_pdl`): what waits for two kernels cannot be.
     """
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not has_side_stream() or not torch.cuda.is_current_stream_capturing():
         yield lambda: None
         return
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         yield lambda: main.wait_stream(side)
+
+
+@cache
+def has_side_stream() -> bool:
+    """Whether `beside` forks."""
+    return os.environ.get("LORABATCH_SIDE_STREAM", "1") != "0" and not uses_pdl()
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import (
     blocks_per_item,
@@ -39,8 +40,10 @@ def _gate_up(
     out, y, bias, intermediate, site_row, rows_per_resident,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     SPLITS: tl.constexpr, IS_SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     num_splits = tl.load(header + SPLITS)
     num_tiles = tl.load(header)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
@@ -65,6 +68,8 @@ def _gate_up(
         next_up_b = load_b(pool, next_up, columns + intermediate, columns < intermediate)
         gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if PDL:
+            gdc_wait()  # tiles, table and B were there before the kernels whose y and shrinks are read from here on
         for step in range(0, num_steps):
             columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
             is_last, block, c = step_after(block, c, chunks_per_block)
@@ -99,6 +104,8 @@ def _gate_up(
                 tl.store(at, (active * up).to(out.dtype.element_ty), mask=inside)
                 gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if PDL:
+        gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
 
 
 def gate_up(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import (
     blocks_per_item,
@@ -27,7 +28,7 @@ from ..blocks import (
     tile_fields,
     vector_offsets,
 )
-from ..launch import is_exact_dot, launch, most_registers, num_persistent_programs, num_warps_for
+from ..launch import is_exact_dot, launch, most_registers, next_power_of_2, num_persistent_programs, num_warps_for
 from ..layouts.heads import HeadLayout
 from ..layouts.lora_table import NUM_SITES, QKV, LoraTable
 from ..layouts.segments import SPLITS_AT, Segments
@@ -55,7 +56,11 @@ def _qkv(
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, SPLITS: tl.constexpr, MOST_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     heads: tl.constexpr = H + 2 * K
     num_splits = tl.load(header + SPLITS)
     num_tiles = tl.load(header)
@@ -172,8 +177,8 @@ def qkv(
     """See `lora_qkv_`."""
     half, tile_rows = finish.cos.shape[1], segments.limits.tile_rows
     # 16 columns are the narrowest tensor core tile
-    half_block = max(16, triton.next_power_of_2(half))
-    rest_block = max(16, triton.next_power_of_2(layout.head_dim - 2 * half))
+    half_block = max(16, next_power_of_2(half))
+    rest_block = max(16, next_power_of_2(layout.head_dim - 2 * half))
     num_columns = (2 * half_block if half else 0) + (rest_block if 2 * half < layout.head_dim else 0)
     num_programs = num_persistent_programs(y.device, PROGRAMS_PER_MULTIPROCESSOR)
     launch(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import (
     blocks_per_item,
@@ -38,8 +39,10 @@ def _add_residual(
     out, y, residual, bias, out_features, site_row, rows_per_resident, splits_at,
     pool, pool_fp32, sites, chunks, scales, header, perm, tiles, scratch, scratch_rows,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     num_splits = tl.load(header + splits_at)
     num_tiles = tl.load(header)
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16
@@ -60,6 +63,8 @@ def _add_residual(
         next_chunk, shrink = chunk_fields(chunks, scales, of_tile, 0, True, ALIGN)
         next_b = load_b(pool, next_chunk, columns, columns < out_features)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if PDL:
+            gdc_wait()  # tiles, table and B were there before the kernels whose y and shrinks are read from here on
         for step in range(0, num_steps):
             columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
             is_last, block, c = step_after(block, c, chunks_per_block)
@@ -82,6 +87,8 @@ def _add_residual(
                     acc += kept.to(tl.float32)
                 tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
                 acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if PDL:
+        gdc_wait()  # programs without items too: who waits for this kernel waits for those before it
 
 
 def add_residual(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import multiply, site_chunks, tile_fields
 from ..launch import is_exact_dot, launch, num_persistent_programs
@@ -27,8 +28,11 @@ def _shrink(
     x, x_stride, in_features, site, site_row, rows_per_resident,
     pool, sites, chunks, header, perm, tiles, items, max_items, scratch, scratch_rows,
     ITEMS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     num_splits = tl.load(header + SPLITS + site)
     num_works = tl.load(header + ITEMS + site) * num_splits
     plane_stride = (scratch_rows // num_splits).to(tl.int64) * 16

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..launch import launch
+from ..launch import launch, next_power_of_2
 
 _WIDEST_FOR_4_WARPS = 4096
 # of normal numbers: the exponents' biases, 127 and 7, differ by 120; 20 of 23 bits of mantissa go
@@ -20,7 +21,10 @@ _REBIASED = tl.constexpr(120 << 3)
 
 
 @triton.jit
-def _quantize(codes, scales, x, num_columns, BLOCK: tl.constexpr):
+def _quantize(codes, scales, x, num_columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * num_columns
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -49,6 +53,6 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     if num_rows:
         launch(
             _quantize, num_rows, codes, scales, x, num_columns,
-            BLOCK=triton.next_power_of_2(num_columns), num_warps=4 if num_columns <= _WIDEST_FOR_4_WARPS else 16,
+            BLOCK=next_power_of_2(num_columns), num_warps=4 if num_columns <= _WIDEST_FOR_4_WARPS else 16,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales

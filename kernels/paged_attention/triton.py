@@ -20,9 +20,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..blocks import multiply
-from ..launch import is_exact_dot, is_interpreted, launch, num_persistent_programs
+from ..launch import is_exact_dot, is_interpreted, launch, next_power_of_2, num_persistent_programs
 from ..layouts.heads import HeadLayout
 from .types import AttentionRule, Partials
 from .work import COMBINE_FIELDS, ITEM_FIELDS, AttentionWork
@@ -76,8 +77,11 @@ def _attend(
     scale, softcap, window,
     H: tl.constexpr, K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     FIELDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     G: tl.constexpr = H // K
     TO_VALUES: tl.constexpr = K * PAGE * HEAD_DIM
     m = tl.arange(0, BLOCK_M)
@@ -138,8 +142,11 @@ def _attend(
 @triton.jit
 def _combine(
     out, header, combines, values, stats,
-    H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+    H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < HEAD_DIM
     for work in range(tl.program_id(0), tl.load(header + 1) * H, tl.num_programs(0)):
@@ -177,7 +184,7 @@ def attend(
 ) -> None:
     """See `attend_pages`."""
     num_programs = num_persistent_programs(q.device, PROGRAMS_PER_MULTIPROCESSOR)
-    tile_rows, block_d = work.limits.tile_rows, max(16, triton.next_power_of_2(layout.head_dim))
+    tile_rows, block_d = work.limits.tile_rows, max(16, next_power_of_2(layout.head_dim))
     block_bytes = _BLOCK_BYTES if block_d <= 128 else _BLOCK_BYTES // 2
     launch(
         _attend, num_programs,

@@ -10,16 +10,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..launch import launch
+from ..launch import launch, next_power_of_2
 
 _WIDEST_FOR_4_WARPS = 2048
 
 
 @triton.jit
 def _norm(
-    out, x, y, weight, eps, offset, features, HAS_Y: tl.constexpr, BLOCK: tl.constexpr
+    out, x, y, weight, eps, offset, features, HAS_Y: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * features
     columns = tl.arange(0, BLOCK)
     inside = columns < features
@@ -41,6 +46,6 @@ def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float)
         features = x.shape[1]
         launch(
             _norm, len(x), out, x, y, weight, eps, offset, features, HAS_Y=y is not None,
-            BLOCK=triton.next_power_of_2(features), num_warps=4 if features <= _WIDEST_FOR_4_WARPS else 8,
+            BLOCK=next_power_of_2(features), num_warps=4 if features <= _WIDEST_FOR_4_WARPS else 8,
         )  # fmt: skip
     return out

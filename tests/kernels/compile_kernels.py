@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
+from lorabatch.kernels import launch as kernel_launch
 from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ, LoraTable
 from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
@@ -64,7 +65,7 @@ class TargetOnly:
 
 
 def main() -> None:
-    """Compile all, print `{kernel: {registers, stack_bytes, shared_bytes, has_tensor_cores, has_wide_loads}}`."""
+    """Compile all, print `{kernel: {registers, stack_bytes, shared_bytes, has_tensor_cores, early_loads, …}}`."""
     capability, head_dim = map(int, sys.argv[1:])
     triton.runtime.driver.set_active(TargetOnly(capability))
     layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=head_dim, num_layers=1, page_tokens=16)
@@ -78,6 +79,7 @@ def main() -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         compiled[self.__name__ + kind] = kernel
         programs.setdefault(self.__name__ + kind, set()).add(id(kernel))
+        kernel_launch._LAUNCHES.clear()  # so that Triton is asked each time whether it would compile anew
 
     JITFunction.run = compile_only
     # as a model's layers and steps of several sizes would
@@ -177,8 +179,17 @@ def _describe(kernel: Any) -> dict[str, Any]:
         "shared_bytes": kernel.metadata.shared,
         "num_warps": kernel.metadata.num_warps,
         "has_tensor_cores": any(name in ptx for name in ("mma.sync", "wgmma", "tcgen05.mma")),
+        "early_loads": _early_loads(kernel),
         "has_wide_loads": bool(re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10|ld\.global\S*\.v4\.b32", ptx)),
     }
+
+
+def _early_loads(kernel: Any) -> int | None:
+    """Loads before the kernel waits for the one before it; None where it is launched when that has ended."""
+    ptx = kernel.asm["ptx"]
+    has_both = all(f"griddepcontrol.{name}" in ptx for name in ("wait", "launch_dependents"))
+    assert kernel.metadata.launch_pdl == has_both == ("griddepcontrol" in ptx)
+    return ptx[: ptx.index("griddepcontrol.wait")].count("ld.global") if has_both else None
 
 
 if __name__ == "__main__":

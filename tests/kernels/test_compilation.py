@@ -37,6 +37,8 @@ OPERATORS = {
 OF_HEADS = {"_qkv", "_attend", "_combine"}
 TILED = {"_shrink", "_add_residual", "_gate_up", *OF_HEADS}  # other programs for steps with prompts
 OTHERS = {"_norm", "_sample", "_merge of fp32 pairs"}
+# Where kernels are launched early, those that read tiles, table and B before they wait for the ones before them.
+READS_EARLY = {"_gate_up", "_add_residual"}
 # A few registers, read back from the L1 cache: of a kernel, and of the one that multiplies by the ordinary cores. The
 # kernels' sizes were chosen for an H200.
 MOST_STACK_BYTES = {90: (8, 32), 80: (16, 48), 100: (16, 48)}
@@ -45,11 +47,11 @@ Kernels = dict[str, dict[str, Any]]
 Compiled = dict[tuple[int, int], Kernels]
 
 
-def compile_kernels() -> Compiled:
+def compile_kernels(head_dims: tuple[int, ...] = HEAD_DIMS, *, pdl: bool = False) -> Compiled:
     """What each kernel takes, by compute capability and head size. Other processes: this one's Triton interprets."""
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
         script = Path(__file__).parent / "compile_kernels.py"
-        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "LORABATCH_PDL": str(int(pdl))}
 
         def compile_for(key: tuple[int, int]) -> Kernels:
             command = [sys.executable, script, *map(str, key)]
@@ -58,7 +60,7 @@ def compile_kernels() -> Compiled:
             kernels: Kernels = json.loads(done.stdout)
             return kernels
 
-        keys = [(capability, head_dim) for capability in GPUS for head_dim in HEAD_DIMS]
+        keys = [(capability, head_dim) for capability in GPUS for head_dim in head_dims]
         return dict(zip(keys, pool.map(compile_for, keys), strict=True))
 
 
@@ -148,6 +150,22 @@ class TestCompiled:
             if name.split()[0] in OPERATORS.keys() - {"_combine"} and name not in OTHERS:
                 assert kernel["has_tensor_cores"], f"{name}, sm_{capability} multiplies on ordinary cores"
                 assert kernel["has_wide_loads"], f"{name}, sm_{capability} loads less than 16 bytes at a time"
+
+    def test_kernels_that_are_launched_early_wait(self, compiled: Compiled) -> None:
+        """Where the GPU can, and in no more registers or shared memory."""
+        early = compile_kernels((LLAMA_HEAD_DIM,), pdl=True)
+        for (capability, head_dim), kernels in early.items():
+            for name, kernel in kernels.items():
+                usual, operator = compiled[capability, head_dim][name], name.split()[0]
+                assert usual["early_loads"] is None
+                if capability < 90 or operator in ("_merge", "_sample"):
+                    assert kernel == usual
+                    continue
+                assert (kernel["early_loads"] > 0) == (operator in READS_EARLY), f"{name}, sm_{capability}"
+                assert kernel["shared_bytes"] == usual["shared_bytes"]
+                fit = programs_that_fit(kernel, capability)
+                assert fit == programs_that_fit(usual, capability), f"{name}, sm_{capability}: {fit} programs fit"
+                assert kernel["stack_bytes"] <= MOST_STACK_BYTES[capability][0]
 
     def test_the_table_is_of_these_kernels(self, compiled: Compiled) -> None:
         import triton

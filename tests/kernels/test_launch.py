@@ -26,11 +26,12 @@ def test_host_memory_has_the_length_asked_for_even_none(length: int, number: tor
 
 
 @pytest.mark.long
-def test_compiled_kernels_get_what_triton_s_own_call_gives_them() -> None:
+@pytest.mark.parametrize("pdl", ["0", "1"])
+def test_compiled_kernels_get_what_triton_s_own_call_gives_them(pdl: str) -> None:
     """On a machine without a GPU: both calls end at the launcher, which notes its arguments here."""
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "launch_kernels.py"],
-        capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "0", "LORABATCH_PDL": pdl},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout)
@@ -50,11 +51,13 @@ class Stream:
         self.seen.append(f"{self.name} waits for {other.name}")
 
 
-@pytest.mark.parametrize("is_capturing", [True, False])
+@pytest.mark.parametrize(("is_capturing", "is_off"), [(True, False), (False, False), (True, True)])
 def test_what_is_launched_beside_is_waited_for_where_it_is_needed(
-    is_capturing: bool, monkeypatch: pytest.MonkeyPatch
+    is_capturing: bool, is_off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
+    monkeypatch.setattr(launch, "has_side_stream", lambda: not is_off)
+    is_capturing_beside = is_capturing and not is_off
     main, side = Stream("main", seen), Stream("side", seen)
     current = [main]
 
@@ -75,9 +78,21 @@ def test_what_is_launched_beside_is_waited_for_where_it_is_needed(
     seen.append(f"expand on {current[-1].name}")
     expected = ["shrink on side", "product on main", "expand on main"]
     assert [entry for entry in seen if "waits" not in entry] == (
-        expected if is_capturing else ["shrink on main", *expected[1:]]
+        expected if is_capturing_beside else ["shrink on main", *expected[1:]]
     )
-    if is_capturing:
+    if is_capturing_beside:
         assert seen.index("side waits for main") < seen.index("shrink on side")
         assert seen.index("product on main") < seen.index("main waits for side")
         assert seen.index("main waits for side") < seen.index("expand on main")
+
+
+@pytest.mark.parametrize(("asked", "capability", "expected"), [("0", 90, False), ("1", 90, True), ("1", 80, False)])
+def test_kernels_are_launched_early_if_asked_where_the_gpu_can_and_then_none_runs_beside_others(
+    asked: str, capability: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORABATCH_PDL", asked)
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_capability", lambda: capability)
+    monkeypatch.setattr(launch, "uses_pdl", launch.uses_pdl.__wrapped__)
+    assert launch.uses_pdl() == expected
+    assert launch.has_side_stream.__wrapped__() != expected
