@@ -259,22 +259,24 @@ CPU_SMOLLM2_135M = CostModel(
     # of 49,152 logits, by one thread (docs/kernels.md)
     draw_s=3.5e-5,
 )
-# H200, Llama-3-8B bf16, by arithmetic: 16 GB of weights at about 4 TB/s; 16 GFLOP per token at about 500 TFLOP/s. A
-# step with prompts and decoding rows is two passes, of which the second reads the weights once more, without a graph.
+# H200, Llama-3-8B bf16, by arithmetic from the compiled kernels (benchmarks/results/2026-11-26-h200-preset.md): no GPU
+# has run them. A step with prompts and decoding rows is two passes, of which the second reads the weights once more,
+# without a graph.
 H200_LLAMA_3_8B = CostModel(
     step_s=0.0055,
-    prefill_token_s=3.2e-5,
+    prefill_token_s=2.2e-5,
     decode_row_s=1.2e-5,
     context_token_s=3.3e-8,
-    lora_step_s=0.0002,
-    adapter_s=6e-6,
-    rank_s=4e-7,
-    rank_token_s=1.6e-8,
+    lora_step_s=0.0004,
+    adapter_s=2e-6,
+    rank_s=1.2e-6,
+    rank_token_s=7e-8,
     merge_s=0.0085,
     load_s=0.002,
     host_bytes_per_s=4e10,
     peer_bytes_per_s=1e10,
     storage_bytes_per_s=1e9,
+    prefill_pair_s=1.8e-9,
     mixed_step_s=0.005,
 )
 # dLoRA (OSDI 24): one A800 80 GB, Llama-2-7B, rank 8. An iteration of decode takes 50 ms (section 7.1: the

@@ -112,7 +112,9 @@ def test_no_way_to_run_a_tiny_job_is_faster_than_its_bound(seed: int) -> None:
 
 
 def test_the_parts_of_the_bound() -> None:
-    flat = replace(H200_LLAMA_3_8B, prefill_token_s=0.0, decode_row_s=0.0, context_token_s=0.0, load_s=3.0)
+    flat = replace(
+        H200_LLAMA_3_8B, prefill_token_s=0.0, prefill_pair_s=0.0, decode_row_s=0.0, context_token_s=0.0, load_s=3.0
+    )
     rows = np.zeros(128, np.int32)
     lengths = np.full(128, 10, np.int32)
     workload = make_workload((), rows - 1, rows + 5, lengths)

@@ -214,7 +214,7 @@ def test_switches_that_cost_too_much_are_not_made():
 
 
 def test_more_replicas_switch_more_often():
-    costly = replace(COST, merge_s=0.1)
+    costly = replace(COST, merge_s=0.3)
     shards = make_wave(8)
     assert pays(shards, costly, num_replicas=1)
     assert not pays(shards, costly, num_replicas=8)
