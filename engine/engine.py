@@ -75,8 +75,12 @@ class Engine:
             memory = backend.allocate(plan.num_pages * plan.layout.page_elements)
         self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device)
         cost = config.cost or backend.default_cost
-        self._batch = _running_batch(backend, plan, memory, self._registry, config, cost.mixed_step_s > 0)
         self._live = LiveWeights(backend.decoder)
+        self._batch = _running_batch(
+            *(backend, plan, memory, self._registry, config),
+            shows_memory=cost.mixed_step_s > 0,
+            merges_packed=self._live.takes_packed,
+        )
         self._lengths = LengthEstimator()
         #: Chooses the rows and the mode of each step.
         self.batcher = batcher or choose_batcher(
@@ -181,11 +185,13 @@ class Engine:
                 entries = self._plan_step()
             except AdapterUnusableError as error:
                 return finished + self._give_up_adapter(error)
-        if entries:
-            self._launch(entries)
-        # with nothing to launch, what is on its way is all that can be waited for
-        read = self._in_flight.read(keep=self._runner.steps_ahead if entries else 0)
+        unusable = self._launch(entries) if entries else None
+        # with nothing launched, what is on its way is all that can be waited for
+        keep = self._runner.steps_ahead if entries and unusable is None else 0
+        read = self._in_flight.read(keep)
         finished += [result for token in read if (result := self._append_token(*token)) is not None]
+        if unusable is not None:
+            finished += self._give_up_adapter(unusable)
         self._budget.took(sum(entry.num_tokens for entry in entries), time.perf_counter() - began_s)
         return finished
 
@@ -231,25 +237,34 @@ class Engine:
     def switch_weights(self, adapter_id: str | None) -> None:
         """Merge an adapter into the live weights instead of the one that is merged; None restores the base's.
 
-        Raises `AdapterUnusableError`; the weights are then the base's. Memory for merged weights is kept in the modes
-        that choose to merge. In others an adapter that must be merged finds some or is unusable.
+        Raises `AdapterUnusableError`; the weights are then the base's. On a GPU the step after a merge may find that
+        the weights are not finite. Memory for merged weights is kept in the modes that choose to merge. In others an
+        adapter that must be merged finds some or is unusable.
         """
         if adapter_id is None:
             self._live.restore()
-        elif self._live.merged_adapter_id != adapter_id:
-            weights = self._registry.load(adapter_id)
-            try:
-                self._live.merge(adapter_id, weights)
-            except AdapterRefusedError as error:
-                raise AdapterUnusableError(adapter_id, str(error)) from error
-            except torch.OutOfMemoryError as error:
-                if keeps_merged_copy(self.config):
-                    raise
-                raise AdapterUnusableError(
-                    adapter_id,
-                    f"adapter {weights.audit.name!r} is exact only when merged, and the device has no memory for "
-                    "merged weights; lower pool_bytes, or answer its rows in a job of --mode merged",
-                ) from error
+        elif self._live.merged_adapter_id == adapter_id:
+            return
+        elif self._live.takes_packed and not self._registry.must_merge_id(adapter_id):
+            numbers, layout = self._batch.packed(adapter_id)
+            self._live.merge_packed(adapter_id, self._registry.name_of(adapter_id), numbers, layout)
+        else:
+            self._merge_from_files(adapter_id)
+
+    def _merge_from_files(self, adapter_id: str) -> None:
+        weights = self._registry.load(adapter_id)
+        try:
+            self._live.merge(adapter_id, weights)
+        except AdapterRefusedError as error:
+            raise AdapterUnusableError(adapter_id, str(error)) from error
+        except torch.OutOfMemoryError as error:
+            if keeps_merged_copy(self.config):
+                raise
+            raise AdapterUnusableError(
+                adapter_id,
+                f"adapter {weights.audit.name!r} is exact only when merged, and the device has no memory for "
+                "merged weights; lower pool_bytes, or answer its rows in a job of --mode merged",
+            ) from error
 
     def check_integrity(self) -> None:
         """Assert that pool, pins and running rows agree with each other."""
@@ -320,12 +335,22 @@ class Engine:
         self._completion.forget(sequence)
         self._choices.forget(sequence)
 
-    def _launch(self, entries: Items[StepEntry]) -> None:
+    def _launch(self, entries: Items[StepEntry]) -> AdapterUnusableError | None:
+        """Launch a step. Where the weights that were merged for it turn out not to be finite it counts for nothing, and
+        the error is returned: its rows are as they were before.
+        """
         if self.observe_step is not None:
             self.observe_step(entries)
+        launched, merged_id = self._runner.launch(entries), self._live.merged_adapter_id
+        try:
+            self._live.confirm()
+        except AdapterRefusedError as error:
+            assert merged_id is not None
+            return AdapterUnusableError(merged_id, str(error))
         self._counts.launching(entries)
-        self._in_flight.add(self._runner.launch(entries), entries)
+        self._in_flight.add(launched, entries)
         self._batch.after_step(entries)
+        return None
 
     def _append_token(
         self, sequence: Sequence, token: int, logprob: float, top: TopLogprobs, asked: tuple[float, ...]
@@ -370,7 +395,9 @@ def _running_batch(
     memory: Tensor,
     registry: AdapterRegistry,
     config: EngineConfig,
+    *,
     shows_memory: bool,
+    merges_packed: bool,
 ) -> RunningBatch:
     """An empty batch over `memory` (the flat pool), as the backend's kernels read it."""
     traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
@@ -390,6 +417,7 @@ def _running_batch(
         merges_all=config.mode == "merged",
         shows_memory=shows_memory,
         rows_grow=traits.has_block_tables,
+        merges_packed=merges_packed,
     )
 
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...scheduler.batching import BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
+from ..memory.packed import AdapterLayout
 from ..memory.pool import PageRun
 from ..memory.residency import MergedShare
 from ..models.step_batch import StepEntry
@@ -28,7 +30,8 @@ class RunningBatch:
 
     `may_switch`: weights may change while rows run. `merges_all`: no adapter is ever served from the pool.
     `shows_memory`: the batcher asks which rows would enter. `rows_grow`: rows take more pages when they need them,
-    where block tables name them. `clean` erases a run before a row gets it (None: needless).
+    where block tables name them. `merges_packed`: adapters are merged from what the pool would hold. `clean` erases a
+    run before a row gets it (None: needless).
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class RunningBatch:
         merges_all: bool,
         shows_memory: bool = False,
         rows_grow: bool = False,
+        merges_packed: bool = False,
     ) -> None:
         self.pool = room.pool
         self.residency = room.residency
@@ -49,6 +53,7 @@ class RunningBatch:
         self._room = room
         self._merges_all = merges_all
         self._rows_grow = rows_grow
+        self._merges_packed = merges_packed
         self._taken_out: MergedShare | None = None
         self._shows_memory = may_switch or (shows_memory and not merges_all)
         self._waiting = WaitingRows()
@@ -157,6 +162,10 @@ class RunningBatch:
         """Whether the merged adapter is in the pool too, to be subtracted for rows that must not see it."""
         return self._taken_out is not None
 
+    def packed(self, adapter_id: str) -> tuple[Tensor, AdapterLayout]:
+        """See `AdapterResidency.packed`."""
+        return self.residency.packed(adapter_id, self._admission.next_use())
+
     def _take_out(self, adapter_id: str | None) -> bool:
         """Keep the merged adapter in the pool too, to be subtracted for rows that must not see it; None: no longer.
 
@@ -189,8 +198,8 @@ class RunningBatch:
         self.residency.settle()
         paused = {id(s) for s, takes_part in zip(before, plan.serve, strict=True) if not takes_part}
         self._admission.admit(plan, view.waiting_tokens, is_mixture=self.is_mixture)
-        if plan.mode != "merged":
-            self._admission.read_ahead()
+        if plan.mode != "merged" or self._merges_packed:
+            self._admission.read_ahead(merged)
         served = [s for s in self._running.values() if id(s) not in paused and not s.awaits_token]
         present = np.array([self._registry.code_of[s.request.adapter_id] for s in served], np.int32)
         plan = without_vain_merge(plan, view.merged_adapter, present)

@@ -71,6 +71,10 @@ class AdapterRegistry:
         """The adapter behind a number."""
         return self._id_of_code[code]
 
+    def name_of(self, adapter_id: str) -> str:
+        """The adapter's name, for messages."""
+        return self._audits[adapter_id].name
+
     def must_merge(self, code: int) -> bool:
         """Whether the adapter is exact only when merged."""
         return self.must_merge_id(self._id_of_code[code])

@@ -170,6 +170,19 @@ class AdapterResidency:
         self.num_loads += 1
         return self._residents[adapter_id]
 
+    def packed(self, adapter_id: str, next_use: Callable[[str], float]) -> tuple[Tensor, AdapterLayout]:
+        """An adapter's numbers on the pool's device, for work that is launched at once: those in the pool, or a copy of
+        those on the host, which stay there if there is room. Raises `AdapterUnusableError`."""
+        resident = self._residents.get(adapter_id)
+        if resident is not None:
+            self.join(adapter_id)
+            return resident.numbers, resident.layout
+        with self._stalling():
+            adapter = self.loader.take(adapter_id)
+            numbers = adapter.numbers.to(self._memory.device, non_blocking=True)
+            self.loader.keep(adapter_id, adapter.num_bytes, lambda: adapter, next_use)
+        return numbers, adapter.layout
+
     @contextmanager
     def _stalling(self) -> Iterator[None]:
         """Steps wait for what is done here."""

@@ -2,23 +2,29 @@
 
 `W_live = round(W_base + sum of scaling * B A)` is computed from the pristine copy every time and never subtracted, so
 weights are bit-identical after any number of switches. (Adding and subtracting in bf16 changes 2-10 % of all weights
-after one cycle.) On a GPU all plain pairs are jobs of one launch of the merge kernel. What is more than a pair (DoRA,
-replaced weights, biases) merges parameter by parameter, as `AdapterWeights.effective` says.
+after one cycle.) On a GPU all plain pairs are jobs of one launch of the merge kernel. An adapter that is nothing but
+pairs is merged from its packed matrices, in the pool or on their way there, and whether the result is finite is read
+once the next step was launched. What is more than a pair (DoRA, replaced weights, biases) merges parameter by
+parameter, as `AdapterWeights.effective` says.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from ...kernels.launch import to_device
+from ...kernels.launch import empty_pinned, to_device
 from ...kernels.merge import MergeJob, MergePair, merge_weights
+from ...kernels.segment_lora import LoraSiteWeights
 from ..errors import AdapterRefusedError
-from ..model_config.model import PACKED_SITES, PackedMember, packed_members
+from ..memory.packed import AdapterLayout, Sites
+from ..model_config.model import PACKED_SITES, PackedMember, PackedSite, packed_members
 from ..peft.weights import AdapterWeights
 from .decoder import Decoder
 from .layers import Linear
@@ -37,31 +43,65 @@ class LiveWeights:
         self.merged_adapter_id: str | None = None
         self.num_switches = 0
         self.switching_s = 0.0
+        self._unconfirmed: _Overflow | None = None
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether `merge_packed` serves: on GPUs, unless the weights are held in another format than activations."""
+        return self._decoder.merges_by_kernel and all(linear.has_buffer for _, linear in self._packed_linears())
 
     def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
         """Make the weights those of the merged adapter, whatever they were before.
 
         On any error they are the base's, and merged weights take no memory.
         """
+        self._switch(adapter_id, partial(self._merge_all, adapter))
+
+    def merge_packed(self, adapter_id: str, name: str, numbers: Tensor, layout: AdapterLayout) -> None:
+        """`merge` for an adapter that changes layers by pairs alone, from its packed `numbers` on the device.
+
+        The weights may be computed with at once; whether they are finite, `confirm` tells. `name`: for its message.
+        """
+        self._switch(adapter_id, partial(self._merge_packed, name, layout.sites(numbers)))
+
+    def confirm(self) -> None:
+        """Wait until the latest merge is done. Raises `AdapterRefusedError` if its weights are not finite; they are the
+        base's then, and what was computed with them means nothing."""
+        overflow, self._unconfirmed = self._unconfirmed, None
+        if overflow is None:
+            return
+        began_s = time.perf_counter()
+        is_set = overflow.is_set()
+        self.switching_s += time.perf_counter() - began_s
+        if is_set:
+            self._undo()
+            raise _not_finite(overflow.adapter_name, self._decoder.dtype)
+
+    def _switch(self, adapter_id: str, merge: Callable[[], None]) -> None:
         if self.merged_adapter_id == adapter_id:
             return
         began_s = time.perf_counter()
         self.merged_adapter_id = adapter_id
         self.num_switches += 1
+        self._unconfirmed = None
         try:
-            self._merge_all(adapter)
+            merge()
         except Exception:
-            # weights merged by half would be neither the base's nor the adapter's
-            self.restore()
-            for _, linear in (*self._packed_linears(), *self._whole_linears()):
-                linear.free_live()
+            self._undo()
             raise
         self.switching_s += time.perf_counter() - began_s
+
+    def _undo(self) -> None:
+        """Weights merged by half would be neither the base's nor the adapter's."""
+        self.restore()
+        for _, linear in (*self._packed_linears(), *self._whole_linears()):
+            linear.free_live()
 
     def restore(self) -> None:
         """Make the weights those of the base model."""
         if self.merged_adapter_id is None:
             return
+        self._unconfirmed = None
         self._restore_all_but([])
         self._decoder.tensors.update(self._pristine_tensors)
         self.merged_adapter_id = None
@@ -92,6 +132,19 @@ class LiveWeights:
             pristine = self._pristine_tensors[name].to(self._decoder.dtype)
             self._decoder.tensors[name] = adapter.effective(name, pristine)
 
+    def _merge_packed(self, name: str, sites: Sites) -> None:
+        changed = [
+            (sites[index][site], members, self._decoder.layers[index].linears[site])
+            for index, site, members in self._packed_sites()
+            if site in sites[index]
+        ]
+        self._restore_all_but([linear for _, _, linear in changed])
+        self._decoder.tensors.update(self._pristine_tensors)
+        self._replaced_linears = [linear for _, _, linear in changed]
+        jobs = [job for weights, members, linear in changed for job in packed_jobs(weights, members, linear)]
+        if jobs:
+            self._unconfirmed = _Overflow.of(name, merge_weights(jobs))
+
     def _restore_all_but(self, kept: list[Linear]) -> None:
         for linear in self._replaced_linears:
             if linear not in kept:
@@ -104,9 +157,13 @@ class LiveWeights:
             yield (PackedMember(module, 0, linear.shape[0]),), linear
 
     def _packed_linears(self) -> Iterator[tuple[tuple[PackedMember, ...], Linear]]:
-        for index, layer in enumerate(self._decoder.layers):
+        for index, site, members in self._packed_sites():
+            yield members, self._decoder.layers[index].linears[site]
+
+    def _packed_sites(self) -> Iterator[tuple[int, PackedSite, tuple[PackedMember, ...]]]:
+        for index in range(len(self._decoder.layers)):
             for site in PACKED_SITES:
-                yield packed_members(self._decoder.model, index, site), layer.linears[site]
+                yield index, site, packed_members(self._decoder.model, index, site)
 
 
 def _effective(
@@ -162,7 +219,50 @@ def run_merge(adapter: AdapterWeights, jobs: Sequence[MergeJob]) -> None:
 
     flags = [merge_weights(list(group)) for _, group in groupby(sorted(jobs, key=type_of), key=type_of)]
     if any(int(flag) for flag in flags):
-        raise AdapterRefusedError(
-            f"adapter {adapter.audit.name!r}: its weights merged in {jobs[0].live.dtype} are not finite. Use a wider "
-            "--dtype, or an earlier checkpoint."
-        )
+        raise _not_finite(adapter.audit.name, jobs[0].live.dtype)
+
+
+def packed_jobs(weights: LoraSiteWeights, members: Sequence[PackedMember], linear: Linear) -> list[MergeJob]:
+    """`merge_jobs` from the matrices of one packed site; B is stored transposed there."""
+    live = linear.live_buffer()
+    pair_of = {
+        pair.column_start: MergePair(weights.a[pair.rank_start : pair.rank_end], pair.b.t(), pair.scaling)
+        for pair in weights.members
+    }
+    jobs = []
+    for member in members:
+        rows = slice(member.start, member.end)
+        pairs = (pair_of[member.start],) if member.start in pair_of else ()
+        jobs.append(MergeJob(live[rows], linear.pristine[rows], pairs))
+    return jobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Overflow:
+    """Whether merged weights are not finite, on its way to the host."""
+
+    adapter_name: str
+    flag: Tensor
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, adapter_name: str, flag: Tensor) -> _Overflow:
+        if flag.device.type != "cuda":
+            return cls(adapter_name, flag, None)
+        on_host = empty_pinned(1, flag.dtype, flag.device)
+        on_host.copy_(flag, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(adapter_name, on_host, copied)
+
+    def is_set(self) -> bool:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return bool(int(self.flag))
+
+
+def _not_finite(adapter_name: str, dtype: torch.dtype) -> AdapterRefusedError:
+    return AdapterRefusedError(
+        f"adapter {adapter_name!r}: its weights merged in {dtype} are not finite. Use a wider --dtype, or an earlier "
+        "checkpoint."
+    )

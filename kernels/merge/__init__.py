@@ -2,7 +2,8 @@
 
 W_base is the pristine copy and is only read; W_live has its own fixed address. Products and sum are fp32, rounded
 once, so any number of merges gives the bits of the last one alone. Unmerging is a copy of W_base. Shapes: W
-[out_features, in_features], A [rank, in_features], B [out_features, rank], A and B in the type they were stored in.
+[out_features, in_features], A [rank, in_features], B [out_features, rank], A and B in the type they were stored in. The
+Bs of one call are contiguous, or the transposes of contiguous ones, as the pool holds them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def merge_weights(jobs: Sequence[MergeJob]) -> Tensor:
     dtypes = {tensor.dtype for job in jobs for pair in job.pairs for tensor in (pair.a, pair.b)}
     if len(dtypes) > 1:
         raise ValueError(f"pairs of one merge must share a type, found {sorted(map(str, dtypes))}")
+    if len({pair.b.is_contiguous() for job in jobs for pair in job.pairs if min(pair.b.shape) > 1}) > 1:
+        raise ValueError("B of some pairs is transposed in memory, of others not; merge them in two calls")
     overflow = torch.zeros(1, dtype=torch.int32, device=jobs[0].live.device)
     if uses_triton(jobs[0].live.device):
         from .triton import merge
@@ -50,6 +53,8 @@ def _check(name: str, job: MergeJob) -> None:
             raise ValueError(
                 f"{name}: A {list(pair.a.shape)} and B {list(pair.b.shape)} do not fit W {list(job.base.shape)}"
             )
-    tensors = (job.live, job.base, *(t for pair in job.pairs for t in (pair.a, pair.b)))
+    tensors = (job.live, job.base, *(pair.a for pair in job.pairs))
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError(f"{name}: every tensor must be contiguous")
+    if not all(pair.b.is_contiguous() or pair.b.t().is_contiguous() for pair in job.pairs):
+        raise ValueError(f"{name}: every B or its transpose must be contiguous")

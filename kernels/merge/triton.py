@@ -32,7 +32,7 @@ _ALIGNMENT = 16
 @triton.jit(do_not_specialize=["num_jobs", "num_tiles"])
 def _merge(
     jobs, num_jobs, pairs, scales, overflow, num_tiles,
-    WEIGHT: tl.constexpr, PAIR: tl.constexpr, SEARCH_STEPS: tl.constexpr, ALIGN: tl.constexpr,
+    WEIGHT: tl.constexpr, PAIR: tl.constexpr, SEARCH_STEPS: tl.constexpr, ALIGN: tl.constexpr, BY_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_RANK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     ranks = tl.arange(0, BLOCK_RANK)
@@ -68,11 +68,14 @@ def _merge(
             b = tl.load(pair + 1).to(tl.pointer_type(PAIR))
             rank = tl.load(pair + 2).to(tl.int32)
             a += first_column
-            b += first_row * rank
+            b += first_row if BY_RANK else first_row * rank
             delta = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
             for start in range(0, rank, BLOCK_RANK):
                 in_rank = start + ranks < rank
-                b_at = b + rows[:, None] * rank + (start + ranks)[None, :]
+                if BY_RANK:  # rows of B's transpose, of all rows of the pair's layer
+                    b_at = b + rows[:, None] + (start + ranks)[None, :] * out_features.to(tl.int32)
+                else:
+                    b_at = b + rows[:, None] * rank + (start + ranks)[None, :]
                 b_tile = tl.load(b_at, mask=in_rows & in_rank[None, :], other=0.0)
                 a_at = a + (start + ranks)[:, None] * in_features.to(tl.int32) + columns[None, :]
                 a_tile = tl.load(a_at, mask=in_rank[:, None] & in_columns, other=0.0)
@@ -107,6 +110,7 @@ def merge(jobs: Sequence[MergeJob], pair_dtype: torch.dtype, overflow: torch.Ten
         to_device(torch.tensor(scales or [0.0]), device), overflow, num_tiles,
         WEIGHT=_TYPES[weight_dtype], PAIR=_TYPES[pair_dtype], SEARCH_STEPS=len(rows).bit_length(),
         ALIGN=1 if any(n % _ALIGNMENT for n in numbers) else _ALIGNMENT,
+        BY_RANK=any(not pair.b.is_contiguous() for job in jobs for pair in job.pairs),
         BLOCK_OUT=_BLOCK_OUT, BLOCK_IN=_BLOCK_IN, BLOCK_RANK=_BLOCK_RANK, EXACT=is_exact_dot(pair_dtype),
         num_warps=8, num_stages=2, maxnreg=128,
     )  # fmt: skip

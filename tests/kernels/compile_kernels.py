@@ -94,6 +94,8 @@ def main() -> None:
         _reach_tiled_kernels(0, 200, PREFILL_TILE_ROWS)
         kind = " of fp32 pairs"
         _reach_merge(1, torch.float32)
+        kind = " of packed pairs"
+        _reach_merge(1, torch.bfloat16, is_packed=True)
     json.dump(
         {name: _describe(kernel) | {"num_programs": len(programs[name])} for name, kernel in compiled.items()},
         sys.stdout,
@@ -158,9 +160,11 @@ def _reach_other_kernels(layer: int, num_rows: int) -> None:
     sampling.sample(ints, bf16(num_rows, 4096), rows)
 
 
-def _reach_merge(num_layers: int, dtype: torch.dtype) -> None:
-    """Pairs of the type they were stored in, often fp32."""
+def _reach_merge(num_layers: int, dtype: torch.dtype, *, is_packed: bool = False) -> None:
+    """Pairs of the type they were stored in, often fp32; or as they lie in the pool, with B transposed."""
     a, b = torch.zeros(16, 256, dtype=dtype), torch.zeros(256, 16, dtype=dtype)
+    if is_packed:
+        b = b.t().contiguous().t()
     jobs = [MergeJob(bf16(256, 256), bf16(256, 256), (MergePair(a, b, 1.0),))] * num_layers
     merge.merge(jobs, dtype, torch.zeros(1, dtype=torch.int32))
 

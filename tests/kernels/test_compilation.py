@@ -36,7 +36,7 @@ OPERATORS = {
 }
 OF_HEADS = {"_qkv", "_attend", "_combine"}
 TILED = {"_shrink", "_add_residual", "_gate_up", *OF_HEADS}  # other programs for steps with prompts
-OTHERS = {"_norm", "_sample", "_merge of fp32 pairs"}
+OTHERS = {"_norm", "_sample", "_merge of fp32 pairs", "_merge of packed pairs"}
 # Where kernels are launched early, those that read tiles, table and B before they wait for the ones before them.
 READS_EARLY = {"_gate_up", "_add_residual"}
 # A few registers, read back from the L1 cache: of a kernel, and of the one that multiplies by the ordinary cores. The

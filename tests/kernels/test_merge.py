@@ -67,6 +67,27 @@ def test_rows_of_a_packed_layer_merge_on_their_own(dtype: torch.dtype, device: t
     assert bool((packed[50:] == 5).all())
 
 
+def test_pairs_whose_b_is_stored_transposed_give_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
+    jobs = [
+        on(device, make_job(shape, ranks, dtype, dtype)) for shape, ranks in (((70, 40), [20]), ((33, 129), [1, 64]))
+    ]
+    merge_weights(jobs)
+    expected = [job.live.clone() for job in jobs]
+    by_rank = [
+        MergeJob(
+            torch.full_like(job.base, torch.nan),
+            job.base,
+            tuple(MergePair(p.a, p.b.t().contiguous().t(), p.scale) for p in job.pairs),
+        )
+        for job in jobs
+    ]
+    merge_weights(by_rank)
+    for job, bits in zip(by_rank, expected, strict=True):
+        assert torch.equal(job.live, bits)
+    with pytest.raises(ValueError, match="transposed in memory, of others not"):
+        merge_weights([*jobs, *by_rank])
+
+
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_weights_that_are_not_finite_are_reported(dtype: torch.dtype, device: torch.device, value: float) -> None:
     """Infinity is what an overflow rounds to."""
