@@ -112,8 +112,9 @@ class GpuDecoder(Decoder):
         q = lora_qkv_(y, finish, memory.heads, table, step.segments, memory.scratch, layer.index)
         rule = AttentionRule(model.attention_scale, model.sliding_windows[layer.index], model.attention_softcap)
         return attend_pages(
-            q, table.pool, step.block_tables, step.attention, memory.partials, memory.heads, layer.index, rule
-        )
+            q, table.pool, step.block_tables, step.attention, memory.partials, memory.heads, layer.index, rule,
+            step.library,
+        )  # fmt: skip
 
     def _activate(self, h: Tensor, layer: DecoderLayer, step: GpuStep, memory: GpuMemory) -> Tensor:
         y = self._product(h, "gate_up", layer, step, memory)

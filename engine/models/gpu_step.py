@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.layouts.segments import SegmentLimits, Segments
+from ...kernels.paged_attention.libraries import StepAttention
 from ...kernels.paged_attention.work import AttentionWork, WorkLimits
 from ...kernels.sampling import SamplingRows
 from ..model_config.model import ModelConfig
@@ -53,7 +54,8 @@ class GpuStep:
     """Views of the step's buffer on the device. `token_ids`, `sources`, `positions`, `slots` int32 [T]: where a
     source is not negative, the token is the one sampled at that place of the step before. `sampled_rows` int32 [S];
     `withheld` int32 [S, n]: tokens that a row must not choose, filled up with -1. Attention items name places in
-    `pages`. `draws`: some row is not greedy. `first_place`: where its tokens are left for the next step.
+    `pages`. `library`: what computes attention instead of our kernel. `draws`: some row is not greedy. `first_place`:
+    where its tokens are left for the next step.
     """
 
     token_ids: Tensor
@@ -71,6 +73,7 @@ class GpuStep:
     draws: bool
     first_place: int
     row_lengths: RowLengths | None
+    library: StepAttention | None = None
 
     @property
     def block_tables(self) -> Tensor:

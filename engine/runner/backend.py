@@ -6,6 +6,7 @@ compute (other kernels, another accelerator) is one more `Backend` and a line in
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch import is_interpreted
+from ...kernels.layouts.heads import HeadLayout
 from ...kernels.packed_weight import Products, can_multiply
 from ...kernels.packed_weight.panels import has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
+from ...kernels.paged_attention.libraries import PromptAttention, choose_prompt_attention
+from ...kernels.paged_attention.types import AttentionRule
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
 from ..config import EngineConfig, dtype_on, pool_format
 from ..errors import DeviceError
@@ -39,6 +43,8 @@ from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
 from .sampler import TokenRules
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +218,21 @@ class GpuBackend(Backend):
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """See `Backend`."""
-        return GpuRunner(self.decoder, live, memory, layout, config, rules, self.executor())
+        prompts = self.prompt_attention(layout, config)
+        return GpuRunner(self.decoder, live, memory, layout, config, rules, self.executor(), prompts=prompts)
+
+    def prompt_attention(self, layout: PageLayout, config: EngineConfig) -> PromptAttention | None:
+        """The library for attention over prompts that is asked for, where it can serve; None: our kernel."""
+        model = self.model
+        heads = HeadLayout(model.num_heads, model.num_kv_heads, model.head_dim, model.num_layers, layout.page_tokens)
+        rules = frozenset(
+            AttentionRule(model.attention_scale, window, model.attention_softcap) for window in model.sliding_windows
+        )
+        is_exact = config.mode == "exact"
+        found, problem = choose_prompt_attention(self.device, self.pool_dtype, heads, rules, is_exact=is_exact)
+        if problem is not None:
+            logger.warning("%s", problem)
+        return found
 
     def executor(self) -> StepExecutor:
         """How decode steps are launched: as CUDA graphs, or kernel by kernel where there is no GPU."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...kernels.layouts.heads import HeadLayout
 from ...kernels.layouts.segments import SegmentLimits, plan_segments
+from ...kernels.paged_attention.libraries import PromptSpans
 from ...kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
 from ...kernels.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
 from ..models.gpu_step import StepBuffer, StepSizes
@@ -191,6 +192,12 @@ class PlannedStep:
             if name != "pages":
                 array[len(values) :] = 0
         self._plan_kernels(host, entry_of_row, row_starts, page_starts)
+
+    def spans(self) -> PromptSpans:
+        """Sequences as libraries for attention take them."""
+        counts = self._num_pages.tolist()
+        pages = [_pages(entry, count) for entry, count in zip(self.entries, counts, strict=True)]
+        return PromptSpans(self._num_tokens, self._context, np.concatenate(pages))
 
     def _plan_kernels(self, host: StepBuffer, entry_of_row: _Int64s, row_starts: _Int64s, page_starts: _Int64s) -> None:
         geometry, sizes = self._geometry, host.sizes

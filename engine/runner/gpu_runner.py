@@ -28,6 +28,7 @@ from torch import Tensor
 from ...kernels.launch import empty_pinned, num_persistent_programs, to_device
 from ...kernels.layouts.lora_table import CHUNK_RANK
 from ...kernels.layouts.segments import SegmentLimits
+from ...kernels.paged_attention.libraries import PromptAttention
 from ...kernels.paged_attention.types import Partials
 from ...kernels.paged_attention.work import WorkLimits, tile_rows_for
 from ...kernels.sampling import NO_TOKEN, sample_tokens
@@ -108,7 +109,8 @@ class CopiedPrompts:
 
 
 class GpuRunner:
-    """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`."""
+    """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`.
+    `prompts`: a library that computes attention in steps with prompts (None: our kernel)."""
 
     def __init__(
         self,
@@ -120,6 +122,7 @@ class GpuRunner:
         rules: TokenRules,
         executor: StepExecutor,
         first: FirstSizes | None = None,
+        prompts: PromptAttention | None = None,
     ) -> None:
         model, device = decoder.model, memory.device
         self.steps_ahead = steps_ahead(model, config)
@@ -128,6 +131,7 @@ class GpuRunner:
         self._seen_switches = live.num_switches
         self._weight_addresses = decoder.weight_addresses()
         self._executor = executor
+        self._prompts = prompts
         first = first or FirstSizes.of(config, model, len(memory))
         self._adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
         self._num_pages = len(memory) // layout.page_elements
@@ -197,6 +201,9 @@ class GpuRunner:
                 draws=planned.draws,
                 first_place=first,
             )
+            if self._prompts is not None and not planned.is_decode:
+                library = self._prompts.of_step(planned.spans(), self._memory.heads, target.buffer.device)
+                step = replace(step, library=library)
             self.compute(step, planned)
 
         if key is None:

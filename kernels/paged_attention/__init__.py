@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..launch import uses_triton
 from ..layouts.heads import HeadLayout
+from .libraries import StepAttention
 from .types import AttentionRule, Partials
 from .work import AttentionWork
 
@@ -30,11 +31,15 @@ def attend_pages(
     layout: HeadLayout,
     layer: int,
     rule: AttentionRule,
+    library: StepAttention | None = None,
 ) -> Tensor:
-    """New tensor [num_tokens, H * head_dim]. `q` may be a view into a packed product; its features are contiguous."""
+    """New tensor [num_tokens, H * head_dim]. `q` may be a view into a packed product; its features are contiguous.
+    `library`: what computes this step instead of our kernel (see `libraries`)."""
     assert q.stride(2) == 1, "features of a query must be contiguous"
     assert q.stride(1) == q.shape[2], "query heads of a token must be contiguous"
     assert q.shape[1:] == (layout.num_heads, layout.head_dim), f"q is {list(q.shape)}, layout {layout}"
+    if library is not None:
+        return library.attend(q, pool, layout, layer, rule)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if uses_triton(q.device):
         from .triton import attend

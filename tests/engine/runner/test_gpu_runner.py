@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import time
 from dataclasses import replace
@@ -27,7 +28,9 @@ from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
 from lorabatch.engine.runner.sampler import SampledTokens
 from lorabatch.kernels.launch import is_interpreted
+from lorabatch.kernels.paged_attention.libraries import FlashInferAttention, PromptAttention, VarlenAttention
 from lorabatch.scheduler.batching import Batcher, BatchView, StepPlan
+from lorabatch.tests.kernels.test_prompt_attention import Wrapper, varlen
 
 PROMPT = (5, 6, 7, 8, 9)
 
@@ -341,3 +344,33 @@ def test_what_steps_are_computed_from_is_on_the_device(weightless_model: Path, m
     results = [*engine.run(rows), *engine.run(rows)]
     assert [result.error for result in results] == [None] * 6
     assert max(copied) == 3
+
+
+@pytest.mark.parametrize("library", ["varlen", pytest.param("flashinfer", marks=pytest.mark.long)])
+def test_a_library_s_attention_over_prompts_gives_the_same_tokens(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], library: str
+) -> None:
+    """By its twin on the CPU: prompts that are cut into steps, some beside decoding rows."""
+    found_in: list[int] = []
+
+    class Backend(GpuBackend):
+        def prompt_attention(self, layout: Any, config: Any) -> PromptAttention:
+            def noted(query: Any, *rest: Any, **options: Any) -> Any:
+                found_in.append(len(query))
+                return varlen(query, *rest, **options)
+
+            noted.__signature__ = inspect.signature(varlen)  # type: ignore[attr-defined]
+            return VarlenAttention(noted) if library == "varlen" else FlashInferAttention(Wrapper, torch.float32)
+
+    tokens = []
+    engines = (
+        make_engine(tiny_llama, max_step_tokens=16),
+        device_engine(tiny_llama, None, Backend, max_step_tokens=16),
+    )
+    for engine in engines:
+        ids = [None, *register_all(engine, {"rank8": tiny_adapters["rank8"]}).values()]
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        requests = [Request(f"{i}", tuple(range(3, 9 + 7 * i)), ids[i % 2], sampling, i) for i in range(3)]
+        tokens.append({key: result.token_ids for key, result in by_id(list(engine.run(requests))).items()})
+    assert tokens[0] == tokens[1]
+    assert found_in or library != "varlen"

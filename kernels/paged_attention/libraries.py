@@ -1,0 +1,245 @@
+"""Attention over prompts by libraries, in place of our kernel: `varlen` of torch, and FlashInfer where it is installed.
+
+Only steps with prompts ask for it, which are launched kernel by kernel; decode rows have our kernel in any case. Keys
+and values lie in pages. FlashInfer reads them there. Torch's kernel wants those of a sequence side by side, so they are
+gathered once per layer: 33 MB for 8,192 tokens of Llama-3-8B, some 20 us beside 250 to 950 us of attention.
+
+`LORABATCH_PROMPT_ATTENTION` names one (`own`, which is also the default, `varlen` or `flashinfer`). No GPU has run
+them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..launch import to_device
+from ..layouts.heads import HeadLayout
+from .types import AttentionRule
+
+PROMPT_BACKENDS = ("own", "varlen", "flashinfer")
+_WIDEST_HEAD = 256
+_WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation advises
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpans:
+    """Sequences of a step, in the order of its rows, on the host. `num_queries`, `num_keys` int64 [num_sequences]: new
+    tokens, and all up to the last of these; `pages` int64: those that hold the keys, one sequence after the other."""
+
+    num_queries: NDArray[np.int64]
+    num_keys: NDArray[np.int64]
+    pages: NDArray[np.int64]
+
+
+class StepAttention(Protocol):
+    """A library's attention for one step; every layer asks."""
+
+    def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
+        """As `attend_pages`, [num_tokens, H * head_dim]."""
+
+
+class PromptAttention(Protocol):
+    """A library's attention over prompts."""
+
+    def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
+        """What the layers of a step ask. Nothing waits for the device."""
+
+
+def choose_prompt_attention(
+    device: torch.device, dtype: torch.dtype, layout: HeadLayout, rules: frozenset[AttentionRule], *, is_exact: bool
+) -> tuple[PromptAttention | None, str | None]:
+    """The library that `LORABATCH_PROMPT_ATTENTION` names, and why ours serves instead where it cannot; None: ours.
+
+    `rules`: of all layers. `is_exact`: a row's sum must not depend on the rows beside it, which no library promises.
+    """
+    asked = os.environ.get("LORABATCH_PROMPT_ATTENTION", "own")
+    if asked == "own":
+        return None, None
+    problem = _problem(asked, device, dtype, layout, rules, is_exact)
+    found: PromptAttention | None = None
+    if problem is None:
+        try:
+            found = _installed(asked, device, dtype)
+        except ImportError as error:
+            problem = f"it is not installed here ({error})"
+    if isinstance(found, VarlenAttention) and any(rule.window is not None for rule in rules) and not found.has_windows:
+        found, problem = None, f"torch {torch.__version__} has no sliding windows there"
+    if problem is not None:
+        problem = f"LORABATCH_PROMPT_ATTENTION={asked!r}: {problem}; the own kernel serves. Leave it out, or mend that."
+    return found, problem
+
+
+def _problem(
+    asked: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: HeadLayout,
+    rules: frozenset[AttentionRule],
+    is_exact: bool,
+) -> str | None:
+    if asked not in PROMPT_BACKENDS:
+        return f"must be one of {', '.join(PROMPT_BACKENDS)}"
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if is_exact:
+        return "mode exact promises that a row's sum does not depend on others"
+    if dtype.itemsize != 2:
+        return f"it computes in 16 bits, not in {dtype}"
+    if layout.head_dim % 8 or layout.head_dim > _WIDEST_HEAD:
+        return f"heads of {layout.head_dim} numbers; expected a multiple of 8 up to {_WIDEST_HEAD}"
+    if asked == "varlen" and any(rule.softcap is not None for rule in rules):
+        return "it has no cap of scores"
+    return None
+
+
+def _installed(asked: str, device: torch.device, dtype: torch.dtype) -> PromptAttention:
+    if asked == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        return VarlenAttention(varlen_attn)
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    def wrapper() -> Any:
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+
+    return FlashInferAttention(wrapper, dtype)
+
+
+def _starts(counts: NDArray[np.int64]) -> Tensor:
+    """int32 [num_sequences + 1]: where each begins, and the end of the last."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+
+
+def _paged(pool: Tensor, layout: HeadLayout, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer as views of the pool, [num_pages, K, page_tokens, D]."""
+    num_pages = len(pool) // layout.page_elements
+    shape = (num_pages, layout.num_layers, 2, layout.num_kv_heads, layout.page_tokens, layout.head_dim)
+    pages = pool[: num_pages * layout.page_elements].view(shape)
+    return pages[:, layer, 0], pages[:, layer, 1]
+
+
+class VarlenAttention:
+    """`torch.nn.attention.varlen.varlen_attn`, whose arguments differ between versions of torch. `has_windows`: it
+    knows sliding windows."""
+
+    def __init__(self, varlen_attn: Callable[..., Any]) -> None:
+        self._varlen_attn = varlen_attn
+        self._parameters = inspect.signature(varlen_attn).parameters.keys()
+        self.has_windows = "window_size" in self._parameters
+
+    def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
+        """See `PromptAttention`."""
+        num_pages = -(-spans.num_keys // layout.page_tokens)
+        sequence = np.repeat(np.arange(len(spans.num_keys)), spans.num_keys)
+        position = np.arange(len(sequence)) - (np.cumsum(spans.num_keys) - spans.num_keys)[sequence]
+        first_page = (np.cumsum(num_pages) - num_pages)[sequence]
+        places = np.stack((spans.pages[first_page + position // layout.page_tokens], position % layout.page_tokens))
+        return _VarlenStep(
+            self,
+            query_starts=to_device(_starts(spans.num_queries), device),
+            key_starts=to_device(_starts(spans.num_keys), device),
+            places=to_device(torch.from_numpy(places), device),
+            most_queries=int(spans.num_queries.max()),
+            most_keys=int(spans.num_keys.max()),
+        )
+
+    def call(self, q: Tensor, keys: Tensor, values: Tensor, step: _VarlenStep, rule: AttentionRule) -> Tensor:
+        """[num_tokens, H, D]. A query's place is counted from the end of its sequence's keys."""
+        options: dict[str, Any] = {}
+        if self.has_windows:
+            options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
+        else:
+            options["is_causal"] = True
+        if "enable_gqa" in self._parameters:
+            options["enable_gqa"] = True
+        else:
+            group = q.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        if "scale" in self._parameters:
+            options["scale"] = rule.scale
+        else:
+            q = q * (rule.scale * q.shape[2] ** 0.5)
+        limits = (step.query_starts, step.key_starts, step.most_queries, step.most_keys)
+        out: Tensor = self._varlen_attn(q, keys, values, *limits, **options)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _VarlenStep:
+    """`places` int64 [2, num_keys]: page of each key, and its place in the page."""
+
+    attention: VarlenAttention
+    query_starts: Tensor
+    key_starts: Tensor
+    places: Tensor
+    most_queries: int
+    most_keys: int
+
+    def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
+        """See `StepAttention`."""
+        page, offset = self.places
+        keys, values = (paged[page, :, offset] for paged in _paged(pool, layout, layer))
+        return self.attention.call(q, keys, values, self, rule).reshape(len(q), -1)
+
+
+class FlashInferAttention:
+    """FlashInfer's prefill over paged keys and values. `make_wrapper`: its `BatchPrefillWithPagedKVCacheWrapper` with
+    memory of its own; one serves each rule of the layers, since it plans a step for one."""
+
+    def __init__(self, make_wrapper: Callable[[], Any], dtype: torch.dtype) -> None:
+        self._make_wrapper = make_wrapper
+        self._dtype = dtype
+        self._wrapper_of: dict[AttentionRule, Any] = {}
+
+    def of_step(self, spans: PromptSpans, layout: HeadLayout, device: torch.device) -> StepAttention:
+        """See `PromptAttention`."""
+        return _FlashInferStep(self, spans)
+
+    def planned(self, rule: AttentionRule, spans: PromptSpans, layout: HeadLayout) -> Any:
+        """A wrapper that has planned the step. Lists are given on the host: it would copy them there, and wait."""
+        if rule not in self._wrapper_of:
+            self._wrapper_of[rule] = self._make_wrapper()
+        wrapper = self._wrapper_of[rule]
+        num_pages = -(-spans.num_keys // layout.page_tokens)
+        last_page = spans.num_keys - (num_pages - 1) * layout.page_tokens
+        wrapper.plan(
+            _starts(spans.num_queries),
+            _starts(num_pages),
+            torch.from_numpy(spans.pages.astype(np.int32)),
+            torch.from_numpy(last_page.astype(np.int32)),
+            layout.num_heads,
+            layout.num_kv_heads,
+            layout.head_dim,
+            layout.page_tokens,
+            causal=True,
+            sm_scale=rule.scale,
+            window_left=-1 if rule.window is None else rule.window - 1,
+            logits_soft_cap=rule.softcap,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        return wrapper
+
+
+@dataclass(frozen=True, slots=True)
+class _FlashInferStep:
+    attention: FlashInferAttention
+    spans: PromptSpans
+    planned: dict[AttentionRule, Any] = field(default_factory=dict)
+
+    def attend(self, q: Tensor, pool: Tensor, layout: HeadLayout, layer: int, rule: AttentionRule) -> Tensor:
+        """See `StepAttention`."""
+        if rule not in self.planned:
+            self.planned[rule] = self.attention.planned(rule, self.spans, layout)
+        out: Tensor = self.planned[rule].run(q.contiguous(), _paged(pool, layout, layer))
+        return out.reshape(len(q), -1)
