@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,10 @@ import torch
 
 from lorabatch.benchmarks.gpu.device import describe, peaks_of
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
-from lorabatch.benchmarks.gpu.run import run_all, run_one
-from lorabatch.benchmarks.gpu.sections import SECTIONS, full_scale, tiny_scale
+from lorabatch.benchmarks.gpu.run import run_all, run_one, run_variants
+from lorabatch.benchmarks.gpu.sections import SECTIONS, VARIANT, full_scale, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, MODELS, TINY
+from lorabatch.benchmarks.gpu.variants import VARIANTS, variants_table
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +34,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--seconds", type=float, default=530.0, help="when to stop measuring (default: 530)")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes on a CPU: shows that it runs, not how fast")
-    parser.add_argument("--only", choices=[section.name for section in SECTIONS], help="one section, in this process")
+    names = [section.name for section in (*SECTIONS, VARIANT)]
+    parser.add_argument("--only", choices=names, help="one section, in this process")
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        metavar="NAME",
+        help=f"a few numbers under each of these ways to launch, all unless named: {', '.join(VARIANTS)}",
+    )
     options = parser.parse_args(arguments)
     # in the root of a checkout, transformers would take our folder `kernels` for Hugging Face's package
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != _ROOT]
@@ -43,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cpu") if options.tiny else torch.device("cuda", torch.cuda.current_device())
     if options.only:
         scale = tiny_scale() if options.tiny else full_scale(MODELS[options.model])
-        (section,) = (section for section in SECTIONS if section.name == options.only)
+        (section,) = (section for section in (*SECTIONS, VARIANT) if section.name == options.only)
         run_one(section, scale, device, options.seconds, options.json or Path(f"{options.only}.json"))
         return 0
     model = TINY.name if options.tiny else options.model
@@ -53,11 +62,31 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.json.with_suffix("")  # of what sections have found so far, and of traces
         folder.mkdir(parents=True, exist_ok=True)
     write = partial(_write, options.json)
+    if options.variants is not None:
+        return _variants(options.variants or list(VARIANTS), model, scale_arguments, device, options, folder, write)
     result = run_all(model, scale_arguments, device, options.seconds, write, folder=folder)
     print(as_table(result))
     for wrong in problems_of(result):
         print(f"wrong: {wrong}", file=sys.stderr)
     return 1 if problems_of(result) else 0
+
+
+def _variants(
+    names: list[str],
+    model: str,
+    scale_arguments: list[str],
+    device: torch.device,
+    options: argparse.Namespace,
+    folder: Path | None,
+    write: Callable[[dict[str, object]], None],
+) -> int:
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        print(f"--variants {unknown[0]}: expected {', '.join(VARIANTS)}", file=sys.stderr)
+        return 2
+    result = run_variants(names, model, scale_arguments, device, options.seconds, write, folder=folder)
+    print(variants_table(result))
+    return 0
 
 
 def _cannot_run(is_tiny: bool) -> str | None:

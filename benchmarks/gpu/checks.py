@@ -9,7 +9,7 @@ import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.correctness import check_all
-from lorabatch.benchmarks.gpu.engine_checks import check_engine, check_launches, check_real_widths
+from lorabatch.benchmarks.gpu.engine_checks import check_engine, check_graphs, check_launches, check_real_widths
 from lorabatch.benchmarks.gpu.shapes import ModelShape
 
 
@@ -28,6 +28,7 @@ def run_checks(
     ]
     engine = [
         ("engine beside the CPU path", lambda: check_engine(device, max_tokens)),
+        ("graphs", lambda: check_graphs(device, max_tokens)),
         ("launches", lambda: check_launches(device)),
         ("a layer of real widths", lambda: check_real_widths(device, shape)),
     ]

@@ -16,6 +16,8 @@ from lorabatch.engine.engine import Engine
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.random import write_random_adapter
 from lorabatch.engine.request import Request, Result, SamplingParams
+from lorabatch.engine.runner.backend import GpuBackend
+from lorabatch.engine.runner.gpu_graphs import EagerExecutor, GraphExecutor, GraphKey, StepExecutor
 
 _RANKS = (1, 20, 64)
 # Of one layer and a small vocabulary: the largest log-probability of a row's next token, in bf16 and in fp32.
@@ -39,6 +41,58 @@ def check_engine(device: torch.device, max_tokens: int, shape: ModelShape = TINY
         if one.token_ids != two.token_ids:
             problems.append(f"engine, row {one.request_id}: tokens {two.token_ids}, on the CPU path {one.token_ids}")
     return problems
+
+
+def check_graphs(device: torch.device, max_tokens: int, shape: ModelShape = TINY) -> list[str]:
+    """Whether steps that replay graphs give the bits of steps launched kernel by kernel: rows of many lengths and
+    adapters, which end one after the other, so that a graph serves many mixes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", shape)
+        write_weights(folder)
+        config = EngineConfig(
+            device=device.type, mode="unmerged", pool_bytes=8 << 20, max_batch_rows=8, max_step_tokens=24,
+            kernels="triton" if device.type == "cpu" else "auto",
+        )  # fmt: skip
+        expected, found = (
+            _mixed_rows(Engine(folder, config, None, kind), folder, max_tokens) for kind in (_Eager, _Graphs)
+        )
+    return [
+        f"graphs, row {one.request_id}: {two.token_ids} {two.token_logprobs}, without graphs {one.token_ids} "
+        f"{one.token_logprobs}"
+        for one, two in zip(expected, found, strict=True)
+        if (one.token_ids, one.token_logprobs) != (two.token_ids, two.token_logprobs)
+    ]
+
+
+class _Eager(GpuBackend):
+    """Steps of the same buckets, kernel by kernel."""
+
+    def executor(self) -> StepExecutor:
+        """See `GpuBackend`."""
+        return EagerExecutor()
+
+
+class _Graphs(GpuBackend):
+    """Every bucket has its graph from the first visit on: a larger one's would round differently."""
+
+    def executor(self) -> StepExecutor:
+        """See `GpuBackend`."""
+        return _OwnGraphs() if self.device.type == "cuda" else EagerExecutor()
+
+
+class _OwnGraphs(GraphExecutor):
+    def choose(self, key: GraphKey) -> GraphKey:
+        return key
+
+
+def _mixed_rows(engine: Engine, folder: Path, max_tokens: int) -> list[Result]:
+    ids = _registered(engine, folder)
+    rows = []
+    for i in range(4 * max_tokens):
+        sampling = SamplingParams(max_tokens=1 + (i * 5) % max_tokens, ignore_eos=True, logprobs=True)
+        prompt = tuple((i * 13 + j * 7) % 90 + 1 for j in range(1 + (3 * i) % 11))
+        rows.append(Request(f"{i:04}", prompt, ids[(i * i) % len(ids)], sampling, i))
+    return sorted(engine.run(rows), key=lambda result: result.request_id)
 
 
 def check_launches(device: torch.device, shape: ModelShape = TINY) -> list[str]:

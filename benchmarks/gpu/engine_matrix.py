@@ -64,7 +64,7 @@ class EngineMatrix:
 
 def full_matrix() -> EngineMatrix:
     """Batches 64 to 512, adapters 0 to 256, ranks 8, 16, 64 and mixed, unmerged, merged and mixture; prompts of 128
-    tokens where decoding counts and of 1024 where prefill does."""
+    tokens where decoding counts, of 1024 where prefill does, and four of 2048 or one of 8000 where attention does."""
     short, long = 128, 1024
     points = []
     for batch in (256, 64, 512, 128):
@@ -82,6 +82,8 @@ def full_matrix() -> EngineMatrix:
         if batch == 256:
             points.append(Point(64, 0, None, "unmerged", long))
             points += [Point(64, count, 16, "unmerged", long) for count in (1, 16, 64)]
+            points += [Point(4, 0, None, "unmerged", 2048), Point(4, 4, 16, "unmerged", 2048)]
+            points.append(Point(1, 0, None, "unmerged", 8000))
     counts = (1, 16, 64, 256)
     return EngineMatrix(tuple(points), (Decoding(256, 1024, counts), Decoding(64, 1024, counts[:3])))
 

@@ -13,6 +13,7 @@ def as_table(result: dict[str, Any]) -> str:
     lines += _section(result, "kernels", "kernel                batch adapters      us   floor  fraction", _kernel)
     switches = result.get("switches", {})
     lines += ["", *(f"{name:<18}{value:>8.2f}" for name, value in switches.items() if isinstance(value, float))]
+    lines += [f"{name:<38}{value:>10.1f}" for name, value in result.get("loading", {}).items() if _is_number(value)]
     engine = result.get("engine", {})
     lines += [
         "",
@@ -25,9 +26,12 @@ def as_table(result: dict[str, Any]) -> str:
     lines += [_point(row) for row in engine.get("points", [])]
     lines += [f"{len(engine.get('left_out', []))} points left out for want of time"] if engine.get("left_out") else []
     lines += [f"{len(engine['failed_points'])} points failed"] if engine.get("failed_points") else []
+    ours = result["ours"] if isinstance(result.get("ours"), list) else []
+    lines += ["", *(_ours(row) for row in ours)]
     for peer in ("peft", "vllm"):
         lines += ["", *(f"{peer} {name}: {value}" for name, value in result.get(peer, {}).items())]
     lines += _section(result, "layer", "batch  adapters   rank  us/layer of base", _layer)
+    lines += [f"{name}: {why}" for name, why in result.get("sanitizer", {}).items() if why]
     lines += [f"{name} failed: {why}" for name, why in failed.items()]
     return "\n".join(lines)
 
@@ -55,6 +59,14 @@ def _cut(value: Any) -> bool:
 def _section(result: dict[str, Any], name: str, head: str, line: Any) -> list[str]:
     rows = result.get(name)
     return ["", head, *map(line, rows)] if isinstance(rows, list) else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _ours(row: dict[str, Any]) -> str:
+    return f"ours, the rows of {row['peer']}, {row['adapters']} adapters: {row['tokens_per_s']:.0f} tokens/s"
 
 
 def _kernel(row: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import describe
-from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Scale, Section
+from lorabatch.benchmarks.gpu.sections import SECTIONS, VARIANT, Place, Scale, Section
+from lorabatch.benchmarks.gpu.variants import ALLOCATOR, VARIANTS
 
 # A section looks at its time between measurements: the one it is at may end, and the process may start and stop.
 GRACE_S = 40.0
@@ -41,8 +42,42 @@ def run_all(
     where each keeps what it has found so far, and its other files, should this process be ended.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        environment = {"TRITON_CACHE_DIR": str(Path(temporary, "triton"))} | os.environ
+        environment = _environment(temporary)
         return _run_all(model, scale_arguments, device, seconds, write, grace_s, folder or Path(temporary), environment)
+
+
+def run_variants(
+    names: Sequence[str],
+    model: str,
+    scale_arguments: Sequence[str],
+    device: torch.device,
+    seconds: float,
+    write: Callable[[Any], None],
+    grace_s: float = GRACE_S,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """The section `VARIANT` under each of these, as one JSON object, written whenever one has ended."""
+    deadline = Deadline.after(seconds)
+    result: dict[str, Any] = {"benchmark": "gpu variants", "model": model, "machine": describe(device), "variants": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in names:
+            left = deadline.within(VARIANT.seconds if device.type == "cuda" else seconds).left_s
+            print(f"{name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
+            found: Any = {"skipped": "no time left"}
+            if left > 0:
+                place = (folder or Path(temporary)) / name
+                place.mkdir(parents=True, exist_ok=True)
+                environment = _environment(temporary) | dict(VARIANTS[name])
+                found = _in_a_process(VARIANT.name, left, scale_arguments, grace_s, place, environment)
+            result["variants"][name] = found
+            write(result)
+    return result
+
+
+def _environment(temporary: str) -> dict[str, str]:
+    """Of the sections' processes: one cache of compiled kernels, and memory as engines ask for it."""
+    usual = {"TRITON_CACHE_DIR": str(Path(temporary, "triton"))} | dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    return usual | os.environ
 
 
 def _run_all(

@@ -16,11 +16,15 @@ from lorabatch.benchmarks.gpu.ceilings import measure_ceilings, measured_peaks
 from lorabatch.benchmarks.gpu.checks import run_checks
 from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of
 from lorabatch.benchmarks.gpu.engine_matrix import EngineMatrix, full_matrix, measure_engine, tiny_matrix
+from lorabatch.benchmarks.gpu.loading import measure_loading
 from lorabatch.benchmarks.gpu.measure import Matrix, measure_kernels, measure_layer, measure_switches
 from lorabatch.benchmarks.gpu.model_folder import write_model_folder
+from lorabatch.benchmarks.gpu.ours import PeerWorkload, measure_ours
 from lorabatch.benchmarks.gpu.peers import measure_peft
+from lorabatch.benchmarks.gpu.sanitizer import run_sanitizer
 from lorabatch.benchmarks.gpu.shapes import TINY, ModelShape
 from lorabatch.benchmarks.gpu.steady import SteadyMatrix, full_jobs, measure_steady, tiny_jobs
+from lorabatch.benchmarks.gpu.variants import VARIANT_S, measure_variant, tiny_variants, variant_matrix
 from lorabatch.benchmarks.gpu.vllm_peer import measure_vllm
 from lorabatch.benchmarks.gpu.warm_up import compile_all
 
@@ -41,6 +45,8 @@ class Scale:
     kernels: Matrix
     engine: EngineMatrix
     steady: SteadyMatrix
+    variant: EngineMatrix
+    ours: tuple[PeerWorkload, ...]
     peer_batch: int
     peer_adapters: int
     peer_tokens: int
@@ -69,14 +75,30 @@ class Section:
 def full_scale(shape: ModelShape) -> Scale:
     """For a GPU."""
     return Scale(
-        shape, (torch.bfloat16, torch.float32, torch.float16), Matrix(), full_matrix(), full_jobs(), 64, 8, 32, 12
+        shape,
+        (torch.bfloat16, torch.float32, torch.float16),
+        Matrix(),
+        full_matrix(),
+        full_jobs(),
+        variant_matrix(),
+        # PEFT's and vLLM's
+        (*_peers("peft", 64, 32, 32, 8), *_peers("vllm", 256, 128, 64, 16)),
+        peer_batch=64,
+        peer_adapters=8,
+        peer_tokens=32,
+        check_tokens=12,
     )
+
+
+def _peers(peer: str, batch: int, prompt_tokens: int, num_tokens: int, adapters: int) -> list[PeerWorkload]:
+    return [PeerWorkload(peer, batch, prompt_tokens, num_tokens, count) for count in (0, adapters)]
 
 
 def tiny_scale() -> Scale:
     """For a CPU and Triton's interpreter, whose numbers mean nothing."""
     kernels = Matrix(batches=(2,), adapters=(1, 2), ranks=(8,), context=20)
-    return Scale(TINY, (torch.float32,), kernels, tiny_matrix(), tiny_jobs(), 2, 2, 3, 2)
+    ours = tuple(_peers("peft", 2, 4, 3, 2))
+    return Scale(TINY, (torch.float32,), kernels, tiny_matrix(), tiny_jobs(), tiny_variants(), ours, 2, 2, 3, 2)
 
 
 def _compile(scale: Scale, place: Place) -> dict[str, Any]:
@@ -115,6 +137,30 @@ def _steady(scale: Scale, place: Place) -> dict[str, Any]:
         return measure_steady(folder, scale.steady, place.device, pool_bytes, place.deadline, place.save, trace)
 
 
+def _loading(scale: Scale, place: Place) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        return measure_loading(folder, place.device, place.deadline, place.save)
+
+
+def _ours(scale: Scale, place: Place) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        pool_bytes = _pool_bytes(place.device)
+        return measure_ours(folder, scale.ours, place.device, pool_bytes, place.deadline, place.save)
+
+
+def _sanitizer(scale: Scale, place: Place) -> dict[str, Any]:
+    return run_sanitizer(place.device, place.deadline, place.save)
+
+
+def _variant(scale: Scale, place: Place) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name) / "model", scale.shape)
+        sizes = scale.shape, scale.variant, scale.dtypes[0]
+        return measure_variant(folder, *sizes, place.device, _pool_bytes(place.device), place.deadline, place.save)
+
+
 def _peft(scale: Scale, place: Place) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = write_model_folder(Path(name) / "model", scale.shape)
@@ -136,14 +182,19 @@ SECTIONS = (
     Section("compile", 60.0, _compile),
     Section("ceilings", 20.0, _ceilings),
     Section("problems", 60.0, _checks),
-    Section("engine", 150.0, _engine),
-    Section("steady", 110.0, _steady),
+    Section("engine", 140.0, _engine),
+    Section("steady", 100.0, _steady),
     Section("kernels", 40.0, _kernels),
     Section("switches", 15.0, _switches),
+    Section("loading", 25.0, _loading),
+    Section("ours", 30.0, _ours),
     Section("peft", 40.0, _peft),
+    Section("sanitizer", 30.0, _sanitizer),
     Section("vllm", 100.0, _vllm),
     Section("layer", 40.0, _layer),
 )
+#: Measured for each variant, and in no other run.
+VARIANT = Section("variant", VARIANT_S, _variant)
 
 
 def _peaks(place: Place) -> Peaks:

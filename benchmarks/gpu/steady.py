@@ -19,9 +19,12 @@ from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.runner.gpu_runner import GpuRunner
 from lorabatch.engine.runner.runner import LaunchedStep
+from lorabatch.scheduler.cost import H200_LLAMA_3_8B, StepLoad, StepSample, fit, fit_quality
 
 _TABLE_ROWS = 30
+_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,18 @@ def measure_steady(
     save: Callable[[Any], None],
     trace: Path | None,
 ) -> dict[str, Any]:
-    """One row per job; then the kernels of some steps of the job before the last. `trace`: a file for them."""
+    """One row per job; the kernels of some steps of the first with adapters; a cost model fitted to the steps of all
+    jobs, as `scheduler/cost.py` takes it. `trace`: a file for the kernels."""
     rows: list[dict[str, Any]] = []
+    samples: list[StepSample] = []
     found: dict[str, Any] = {"jobs": rows}
     for job in matrix.jobs:
         if deadline.has_passed:
             return found
         engine = _engine(folder, job, device, pool_bytes)
         requests = _requests(engine, job)
-        rows.append(asdict(job) | _served(engine, requests, job, device))
+        rows.append(asdict(job) | _served(engine, requests, job, device, samples))
+        found["cost_model"] = _fitted(samples)
         save(found)
         if job.adapters and "kernels" not in found and not deadline.has_passed:
             found["kernels"] = _profiled(engine, requests, matrix, device, trace)
@@ -100,7 +106,7 @@ def _engine(folder: Path, job: Job, device: torch.device, pool_bytes: int | None
 
 
 def _requests(engine: Engine, job: Job) -> list[Request]:
-    adapters = [engine.register_dummy_adapter(f"{i}", 16) for i in range(job.adapters)]
+    adapters = [engine.register_dummy_adapter(f"{i}", _RANK) for i in range(job.adapters)]
     draw = np.random.default_rng(0)
     spread = 0.6
     lengths = draw.lognormal(-(spread**2) / 2, spread, (2, job.num_rows))
@@ -115,8 +121,10 @@ def _requests(engine: Engine, job: Job) -> list[Request]:
     return rows
 
 
-def _served(engine: Engine, requests: list[Request], job: Job, device: torch.device) -> dict[str, float]:
-    """Tokens per second of the whole job, and what its steps were."""
+def _served(
+    engine: Engine, requests: list[Request], job: Job, device: torch.device, samples: list[StepSample]
+) -> dict[str, float]:
+    """Tokens per second of the whole job, and what its steps were. Adds each step to `samples`."""
     # the first rows compile, load adapters and capture graphs
     for _ in engine.run(requests[: job.batch]):
         pass
@@ -124,8 +132,13 @@ def _served(engine: Engine, requests: list[Request], job: Job, device: torch.dev
     before = engine.telemetry()
     _wait(device)
     began_s = time.perf_counter()
-    for result in engine.run(requests):
-        assert result.error is None, result.error
+    engine.add(requests)
+    while engine.num_unfinished:
+        num_steps, step_s = watch.num_steps, time.perf_counter()
+        for result in engine.step():
+            assert result.error is None, result.error
+        if watch.num_steps > num_steps:
+            samples.append(StepSample(watch.load, time.perf_counter() - step_s))
     _wait(device)
     seconds, after = time.perf_counter() - began_s, engine.telemetry()
     watch.end()
@@ -135,6 +148,7 @@ def _served(engine: Engine, requests: list[Request], job: Job, device: torch.dev
         "prompt_tokens_per_s": (after.prompt_tokens - before.prompt_tokens) / seconds,
         "num_steps": watch.num_steps,
         "steps_with_prompts": watch.num_mixed / max(watch.num_steps, 1),
+        "steps_by_graph": watch.num_by_graph / max(watch.num_steps, 1),
         "mean_rows": watch.num_rows / max(watch.num_steps, 1),
         "host_waits_s": watch.waited_s,
         "adapter_stall_s": after.adapter_stall_s - before.adapter_stall_s,
@@ -142,17 +156,26 @@ def _served(engine: Engine, requests: list[Request], job: Job, device: torch.dev
 
 
 class _Watch:
-    """Counts an engine's steps, and the time that its host waits for their tokens."""
+    """Counts an engine's steps and what each does, and the time that its host waits for their tokens. `num_by_graph`:
+    steps whose decode rows have a bucket, and all of whose rows decode; `load`: of the step before."""
 
     def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine._runner, GpuRunner)
         self._engine = engine
-        self._launch = engine._runner.launch
-        self.num_steps = self.num_mixed = self.num_rows = 0
+        self._launch, self._run = engine._runner.launch, engine._runner._executor.run
+        self.num_steps = self.num_mixed = self.num_rows = self.num_by_graph = 0
         self.waited_s = 0.0
+        self.load = StepLoad()
         engine._runner.launch = self._launched  # type: ignore[method-assign]
+        engine._runner._executor.run = self._bucketed  # type: ignore[method-assign]
+
+    def _bucketed(self, key: Any, work: Any) -> None:
+        self.num_by_graph += self.load.prefill_tokens == 0
+        self._run(key, work)
 
     def _launched(self, entries: Any) -> LaunchedStep:
         self.num_steps += 1
+        self.load = _load_of(entries)
         self.num_mixed += any(not entry.is_decode for entry in entries)
         self.num_rows += len(entries)
         step = self._launch(entries)
@@ -167,7 +190,36 @@ class _Watch:
 
     def end(self) -> None:
         """Leave the engine as it was."""
-        self._engine._runner.launch = self._launch  # type: ignore[method-assign]
+        runner = self._engine._runner
+        assert isinstance(runner, GpuRunner)
+        runner.launch, runner._executor.run = self._launch, self._run  # type: ignore[method-assign]
+
+
+def _load_of(entries: Any) -> StepLoad:
+    """A step in the terms of the cost model; all adapters here have rank 16."""
+    decoding = [entry for entry in entries if entry.is_decode]
+    prompts = [entry for entry in entries if not entry.is_decode]
+    lora_tokens = sum(entry.num_tokens for entry in entries if entry.adapter is not None)
+    num_adapters = len({id(entry.adapter) for entry in entries if entry.adapter is not None})
+    return StepLoad(
+        prefill_tokens=sum(entry.num_tokens for entry in prompts),
+        decode_rows=len(decoding),
+        context_tokens=sum(entry.sequence.num_stored + entry.num_tokens for entry in entries),
+        num_adapters=num_adapters,
+        rank_sum=_RANK * num_adapters,
+        lora_tokens=lora_tokens,
+        rank_tokens=_RANK * lora_tokens,
+        prefill_pairs=sum(e.num_tokens * (e.sequence.num_stored + (e.num_tokens + 1) / 2) for e in prompts),
+        drawn_tokens=sum(entry.sequence.request.sampling.temperature > 0 for entry in decoding),
+    )
+
+
+def _fitted(samples: list[StepSample]) -> dict[str, Any]:
+    """What all ranks cost together is given to ranks: there is one of them. Median errors say how well it holds."""
+    if not samples:
+        return {}
+    cost = fit(samples, H200_LLAMA_3_8B)
+    return cost.to_json() | {"num_steps": len(samples), "median_error": fit_quality(samples, cost).median_error}
 
 
 def _profiled(

@@ -6,8 +6,11 @@ need its share of the kernels, on a model of few layers and the real widths.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import re
+import subprocess
 import tempfile
 import time
 import traceback
@@ -88,7 +91,32 @@ def compile_all(
                 found["not_compiled"]["others"] = "no time left"
                 for process in list(pool._processes.values()):
                     process.kill()
+    found["kernels"] = resources_of(Path(os.environ["TRITON_CACHE_DIR"])) if "TRITON_CACHE_DIR" in os.environ else []
     return found
+
+
+def resources_of(cache: Path) -> list[dict[str, Any]]:
+    """Registers, bytes of them kept in memory, shared memory and warps of every kernel in a cache of Triton's."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    rows = []
+    for code in sorted(cache.glob("*/*.cubin")):
+        facts = json.loads(code.with_suffix(".json").read_text(encoding="utf-8"))
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", code], capture_output=True, text=True, check=False
+        ).stdout
+        numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+        rows.append(
+            {
+                "kernel": code.stem,
+                "registers": numbers.get("REG"),
+                "stack_bytes": numbers.get("STACK", 0) + numbers.get("LOCAL", 0),
+                "shared_bytes": facts.get("shared"),
+                "num_warps": facts.get("num_warps"),
+            }
+        )
+    return rows
 
 
 def compile_some(folder: str, kernels: Kernels, device: str) -> float:

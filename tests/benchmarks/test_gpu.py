@@ -27,7 +27,9 @@ from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
 from lorabatch.engine.engine import Engine
+from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
 
+KNOWN = CPU_SMOLLM2_135M.to_json().keys()
 CPU = torch.device("cpu")
 
 
@@ -129,6 +131,10 @@ def test_a_whole_run_at_the_smallest_sizes(
     assert result["switches"].keys() >= {"merge_ms", "restore_ms", "load_rank16_ms"}
     assert result["peft"].keys() >= {"base_tokens_per_s", "mixed_2_adapters_tokens_per_s", "merged_tokens_per_s"}
     assert result["vllm"] == {"skipped": "vllm needs a GPU"}
+    assert result["sanitizer"] == {"skipped": "compute-sanitizer needs a GPU"}
+    assert result["loading"].keys() >= {"first_token_of_new_adapter_ms", "switch_from_pool_ms", "switch_from_host_ms"}
+    assert [(row["peer"], row["adapters"]) for row in result["ours"]] == [("peft", 0), ("peft", 2)]
+    assert CostModel.from_json({k: v for k, v in result["steady"]["cost_model"].items() if k in KNOWN}).step_s >= 0
     assert [(row["adapters"], row["rank"]) for row in result["layer"]] == [(0, None), (1, 8), (2, 8)]
     assert "attention decode" in done.stdout
     assert len([line for line in done.stdout.splitlines() if "  unmerged" in line or "  merged" in line]) == 4
@@ -151,6 +157,29 @@ def test_a_run_that_is_cut_short_leaves_what_its_sections_have_found(
 ) -> None:
     folder = Path(whole_run[0].args[-1]).with_suffix("")
     assert {path.stem for path in folder.glob("*.json")} == {section.name for section in SECTIONS} | {"trace"}
+
+
+@pytest.mark.long
+def test_variants_are_measured_in_processes_of_their_own_environments(tmp_path: Path) -> None:
+    """Two of them; on a CPU they are launched alike, and the one that needs a GPU says so."""
+    command_line = [sys.executable, "-m", "lorabatch.benchmarks.gpu", "--tiny", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(
+        [*command_line, "--variants", "usual", "varlen"],
+        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "LORABATCH_PROMPT_ATTENTION='varlen': it needs a GPU" in done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["variants"]
+    assert list(found) == ["usual", "varlen"]
+    assert all(len(value["points"]) == len(value["decoding"]) == 1 for value in found.values()), done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[1] for line in lines if line[0] == "varlen"] == ["decode", "decode", "prompts"]
+
+
+def test_an_unknown_variant_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert command.main(["--tiny", "--variants", "faster"]) == 2
+    assert "--variants faster: expected usual, early-launches" in capsys.readouterr().err
 
 
 def place(seconds: float, saved: list[Any]) -> Place:
@@ -229,6 +258,7 @@ def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(checks, "check_all", failing)
     monkeypatch.setattr(checks, "check_engine", lambda *_: ["a token differs"])
+    monkeypatch.setattr(checks, "check_graphs", lambda *_: [])
     monkeypatch.setattr(checks, "check_real_widths", lambda *_: [])
     saved: list[Any] = []
     found = checks.run_checks([torch.float32], 1, TINY, CPU, Deadline.after(60.0), saved.append)
@@ -239,11 +269,11 @@ def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_matrix_covers_what_was_asked_of_it() -> None:
     points = full_matrix().points
-    assert {p.batch for p in points} == {64, 128, 256, 512}
-    assert {p.adapters for p in points} == {0, 1, 16, 64, 256}
+    assert {p.batch for p in points} == {1, 4, 64, 128, 256, 512}
+    assert {p.adapters for p in points} == {0, 1, 4, 16, 64, 256}
     assert {p.rank for p in points} == {None, 8, 16, 64, MIXED}
     assert {p.mode for p in points} == {"unmerged", "merged", "mixture"}
-    assert len({p.prompt_tokens for p in points}) == 2
+    assert {p.prompt_tokens for p in points} == {128, 1024, 2048, 8000}
     assert len(points) == len(set(points))
     bases = {(p.batch, p.prompt_tokens) for p in points if p.adapters == 0}
     assert all((p.batch, p.prompt_tokens) in bases for p in points), "every point has a base beside it"

@@ -9,6 +9,8 @@ from lorabatch.benchmarks.fidelity_results import Fidelity, FidelityResults
 from lorabatch.benchmarks.simulation import dlora_figures, loraserve_figures
 from lorabatch.benchmarks.simulation.decisions import PlacementQuality, PlanningScale, scale_row
 from lorabatch.benchmarks.simulation.figure import Claim, Figure, Finding, Interval
+from lorabatch.benchmarks.simulation.gpu_changes import before_and_after
+from lorabatch.benchmarks.simulation.growing_rows import Shape
 from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
 from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead, jobs
 from lorabatch.benchmarks.simulation.papers import Table
@@ -170,3 +172,11 @@ def test_the_time_left_is_near_and_mostly_in_its_range(seeds):
 def test_the_table_of_the_time_left_has_a_line_for_each_part_of_the_job():
     job = draw(7000)
     assert table([(job, *play(job))]).count("\n") == 6
+
+
+def test_prompts_together_and_growing_rows_leave_fewer_mixed_steps_and_more_rows():
+    """A card of little memory, in a job of a few batches."""
+    before, after = before_and_after(Shape(40, 600, 100, 0.7, 2048, 4), num_rows=100)
+    assert after.mixed_share < before.mixed_share
+    assert after.batch_rows > before.batch_rows
+    assert after.makespan_s < before.makespan_s
