@@ -131,7 +131,7 @@ class GpuRunner:
         self._seen_switches = live.num_switches
         self._weight_addresses = decoder.weight_addresses()
         self._executor = executor
-        self._prompts = prompts
+        self._prompt_attention = prompts
         first = first or FirstSizes.of(config, model, len(memory))
         self._adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
         self._num_pages = len(memory) // layout.page_elements
@@ -157,7 +157,7 @@ class GpuRunner:
         # of the step's parts: log-probabilities of the tokens that rows ask for
         self._asked: list[Tensor] = []
         # of the step's parts: log-probabilities of prompts, on their way to the host
-        self._prompts: list[CopiedPrompts] = []
+        self._scored: list[CopiedPrompts] = []
         self._places: dict[int, int] = {}
         self._rules = rules
 
@@ -170,7 +170,7 @@ class GpuRunner:
             self._make_room(planned)
         sampled: tuple[Sequence, ...] = ()
         self._asked.clear()
-        self._prompts = []
+        self._scored = []
         for planned in parts:
             self._launch_part(planned, first=len(sampled), may_replay=planned is parts[0])
             sampled += planned.sampled
@@ -201,8 +201,8 @@ class GpuRunner:
                 draws=planned.draws,
                 first_place=first,
             )
-            if self._prompts is not None and not planned.is_decode:
-                library = self._prompts.of_step(planned.spans(), self._memory.heads, target.buffer.device)
+            if self._prompt_attention is not None and not planned.is_decode:
+                library = self._prompt_attention.of_step(planned.spans(), self._memory.heads, target.buffer.device)
                 step = replace(step, library=library)
             self.compute(step, planned)
 
@@ -264,7 +264,7 @@ class GpuRunner:
         pinned = [empty_pinned(column.numel(), column.dtype, raw.device).view(column.shape) for column in columns]
         for host, column in zip(pinned, columns, strict=True):
             host.copy_(column, non_blocking=True)
-        self._prompts.append(CopiedPrompts([places for _, places in scored], *pinned))
+        self._scored.append(CopiedPrompts([places for _, places in scored], *pinned))
 
     def _table_rows(self, entries: Items[StepEntry]) -> dict[int, int]:
         """Table rows of all adapters of a step by their `order`."""
@@ -373,7 +373,7 @@ class GpuRunner:
             top_ids.copy_(self._top_ids[:count, :num_top], non_blocking=True)
             top_logprobs.copy_(self._top_logprobs[:count, :num_top], non_blocking=True)
         num_asked = [len(sequence.asked_tokens) for sequence in sampled]
-        prompts = self._prompts
+        prompts = self._scored
         asked = empty_pinned(sum(num_asked), torch.float32, device)
         if self._asked:
             asked.copy_(torch.cat(self._asked), non_blocking=True)
