@@ -155,6 +155,7 @@ def profile(
     max_seconds: Annotated[float, typer.Option(min=1, help="Nothing new is measured after so long.")] = 120.0,
     dtype: Annotated[str, shared_option("dtype")] = "auto",
     base_quantization: Annotated[str, shared_option("base_quantization")] = "none",
+    tensor_parallel: Annotated[int, shared_option("tensor_parallel")] = 1,
     save: Annotated[Path | None, typer.Option(help="JSON file; by default where jobs find it.")] = None,
 ) -> None:
     """Measure this machine's cost model: prefill, decode, LoRA by rank, merge, adapter load. About two minutes."""
@@ -163,9 +164,24 @@ def profile(
         from .jobs.spec import JobSpec
         from .pipeline.planning.profile import ProfileRequest, profile_model
 
-        spec = JobSpec(model=model, input="-", output="-", dtype=dtype, base_quantization=base_quantization)
+        spec = JobSpec(
+            model=model,
+            input="-",
+            output="-",
+            dtype=dtype,
+            base_quantization=base_quantization,
+            tensor_parallel=tensor_parallel,
+        )
         request = ProfileRequest(
-            model, workers, engine_threads, batch_rows, step_tokens, max_seconds, spec.dtype, spec.base_quantization
+            model,
+            workers,
+            engine_threads,
+            batch_rows,
+            step_tokens,
+            max_seconds,
+            spec.dtype,
+            spec.base_quantization,
+            spec.tensor_parallel,
         )
         print_profile(*profile_model(request, save))
 

@@ -44,6 +44,8 @@ class EngineConfig:
     `base_quantization`: `int8` multiplies the base model's linear layers in 8 bits, on CPUs that can; `fp8` in 8-bit
     floating point, on GPUs that can.
     `host_tier_bytes`: host memory for adapters that had to leave the pool (None: a sixteenth of all, at most 1 GiB).
+    `tensor_parallel`: processes that compute its steps together (`engine/parallel`); pool, host tier and threads are
+    those of all of them.
     `num_threads`: CPU threads (None: leave torch's choice). `mode`: see product documentation; `exact` fixes arithmetic
     per row. `batcher`: what chooses the steps, a name in `scheduler.batching.BATCHERS` (None: what the mode says).
     `uses_prefix_cache`: rows whose prompts begin alike compute the beginning once (in `exact` where compiled CPU
@@ -69,6 +71,14 @@ class EngineConfig:
     kernels: Literal["auto", "triton"] = "auto"
     launches_ahead: bool = True
     cost: CostModel | None = None
+    tensor_parallel: int = 1
+
+    @property
+    def member_threads(self) -> int | None:
+        """CPU threads of each process of the engine; None: torch's choice."""
+        if self.num_threads is None:
+            return None
+        return max(1, self.num_threads // self.tensor_parallel)
 
     @property
     def batch_rows(self) -> int:

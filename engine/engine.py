@@ -34,11 +34,11 @@ from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
 from .memory.residency import AdapterResidency
 from .model_config.model import ModelConfig
-from .models.merge import LiveWeights
 from .models.rope import restarts_at
 from .models.step_batch import StepEntry
+from .parallel.backend import backend_of
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
-from .runner.backend import Backend, MakeBackend, choose_backend
+from .runner.backend import Backend, MakeBackend
 from .runner.runner import StepsInFlight
 from .runner.step_counts import StepCounts
 from .sequence import Sequence
@@ -61,23 +61,23 @@ class Engine:
         model_folder: Path,
         config: EngineConfig,
         batcher: Batcher | None = None,
-        make_backend: MakeBackend = choose_backend,
+        make_backend: MakeBackend = backend_of,
     ) -> None:
         self.model: ModelConfig = read_model_config(model_folder)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        if config.member_threads is not None:
+            torch.set_num_threads(config.member_threads)
         with torch.inference_mode():
             self.backend = backend = make_backend(model_folder, config, self.model)
             plan = backend.plan_memory()
             self.config = config = replace(
                 config, max_batch_rows=plan.limits.batch_rows, max_step_tokens=plan.limits.step_tokens
             )
-            memory = backend.allocate(plan.num_pages * plan.layout.page_elements)
-        self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device)
+            pools = backend.allocate(plan.num_pages * plan.layout.page_elements)
+        self._registry = AdapterRegistry(self.model, backend.pool_dtype, backend.device, backend.partitions)
         cost = config.cost or backend.default_cost
-        self._live = LiveWeights(backend.decoder)
+        self._live = backend.live_weights()
         self._batch = _running_batch(
-            *(backend, plan, memory, self._registry, config),
+            *(backend, plan, pools, self._registry, config),
             shows_memory=cost.mixed_step_s > 0,
             merges_packed=self._live.takes_packed,
         )
@@ -99,7 +99,7 @@ class Engine:
         self.rules = TokenRules(tokenizers)
         self._completion = Completion(tokenizers, self.rules)
         self._choices = ChoiceScores(tokenizers)
-        self._runner = backend.runner(self._live, memory, plan.layout, config, self.rules)
+        self._runner = backend.runner(self._live, pools[0], plan.layout, config, self.rules)
         self._in_flight = StepsInFlight()
         self._expected: Counter[str] = Counter()
         self._rejected: list[Result] = []
@@ -266,6 +266,15 @@ class Engine:
                 "merged weights; lower pool_bytes, or answer its rows in a job of --mode merged",
             ) from error
 
+    @property
+    def hung_process(self) -> str | None:
+        """See `server.process.RunsRequests`."""
+        return self.backend.hung_process
+
+    def close(self) -> None:
+        """End the engine's other processes, if it has any."""
+        self.backend.close()
+
     def check_integrity(self) -> None:
         """Assert that pool, pins and running rows agree with each other."""
         self._batch.check_integrity()
@@ -392,23 +401,23 @@ class Engine:
 def _running_batch(
     backend: Backend,
     plan: MemoryPlan,
-    memory: Tensor,
+    pools: Tensor,
     registry: AdapterRegistry,
     config: EngineConfig,
     *,
     shows_memory: bool,
     merges_packed: bool,
 ) -> RunningBatch:
-    """An empty batch over `memory` (the flat pool), as the backend's kernels read it."""
+    """An empty batch over `pools` [num_members, numbers of a pool], as the backend's kernels read them."""
     traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
     read = partial(registry.load_packed, in_panels=traits.has_lora_panels)
     loader = AdapterLoader(read, HostTier(host_tier_bytes(config)), backend.loader_threads)
-    residency = AdapterResidency(pool, memory, layout.page_elements, loader, backend.copies())
+    residency = AdapterResidency(pool, pools[0], layout.page_elements, loader, backend.copies())
     prefixes: PrefixSharing | None = None
     if shares_prefixes(config, model, is_arithmetic_fixed=traits.is_arithmetic_fixed):
         named = traits.has_block_tables
-        prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, memory)
-    clean = eraser_for(memory, layout) if traits.reads_other_rows else None
+        prefixes = NamedPrefixes(pool, layout, model) if named else CopiedPrefixes(pool, layout, model, pools)
+    clean = eraser_for(pools, layout) if traits.reads_other_rows else None
     room = Room(pool, layout, residency, registry, prefixes)
     return RunningBatch(
         room,

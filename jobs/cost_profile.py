@@ -61,14 +61,15 @@ def read_profile(path: Path) -> CostProfile:
         ) from None
 
 
-def profile_path(model_sha256: str, device: str, dtype: str, threads: int | None) -> Path:
+def profile_path(model_sha256: str, device: str, dtype: str, threads: int | None, processes: int = 1) -> Path:
     """Where a profile of this combination is kept on this machine."""
-    return default_cache_root() / "profiles" / f"{profile_name(model_sha256, device, dtype, threads)}.json"
+    return default_cache_root() / "profiles" / f"{profile_name(model_sha256, device, dtype, threads, processes)}.json"
 
 
-def profile_name(model_sha256: str, device: str, dtype: str, threads: int | None) -> str:
-    """A name for files about this combination."""
-    return f"{model_sha256[:16]}-{device}-{dtype}" + (f"-{threads}-threads" if threads else "")
+def profile_name(model_sha256: str, device: str, dtype: str, threads: int | None, processes: int = 1) -> str:
+    """A name for files about this combination. `processes`: of an engine."""
+    of_group = f"-{processes}-processes" if processes > 1 else ""
+    return f"{model_sha256[:16]}-{device}-{dtype}" + (f"-{threads}-threads" if threads else "") + of_group
 
 
 def machine() -> str:

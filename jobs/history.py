@@ -89,10 +89,10 @@ class ModelHistory:
         return cls(cost, lengths)
 
 
-def history_path(model_sha256: str, device: str, dtype: str, threads: int | None) -> Path | None:
+def history_path(model_sha256: str, device: str, dtype: str, threads: int | None, processes: int = 1) -> Path | None:
     """Where the history of this combination is kept; None when none is."""
     root = _folder()
-    return None if root is None else root / f"{profile_name(model_sha256, device, dtype, threads)}.json"
+    return None if root is None else root / f"{profile_name(model_sha256, device, dtype, threads, processes)}.json"
 
 
 def read_history(path: Path | None) -> ModelHistory:

@@ -186,7 +186,11 @@ class JobSpec(_SamplingFields):
         "capability 8.9 and later. Faster, and less exact.",
     )
     device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1)
-    tensor_parallel: int = _option(1, "Devices per engine; only 1 is served yet.", ge=1)
+    tensor_parallel: int = _option(
+        1,
+        "Processes of an engine, each with its part of the model, for models that do not fit into one; on CPUs.",
+        ge=1,
+    )
     load_format: Literal["auto", "dummy"] = _option("auto", "How weights are read; dummy makes random ones.")
     batch_rows: int | None = _option(
         None, "Rows that an engine decodes together; by default 64, on a GPU by its memory.", ge=1
@@ -254,9 +258,7 @@ class JobSpec(_SamplingFields):
         """What may be asked of a job and is not served yet."""
         problems = []
         if self.tensor_parallel != 1:
-            problems.append(
-                f"tensor_parallel={self.tensor_parallel}: expected 1; engines of several devices are not served yet"
-            )
+            problems += self._group_problems()
         if self.device == "cpu" and self.dtype == "float16":
             problems.append(f"dtype={self.dtype!r}: CPUs multiply in float32 or bfloat16. Use dtype auto.")
         if self.base_quantization != "none" and self.mode == "merged":
@@ -271,6 +273,28 @@ class JobSpec(_SamplingFields):
         problem = policy_problem(self.policy, self.mode)
         if problem is not None:
             problems.append(problem)
+        return problems
+
+    def _group_problems(self) -> list[str]:
+        """What engines of several processes do not do."""
+        asked = f"tensor_parallel={self.tensor_parallel}"
+        problems = []
+        if self.device not in ("auto", "cpu") or self.cluster == "local-cuda":
+            name = "device" if self.device != "auto" else "cluster"
+            problems.append(
+                f"{asked}, {name}={getattr(self, name)!r}: models are split among processes on CPUs only. Use "
+                "tensor_parallel 1, or device cpu on a cluster without GPUs."
+            )
+        if self.base_quantization != "none":
+            problems.append(
+                f"{asked}, base_quantization={self.base_quantization!r}: parts of a model multiply in float32 or "
+                "bfloat16. Use base_quantization none, or tensor_parallel 1."
+            )
+        if self.mode == "exact":
+            problems.append(
+                f"{asked}, mode={self.mode!r}: what parts add up rounds otherwise than the whole. Use mode auto, "
+                "unmerged or merged, or tensor_parallel 1."
+            )
         return problems
 
     @property

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..engine.config import read_model_config
+from ..engine.config import has_blocks, read_model_config
 from ..engine.errors import ChatTemplateError, EngineError
 from ..engine.model_config.model import ModelConfig
+from ..engine.model_config.partition import partition_problem
 from ..engine.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from ..engine.text.conversation import RENDERING_OPTIONS, RenderOptions, is_template_text, read_tools, read_variables
 from ..engine.text.sampling_check import problems_with_model
@@ -168,6 +169,9 @@ def _check_model(spec: JobSpec) -> CheckedModel:
             f"model={redacted_url(spec.model)!r}: no *.safetensors files in {folder}. Weights in other formats "
             "are not read; convert them, or give a GGUF file."
         )
+    problem = partition_problem(config, spec.tensor_parallel, has_blocks=has_blocks(folder))
+    if problem is not None:
+        raise JobRequestError(f"model={redacted_url(spec.model)!r}: {problem}")
     return CheckedModel(folder, config, tokenizer)
 
 

@@ -135,11 +135,11 @@ class PrefixSharing(ABC):
 
 
 class CopiedPrefixes(PrefixSharing):
-    """Copies pages between the cache and rows, in the memory of a CPU."""
+    """Copies pages between the cache and rows, in the memory of a CPU: in `pools` [num_members, numbers of a pool]."""
 
-    def __init__(self, pool: PagePool, layout: PageLayout, model: ModelConfig, memory: Tensor) -> None:
+    def __init__(self, pool: PagePool, layout: PageLayout, model: ModelConfig, pools: Tensor) -> None:
         super().__init__(pool, layout, model)
-        self._memory = memory
+        self._pools = pools
         self._page_elements = layout.page_elements
         self._model = model
 
@@ -154,11 +154,12 @@ class CopiedPrefixes(PrefixSharing):
         self._slot(page, 0).copy_(self._slot(run, number))
 
     def _slot(self, run: PageRun, number: int) -> Tensor:
-        """Keys and values of a run's page `number`, [num_layers * 2 * num_kv_heads, page_tokens, head_dim]."""
+        """Keys and values of a run's page `number` in all pools, [num_members, num_layers * 2 * num_kv_heads,
+        page_tokens, head_dim]."""
         model, size, page_tokens = self._model, self._page_elements, self._page_tokens
-        shape = (model.num_layers * 2 * model.num_kv_heads, run.num_pages * page_tokens, model.head_dim)
-        whole = self._memory[run.start * size : run.end * size].view(shape)
-        return whole[:, number * page_tokens : (number + 1) * page_tokens]
+        shape = (-1, model.num_layers * 2 * model.num_kv_heads, run.num_pages * page_tokens, model.head_dim)
+        whole = self._pools[:, run.start * size : run.end * size].view(shape)
+        return whole[:, :, number * page_tokens : (number + 1) * page_tokens]
 
 
 class NamedPrefixes(PrefixSharing):

@@ -57,10 +57,10 @@ def zeroed_memory(num_elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=num_elements)
 
 
-def eraser_for(memory: Tensor, layout: PageLayout) -> Callable[[PageRun], None]:
-    """A function that zeroes a run of `memory` (flat)."""
+def eraser_for(pools: Tensor, layout: PageLayout) -> Callable[[PageRun], None]:
+    """A function that zeroes a run in all of `pools` [num_members, numbers of a pool]."""
 
     def erase(run: PageRun) -> None:
-        memory[run.start * layout.page_elements : run.end * layout.page_elements].zero_()
+        pools[:, run.start * layout.page_elements : run.end * layout.page_elements].zero_()
 
     return erase

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, pool_format
 from ..model_config.model import PACKED_SITES, ModelConfig
+from ..model_config.partition import Partition
 
 _GIB = 1 << 30
 _DEFAULT_CPU_POOL_BYTES = 2 * _GIB
@@ -81,7 +82,8 @@ def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, me
         linear_itemsize = itemsize if config.base_quantization == "none" else 1
         left = _left_by_weights(memory_bytes, model, itemsize, linear_itemsize)
         steps, pool_bytes = gpu_plan(left, config, model, itemsize)
-    token_bytes = 2 * model.num_layers * model.kv_size * itemsize
+    part = Partition(model, config.tensor_parallel, 0).shard
+    token_bytes = 2 * model.num_layers * part.kv_size * itemsize * config.tensor_parallel
     return EngineLimits(
         steps.batch_rows, steps.step_tokens, pool_bytes, token_bytes, config.page_tokens, RUN_PAGES[kind]
     )
@@ -91,6 +93,16 @@ def weight_bytes(model: ModelConfig, itemsize: int, linear_itemsize: int | None 
     """The base model on a device: linear layers (of `linear_itemsize` bytes a number), embeddings and head."""
     embeddings = model.vocab_size * model.embedding_size * (1 if model.is_tied else 2)
     return live_weight_bytes(model, linear_itemsize or itemsize) + embeddings * itemsize
+
+
+def adapter_growth(model: ModelConfig, num_members: int) -> float:
+    """Memory that an adapter on all linear layers takes in the pools of a group, over what it takes in one: halves of
+    its pairs are in every pool."""
+
+    def elements(part: ModelConfig) -> int:
+        return sum(sum(shape) for site in PACKED_SITES for shape in part.members_of_site(site).values())
+
+    return num_members * elements(Partition(model, num_members, 0).shard) / elements(model)
 
 
 def keeps_merged_copy(config: EngineConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,8 @@ from ...kernels.native import adapter_type
 from ...kernels.packed_weight.panels import pack_rows_
 from ...kernels.segment_lora import LoraMember, LoraSiteWeights
 from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
+from ..model_config.partition import Partition
+from ..peft.cut import cut_pairs
 from ..peft.weights import AdapterWeights, LoraPair
 
 Sites = tuple[dict[str, LoraSiteWeights], ...]  # per layer, by packed site
@@ -91,7 +93,7 @@ class AdapterLayout:
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
     """`numbers`: flat, in host memory (pinned where a GPU is to have them), or on the device where they were made up
-    there."""
+    there; for a group [num_members, numbers of each], all in the same layout."""
 
     numbers: Tensor
     layout: AdapterLayout
@@ -99,6 +101,18 @@ class PackedAdapter:
     @property
     def num_bytes(self) -> int:
         return self.numbers.numel() * self.numbers.element_size()
+
+
+def pack_for_group(
+    weights: AdapterWeights, partitions: Sequence[Partition], dtype: torch.dtype, *, in_panels: bool
+) -> PackedAdapter:
+    """`pack_adapter` for each member of a group."""
+    pairs, device = weights.lora, torch.device("cpu")
+    packed = [
+        _pack(cut_pairs(pairs, partition), partition.shard, dtype, in_panels=in_panels, device=device)
+        for partition in partitions
+    ]
+    return PackedAdapter(torch.stack([each.numbers for each in packed]), packed[0].layout)
 
 
 def pack_adapter(
@@ -109,7 +123,12 @@ def pack_adapter(
     `in_panels`: see `AdapterLayout`. `dtype` and `device`: of the memory where they are to go. Raises
     `AdapterRefusedError` for an adapter that is exact by merge only.
     """
-    pairs = weights.lora
+    return _pack(weights.lora, model, dtype, in_panels=in_panels, device=device)
+
+
+def _pack(
+    pairs: Mapping[str, LoraPair], model: ModelConfig, dtype: torch.dtype, *, in_panels: bool, device: torch.device
+) -> PackedAdapter:
     num_elements = sum(pair.a.numel() + pair.b.numel() for pair in pairs.values())
     some = next(iter(pairs.values()), None)
     if some is None or some.a.device.type == "cpu":

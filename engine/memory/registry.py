@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,30 +11,39 @@ from numpy.typing import NDArray
 
 from ..errors import AdapterRefusedError, AdapterUnusableError
 from ..model_config.model import PACKED_SITES, ModelConfig
+from ..model_config.partition import Partition
 from ..peft import AdapterAudit, audit_adapter
 from ..peft.random import dummy_adapter_weights, dummy_audit
 from ..peft.weights import AdapterWeights, load_adapter
-from .packed import PackedAdapter, pack_adapter
+from .packed import PackedAdapter, pack_adapter, pack_for_group
 
 BASE_CODE = -1
 
 
 class AdapterRegistry:
-    """Audits the headers of what it is given and numbers it, so that batchers see small integers."""
+    """Audits the headers of what it is given and numbers it, so that batchers see small integers.
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    `partitions`: of a group's members, each of whose pools has a part of every adapter.
+    """
+
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, device: torch.device, partitions: Sequence[Partition] = ()
+    ) -> None:
         self._model = model
+        self._partitions = partitions
+        self._part = part = partitions[0].shard if partitions else model
+        self._shapes = part.linear_shapes()
         self._dtype = dtype
         self._device = device
         self._audits: dict[str, AdapterAudit] = {}
         self.code_of: dict[str | None, int] = {None: BASE_CODE}
         self._id_of_code: list[str] = []
-        #: Numbers that each adapter's matrices take in the pool.
+        #: Numbers that each adapter's matrices take in a pool.
         self.num_elements: dict[str, int] = {}
         self._ranks: NDArray[np.float64] = np.zeros(0)
-        members = [shape for site in PACKED_SITES for shape in model.members_of_site(site).values()]
+        members = [shape for site in PACKED_SITES for shape in part.members_of_site(site).values()]
         #: Numbers of an adapter of rank 1 on all linear layers.
-        self.elements_per_rank = model.num_layers * sum(outputs + inputs for outputs, inputs in members)
+        self.elements_per_rank = part.num_layers * sum(outputs + inputs for outputs, inputs in members)
         self._dummy_ids: set[str] = set()
 
     def __contains__(self, adapter_id: str) -> bool:
@@ -63,7 +73,10 @@ class AdapterRegistry:
     def _enter(self, adapter_id: str, audit: AdapterAudit) -> None:
         self._audits[adapter_id] = audit
         # asked before every step, for every adapter that rows wait with
-        self.num_elements[adapter_id] = sum(s.rank * (s.in_features + s.out_features) for s in audit.sites)
+        self.num_elements[adapter_id] = sum(
+            site.rank * sum(self._shapes.get(site.module, (site.out_features, site.in_features)))
+            for site in audit.sites
+        )
         self.code_of[adapter_id] = len(self._id_of_code)
         self._id_of_code.append(adapter_id)
 
@@ -111,6 +124,8 @@ class AdapterRegistry:
         `AdapterUnusableError`. Any thread may call."""
         place = self._device if adapter_id in self._dummy_ids else torch.device("cpu")
         weights = self._load(adapter_id, place)
+        if self._partitions:
+            return pack_for_group(weights, self._partitions, self._dtype, in_panels=in_panels)
         return pack_adapter(weights, self._model, self._dtype, in_panels=in_panels, device=self._device)
 
     def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:

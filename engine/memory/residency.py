@@ -27,13 +27,15 @@ from .pool import PagePool
 class ResidentAdapter:
     """An adapter in the pool: `numbers` (flat, a view of the pool) in `layout`.
 
-    `order` numbers residents by arrival; steps sort their tokens by it.
+    `order` numbers residents by arrival; steps sort their tokens by it. `num_bytes`: of all that is kept of it when it
+    leaves, of the other members of a group too.
     """
 
     adapter_id: str
     order: int
     numbers: Tensor
     layout: AdapterLayout
+    num_bytes: int = 0
 
     @cached_property
     def sites(self) -> Sites:
@@ -147,11 +149,12 @@ class AdapterResidency:
         self.join(adapter_id)
         self._arriving.pop(adapter_id, None)
         resident = self._residents.pop(adapter_id)
-        numbers = resident.numbers
-        num_bytes = numbers.numel() * numbers.element_size()
         with self._stalling():
             self.loader.keep(
-                adapter_id, num_bytes, lambda: PackedAdapter(self._copies.to_host(numbers), resident.layout), next_use
+                adapter_id,
+                resident.num_bytes,
+                lambda: PackedAdapter(self._copies.to_host(resident.numbers), resident.layout),
+                next_use,
             )
         self._pool.release(adapter_owner(adapter_id))
 
@@ -161,12 +164,14 @@ class AdapterResidency:
             adapter = self.loader.take(adapter_id)
             run = self._pool.allocate(adapter_owner(adapter_id), num_pages)
             assert run is not None, f"adapter {adapter_id}: no room for {num_pages} pages"
-            size, limit = adapter.numbers.numel(), num_pages * self._page_elements
+            size, limit = adapter.numbers.shape[-1], num_pages * self._page_elements
             assert size <= limit, f"adapter {adapter_id} has {size} numbers, its pages hold {limit}"
             start = run.start * self._page_elements
             numbers = self._memory[start : start + size]
             self._arriving[adapter_id] = self._copies.to_pool(adapter.numbers, numbers)
-        self._residents[adapter_id] = ResidentAdapter(adapter_id, self.num_loads, numbers, adapter.layout)
+        self._residents[adapter_id] = ResidentAdapter(
+            adapter_id, self.num_loads, numbers, adapter.layout, adapter.num_bytes
+        )
         self.num_loads += 1
         return self._residents[adapter_id]
 

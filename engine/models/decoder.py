@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,20 @@ from .rope import Rope
 from .step_batch import AdapterSpan, StepBatch
 
 Rotary = tuple[Tensor, Tensor]
+
+
+class Members(Protocol):
+    """The other members of a tensor-parallel group, each of which calls the same at the same places."""
+
+    @property
+    def first_token(self) -> int:
+        """Of this member's part of the vocabulary."""
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum of what all members give, the same numbers on each. `x` may be overwritten."""
+
+    def join_logits(self, x: Tensor) -> Tensor:
+        """On the leader the columns of all members side by side; on others what they give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,7 @@ class Decoder:
     `weights`: by checkpoint name, taken out one by one; in `dtype` or, where linear layers are packed, as they are
     stored. `dtype`: number format of computing. `packed`: linear layers that were packed before, by `joined_name`;
     their plain weights need not be in `weights`. `products`: all others are packed now for such (None: none is).
+    `members`: of the group, where the decoder is a part of one; `model` and `weights` are those of the part then.
     """
 
     #: Steps are built so that what a row computes depends on that row alone.
@@ -59,8 +74,10 @@ class Decoder:
         *,
         products: Products | None,
         packed: Mapping[str, PackedWeight] | None = None,
+        members: Members | None = None,
     ) -> None:
         self.model = model
+        self._members = members
         #: Of computing, and of what is stored in the pool.
         self.dtype = dtype
         source = _Weights(weights, packed or {}, dtype, products)
@@ -112,7 +129,7 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         model, names = self.model, self.model.names
-        x = self.tensors[f"{names.embedding}.weight"][token_ids].to(self.dtype)
+        x = self._looked_up(self.tensors[f"{names.embedding}.weight"], token_ids).to(self.dtype)
         if model.embedding_scale != 1.0:
             x *= self._embedding_scale
         if names.project_in is not None:
@@ -121,13 +138,24 @@ class Decoder:
             x += self.tensors[f"{names.positions}.weight"][positions + model.position_offset]
         return x
 
+    def _looked_up(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        if self._members is None:
+            return table[token_ids]
+        rows = token_ids - self._members.first_token
+        is_here = (rows >= 0) & (rows < len(table))
+        x = torch.zeros(len(rows), table.shape[1], dtype=self.dtype)
+        x[is_here] = table[rows[is_here]].to(self.dtype)
+        return self._members.add_up(x)
+
     def _logits(self, x: Tensor) -> Tensor:
         x = self._norm(x, self.model.names.final_norm)
         if self.model.names.project_out is not None:
             x = self.linears[self.model.names.project_out](x)
         logits = self.linears[HEAD](x)
         cap = self.model.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits if self._members is None else self._members.join_logits(logits)
 
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         return x if module is None else self._norm_of_kind(x, module)
@@ -151,7 +179,11 @@ class Decoder:
             model.attention_scale,
             model.attention_softcap,
         )
-        return self._with_lora(layer, "o", attended, batch.spans)
+        return self._added_up(self._with_lora(layer, "o", attended, batch.spans))
+
+    def _added_up(self, x: Tensor) -> Tensor:
+        """The output of a layer that is split by inputs. The members' LoRA is in what they add up."""
+        return x if self._members is None else self._members.add_up(x)
 
     def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
         """Packed linear layer with the unmerged LoRA of every adapter of the step."""
@@ -170,7 +202,7 @@ class Decoder:
 
     def _mlp(self, h: Tensor, layer: DecoderLayer, batch: StepBatch) -> Tensor:
         active = self._activation(self._with_lora(layer, "gate_up", h, batch.spans))
-        return self._with_lora(layer, "down", active, batch.spans)
+        return self._added_up(self._with_lora(layer, "down", active, batch.spans))
 
 
 @dataclass(frozen=True, slots=True)

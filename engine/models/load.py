@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +19,15 @@ from torch import Tensor
 from ..config import EngineConfig, read_json
 from ..errors import ModelFilesError
 from ..model_config.model import HEAD, ModelConfig
+from ..model_config.partition import Partition, Piece
+from ..peft.cut import taken
 from ..untrusted import parse_json
 from .gguf.blocks import METADATA_KEY, GgufWeight, Weight, plain
 
 # Tensors that older checkpoints carry and that the configuration determines.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$|.*\.masked_bias$")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_STORED_AS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HEAD_WEIGHT = f"{HEAD}.weight"
 
 
@@ -35,35 +39,50 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(
-    folder: Path, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    partition: Partition | None = None,
 ) -> dict[str, Weight]:
-    """The base's parameters as `config.load_format` says: read, or random. Raises `ModelFilesError`."""
+    """The base's parameters, or a member's part of them, as `config.load_format` says: read, or random. Raises
+    `ModelFilesError`."""
     if config.load_format == "dummy":
-        return dict(dummy_weights(model, dtype, device))
-    stored = stored_weights(folder, model)
+        return dict(dummy_weights(model if partition is None else partition.shard, dtype, device))
+    stored = stored_weights(folder, model, partition)
     return {name: plain(stored.pop(name), dtype).to(device) for name in list(stored)}
 
 
-def stored_weights(folder: Path, model: ModelConfig) -> dict[str, Weight]:
-    """All parameters of a model folder as they are stored, mapped from files.
+def stored_weights(folder: Path, model: ModelConfig, partition: Partition | None = None) -> dict[str, Weight]:
+    """All parameters of a model folder as they are stored, mapped from files; or of each the part of a member, read
+    from its place in the file.
 
     Raises `ModelFilesError` naming missing, unexpected and misshapen tensors, all of them at once.
     """
     expected = stored_shapes(model)
     weights: dict[str, Weight] = {}
+    passed_over: set[str] = set()
     problems: list[str] = []
-    for name, tensor in _stored_tensors(folder):
+    for name, tensor in _stored_tensors(folder, partition):
         if _DERIVED.match(name) or (name == _HEAD_WEIGHT and model.is_tied):
             continue
         if name not in expected:
             problems.append(f"{name}: not part of a {model.family} model with this config.json")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, config.json implies {expected[name]}")
-        elif isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
+        elif isinstance(tensor, Tensor | StoredSlice) and tensor.dtype not in _DTYPES:
             problems.append(f"{name}: stored as {tensor.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
+        elif isinstance(tensor, StoredSlice):
+            part = tensor.part()
+            if part is None:
+                passed_over.add(name)
+            else:
+                weights[name] = part
         else:
             weights[name] = tensor
-    problems += [f"{name}: missing" for name in expected.keys() - weights.keys() if not _named(name, problems)]
+    found = weights.keys() | passed_over
+    problems += [f"{name}: missing" for name in expected.keys() - found if not _named(name, problems)]
     if problems:
         shown = "; ".join(sorted(problems)[:8])
         raise ModelFilesError(f"{folder}: {len(problems)} tensors do not fit the model: {shown}. Check --model.")
@@ -73,9 +92,12 @@ def stored_weights(folder: Path, model: ModelConfig) -> dict[str, Weight]:
 def dummy_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
     """Random parameters of the right shapes, for benchmarks: normal with a deviation of 0.02, norms of ones."""
     # on the meta device there are shapes and no numbers
-    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
+    generator = None if device.type == "meta" else torch.Generator(device=device)
     weights = {}
-    for name, shape in stored_shapes(model).items():
+    for number, (name, shape) in enumerate(stored_shapes(model).items()):
+        if generator is not None:
+            # of its own: members of a group have the same numbers in what all of them have whole
+            generator.manual_seed(seed + number)
         if name.endswith("norm.weight"):
             weights[name] = torch.ones(shape, dtype=dtype, device=device)
         else:
@@ -88,12 +110,41 @@ def _named(name: str, problems: list[str]) -> bool:
     return any(problem.startswith(f"{name}:") for problem in problems)
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Weight]]:
+class StoredSlice:
+    """A tensor of an open file, of which a member's part can be read."""
+
+    def __init__(self, name: str, stored: Any, partition: Partition) -> None:
+        self._name, self._stored, self._partition = name, stored, partition
+        self.shape: tuple[int, ...] = tuple(stored.get_shape())
+        self.dtype: torch.dtype | str = _STORED_AS.get(stored.get_dtype(), stored.get_dtype())
+
+    def part(self) -> Tensor | None:
+        """A copy of the member's part, so that the file can be closed; None of a bias that another member adds."""
+        module, _, kind = self._name.rpartition(".")
+        partition = self._partition
+        cut = partition.linear(module)
+        if kind == "bias" and not cut.has_bias:
+            return None
+        if partition.is_by_token(module):
+            part = taken(self._stored, 0, (Piece(*partition.tokens(self.shape[0])),))
+        elif cut.outputs is not None:
+            part = taken(self._stored, 0, cut.outputs)
+        elif cut.inputs is not None and kind == "weight":
+            part = taken(self._stored, 1, cut.inputs)
+        else:
+            part = self._stored[:]
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+def _stored_tensors(folder: Path, partition: Partition | None) -> Iterator[tuple[str, Weight | StoredSlice]]:
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 kinds = dict(parse_json((file.metadata() or {}).get(METADATA_KEY, "{}")))
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    if partition is not None:
+                        yield name, StoredSlice(name, file.get_slice(name), partition)
+                        continue
                     tensor = file.get_tensor(name)
                     yield name, GgufWeight.of_file(tensor, kinds[name]) if name in kinds else tensor
         except (SafetensorError, OSError, ValueError, TypeError) as error:

@@ -59,7 +59,7 @@ class StepEntry:
         places = self.sequence.places_to_score(self.num_tokens)
         if not places:
             return None
-        following = self.sequence.request.prompt_token_ids[places.start + 1 : places.stop + 1]
+        following = tuple(self.sequence.tokens(places.start + 1, places.stop + 1))
         return ScoredPlaces(self.sequence, places.start - self.sequence.num_stored, following)
 
     @property

@@ -36,6 +36,7 @@ from ...kernels.packed_weight.panels import PANEL_TYPES, PANELS_VERSION, StoredW
 from ...version import __version__
 from ..local_cache import default_cache_root, file_lock, make_private
 from ..model_config.model import HEAD, PACKED_SITES, ModelConfig
+from ..model_config.partition import Partition
 from .decoder import joined_name, modules_of_site
 from .gguf.blocks import GgufWeight, Weight, looked_up, pack_joined
 from .load import stored_weights, weight_files
@@ -98,10 +99,10 @@ class WeightCache:
         return cls(Path(folder) if folder else default_cache_root() / "packed")
 
     def weights(
-        self, model_folder: Path, model: ModelConfig, products: Products
+        self, model_folder: Path, model: ModelConfig, products: Products, partition: Partition | None = None
     ) -> tuple[dict[str, Weight], Packed] | None:
-        """What a `Decoder` of the model computes with: plain weights, and those packed for `products` by `joined_name`.
-        They are packed and kept now unless they were before.
+        """What a `Decoder` of the model, or of a member's part of it, computes with: plain weights, and those packed
+        for `products` by `joined_name`. They are packed and kept now unless they were before.
 
         None when they cannot be kept. Raises `ModelFilesError` for files that are not the model's.
         """
@@ -109,7 +110,7 @@ class WeightCache:
             return None
         try:
             _make_private(self.folder)
-            key = _key(model_folder, model, products)
+            key = _key(model_folder, model, products, partition)
             name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
             path = self.folder / f"{name}{_SUFFIX}"
             found = _mapped(path, key, products)
@@ -118,14 +119,14 @@ class WeightCache:
                 with file_lock(self.folder / ".lock"):
                     found = _mapped(path, key, products)
                     if found is None:
-                        stored = stored_weights(model_folder, model)
+                        stored = stored_weights(model_folder, model, partition)
                         num_bytes = _packed_bytes(stored, model, products)
                         if not self._min_bytes <= num_bytes <= self._max_bytes:
                             return None
                         self._make_room(num_bytes)
                         _write(path, key, _tensors(stored, model, products))
                         found = _mapped(path, key, products)
-            return found if _key(model_folder, model, products) == key else None
+            return found if _key(model_folder, model, products, partition) == key else None
         except OSError as error:
             logger.warning("%s: packed weights are not kept here: %s", self.folder, error)
             return None
@@ -194,7 +195,7 @@ def _packed_bytes(stored: Mapping[str, Weight], model: ModelConfig, products: Pr
     return int(total)
 
 
-def _key(model_folder: Path, model: ModelConfig, products: Products) -> dict[str, Any]:
+def _key(model_folder: Path, model: ModelConfig, products: Products, partition: Partition | None) -> dict[str, Any]:
     """What packed weights depend on. Files as `jobs` remembers digests of: ctime cannot be set by a program."""
     files = []
     for path in weight_files(model_folder):
@@ -202,7 +203,8 @@ def _key(model_folder: Path, model: ModelConfig, products: Products) -> dict[str
         times = [facts.st_mtime_ns, facts.st_ctime_ns]
         files.append([str(path.resolve()), facts.st_size, facts.st_ino, *times])
     versions = [__version__, PANELS_VERSION, native_build()]
-    return {"files": files, "model": repr(model), "products": products, "versions": versions}
+    part = None if partition is None else [partition.member, partition.num_members]
+    return {"files": files, "model": repr(model), "part": part, "products": products, "versions": versions}
 
 
 def _tensors(

@@ -19,6 +19,8 @@ from . import AdapterAudit, LoraSite, ParameterChange
 from .weights import AdapterWeights, LoraPair
 
 _SCALING = 2.0
+#: Of the audits of random adapters.
+RANDOM_FOLDER = Path(os.devnull)
 # Of A and B; B small enough that a random adapter shifts the answers without drowning the base.
 _DEVIATIONS = (0.02, 0.01)
 
@@ -37,7 +39,7 @@ def dummy_audit(model: ModelConfig, rank: int, name: str) -> AdapterAudit:
     )
     return AdapterAudit(
         name=name,
-        folder=Path(os.devnull),
+        folder=RANDOM_FOLDER,
         verdict="exact",
         reasons=(),
         notes=(),

@@ -43,12 +43,16 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there."""
+    """One adapter on one device. `stored` holds its tensors as in the file, by their keys there.
+
+    `norms`: DoRA's row lengths of parameters of which only a part is here, by name.
+    """
 
     audit: AdapterAudit
     stored: Mapping[str, Tensor] = field(repr=False)
     pairs: Mapping[str, LoraPair] = field(repr=False)
     changes: Mapping[str, ParameterChange] = field(repr=False)
+    norms: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def lora(self) -> Mapping[str, LoraPair]:
@@ -100,14 +104,27 @@ class AdapterWeights:
 
     def _with_pair(self, site: LoraSite, weight: Tensor) -> Tensor:
         """W + scaling·B·A; with DoRA each row then gets the length of its magnitude (Liu 2024, section 4)."""
-        a, b = self._exact(site.a_key, weight.device), self._exact(site.b_key, weight.device)
-        left, right = (a.T, b.T) if site.is_embedding else (b, a)  # an embedding is [vocab_size, hidden_size]
-        value = _plus_product(weight, left, right, site.scaling)
+        value = self._plus_pair(site, weight)
         if site.magnitude_key is None:
             return value
         magnitude = self._exact(site.magnitude_key, weight.device)  # [out_features]
-        factor: Tensor = magnitude / _row_norms(value.T if site.is_embedding else value)  # [out_features]
+        norms = self.norms.get(f"{site.module}.weight")
+        if norms is None:
+            norms = _row_squares(value.T if site.is_embedding else value).sqrt()
+        factor: Tensor = magnitude / norms  # [out_features]
         return value * factor if site.is_embedding else value * factor[:, None]
+
+    def _plus_pair(self, site: LoraSite, weight: Tensor) -> Tensor:
+        a, b = self._exact(site.a_key, weight.device), self._exact(site.b_key, weight.device)
+        left, right = (a.T, b.T) if site.is_embedding else (b, a)  # an embedding is [vocab_size, hidden_size]
+        return _plus_product(weight, left, right, site.scaling)
+
+    def row_squares(self, parameter_name: str, pristine: Tensor) -> Tensor:
+        """Squared length of each row that DoRA divides by, [out_features], from a part of the parameter."""
+        change = self.changes[parameter_name]
+        assert change.site is not None, f"{parameter_name} has no pair"
+        value = self._plus_pair(change.site, self._start(change, pristine))
+        return _row_squares(value.T if change.site.is_embedding else value)
 
     def _exact(self, key: str | None, device: torch.device) -> Tensor:
         assert key is not None
@@ -124,8 +141,8 @@ def _plus_product(weight: Tensor, left: Tensor, right: Tensor, scaling: float) -
     return value
 
 
-def _row_norms(values: Tensor) -> Tensor:
-    """Euclidean length of each row. Halves are added up number by number: unlike a reduction's, their rounding does
+def _row_squares(values: Tensor) -> Tensor:
+    """Squared length of each row. Halves are added up number by number: unlike a reduction's, their rounding does
     not depend on who computes which part."""
     squares = values * values
     while (width := squares.shape[1]) > 1:
@@ -134,7 +151,7 @@ def _row_norms(values: Tensor) -> Tensor:
         if width % 2:
             folded[:, 0] += squares[:, -1]
         squares = folded
-    return squares[:, 0].sqrt()
+    return squares[:, 0]
 
 
 def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha256: str | None = None) -> AdapterWeights:

@@ -32,6 +32,7 @@ from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
 from ..memory.limits import RUN_PAGES, cpu_limits, default_cpu_pool_bytes, gpu_plan, total_host_bytes
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
+from ..model_config.partition import Partition
 from ..models.decoder import Decoder
 from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixed
 from ..models.gguf.blocks import Weight
@@ -72,6 +73,8 @@ class Backend(ABC):
     """
 
     decoder: Decoder
+    #: Parts of a group's members, the first of which this process has; none where it has the whole model.
+    partitions: tuple[Partition, ...] = ()
 
     def __init__(self, model_folder: Path, config: EngineConfig, model: ModelConfig) -> None:
         self.config = config
@@ -102,7 +105,7 @@ class Backend(ABC):
         """Size of the pool and limits of a step, here for a pool in host memory. Raises `PoolExhaustedError` when not
         even one page fits."""
         pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes(total_host_bytes())
-        return plan_pool(self._layout(), self.pool_dtype.itemsize, cpu_limits(self.config), pool_bytes)
+        return plan_pool(self.page_layout(), self.pool_dtype.itemsize, cpu_limits(self.config), pool_bytes)
 
     @abstractmethod
     def runner(
@@ -126,10 +129,23 @@ class Backend(ABC):
         return 1
 
     def allocate(self, num_elements: int) -> Tensor:
-        """The flat pool, all zero."""
-        return torch.zeros(num_elements, dtype=self.pool_dtype, device=self.device)
+        """Pools of all members of a group, [num_members, num_elements], all zero; the first is this process's."""
+        return torch.zeros(1, num_elements, dtype=self.pool_dtype, device=self.device)
 
-    def _layout(self) -> PageLayout:
+    def live_weights(self) -> LiveWeights:
+        """What merges adapters into the decoder."""
+        return LiveWeights(self.decoder)
+
+    @property
+    def hung_process(self) -> str | None:
+        """A process that steps need and that gives no sign of life, by name. Any thread may ask."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  (most have none)
+        """End the processes that steps need, other than this one."""
+
+    def page_layout(self) -> PageLayout:
+        """How the pool is cut into pages."""
         return PageLayout.of(self.model, self.config.page_tokens, run_pages=self.traits.run_pages)
 
 
@@ -165,7 +181,7 @@ class CpuBackend(Backend):
 
     def allocate(self, num_elements: int) -> Tensor:
         """See `Backend`."""
-        return zeroed_memory(num_elements, self.pool_dtype)
+        return zeroed_memory(num_elements, self.pool_dtype)[None]
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
@@ -200,7 +216,7 @@ class GpuBackend(Backend):
         torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         limits, pool_bytes = gpu_plan(free_bytes, self.config, self.model, self.pool_dtype.itemsize)
-        return plan_pool(self._layout(), self.pool_dtype.itemsize, limits, pool_bytes)
+        return plan_pool(self.page_layout(), self.pool_dtype.itemsize, limits, pool_bytes)
 
     def copies(self) -> AdapterCopies:
         """See `Backend`."""

@@ -20,14 +20,14 @@ import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..request import ExportedRow, Result
 from ..telemetry import EngineTelemetry
 from ..untrusted import LogFormatter
-from .codec import MessageError
+from .codec import Codec, MessageError
 from .frames import (
     FROM_ENGINE,
     TO_ENGINE,
@@ -51,6 +51,7 @@ from .frames import (
     write_frame,
 )
 
+logger = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S = 1.0
 HEARTBEAT_INTERVAL_S = 1.0
 _VMSTAT = Path("/proc/vmstat")
@@ -88,6 +89,10 @@ class RunsRequests(Protocol):
     def telemetry(self) -> EngineTelemetry:
         """A snapshot."""
 
+    @property
+    def hung_process(self) -> str | None:
+        """A process of the engine that gives no sign of life, by name. Any thread may ask."""
+
 
 # What the reader puts into the inbox last when a frame was malformed.
 Inbox = queue.SimpleQueue[ToEngine | MessageError]
@@ -108,6 +113,7 @@ class EngineProcess:
         self._last_progress_s = self._busy_s = 0.0
         # When the step that runs now began; None between steps.
         self._step_began_s: float | None = None
+        self._engine: RunsRequests | None = None
 
     def run(self) -> int:
         """Serve until `Stop`; the exit code. A failure of the engine is reported in `Fatal`."""
@@ -134,7 +140,7 @@ class EngineProcess:
         module, _, name = message.factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
         engine: RunsRequests = factory(Path(message.model), message.config)
-        config = engine.config
+        self._engine, config = engine, engine.config
         self._send(Ready(os.getpid(), time.monotonic() - began_s, config.batch_rows, config.step_tokens))
         return engine
 
@@ -192,11 +198,18 @@ class EngineProcess:
             self._send_results(results)
 
     def _beat(self) -> None:
-        """Send heartbeats: a long step is no reason to end a process, a process that is stopped or hangs is."""
+        """Send heartbeats: a long step is no reason to end a process, a process that is stopped or hangs is. Where the
+        engine is several processes, all of them are one."""
+        hung_before = None
         with contextlib.suppress(OSError, ValueError):
             while True:
                 began_s = self._step_began_s
-                self._send(Heartbeat(0.0 if began_s is None else time.monotonic() - began_s))
+                hung = None if self._engine is None else self._engine.hung_process
+                if hung is None:
+                    self._send(Heartbeat(0.0 if began_s is None else time.monotonic() - began_s))
+                elif hung != hung_before:
+                    logger.warning("%s gives no sign of life: no heartbeats until it does", hung)
+                hung_before = hung
                 time.sleep(HEARTBEAT_INTERVAL_S)
 
     def _report(self, engine: RunsRequests) -> None:
@@ -220,10 +233,10 @@ class EngineProcess:
         return 1
 
 
-def read_messages(inlet: BinaryIO, inbox: Inbox) -> None:
-    """Move messages from the supervisor to the inbox; end the process with the supervisor, even in a long step."""
+def read_messages(inlet: BinaryIO, inbox: queue.SimpleQueue[Any], codec: Codec[Any] = TO_ENGINE) -> None:
+    """Move messages from the parent to the inbox; end the process with the parent, even in a long step."""
     try:
-        while (message := read_frame(inlet, TO_ENGINE)) is not None:
+        while (message := read_frame(inlet, codec)) is not None:
             inbox.put(message)
     except MessageError as error:
         inbox.put(error)

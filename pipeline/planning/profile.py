@@ -51,7 +51,7 @@ from ..supervisor.spare import TRIM_VARIABLE
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
     """What to measure. `num_engines`: at once; None is as many as a job has workers, or one on a GPU. `engine_threads`:
-    of each engine; None shares this machine's cores out."""
+    of each engine; None shares this machine's cores out. `tensor_parallel`: processes of each engine."""
 
     model: str
     num_engines: int | None = None
@@ -61,6 +61,7 @@ class ProfileRequest:
     max_seconds: float = 120.0
     dtype: str = "auto"
     base_quantization: BaseQuantization = "none"
+    tensor_parallel: int = 1
 
     @property
     def engines(self) -> int:
@@ -81,10 +82,13 @@ def profile_model(request: ProfileRequest, save: Path | None = None) -> tuple[Co
         num_threads=threads,
         dtype=request.dtype,
         base_quantization=request.base_quantization,
+        tensor_parallel=request.tensor_parallel,
     )
     profile = _fitted(_measure(folder, config, request), request, threads, model_sha256(folder, with_weights=True))
     cpu_threads = threads if profile.device == "cpu" else None
-    path = save or profile_path(profile.model_sha256, profile.device, profile.dtype, cpu_threads)
+    path = save or profile_path(
+        profile.model_sha256, profile.device, profile.dtype, cpu_threads, request.tensor_parallel
+    )
     make_private(path.parent)
     path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
     return profile, path
@@ -195,12 +199,15 @@ def profile_engine(model_folder: Path, config: EngineConfig, max_seconds: float 
             if time.perf_counter() - began_s > max_seconds and steps:
                 break
             steps += bench.run(probe)
+        bench.engine.close()
         del bench
         merging = _Bench(Engine(model_folder, replace(config, mode="merged")), Path(folder))
+        merge_s = merging.switches()
+        merging.engine.close()
         device = choose_arithmetic(config).device
         kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
         products = products_format(kind, config.dtype, config.base_quantization)
-        return EngineProfile(kind, products, tuple(steps), merging.switches(), loads)
+        return EngineProfile(kind, products, tuple(steps), merge_s, loads)
 
 
 class _Bench:

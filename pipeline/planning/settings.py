@@ -28,7 +28,14 @@ from ...engine.config import (
     products_format,
     read_model_config,
 )
-from ...engine.memory.limits import ITEM_BYTES, ROWS_GROW, EngineLimits, engine_limits, has_room_to_merge
+from ...engine.memory.limits import (
+    ITEM_BYTES,
+    ROWS_GROW,
+    EngineLimits,
+    adapter_growth,
+    engine_limits,
+    has_room_to_merge,
+)
 from ...engine.memory.prefix_cache import shares_prefixes
 from ...engine.model_config import parse_model_config
 from ...engine.model_config.model import ModelConfig
@@ -83,6 +90,8 @@ _CPU_FORMATS = {"bfloat16": 0.6, "int8": 0.45}
 # Of the time in bfloat16, by arithmetic: half the bytes of the linear weights, and products at twice the rate.
 _GPU_FORMATS = {"fp8": 0.7}
 _GPU_PRESET_PARAMETERS = 8.0e9
+# Of a tensor-parallel group, for each of its processes: they meet twice in a layer, at the embedding and the head.
+_MEETING_S = 30e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,11 @@ class RunSettings:
     def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
         """For a job on so many workers. Raises `JobRequestError` for a cost model that cannot be read."""
         spec, model = job.spec, read_model_config(job.model_folder)
+        if spec.tensor_parallel > 1 and device.kind != "cpu":
+            raise JobRequestError(
+                f"tensor_parallel={spec.tensor_parallel}: engines would compute on {device.title}, and models are "
+                "split on CPUs only. Use --device cpu, or tensor_parallel 1."
+            )
         threads = threads_per_engine(spec, num_workers)
         chosen = choose_cost(spec, job.record.model.sha256, model, device.kind, threads)
         history = _history_path(job, device, threads)
@@ -133,6 +147,7 @@ class RunSettings:
             max_step_tokens=spec.step_tokens,
             pool_bytes=spec.pool_bytes,
             num_threads=threads,
+            tensor_parallel=spec.tensor_parallel,
             dtype=spec.dtype,
             base_quantization=spec.base_quantization,
             device=spec.device,
@@ -203,10 +218,15 @@ class RunSettings:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is to be said of engines that compute otherwise than by default."""
-        if self.products == dtype_on(self.device.kind, "auto"):
-            return ()
-        note = f"linear layers multiply in {self.products} ({self.device.title})"
-        return (note, self.rounding) if self.rounding else (note,)
+        notes = []
+        if self.engine.tensor_parallel > 1:
+            threads = self.engine.member_threads
+            each = f", each with {threads} {'thread' if threads == 1 else 'threads'}" if threads else ""
+            notes.append(f"an engine is {self.engine.tensor_parallel} processes that share the model{each}")
+        if self.products != dtype_on(self.device.kind, "auto"):
+            notes.append(f"linear layers multiply in {self.products} ({self.device.title})")
+            notes += [self.rounding] if self.rounding else []
+        return tuple(notes)
 
     @property
     def rounding(self) -> str:
@@ -252,7 +272,8 @@ class RunSettings:
         if policy.deal is not None:
             settings = replace(settings, open_batches=_DEALT_BATCHES)
         if policy.migration is not None:
-            sizes = {adapter.name: adapter.weight_bytes for adapter in adapters}
+            growth = adapter_growth(self.model, self.engine.tensor_parallel)
+            sizes = {adapter.name: int(adapter.weight_bytes * growth) for adapter in adapters}
             memory = ReplicaMemory(self.limits.pool_bytes, self.limits.token_bytes, sizes)
             settings = replace(settings, memory=memory)
         return settings
@@ -264,13 +285,15 @@ class RunSettings:
     def replica(self) -> ReplicaSettings:
         """A simulated replica with the limits of the engines."""
         limits = self.limits
+        # by which adapters are counted in pages
+        token_bytes = int(limits.token_bytes / adapter_growth(self.model, self.engine.tensor_parallel))
         return ReplicaSettings(
             max_batch_rows=limits.batch_rows,
             max_step_tokens=limits.step_tokens,
             kv_tokens=limits.pool_bytes // limits.token_bytes,
             page_tokens=limits.page_tokens,
             run_pages=limits.run_pages,
-            token_bytes=0 if self.engine.mode == "merged" else limits.token_bytes,
+            token_bytes=0 if self.engine.mode == "merged" else token_bytes,
             rows_grow=ROWS_GROW[self.device.kind] and self.length_share < 1,
             adapter_source="storage",
             loads_beside_steps=self.device.kind != "cpu",
@@ -457,10 +480,12 @@ def choose_cost(
     if spec.cost_model is not None:
         return ChosenCost(read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}")
     products = products_format(kind, spec.dtype, spec.base_quantization)
-    path = profile_path(model_sha256, kind, products, threads if kind == "cpu" else None)
+    path = profile_path(model_sha256, kind, products, threads if kind == "cpu" else None, spec.tensor_parallel)
     if path.exists():
         return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
-    return _preset(model, kind, products, threads)
+    preset = _preset(model, kind, products, threads)
+    meetings_s = _MEETING_S * spec.tensor_parallel * (2 * model.num_layers + 2) if spec.tensor_parallel > 1 else 0.0
+    return replace(preset, cost=replace(preset.cost, step_s=preset.cost.step_s + meetings_s))
 
 
 def _preset(model: ModelConfig, kind: DeviceKind, products: str, threads: int | None) -> ChosenCost:
@@ -496,7 +521,7 @@ def _history_path(job: OpenedJob, device: Device, threads: int | None) -> Path |
     name = "cpu" if device.kind == "cpu" else re.sub(r"\W+", "-", device.name)
     threads = threads if device.kind == "cpu" else None
     products = products_format(device.kind, job.spec.dtype, job.spec.base_quantization)
-    return history_path(job.record.model.sha256, name, products, threads)
+    return history_path(job.record.model.sha256, name, products, threads, job.spec.tensor_parallel)
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> Mapping[str, Any]:

@@ -139,6 +139,10 @@ class EchoEngine:
     def num_unfinished(self) -> int:
         return len(self._queue)
 
+    @property
+    def hung_process(self) -> str | None:
+        return None
+
     def telemetry(self) -> EngineTelemetry:
         running = min(len(self._queue), self._batch_rows)
         return EngineTelemetry(

@@ -132,16 +132,19 @@ class Watcher:
 
 
 def processes_of(root: int, kind: str) -> list[psutil.Process]:
-    """Engine processes ("engine") or Dask worker processes ("worker") below a process."""
+    """Engine processes ("engine"), those of their groups ("member") or Dask workers ("worker") below a process."""
     found = []
     for process in psutil.Process(root).children(recursive=True):
         try:
             line = " ".join(process.cmdline())
         except psutil.Error:
             continue
-        is_engine = "lorabatch.engine.server.process" in line
-        is_worker = "multiprocessing.spawn" in line or "Nanny" in line
-        if is_engine if kind == "engine" else is_worker and not is_engine:
+        is_of = {
+            "engine": "lorabatch.engine.server.process" in line,
+            "member": "lorabatch.engine.parallel.member" in line,
+            "worker": "multiprocessing.spawn" in line or "Nanny" in line,
+        }
+        if is_of[kind] and not (kind == "worker" and is_of["engine"]):
             found.append(process)
     return found
 

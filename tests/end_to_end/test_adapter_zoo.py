@@ -159,11 +159,14 @@ class Oracle:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "qwen2" else pytest.mark.long) for name in BASES]
+    ("name", "processes"),
+    [pytest.param(name, 1, marks=[] if name == "qwen2" else pytest.mark.long) for name in BASES]
+    + [pytest.param("llama, tied", 2, marks=pytest.mark.long)],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_adapter_is_applied_exactly_or_refused_by_name(
     name: str,
+    processes: int,
     make_model: Callable[..., Path],
     make_adapter: Callable[..., Path],
     tmp_path: Path,
@@ -179,6 +182,7 @@ def test_every_adapter_is_applied_exactly_or_refused_by_name(
         input=str(tmp_path / "in.parquet"),
         output=str(tmp_path / "out"),
         workers=2,
+        tensor_parallel=processes,
         max_tokens=MAX_TOKENS,
         ignore_eos=True,
         logprobs=True,

@@ -52,6 +52,8 @@ from lorabatch.engine.telemetry import EngineTelemetry
 class Engine:
     """Answers a row with the sum of its prompt; prints to spoil the stream if it can."""
 
+    hung_process = None
+
     def __init__(self, model_folder, config):
         if model_folder.name == "missing":
             raise ModelFilesError("config.json: missing")

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lorabatch.console.tables import print_profile
 from lorabatch.engine.config import EngineConfig, read_model_config
-from lorabatch.jobs.cost_profile import read_profile
+from lorabatch.jobs.cost_profile import profile_path, read_profile
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.storage.local_copy import model_sha256
 from lorabatch.pipeline.planning.profile import ProfileRequest, probe_grid, profile_engine, profile_model
@@ -59,6 +59,14 @@ def test_a_guess_grows_with_the_model_and_shrinks_with_threads(tiny_llama: Path)
     assert one.decode_row_s == pytest.approx(4 * four.decode_row_s)
     gpu = choose_cost(spec(tiny_llama), "", config, "cuda", None)
     assert "H200" in gpu.origin
+
+
+def test_a_guess_counts_the_meetings_of_processes_and_a_profile_is_of_as_many(tiny_llama: Path) -> None:
+    config = read_model_config(tiny_llama)
+    one, two = (choose_cost(spec(tiny_llama, tensor_parallel=n), "", config, "cpu", 2).cost for n in (1, 2))
+    assert two.step_s > one.step_s
+    assert two.decode_row_s == one.decode_row_s
+    assert profile_path("0" * 64, "cpu", "float32", 2) != profile_path("0" * 64, "cpu", "float32", 2, 2)
 
 
 CONFIG = EngineConfig(max_batch_rows=8, max_step_tokens=64, pool_bytes=1 << 24, num_threads=1)

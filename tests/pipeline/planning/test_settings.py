@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from peft_oracle import register_all
+from threaded_group import make_group
 
 from lorabatch.engine.config import EngineConfig, read_model_config
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.memory.limits import total_host_bytes
+from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.jobs.history import AnswerLengths
 from lorabatch.kernels import cpu_instructions
 from lorabatch.pipeline.cluster.devices import Device, find_device, least_device
@@ -83,6 +87,31 @@ def test_engines_and_simulated_workers_have_one_batcher_and_one_set_of_limits(
     assert replica.kv_tokens is not None
     assert replica.kv_tokens // replica.page_tokens == pages
     assert replica.run_pages == engine.backend.traits.run_pages
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_simulated_groups_have_the_memory_of_real_ones(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], num_members: int
+) -> None:
+    """Keys and values that several members have, and what each has of an adapter, count as often as they are there."""
+    settings, alone = settings_for(tiny_llama, tensor_parallel=num_members), settings_for(tiny_llama)
+    group = make_group(tiny_llama, num_members, pool_bytes=1 << 24)
+    try:
+        register_all(group, {"rank1": tiny_adapters["rank1"]})
+        audit = audit_adapter(tiny_adapters["rank1"], group.model, "rank1")
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        list(group.run([Request("0", (5, 6), audit.content_sha256, sampling)]))
+        pages, used = group.telemetry().pages_total, group.telemetry().pages_used
+    finally:
+        group.close()
+    replica = settings.replica()
+    assert replica.kv_tokens is not None
+    assert replica.kv_tokens // replica.page_tokens == pages
+    (adapter,) = make_adapters([1])
+    adapter = replace(adapter, weight_bytes=4 * sum(s.rank * (s.in_features + s.out_features) for s in audit.sites))
+    assert used == max(1, -(-adapter.weight_bytes // (replica.page_tokens * replica.token_bytes)))
+    assert f"an engine is {num_members} processes that share the model" in settings.notes[0]
+    assert alone.notes == ()
 
 
 def test_simulated_workers_learn_lengths_as_engines_do(tiny_llama: Path) -> None:

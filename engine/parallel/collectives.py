@@ -1,0 +1,177 @@
+"""Adds up and joins tensors of the members of a group, in memory that they share.
+
+Each member writes its numbers to a buffer of its own, waits until all have, and reads those of all: one meeting for a
+sum, and nothing is sent. Two sets of buffers take turns, so that nobody overwrites what another still reads: a member
+comes to the meeting after next only when all have left the last. Sums are in the order of the members, so that every
+member gets the same bits, whatever else is in the step.
+
+Members wait on event counters of the kernel, one for each pair. (To look at the other's place in memory for a while
+before has gained nothing; `torch.distributed` with gloo takes 4 to 60 times as long, see docs/adr/0091.) Memory and
+counters have no names: whatever kills the processes, nothing of them stays.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+# Of the first part of the memory, for each member: int64 numbers in a cache line of its own.
+_LINE_NUMBERS = 8
+_BEAT, _WIDTH = range(2)
+_HEAD_BYTES = 4096
+_SETS = 2
+# Numbers of a buffer at most; larger tensors come in parts.
+_MOST_NUMBERS = 1 << 22
+_LEAST_NUMBERS = 1 << 16
+
+
+class MemberLostError(RuntimeError):
+    """A process of the group is gone, or has failed."""
+
+
+def shared_memory(name: str, num_bytes: int) -> int:
+    """A descriptor of zeroed memory that processes can map. `name`: in listings of the system; it need not be unique.
+
+    The system counts what is written to."""
+    descriptor = os.memfd_create(f"lorabatch-{name}")
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+def mapped(descriptor: int, num_bytes: int, first_byte: int = 0) -> mmap.mmap:
+    """Bytes of shared memory, from a multiple of `mmap.ALLOCATIONGRANULARITY`."""
+    return mmap.mmap(descriptor, num_bytes, offset=first_byte)
+
+
+def buffer_numbers(step_numbers: int) -> int:
+    """Numbers of a buffer where a step adds up so many at once."""
+    return min(max(step_numbers, _LEAST_NUMBERS), _MOST_NUMBERS)
+
+
+def memory_bytes(num_members: int, num_numbers: int) -> int:
+    """Of the shared memory of a group with buffers of so many numbers."""
+    return _HEAD_BYTES + _SETS * num_members * num_numbers * torch.float32.itemsize
+
+
+class Counters:
+    """Event counters of a group, one for each ordered pair of members."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self.descriptors = tuple(descriptors)
+
+    @classmethod
+    def create(cls, num_members: int) -> Counters:
+        """New ones."""
+        flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
+        return cls([os.eventfd(0, flags) for _ in range(num_members * num_members)])
+
+    def of(self, giver: int, taker: int, num_members: int) -> int:
+        """The counter by which one member tells another that it has come."""
+        return self.descriptors[giver * num_members + taker]
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for descriptor in self.descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+class Collectives:
+    """What one member of a group gives and takes. All members call the same methods in the same order.
+
+    `num_sums`, `num_joins`: calls so far.
+    """
+
+    def __init__(self, member: int, num_members: int, memory: int, num_numbers: int, counters: Counters) -> None:
+        mapping = mapped(memory, memory_bytes(num_members, num_numbers))
+        self._head = memoryview(mapping)[:_HEAD_BYTES].cast("q")
+        count = _SETS * num_members * num_numbers
+        numbers = torch.frombuffer(mapping, dtype=torch.float32, count=count, offset=_HEAD_BYTES)
+        self._buffers = numbers.view(_SETS, num_members, num_numbers)
+        self._member, self._num_members = member, num_members
+        self._others = [other for other in range(num_members) if other != member]
+        self._given = [counters.of(member, other, num_members) for other in self._others]
+        self._taken = [counters.of(other, member, num_members) for other in self._others]
+        self._round = 0
+        self._lost: Exception | None = None
+        self.num_sums = 0
+        self.num_joins = 0
+
+    def beat(self, now_ns: int) -> None:
+        """Note a sign of life of this member."""
+        self._head[self._member * _LINE_NUMBERS + _BEAT] = now_ns
+
+    def last_beat_ns(self, member: int) -> int:
+        """When a member last gave a sign of life, 0 for never."""
+        return self._head[member * _LINE_NUMBERS + _BEAT]
+
+    def lose(self, error: Exception) -> None:
+        """Have this member raise an error instead of waiting for others, for good. Any thread may call."""
+        if self._lost is None:
+            self._lost = error
+            for descriptor in self._taken:
+                os.eventfd_write(descriptor, 1)
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """See `models.decoder.Members`. `x` holds the sum afterwards, if it is contiguous."""
+        assert x.dtype == torch.float32, f"sums are in float32, not {x.dtype}"
+        x = x.contiguous()
+        self.num_sums += 1
+        for part in self._parts(x.view(-1)):
+            given = self._meet(part)
+            torch.add(given[0], given[1], out=part)
+            for other in range(2, self._num_members):
+                part += given[other]
+        return x
+
+    def join_columns(self, x: Tensor) -> Tensor | None:
+        """Columns of all members side by side, in their order, on the leader. `x`: [rows, this member's columns]."""
+        assert x.dtype == torch.float32, f"columns are in float32, not {x.dtype}"
+        self.num_joins += 1
+        self._head[self._member * _LINE_NUMBERS + _WIDTH] = x.shape[1]
+        self._meet(x.view(-1)[:0])
+        widths = [self._head[member * _LINE_NUMBERS + _WIDTH] for member in range(self._num_members)]
+        columns_at_once = min(max(widths), self._buffers.shape[2])
+        rows_at_once = self._buffers.shape[2] // columns_at_once
+        joined = torch.empty(len(x), sum(widths)) if self._member == 0 else None
+        for row in range(0, len(x), rows_at_once):
+            for column in range(0, max(widths), columns_at_once):
+                given = self._meet(
+                    x[row : row + rows_at_once, column : column + columns_at_once].reshape(-1),
+                    longest=rows_at_once * columns_at_once,
+                )
+                if joined is not None:
+                    _place(given, joined[row : row + rows_at_once], widths, column, columns_at_once)
+        return joined
+
+    def _parts(self, flat: Tensor) -> Iterator[Tensor]:
+        size = self._buffers.shape[2]
+        return (flat[start : start + size] for start in range(0, len(flat), size))
+
+    def _meet(self, given: Tensor, longest: int | None = None) -> Tensor:
+        """Give numbers and wait for those of all, [num_members, longest]. They stay until the meeting after next."""
+        buffers = self._buffers[self._round % _SETS]
+        buffers[self._member, : len(given)] = given
+        self._round += 1
+        for descriptor in self._given:
+            os.eventfd_write(descriptor, 1)
+        for descriptor in self._taken:
+            os.eventfd_read(descriptor)
+            if self._lost is not None:
+                raise self._lost
+        return buffers[:, : len(given) if longest is None else longest]
+
+
+def _place(given: Tensor, joined: Tensor, widths: Sequence[int], column: int, columns_at_once: int) -> None:
+    """Put what members gave of their columns, from `column` on, into their places in rows of `joined`."""
+    start = 0
+    for member, width in enumerate(widths):
+        count = min(max(width - column, 0), columns_at_once)
+        block = given[member, : len(joined) * count].view(len(joined), count)
+        joined[:, start + column : start + column + count] = block
+        start += width

@@ -1,0 +1,243 @@
+"""The members of a group as their leader sees them: start them, send to them, notice when one is lost, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig
+from ..errors import EngineError
+from ..server.codec import MessageError
+from ..server.frames import encode_frame, read_frame
+from .collectives import Collectives, Counters, MemberLostError, buffer_numbers, memory_bytes, shared_memory
+from .messages import (
+    FROM_MEMBER,
+    TO_MEMBER,
+    FromMember,
+    MemberFailed,
+    MemberReady,
+    Merged,
+    StartMember,
+    ToMember,
+    UsePool,
+)
+
+_MODULE = "lorabatch.engine.parallel.member"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# Of heartbeats, which come twice a second.
+_SILENCE_S = 5.0
+_LEAVING_S = 10.0
+ReplyT = TypeVar("ReplyT", MemberReady, Merged)
+
+
+class MemberProcess(Protocol):
+    """A process of a member, as `subprocess.Popen` is one."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code, negative for a signal."""
+
+
+#: Starts a member of an engine of this configuration, with these descriptors open in it.
+StartProcess = Callable[[EngineConfig, Sequence[int]], MemberProcess]
+
+
+class GroupMembers:
+    """The processes of all members but the leader, which is this one.
+
+    `collectives`: of the leader. Every method raises `MemberLostError` once a member is gone. `close` ends them; so
+    does the end of this process.
+    """
+
+    def __init__(self, model_folder: Path, config: EngineConfig, hidden_size: int, start: StartProcess) -> None:
+        num_members = config.tensor_parallel
+        numbers = buffer_numbers(config.step_tokens * hidden_size)
+        memory = shared_memory("group", memory_bytes(num_members, numbers))
+        self._pools = shared_memory("pools", 0)
+        counters = Counters.create(num_members)
+        self.collectives = Collectives(0, num_members, memory, numbers, counters)
+        self._shared = _Shared(self.collectives, num_members)
+        inherited = (memory, self._pools, *counters.descriptors)
+        processes = [start(config, inherited) for _ in range(1, num_members)]
+        self._close = weakref.finalize(self, _end, processes, self._shared, inherited)
+        self._processes = processes
+        self._threads = [
+            threading.Thread(target=_listen, args=(member, process, self._shared), daemon=True)
+            for member, process in enumerate(processes, 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for member in range(1, num_members):
+            self._send(
+                member,
+                StartMember(str(model_folder), config, member, memory, numbers, counters.descriptors, self._pools),
+            )
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the members' processes, in order."""
+        return tuple(process.pid for process in self._processes)
+
+    def wait_until_ready(self) -> tuple[int, ...]:
+        """Wait until all parts are loaded. Bytes of the base's weights that each member has read.
+
+        Raises `EngineError` when loading failed and would fail again.
+        """
+        replies = self._replies(MemberReady)
+        return tuple(reply.weight_bytes for reply in replies)
+
+    def send(self, message: ToMember) -> None:
+        """Send a message to all members, which does not wait for them to read it unless their pipes are full."""
+        for member in range(1, len(self._processes) + 1):
+            self._send(member, message)
+
+    def merged(self) -> tuple[Merged, ...]:
+        """Every member's reply to `MergeAdapter`."""
+        return tuple(self._replies(Merged))
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Pools of all members, [num_members, num_elements], all zero; the first is the leader's."""
+        num_members = len(self._processes) + 1
+        page = mmap.ALLOCATIONGRANULARITY
+        row_bytes = -(-num_elements * dtype.itemsize // page) * page
+        os.ftruncate(self._pools, num_members * row_bytes)
+        for member in range(1, num_members):
+            self._send(member, UsePool(num_elements, member * row_bytes))
+        mapping = mmap.mmap(self._pools, num_members * row_bytes)
+        whole = torch.frombuffer(mapping, dtype=dtype).view(num_members, -1)
+        return whole[:, :num_elements]
+
+    def silent_member(self) -> int | None:
+        """A member that lives and has given no sign of life for seconds; None if there is none."""
+        now_ns = time.monotonic_ns()
+        for member in range(1, len(self._processes) + 1):
+            last_ns = self.collectives.last_beat_ns(member)
+            if last_ns and now_ns - last_ns > _SILENCE_S * 1e9:
+                return member
+        return None
+
+    def close(self) -> None:
+        """End the members."""
+        self._close()
+
+    def _send(self, member: int, message: ToMember) -> None:
+        stdin = self._processes[member - 1].stdin
+        assert stdin is not None
+        try:
+            stdin.write(encode_frame(TO_MEMBER, message))
+            stdin.flush()
+        except OSError:
+            # why it is gone is known in a moment
+            self._shared.lost.wait(_LEAVING_S)
+        self._shared.check()
+
+    def _replies(self, kind: type[ReplyT]) -> list[ReplyT]:
+        """One reply of every member, in order."""
+        replies: dict[int, ReplyT] = {}
+        while len(replies) < len(self._processes):
+            member, message = self._shared.inbox.get()
+            self._shared.check()
+            assert isinstance(message, kind), f"member {member} sent {message}, expected {kind.__name__}"
+            replies[member] = message
+        return [replies[member] for member in sorted(replies)]
+
+
+class _Shared:
+    """What the threads that listen share with the leader's. `inbox`: replies of members; None after a loss."""
+
+    def __init__(self, collectives: Collectives, num_members: int) -> None:
+        self._collectives = collectives
+        self._num_members = num_members
+        self.inbox: queue.SimpleQueue[tuple[int, FromMember | None]] = queue.SimpleQueue()
+        self.lost = threading.Event()
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def lose(self, member: int, failure: MemberFailed | None, reason: str) -> None:
+        """Note that a member is gone, the first that is."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = self._error_of(member, failure, reason)
+        self._collectives.lose(self._error)
+        self.inbox.put((member, None))
+        self.lost.set()
+
+    def check(self) -> None:
+        """Raise what the loss of a member is reported as."""
+        if self._error is not None:
+            raise self._error
+
+    def _error_of(self, member: int, failure: MemberFailed | None, reason: str) -> Exception:
+        name = f"member {member} of {self._num_members}"
+        if failure is None:
+            return MemberLostError(f"{name} of the tensor-parallel group ended: {reason}")
+        if failure.is_permanent:
+            return EngineError(failure.error)
+        if failure.is_out_of_memory:
+            return MemoryError(f"{name} of the tensor-parallel group: {failure.error}")
+        return MemberLostError(f"{name} of the tensor-parallel group failed: {failure.error}")
+
+
+def start_process(config: EngineConfig, inherited: Sequence[int]) -> MemberProcess:
+    """Start a member that waits for its `StartMember`. What it prints goes where this process prints."""
+    threads = dict.fromkeys(_THREAD_VARIABLES, str(config.member_threads))
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULE, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | threads,
+        pass_fds=inherited,
+    )
+
+
+def _listen(member: int, process: MemberProcess, shared: _Shared) -> None:
+    """Pass on what a member sends until it ends, and how it ended."""
+    assert process.stdout is not None
+    stdout: IO[bytes] = process.stdout
+    failure: MemberFailed | None = None
+    with contextlib.suppress(OSError, ValueError, MessageError):
+        while (message := read_frame(stdout, FROM_MEMBER)) is not None:
+            if isinstance(message, MemberFailed):
+                failure = message
+            else:
+                shared.inbox.put((member, message))
+    with contextlib.suppress(OSError):
+        stdout.close()
+    code = process.wait()
+    reason = f"it was killed by signal {-code}" if code < 0 else f"exit code {code}"
+    shared.lose(member, failure, reason)
+
+
+def _end(processes: Sequence[MemberProcess], shared: _Shared, descriptors: Sequence[int]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        with contextlib.suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+    # only now nobody writes to the descriptors, whose numbers others get
+    shared.lost.wait(_LEAVING_S)
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,130 @@
+"""Every number of a layer belongs to one member of a group; what is filled up with zeros is the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorabatch.engine.model_config import parse_model_config
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.model_config.partition import Piece, group_of, partition_problem
+
+
+def make_model(family: str = "llama", **settings: object) -> ModelConfig:
+    raw = {
+        "model_type": family,
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    return parse_model_config(raw | settings, {})
+
+
+def numbers(pieces: tuple[Piece, ...] | None) -> list[int]:
+    """Places of the whole that pieces take; -1 for zeros."""
+    assert pieces is not None
+    return [n for piece in pieces for n in [*range(piece.start, piece.end), *[-1] * piece.num_zeros]]
+
+
+@given(
+    kv_heads=st.integers(1, 12),
+    per_kv=st.integers(1, 5),
+    features=st.integers(1, 64),
+    vocab_size=st.integers(64, 200),
+    num_members=st.integers(1, 8),
+    is_fused=st.booleans(),
+)
+def test_members_have_each_query_and_feature_once_and_the_keys_of_their_queries(
+    kv_heads: int, per_kv: int, features: int, vocab_size: int, num_members: int, is_fused: bool
+) -> None:
+    size = 8
+    model = make_model(
+        "phi3" if is_fused else "llama",
+        num_attention_heads=kv_heads * per_kv,
+        num_key_value_heads=kv_heads,
+        hidden_size=kv_heads * per_kv * size,
+        intermediate_size=features,
+        vocab_size=vocab_size,
+        pad_token_id=0,
+    )
+    queries: Counter[int] = Counter()
+    inner: Counter[int] = Counter()
+    tokens: Counter[int] = Counter()
+    for partition in group_of(model, num_members):
+        part = partition.shard
+        if is_fused:
+            qkv = numbers(partition.linear("model.layers.0.self_attn.qkv_proj").outputs)
+            gate_up = numbers(partition.linear("model.layers.0.mlp.gate_up_proj").outputs)
+        else:
+            names = ("q_proj", "k_proj", "v_proj")
+            starts = (0, model.q_size, model.q_size + model.kv_size)
+            qkv = [
+                n if n < 0 else n + start
+                for name, start in zip(names, starts, strict=True)
+                for n in numbers(partition.linear(f"model.layers.0.self_attn.{name}").outputs)
+            ]
+            gate_up = [
+                n if n < 0 else n + start
+                for name, start in (("gate_proj", 0), ("up_proj", features))
+                for n in numbers(partition.linear(f"model.layers.0.mlp.{name}").outputs)
+            ]
+        assert len(qkv) == sum(part.parts_of_site("qkv"))
+        assert len(gate_up) == 2 * part.intermediate_size
+        q, k, v = qkv[: part.q_size], qkv[part.q_size : -part.kv_size], qkv[-part.kv_size :]
+        group = part.num_heads // part.num_kv_heads
+        for i, place in enumerate(q):
+            if place >= 0:
+                head = i // size // group
+                expected = place // size // per_kv
+                assert k[head * size] == model.q_size + expected * size, "a query beside another's keys"
+                assert v[head * size] == model.q_size + model.kv_size + expected * size
+        queries.update(n for n in q if n >= 0)
+        gate, up = gate_up[: part.intermediate_size], gate_up[part.intermediate_size :]
+        assert [n - features for n in up if n >= 0] == [n for n in gate if n >= 0]
+        inner.update(n for n in gate if n >= 0)
+        # what comes out of these is what the next layer takes in
+        assert numbers(partition.linear("model.layers.0.self_attn.o_proj").inputs) == q
+        assert numbers(partition.linear("model.layers.0.mlp.down_proj").inputs) == gate
+        tokens.update(range(*partition.tokens(vocab_size)))
+        assert part.vocab_size == len(range(*partition.tokens(vocab_size)))
+    assert queries == Counter(range(model.q_size))
+    assert inner == Counter(range(features))
+    assert tokens == Counter(range(vocab_size))
+
+
+@given(vocab_size=st.integers(8, 300), other=st.integers(1, 600), num_members=st.integers(1, 8))
+def test_a_resized_vocabulary_leaves_tokens_where_they_are(vocab_size: int, other: int, num_members: int) -> None:
+    members = group_of(make_model(vocab_size=vocab_size), num_members)
+    before = [range(*member.tokens(vocab_size)) for member in members]
+    after = [range(*member.tokens(other)) for member in members]
+    assert [token for tokens in after for token in tokens] == list(range(other))
+    for token in range(min(vocab_size, other)):
+        assert [token in tokens for tokens in before] == [token in tokens for tokens in after]
+
+
+def test_one_member_adds_the_bias_of_a_sum() -> None:
+    members = group_of(make_model(attention_bias=True), 4)
+    assert [member.linear("model.layers.0.self_attn.o_proj").has_bias for member in members] == [True] + [False] * 3
+    assert all(member.linear("model.layers.0.self_attn.q_proj").has_bias for member in members)
+
+
+@pytest.mark.parametrize(("num_members", "expected"), [(1, None), (8, None), (9, "the model has 8 query heads")])
+def test_more_members_than_queries_are_refused(num_members: int, expected: str | None) -> None:
+    found = partition_problem(make_model(), num_members, has_blocks=False)
+    assert (found is None) == (expected is None)
+    assert expected is None or expected in str(found)
+
+
+def test_blocks_of_few_bits_are_not_split() -> None:
+    assert "GGUF" in str(partition_problem(make_model(), 2, has_blocks=True))
+    assert partition_problem(replace(make_model()), 1, has_blocks=True) is None
