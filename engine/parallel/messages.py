@@ -45,7 +45,7 @@ class PlaceAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """To a member: compute a step. `rows`: int64 [num_entries, 8], see `steps.py`; `token_ids`: int64, of all entries
+    """To a member: compute a step. `rows`: int64 [num_entries, 10], see `steps.py`; `token_ids`: int64, of all entries
     one after the other."""
 
     rows: bytes

@@ -142,6 +142,25 @@ def test_every_family_merges_as_one_process_does(
         assert_equal(make_engine(base, mode), group, adapters)
 
 
+@pytest.mark.parametrize("num_members", [2, 4])
+def test_log_probabilities_of_prompts_are_those_of_one_process(
+    tiny_llama: Path, tiny_adapters: dict[str, Path], num_members: int
+) -> None:
+    scored = {"prompt_logprobs": True, "prompt_top_logprobs": 2}
+    with open_group(tiny_llama, num_members, max_step_tokens=16) as group:
+        found = []
+        for each in (make_engine(tiny_llama, max_step_tokens=16), group):
+            ids = register_all(each, tiny_adapters)
+            rows = rows_of(ids, 10, each.model.vocab_size, **scored)
+            found.append(serve(each, rows))
+    expected, results = found
+    for key, result in results.items():
+        assert result.error is None, result.error
+        assert result.token_ids == expected[key].token_ids
+        assert result.prompt_logprobs is not None
+        assert result.prompt_logprobs == pytest.approx(expected[key].prompt_logprobs, abs=1e-4)
+
+
 class Mixing:
     """A batcher that merges another adapter every other step, and serves all rows beside it."""
 
