@@ -11,7 +11,7 @@ from lorabatch.jobs.cost_profile import profile_path, read_profile
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.storage.local_copy import model_sha256
 from lorabatch.pipeline.planning.profile import ProfileRequest, probe_grid, profile_engine, profile_model
-from lorabatch.pipeline.planning.settings import choose_cost
+from lorabatch.pipeline.planning.step_prices import choose_cost
 from lorabatch.scheduler.cost import StepLoad
 
 

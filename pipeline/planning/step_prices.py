@@ -1,0 +1,93 @@
+"""Chooses what an engine's steps are taken to cost, where the job names no machine: a file, a profile or a preset.
+
+A preset is scaled from the model and machine that it stands for, and is called a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ...engine.config import DeviceKind, products_format
+from ...engine.model_config.model import ModelConfig
+from ...jobs.cost_profile import profile_path, read_profile
+from ...jobs.spec import JobSpec
+from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES, CostModel
+
+# Parameters and threads per engine that the presets stand for.
+_CPU_PRESET_PARAMETERS, _CPU_PRESET_THREADS = 134.5e6, 1
+# Of the time in float32, as `bench engine` has measured it.
+_CPU_FORMATS = {"bfloat16": 0.6, "int8": 0.45}
+# Of the time in bfloat16, by arithmetic: half the bytes of the linear weights, and products at twice the rate.
+_GPU_FORMATS = {"fp8": 0.7}
+_GPU_PRESET_PARAMETERS = 8.0e9
+# Of a tensor-parallel group, for each of its processes: they meet twice in a layer, at the embedding and the head.
+_MEETING_S = 30e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenCost:
+    """A cost model and where it comes from, as a phrase for people. `is_guess`: it was not measured on this machine."""
+
+    cost: CostModel
+    origin: str
+    is_guess: bool = False
+
+
+def choose_cost(
+    spec: JobSpec, model_sha256: str, model: ModelConfig, kind: DeviceKind, threads: int | None
+) -> ChosenCost:
+    """The cost model for a job's engines: of a file, as `lorabatch profile` has measured it on this machine, or a
+    preset. Raises `JobRequestError` for a `cost_model` that cannot be used."""
+    if spec.cost_model is not None:
+        return ChosenCost(read_profile(Path(spec.cost_model)).cost, f"measured, {spec.cost_model}")
+    products = products_format(kind, spec.dtype, spec.base_quantization)
+    path = profile_path(model_sha256, kind, products, threads if kind == "cpu" else None, spec.tensor_parallel)
+    if path.exists():
+        return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
+    preset = _preset(model, kind, products, threads)
+    meetings_s = _MEETING_S * spec.tensor_parallel * (2 * model.num_layers + 2) if spec.tensor_parallel > 1 else 0.0
+    return replace(preset, cost=replace(preset.cost, step_s=preset.cost.step_s + meetings_s))
+
+
+def _preset(model: ModelConfig, kind: DeviceKind, products: str, threads: int | None) -> ChosenCost:
+    parameters = sum(rows * columns for rows, columns in model.linear_shapes().values())
+    advice = "`lorabatch profile --model …` measures this machine"
+    if kind == "cpu":
+        factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
+        factor *= _CPU_FORMATS.get(products, 1.0)
+        return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}", True)
+    factor = parameters / _GPU_PRESET_PARAMETERS * _GPU_FORMATS.get(products, 1.0)
+    return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}", True)
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> Mapping[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": hidden < 1024,
+    }
+
+
+_LLAMA_2_7B = _llama(4096, 32, 32, 32, 11008, 32000)
+#: What the presets of `MACHINES` were made for: device, its memory, `config.json` of the model.
+MACHINE_MODELS: Mapping[str, tuple[DeviceKind, int, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "cpu-smollm2-135m": ("cpu", 16 << 30, _llama(576, 30, 9, 3, 1536, 49152)),
+        "h200-llama-3-8b": ("cuda", 141 * 10**9, _llama(4096, 32, 32, 8, 14336, 128256)),
+        "dlora-a800-llama-2-7b": ("cuda", 80 << 30, _LLAMA_2_7B),
+        # Four devices of 40 GB as one: they hold the weights once.
+        "loraserve-a100-llama-7b": ("cuda", 160 * 10**9, _LLAMA_2_7B),
+    }
+)
+assert MACHINE_MODELS.keys() == MACHINES.keys(), "a preset cost model without a machine"
