@@ -36,9 +36,8 @@ from .memory.residency import AdapterResidency
 from .model_config.model import ModelConfig
 from .models.rope import restarts_at
 from .models.step_batch import StepEntry
-from .parallel.backend import backend_of
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
-from .runner.backend import Backend, MakeBackend
+from .runner.backend import Backend, MakeBackend, choose_backend
 from .runner.runner import StepsInFlight
 from .runner.step_counts import StepCounts
 from .sequence import Sequence
@@ -61,13 +60,13 @@ class Engine:
         model_folder: Path,
         config: EngineConfig,
         batcher: Batcher | None = None,
-        make_backend: MakeBackend = backend_of,
+        make_backend: MakeBackend | None = None,
     ) -> None:
         self.model: ModelConfig = read_model_config(model_folder)
         if config.member_threads is not None:
             torch.set_num_threads(config.member_threads)
         with torch.inference_mode():
-            self.backend = backend = make_backend(model_folder, config, self.model)
+            self.backend = backend = (make_backend or _backend_maker(config))(model_folder, config, self.model)
             plan = backend.plan_memory()
             self.config = config = replace(
                 config, max_batch_rows=plan.limits.batch_rows, max_step_tokens=plan.limits.step_tokens
@@ -396,6 +395,15 @@ class Engine:
         elif self.model.has_length_dependent_rope:
             sequence.num_stored = 0
         return result
+
+
+def _backend_maker(config: EngineConfig) -> MakeBackend:
+    if config.tensor_parallel == 1:
+        return choose_backend
+    # what members of a group tell each other needs more libraries than an engine of one process
+    from .parallel.backend import GroupBackend
+
+    return GroupBackend
 
 
 def _running_batch(

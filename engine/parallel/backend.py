@@ -32,20 +32,12 @@ from ..models.merge import LiveWeights
 from ..models.step_batch import StepEntry
 from ..peft.random import RANDOM_FOLDER
 from ..peft.weights import AdapterWeights
-from ..runner.backend import Backend, choose_backend
 from ..runner.runner import CpuRunner, LaunchedStep, StepRunner
 from ..runner.sampler import TokenRules
 from .members import GroupMembers, StartProcess, start_process
 from .messages import MergeAdapter, PlaceAdapter, RestoreBase
 from .shard import ShardBackend, ShardWeights, check_served
 from .steps import encode_step
-
-
-def backend_of(model_folder: Path, config: EngineConfig, model: ModelConfig) -> Backend:
-    """The backend for a configuration: of a group, or of one process. Raises what they do."""
-    if config.tensor_parallel == 1:
-        return choose_backend(model_folder, config, model)
-    return GroupBackend(model_folder, config, model)
 
 
 class GroupBackend(ShardBackend):
