@@ -134,6 +134,9 @@ def _sample(store: JobStore, num_rows: int) -> pa.Table:
         with store.open_part(part) as file:
             table = pq.read_table(file)
         table = table.filter(pc.is_null(table["error"]))
+        if records_samples(record):
+            # ids of a row's completions are equal
+            table = table.filter(pc.equal(table[SAMPLE_FIELD.name], 0))
         # those after a part with too few rows give more
         share = -(-(num_rows - sum(map(len, tables))) // (len(chosen) - number))
         rows = table.take(pa.array(_evenly(table.num_rows, share), pa.int64()))
