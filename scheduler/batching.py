@@ -8,11 +8,7 @@ same objects.
 rows to an inner batcher. Weights are switched only when no row of the wave is left, so that no row sees two sets of
 weights. Merging pays only when one adapter alone can fill the batch for a while (dLoRA, section 4.1).
 
-`AdaptiveBatcher` goes beyond dLoRA: it takes whichever of four forms serves most rows per second: all rows unmerged;
-the most wanted adapter merged and alone; merged with other rows in the free places (mixture: those rows also subtract
-the merged adapter); going on as before. The price of a switch is spread over the steps that the merged adapter's rows
-are expected to need. Rows that pause keep their memory, so choices are compared by the rows that can run at once, and
-no row pauses for ever. `CostBatcher` is the same on a replica that learns its adapters one by one.
+`cost_batching.py` has the batchers that choose by what steps cost.
 
 Shapes: `[num_running]` rows that hold memory (decoding, or paused by an earlier step), `[num_waiting]` rows not yet
 admitted, both in order of arrival.
@@ -29,7 +25,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import CostModel, lora_load
+from .cost import CostModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -290,199 +286,12 @@ class MergeWaveBatcher:
         return replace(plan, admit=shared[plan.admit])
 
 
-# How long a choice will hold: steps until so many rows of an adapter (None: of all), and those still to arrive, are
-# done, with so many rows at once.
-StepsToCome = Callable[[int | None, int, int], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to run the next steps. `batch`: positions over running then waiting rows; `taking_part`: those of them
-    that memory lets run at once."""
-
-    mode: ReplicaMode
-    merged_adapter: int | None
-    batch: NDArray[np.int64]
-    taking_part: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveBatcher:
-    """Chooses by cost; keeps no state, so a replica that restarts decides as before.
-
-    `ranks` float64 `[num_adapters]`. `mean_context`: KV slots a row reads in a step. `hysteresis`: how much
-    better another state must be before the weights are touched. `patience`: steps that a row may sit out for a merged
-    adapter, in all; from then on it is served in its turn until it ends. `may_mix`: whether mixtures are considered.
-    `merge_s`: what a switch is charged with (None: what the cost model says).
-    """
-
-    cost: CostModel
-    ranks: NDArray[np.float64]
-    steps_to_come: StepsToCome
-    mean_context: float = 512.0
-    # Switches are paid for in full, so a small gain is reason enough.
-    hysteresis: float = 1.005
-    least_own_share: float = 0.8
-    patience: float = 256.0
-    may_mix: bool = True
-    merge_s: float | None = None
-
-    def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
-        types = np.concatenate([view.running_adapter, view.waiting_adapter])
-        best, best_rate = None, -1.0
-        for candidate in self._candidates(view, types):
-            rate = self._rows_per_s(candidate, types, view)
-            if best is None or rate > best_rate:
-                best, best_rate = candidate, rate
-        assert best is not None
-        return as_step_plan(view, best.batch, best.merged_adapter, mode=best.mode)
-
-    def _candidates(self, view: BatchView, types: NDArray[np.int32]) -> list[Candidate]:
-        """The present state's own continuations first: ties keep it."""
-        in_turn = np.arange(min(len(types), view.max_batch_rows))
-        taking_part = view.taking_part(in_turn)
-        unmerged = Candidate("unmerged", None, in_turn, taking_part)
-        if len(types) == 0:
-            return [unmerged]
-        wanted = _most_wanted(types[taking_part])
-        if _is_awaited(view, wanted):
-            wanted = None
-        merged = [a for a in (view.merged_adapter, wanted) if a is not None]
-        found: list[Candidate] = []
-        for adapter in dict.fromkeys(merged):
-            is_own = types[taking_part] == adapter
-            if self.may_mix and is_own.any() and not is_own.all():
-                found.append(Candidate("mixture", adapter, in_turn, taking_part))
-            alone = np.flatnonzero(types == adapter)[: view.max_batch_rows]
-            if is_own.mean() >= self.least_own_share and self._patience_left(view, alone) > 0:
-                found.append(Candidate("merged", adapter, alone, view.taking_part(alone)))
-        return [unmerged, *found] if view.merged_adapter is None else [*found, unmerged]
-
-    def _patience_left(self, view: BatchView, batch: NDArray[np.int64]) -> float:
-        """Steps that every running row outside the batch may sit out."""
-        is_outside = np.ones(len(view.running_adapter), bool)
-        is_outside[batch[batch < len(is_outside)]] = False
-        if not is_outside.any():
-            return np.inf
-        return self.patience - (0 if view.paused_steps is None else int(view.paused_steps[is_outside].max()))
-
-    def _rows_per_s(self, candidate: Candidate, types: NDArray[np.int32], view: BatchView) -> float:
-        """Rows per second over the steps to come, the switch included."""
-        rows = types[candidate.taking_part]
-        load = lora_load(
-            rows,
-            1.0,
-            self.ranks,
-            merged_adapter=candidate.merged_adapter,
-            kernel=self.cost.kernel,
-            decode_rows=len(rows),
-            context_tokens=len(rows) * self.mean_context,
-        )
-        seconds = float(self.cost.step_seconds(load))
-        if candidate.merged_adapter == view.merged_adapter:
-            return len(rows) / seconds * self.hysteresis
-        own = rows if candidate.merged_adapter is None else rows[rows == candidate.merged_adapter]
-        batch_rows = view.max_batch_rows if len(rows) == len(candidate.batch) else len(rows)
-        steps = max(1.0, self.steps_to_come(candidate.merged_adapter, len(own), batch_rows))
-        if candidate.mode == "merged":
-            steps = min(steps, self._patience_left(view, candidate.batch))
-        merge_s = self.cost.merge_s if self.merge_s is None else self.merge_s
-        return len(rows) * steps / (seconds * steps + merge_s)
-
-
-def _is_awaited(view: BatchView, adapter: int | None) -> bool:
-    """Whether none of the adapter's rows can run yet, while others do: merged, it would serve no row."""
-    return view.memory is not None and len(view.running_adapter) > 0 and adapter in view.memory.awaited
-
-
-def _most_wanted(types: NDArray[np.int32]) -> int | None:
-    counts = np.bincount(types[types >= 0]) if (types >= 0).any() else np.zeros(0, np.int64)
-    return int(np.argmax(counts)) if len(counts) else None
-
-
 Ranks = Callable[[], NDArray[np.float64]]
 
 
 def no_more_rows(adapter: int) -> int:
     """All rows are at hand."""
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class CostBatcher:
-    """`AdaptiveBatcher` whose steps to come are those of the rows at hand and announced. Keeps no state.
-
-    `mean_output_tokens`: of a row, as known now; half of it counts, for a batch is rarely as full as at its start. A
-    merge is charged with the way back: the weights that are merged
-    now were paid for, so that leaving them is decided by the steps alone. `rows_to_come`: of an adapter, rows that a
-    plan will still bring here. No row sits out more steps than a row is expected to take.
-    """
-
-    cost: CostModel
-    ranks: Ranks
-    mean_output_tokens: Callable[[], float]
-    rows_to_come: Callable[[int], int] = no_more_rows
-
-    def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
-        output_tokens = self.mean_output_tokens()
-
-        def steps_to_come(adapter: int | None, num_rows: int, batch_rows: int) -> float:
-            queues = (view.running_adapter, view.waiting_adapter)
-            rows = sum(int((queue == adapter).sum()) if adapter is not None else len(queue) for queue in queues)
-            rows += 0 if adapter is None else self.rows_to_come(adapter)
-            return output_tokens / 2 * max(1.0, rows / batch_rows)
-
-        merge_s = self.cost.merge_s * (2.0 if view.merged_adapter is None else 1.0)
-        patience = max(1.0, output_tokens)
-        batcher = AdaptiveBatcher(self.cost, self.ranks(), steps_to_come, patience=patience, merge_s=merge_s)
-        return batcher.next_step(view)
-
-
-@dataclass(slots=True)
-class PromptsTogether:
-    """Has the prompts of several rows share a step, where prompts cost the rows that decode beside them `mixed_step_s`.
-
-    Rows that could enter are held back until that has wasted as much as a mixed step costs. In each step it wastes the
-    share that they would bear of the seconds that a step takes with any number of rows. Where `B` rows of `n` tokens
-    end evenly, `B * sqrt(2 * mixed_step_s / (n * seconds))` enter together, which wastes least. Rows enter at once when
-    no others would wait then, when prompts are computed anyway, and when other rows pause or weights are switched.
-    """
-
-    inner: Batcher
-    cost: CostModel
-    ranks: Ranks
-    _wasted_s: float = 0.0
-
-    def next_step(self, view: BatchView) -> StepPlan:
-        """See `Batcher.next_step`."""
-        plan = self.inner.next_step(view)
-        num_running, num_entering = len(view.running_adapter), _num_entering(view, plan)
-        if not num_entering:
-            return plan
-        goes_on = plan.merged_adapter == view.merged_adapter and bool(plan.serve.all())
-        others_wait = num_entering < len(view.waiting_adapter)
-        if num_running and others_wait and goes_on and not view.has_prompts:
-            merged = plan.merged_adapter
-            fixed = lora_load(view.running_adapter, 0.0, self.ranks(), merged_adapter=merged, kernel=self.cost.kernel)
-            share = num_entering / (num_running + num_entering)
-            self._wasted_s += float(self.cost.step_seconds(fixed)) * share
-            if self._wasted_s < self.cost.mixed_step_s:
-                return replace(plan, holds_back=True)
-        self._wasted_s = 0.0
-        return plan
-
-
-def _num_entering(view: BatchView, plan: StepPlan) -> int:
-    """Rows of a plan that would enter now."""
-    memory = view.memory
-    if memory is None or not len(plan.admit):
-        return len(plan.admit)
-    rows = plan.admit
-    if memory.awaited:
-        rows = rows[~np.isin(view.waiting_adapter[rows], list(memory.awaited))]
-    return memory.num_fitting(rows, view.waiting_adapter, view.running_adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,12 +308,6 @@ class ReplicaFacts:
     rows_to_come: Callable[[int], int] = no_more_rows
 
 
-def choosing_by_cost(facts: ReplicaFacts) -> Batcher:
-    """The cost of each step decides, mixture included."""
-    inner = CostBatcher(facts.cost, facts.ranks, facts.mean_output_tokens, facts.rows_to_come)
-    return MergeWaveBatcher(InClusters(inner), facts.must_merge, None)
-
-
 # Merging re-packs every targeted weight, about a second for 135M parameters on two cores, and saves about a
 # tenth of each step: four full batches are where it starts to pay.
 _WAVE_BATCHES = 4
@@ -518,7 +321,7 @@ def in_merged_waves(facts: ReplicaFacts) -> Batcher:
 #: Batchers of an engine: name -> `module:function` below `scheduler`, which makes it. Those of papers are imported only
 #: when they are asked for.
 BATCHERS: Mapping[str, str] = {
-    "cost": "batching:choosing_by_cost",
+    "cost": "cost_batching:choosing_by_cost",
     "waves": "batching:in_merged_waves",
     "dlora": "baselines.dlora_batching:with_credits",
     "s-lora": "baselines.batchers:s_lora",

@@ -1,4 +1,4 @@
-"""What holding rows back gains where prompts cost decoding rows time (`scheduler.batching.PromptsTogether`), simulated.
+"""What holding rows back (`PromptsTogether`) gains where prompts cost decoding rows time, simulated.
 
 python -m lorabatch.benchmarks.simulation.mixed_steps [--rows 3000]
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from ...scheduler.batching import (
-    Batcher,
-    ClusteredBatcher,
-    MergeWaveBatcher,
-    PromptsTogether,
-    ReplicaFacts,
-    batcher_of,
-)
+from ...scheduler.batching import Batcher, ClusteredBatcher, MergeWaveBatcher, ReplicaFacts, batcher_of
+from ...scheduler.cost_batching import PromptsTogether
 from ..config import EngineConfig
 
 

@@ -21,12 +21,12 @@ from lorabatch.scheduler.batching import (
     Batcher,
     BatchView,
     ClusteredBatcher,
-    CostBatcher,
     InClusters,
     MergeWaveBatcher,
     StepPlan,
 )
 from lorabatch.scheduler.cost import DLORA_A800_LLAMA_2_7B
+from lorabatch.scheduler.cost_batching import CostBatcher
 
 
 class Chosen:

@@ -13,7 +13,6 @@ from lorabatch.scheduler.batching import (
     ClusteredBatcher,
     FreeMemory,
     InClusters,
-    PromptsTogether,
     ReplicaFacts,
     StepPlan,
     admission_order,
@@ -22,6 +21,7 @@ from lorabatch.scheduler.batching import (
     without_vain_merge,
 )
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B
+from lorabatch.scheduler.cost_batching import PromptsTogether
 from lorabatch.scheduler.simulation.replica import ReplicaSettings, SimulatedReplica
 from lorabatch.scheduler.simulation.synthetic import make_workload
 from lorabatch.scheduler.simulation.timeline import Timeline
