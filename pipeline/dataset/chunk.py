@@ -1,63 +1,32 @@
-"""Reads and checks one chunk, which is a row group of an input file: `read_chunk` streams it, `ChunkRows` indexes it.
+"""Reads one chunk, which is a row group of an input file: `read_chunk` streams it.
 
-`IndexJob` is what indexing needs to know of the job; it travels to the workers. Shapes: rows `[num_rows]` in input
-order; after `order()`, in the order of the chunk file.
+`ChunkRef` and `IndexJob` are what a worker needs to know to index a chunk; both travel to it.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from ...engine.errors import ChatTemplateError
 from ...engine.request import SamplingParams
-from ...engine.text.conversation import RENDERING_OPTIONS, Conversation, RenderOptions, column_json
-from ...engine.text.literal import RenderedMessages
-from ...engine.text.tokenizer import Tokenizer
+from ...engine.text.conversation import RENDERING_OPTIONS
 from ...jobs.errors import StorageError
-from ...jobs.input.columns import DEFAULT_ID_COLUMN, SAMPLE_FIELD, records_samples
+from ...jobs.input.columns import SAMPLE_FIELD, records_samples
 from ...jobs.input.file_version import has_changed
 from ...jobs.input.files import footer_sha256, unpack_schema
 from ...jobs.input.row_group import OversizedRowGroupError, open_row_group
 from ...jobs.record import AdapterRecord, FileVersion, JobRecord, PartitionValues, index_key
-from ...jobs.spec import PROMPT_ROLES, SAMPLING_COLUMNS, JobSpec
+from ...jobs.spec import JobSpec
 from ...jobs.storage.location import options_for
 from ...jobs.storage.redaction import storage_reason
 from . import schema as prepared
-from .fingerprints import id_hash, prefix_hash, row_fingerprint, shared_tokens
-from .row_checks import (
-    ErrorKind,
-    PromptProblem,
-    RowDraft,
-    begin_reasoning,
-    check_continuation,
-    check_length,
-    check_rendered,
-    check_size,
-    check_text,
-    check_token_ids,
-    check_unrendered,
-    read_messages,
-    read_rendering,
-    read_sampling,
-    sampling_overrides,
-)
 
-_TOGETHER_CHARACTERS = 4 << 20
-# Different ways to render messages that are kept for rows to come.
-_MOST_RENDERINGS = 1024
-# Tokens at the end of a prompt of tokens in which the start of reasoning is looked for.
-_END_TOKENS = 64
 _REPAIR = "Repair the file or leave it out."
 # What stores that are throttled, busy or away are reported as; Arrow's errors about bad bytes have no number.
 _UNREACHED = {
@@ -231,293 +200,3 @@ def _fitted(batch: pa.RecordBatch, schema: pa.Schema, partition: PartitionValues
         else:
             columns.append(batch.column(place).cast(column.type))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-class ChunkRows:
-    """Collects checked rows. Holds one row group in memory, as Arrow columns."""
-
-    def __init__(self, chunk: ChunkRef, job: IndexJob, tokenizer_of: Callable[[str | None], Tokenizer]) -> None:
-        self._chunk = chunk
-        self._job = job
-        self._tokenizer_of = tokenizer_of
-        self._tokenizers: dict[str | None, Tokenizer] = {}
-        self._prompt_role = next(role for role in PROMPT_ROLES if role in job.roles)
-        self._samplings: dict[tuple[Any, ...], tuple[SamplingParams, list[str]]] = {}
-        self._rendering = lru_cache(_MOST_RENDERINGS)(self._read_rendering)
-        self._batches: list[pa.RecordBatch] = []
-        self._numbers: list[pa.RecordBatch] = []
-        self._num_rows = 0  # of the input
-        self._num_prepared = 0
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Check and tokenise the next rows of the chunk."""
-        columns = {role: _values(batch.column(name)) for role, name in self._job.roles.items()}
-        undecodable = _take_undecodable(columns)
-        adapters = [name or None for name in columns.get("adapter", [None] * batch.num_rows)]
-        drafts = self._drafts(columns, adapters, undecodable)
-        self._tokenise(drafts, adapters)
-        for draft in drafts:
-            check_length(draft, self._job.max_context_tokens)
-        places = range(self._chunk.first_row + self._num_rows, self._chunk.first_row + self._num_rows + batch.num_rows)
-        rows = [row for row, draft in enumerate(drafts) for _ in draft.samples()]
-        if len(rows) > len(drafts):
-            drafts = [sample for draft in drafts for sample in draft.samples()]
-            adapters = [adapters[row] for row in rows]
-            batch = batch.take(pa.array(rows))
-        self._append(batch, drafts, adapters, [places[row] for row in rows])
-        self._num_rows += len(places)
-
-    def order(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows sorted by adapter, the base model first, otherwise as in the input; and where record batches
-        begin: `[num_batches + 1]` offsets into that order.
-        """
-        names = pa.chunked_array([batch.column("adapter") for batch in self._numbers])
-        codes = names.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
-        rank = np.argsort(np.argsort(codes.dictionary.to_numpy(zero_copy_only=False)))
-        adapter = rank[codes.indices.to_numpy(zero_copy_only=False)]
-        order = np.argsort(adapter, kind="stable")
-        starts = np.flatnonzero(np.diff(adapter[order], prepend=-1))
-        ends = np.append(starts[1:], len(order))
-        cuts = [np.arange(start, end, prepared.BATCH_ROWS) for start, end in zip(starts, ends, strict=True)]
-        return order, np.append(np.concatenate(cuts), len(order))
-
-    def prepared_batches(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> Iterator[pa.RecordBatch]:
-        """The rows as the chunk file holds them."""
-        table = pa.Table.from_batches(self._batches).unify_dictionaries().combine_chunks()
-        for start, end in pairwise(offsets.tolist()):
-            yield table.take(pa.array(order[start:end])).combine_chunks().to_batches()[0]
-
-    def index(self, order: NDArray[np.int64], offsets: NDArray[np.int64]) -> pa.Table:
-        """The numbers of the rows, in the same order, with the place of each: record batch and row in it."""
-        sizes = np.diff(offsets)
-        batch = np.repeat(np.arange(len(sizes)), sizes)
-        row = np.arange(len(order)) - offsets[:-1][batch]
-        numbers = pa.Table.from_batches(self._numbers).take(pa.array(order))
-        columns = {
-            **{name: numbers.column(name) for name in numbers.column_names},
-            "adapter": numbers.column("adapter").combine_chunks().dictionary_encode(),
-            "shared_tokens": pa.array(self._shared_tokens()[order]),
-            "batch": pa.array(batch, pa.int32()),
-            "row": pa.array(row, pa.int32()),
-            "place": pa.array(order, pa.int32()),
-        }
-        return pa.table(columns, schema=prepared.INDEX_SCHEMA)
-
-    def _shared_tokens(self) -> NDArray[np.int32]:
-        """In input order."""
-        adapters = [name for batch in self._numbers for name in batch.column("adapter").to_pylist()]
-        tokens = [batch.column(prepared.TOKENS) for batch in self._batches]
-        prompts = [_tokens(column, row) for column in tokens for row in range(len(column))]
-        return shared_tokens(adapters, prompts)
-
-    def _drafts(
-        self, columns: Mapping[str, list[Any]], adapters: list[str | None], undecodable: Mapping[int, list[str]]
-    ) -> list[RowDraft]:
-        own = [name for name in SAMPLING_COLUMNS if name in columns]
-        beside = [name for name in RENDERING_OPTIONS if name in columns]
-        prompts = columns[self._prompt_role]
-        has_messages = self._prompt_role == "messages"
-        if has_messages:
-            prompts = self._rendered(prompts, adapters, {name: columns[name] for name in beside})
-        drafts = []
-        for row, adapter in enumerate(adapters):
-            row_id = columns["id"][row] if "id" in columns else self._made_up_id(row)
-            sampling, problems = self._sampling({name: columns[name][row] for name in own})
-            draft = RowDraft(row_id, sampling)
-            drafts.append(draft)
-            for problem in undecodable.get(row, ()):
-                draft.reject(ErrorKind.PROMPT, problem)
-            if draft.problems:
-                continue  # other columns of the row may be null only because they could not be decoded
-            if row_id is None:
-                draft.reject(ErrorKind.ID, "id=null: expected a value of its own for every row. Fill it in.")
-            self._check_prompt(draft, prompts[row], adapter)
-            if "continuation" in columns:
-                encode = partial(self._tokenizer(adapter).encode_batch, is_rendered=True)
-                check_continuation(draft, columns["continuation"][row], encode)
-            if not has_messages:
-                check_unrendered(draft, {n: columns[n][row] for n in beside}, self._job.roles[self._prompt_role])
-            for problem in problems:
-                draft.reject(ErrorKind.SAMPLING, f"{problem}. Correct the row, or leave it null for the job's value.")
-        return drafts
-
-    def _made_up_id(self, row: int) -> str:
-        return f"{self._chunk.file_name}:{self._chunk.first_row + self._num_rows + row}"
-
-    def _sampling(self, values: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
-        """Rows mostly repeat a few combinations of values."""
-        key = tuple(
-            (type(v), str(v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v)
-            for v in values.values()
-        )
-        if key not in self._samplings:
-            self._samplings[key] = read_sampling(self._job.sampling, values, self._job.vocab_size)
-        return self._samplings[key]
-
-    def _check_prompt(self, draft: RowDraft, value: Any, adapter: str | None) -> None:
-        if self._prompt_role == "prompt":
-            check_text(draft, value)
-            begin_reasoning(draft, draft.text or "")
-        elif self._prompt_role == "messages":
-            check_rendered(draft, value)
-            if isinstance(value, RenderedMessages):
-                begin_reasoning(draft, value.text, value.open_text)
-        else:
-            apart = self._job.prepared_apart.get(adapter or "")
-            check_token_ids(draft, value, (apart.vocab_size if apart else 0) or self._job.vocab_size)
-            if draft.tokens and draft.sampling.reasoning is not None:
-                tokenizer = self._tokenizer(adapter)
-                keep = tokenizer.special_tokens_in(draft.sampling.reasoning)
-                begin_reasoning(draft, tokenizer.decode(draft.tokens[-_END_TOKENS:], keep))
-
-    def _rendered(
-        self, values: list[Any], adapters: list[str | None], beside: Mapping[str, list[Any]]
-    ) -> list[RenderedMessages | PromptProblem]:
-        """What chat templates make of each row's messages, all rows of one template at once. `beside`: the rows' own
-        values of `RENDERING_OPTIONS`.
-        """
-        found: list[Any] = []
-        options = self._rendering(())
-        for row, value in enumerate(values):
-            messages = read_messages(value, self._job.system_prompt)
-            if beside:
-                options = self._rendering(tuple((name, _hashable(column[row])) for name, column in beside.items()))
-            if isinstance(messages, PromptProblem) or isinstance(options, PromptProblem):
-                found.append(messages if isinstance(messages, PromptProblem) else options)
-            else:
-                found.append(Conversation(messages, options))
-        waiting: dict[Tokenizer, list[int]] = {}
-        for row, conversation in enumerate(found):
-            if isinstance(conversation, Conversation):
-                waiting.setdefault(self._tokenizer(adapters[row]), []).append(row)
-        for tokenizer, rows in waiting.items():
-            conversations = [found[row] for row in rows]
-            prompts = tokenizer.render_messages(conversations, allow_special_tokens=self._job.allow_special_tokens)
-            for row, prompt in zip(rows, prompts, strict=True):
-                found[row] = PromptProblem.of_template(prompt) if isinstance(prompt, ChatTemplateError) else prompt
-        return found
-
-    def _read_rendering(self, own: tuple[tuple[str, Any], ...]) -> RenderOptions | PromptProblem:
-        return read_rendering(self._job.rendering, dict(own))
-
-    def _tokenizer(self, adapter: str | None) -> Tokenizer:
-        own = adapter if adapter in self._job.prepared_apart else None
-        if own not in self._tokenizers:
-            self._tokenizers[own] = self._tokenizer_of(own)
-        return self._tokenizers[own]
-
-    def _tokenise(self, drafts: list[RowDraft], adapters: list[str | None]) -> None:
-        """All texts of one tokenizer at once."""
-        waiting: dict[Tokenizer, list[RowDraft]] = {}
-        for draft, adapter in zip(drafts, adapters, strict=True):
-            if draft.text is None:
-                continue
-            tokenizer = self._tokenizer(adapter)
-            check_size(draft, self._job.max_context_tokens, tokenizer.exceeds)
-            if draft.text is not None:
-                waiting.setdefault(tokenizer, []).append(draft)
-        for tokenizer, texts_of in waiting.items():
-            for together in _together(texts_of):
-                for draft, tokens in zip(together, self._encoded(tokenizer, together), strict=True):
-                    draft.tokens, draft.text = tokens, None
-
-    def _encoded(self, tokenizer: Tokenizer, drafts: list[RowDraft]) -> list[list[int]]:
-        if self._prompt_role != "messages":
-            return tokenizer.encode_batch([draft.text or "" for draft in drafts], is_rendered=False)
-        rendered = [RenderedMessages(draft.text or "", draft.stand_ins) for draft in drafts]
-        return tokenizer.encode_messages(rendered, allow_special_tokens=self._job.allow_special_tokens)
-
-    def _append(
-        self, batch: pa.RecordBatch, drafts: list[RowDraft], adapters: list[str | None], places: list[int]
-    ) -> None:
-        """`places`: of the rows in their file."""
-        first, job = self._num_prepared, replace(self._job.sampling, n=1)
-        self._num_prepared += len(drafts)
-        ours = (
-            [f"{self._chunk.chunk_id}:{number}" for number in range(first, self._num_prepared)],
-            adapters,
-            [draft.tokens for draft in drafts],
-            [None if d.problems else sampling_overrides(job, d.sampling) for d in drafts],
-            [" ".join(draft.problems) or None for draft in drafts],
-            [row_fingerprint(d.row_id, d.tokens or (), d.sampling, d.sample) for d in drafts],
-            [f"{self._chunk.file_name}:{place}" for place in places],
-        )
-        fields = list(batch.schema)
-        columns = list(batch.columns)
-        if "id" not in self._job.roles:
-            fields.append(pa.field(DEFAULT_ID_COLUMN, pa.string()))
-            columns.append(pa.array([draft.row_id for draft in drafts], pa.string()))
-        if (numbers := self._job.sample_field) is not None:
-            fields.append(numbers)
-            columns.append(pa.array([draft.sample for draft in drafts], numbers.type))
-        for column, values in zip(prepared.PREPARED_FIELDS, ours, strict=True):
-            fields.append(column)
-            columns.append(pa.array(values, column.type))
-        self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
-        self._numbers.append(_numbers(drafts, adapters))
-
-
-def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
-    """Rows whose texts are tokenised at once: a tokenizer takes many times the memory of its texts."""
-    together: list[RowDraft] = []
-    characters = 0
-    for draft in drafts:
-        size = len(draft.text or "")
-        if together and characters + size > _TOGETHER_CHARACTERS:
-            yield together
-            together, characters = [], 0
-        together.append(draft)
-        characters += size
-    if together:
-        yield together
-
-
-def _numbers(drafts: list[RowDraft], adapters: list[str | None]) -> pa.RecordBatch:
-    """The index's numbers of a few rows. Error rows have `max_tokens` 0: they need no engine."""
-    values = {
-        "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
-        "max_tokens": [0 if draft.problems else draft.sampling.max_tokens for draft in drafts],
-        "prefix_hash": [prefix_hash(draft.tokens or ()) for draft in drafts],
-        "id_hash": [0 if draft.sample else id_hash(draft.row_id) for draft in drafts],
-        "error_kind": [int(draft.kind) for draft in drafts],
-        "is_drawn": [draft.sampling.is_drawn for draft in drafts],
-    }
-    columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
-    return pa.RecordBatch.from_pydict({"adapter": pa.array(adapters, pa.string()), **columns})
-
-
-def _tokens(column: pa.Array, row: int) -> NDArray[np.int32]:
-    """One row's tokens; none for an error row."""
-    prompt = column[row].values
-    return np.zeros(0, np.int32) if prompt is None else prompt.to_numpy()
-
-
-def _values(column: pa.Array) -> list[Any]:
-    """Python values; text that is not UTF-8 becomes the error that says so, in its own row only."""
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_value(item) for item in column]
-
-
-def _take_undecodable(columns: Mapping[str, list[Any]]) -> dict[int, list[str]]:
-    """Row -> problems of its values that are not UTF-8; they are null from here on."""
-    found: dict[int, list[str]] = {}
-    for role, values in columns.items():
-        for row, value in enumerate(values):
-            if isinstance(value, UnicodeDecodeError):
-                found.setdefault(row, []).append(f"{role}: not valid UTF-8 text ({value.reason}).")
-                values[row] = None
-    return found
-
-
-def _hashable(value: Any) -> Any:
-    """A value of a column by which rows that have the same one find each other."""
-    return column_json(value) if isinstance(value, dict | list) else value
-
-
-def _value(item: pa.Scalar) -> Any:
-    try:
-        return item.as_py()
-    except UnicodeDecodeError as error:
-        return error

@@ -22,7 +22,8 @@ from ...jobs.record import JobRecord
 from ...jobs.storage.local_copy import local_folder
 from ...jobs.storage.redaction import is_redacted, redacted_url
 from ...jobs.store import JobStore
-from .chunk import ChunkRef, ChunkRows, DamagedChunkError, IndexJob, read_chunk
+from .chunk import ChunkRef, DamagedChunkError, IndexJob, read_chunk
+from .chunk_rows import ChunkRows
 from .schema import arrow_file, with_key
 
 

@@ -45,7 +45,8 @@ from lorabatch.jobs.status.logs import log_lines
 from lorabatch.jobs.store import JobStore
 from lorabatch.jobs.validation import requested_job
 from lorabatch.pipeline.dataset.answers import BegunRow, RowAnswer, decode_journal, encode_answers, encode_begun
-from lorabatch.pipeline.dataset.chunk import ChunkRef, ChunkRows, DamagedChunkError, IndexJob, read_chunk
+from lorabatch.pipeline.dataset.chunk import ChunkRef, DamagedChunkError, IndexJob, read_chunk
+from lorabatch.pipeline.dataset.chunk_rows import ChunkRows
 from lorabatch.pipeline.planning.plan import read_plan
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M
 

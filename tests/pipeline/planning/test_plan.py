@@ -79,7 +79,7 @@ def test_duplicate_ids_are_refused_with_examples_and_where_they_stand(prepare_jo
 def test_equal_hashes_of_different_ids_are_no_duplicates(
     prepare_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorabatch.pipeline.dataset.chunk.id_hash", lambda row_id: 1 + row_id % 3)
+    monkeypatch.setattr("lorabatch.pipeline.dataset.chunk_rows.id_hash", lambda row_id: 1 + row_id % 3)
     assert prepare_job(rows(9)).plan().num_rows == 9
     with pytest.raises(JobRequestError, match=r"1 id appears in more than one row: 4 at rows\.parquet:4"):
         prepare_job(pa.table({"id": [0, 1, 2, 3, 4, 5, 4], "prompt": ["a"] * 7})).plan()
