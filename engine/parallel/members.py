@@ -39,6 +39,9 @@ _MODULE = "lorabatch.engine.parallel.member"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # Of heartbeats, which come twice a second.
 _SILENCE_S = 5.0
+# While members import their libraries and read weights, a file system may hold up all of their threads.
+_START_SILENCE_S = 300.0
+_LOOK_S = 1.0
 _LEAVING_S = 10.0
 ReplyT = TypeVar("ReplyT", MemberReady, Merged)
 
@@ -70,6 +73,7 @@ class GroupMembers:
 
     def __init__(self, model_folder: Path, config: EngineConfig, hidden_size: int, start: StartProcess) -> None:
         num_members = config.tensor_parallel
+        self._began_ns = time.monotonic_ns()
         numbers = buffer_numbers(config.step_tokens * hidden_size)
         memory = shared_memory("group", memory_bytes(num_members, numbers))
         self._pools = shared_memory("pools", 0)
@@ -97,12 +101,13 @@ class GroupMembers:
         """Of the members' processes, in order."""
         return tuple(process.pid for process in self._processes)
 
-    def wait_until_ready(self) -> tuple[int, ...]:
+    def wait_until_ready(self, silence_s: float = _START_SILENCE_S) -> tuple[int, ...]:
         """Wait until all parts are loaded. Bytes of the base's weights that each member has read.
 
-        Raises `EngineError` when loading failed and would fail again.
+        Raises `EngineError` when loading failed and would fail again, and `MemberLostError` for a member that gives no
+        sign of life for so long: the engine's own heartbeats do not stop before it is loaded.
         """
-        replies = self._replies(MemberReady)
+        replies = self._replies(MemberReady, silence_s)
         return tuple(reply.weight_bytes for reply in replies)
 
     def send(self, message: ToMember) -> None:
@@ -126,12 +131,12 @@ class GroupMembers:
         whole = torch.frombuffer(mapping, dtype=dtype).view(num_members, -1)
         return whole[:, :num_elements]
 
-    def silent_member(self) -> int | None:
-        """A member that lives and has given no sign of life for seconds; None if there is none."""
+    def silent_member(self, silence_s: float = _SILENCE_S) -> int | None:
+        """A member that lives and has given no sign of life for so long; None if there is none."""
         now_ns = time.monotonic_ns()
         for member in range(1, len(self._processes) + 1):
-            last_ns = self.collectives.last_beat_ns(member)
-            if last_ns and now_ns - last_ns > _SILENCE_S * 1e9:
+            last_ns = max(self.collectives.last_beat_ns(member), self._began_ns)
+            if now_ns - last_ns > silence_s * 1e9:
                 return member
         return None
 
@@ -150,15 +155,27 @@ class GroupMembers:
             self._shared.lost.wait(_LEAVING_S)
         self._shared.check()
 
-    def _replies(self, kind: type[ReplyT]) -> list[ReplyT]:
+    def _replies(self, kind: type[ReplyT], silence_s: float = _START_SILENCE_S) -> list[ReplyT]:
         """One reply of every member, in order."""
         replies: dict[int, ReplyT] = {}
         while len(replies) < len(self._processes):
-            member, message = self._shared.inbox.get()
+            try:
+                member, message = self._shared.inbox.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._check_silence(silence_s)
+                continue
             self._shared.check()
             assert isinstance(message, kind), f"member {member} sent {message}, expected {kind.__name__}"
             replies[member] = message
         return [replies[member] for member in sorted(replies)]
+
+    def _check_silence(self, silence_s: float) -> None:
+        member = self.silent_member(silence_s)
+        if member is not None:
+            raise MemberLostError(
+                f"member {member} of {len(self._processes) + 1} of the tensor-parallel group gave no sign of life for "
+                f"{silence_s:.0f} s"
+            )
 
 
 class _Shared:

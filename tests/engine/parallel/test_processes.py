@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -16,9 +17,11 @@ from echo_job import wait_until
 from peft_oracle import make_engine, prompts, serve
 from safetensors.torch import load_file, save_file
 
+from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
 from lorabatch.engine.parallel.backend import GroupBackend
 from lorabatch.engine.parallel.collectives import MemberLostError
+from lorabatch.engine.parallel.members import GroupMembers, MemberProcess, start_process
 from lorabatch.engine.request import Request, SamplingParams
 
 
@@ -50,6 +53,21 @@ def test_a_lost_member_is_named_and_the_others_end(tiny_llama: Path, num_members
         engine.step()
     engine.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_member_that_is_stopped_before_it_has_loaded_is_given_up(tiny_llama: Path) -> None:
+    """The leader waits for it without heartbeats of its own to hold back."""
+
+    def start_stopped(config: EngineConfig, inherited: Sequence[int]) -> MemberProcess:
+        process = start_process(config, inherited)
+        os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    members = GroupMembers(tiny_llama, EngineConfig(tensor_parallel=2, num_threads=1), 64, start_stopped)
+    with pytest.raises(MemberLostError, match=r"member 1 of 2 .* gave no sign of life for 1 s"):
+        members.wait_until_ready(silence_s=1.0)
+    members.close()
+    assert not any(psutil.pid_exists(pid) for pid in members.pids)
 
 
 LEADER = """
