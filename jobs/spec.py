@@ -285,10 +285,10 @@ class JobSpec(_SamplingFields):
                 f"{asked}, {name}={getattr(self, name)!r}: models are split among processes on CPUs only. Use "
                 "tensor_parallel 1, or device cpu on a cluster without GPUs."
             )
-        if self.base_quantization != "none":
+        if self.base_quantization == "fp8":
             problems.append(
-                f"{asked}, base_quantization={self.base_quantization!r}: parts of a model multiply in float32 or "
-                "bfloat16. Use base_quantization none, or tensor_parallel 1."
+                f"{asked}, base_quantization='fp8': CPUs, on which models are split, multiply in 8 bits as int8. Use "
+                "base_quantization int8, or tensor_parallel 1 on a GPU."
             )
         if self.mode == "exact":
             problems.append(

@@ -139,13 +139,8 @@ def _rows_of(linear: Linear, member: PackedMember) -> Tensor:
 def check_served(config: EngineConfig) -> None:
     """Raises `DeviceError` or `ExactModeError` for what groups do not serve."""
     asked = f"tensor_parallel={config.tensor_parallel}"
-    device = choose_arithmetic(replace(config, base_quantization="none")).device
+    device = choose_arithmetic(config).device
     if device.type != "cpu" or config.kernels == "triton":
         raise DeviceError(f"{asked}, device='{device.type}': groups compute on CPUs only. Use device cpu.")
-    if config.base_quantization != "none":
-        raise DeviceError(
-            f"{asked}, base_quantization={config.base_quantization!r}: groups multiply in float32 or bfloat16. Use "
-            "base_quantization none."
-        )
     if config.mode == "exact":
         raise ExactModeError(f"{asked}, mode='exact': what members add up rounds otherwise than the whole. Use 1.")
