@@ -1,4 +1,4 @@
-"""Scenarios of random kills, preemptions and hangs: two in `make test`, twenty in `make test-all`.
+"""Scenarios of random kills, preemptions and hangs: two in `make test`, 22 in `make test-all`.
 
 `python -m lorabatch.tests.end_to_end.chaos` runs more. Trials wait more than they compute, so some run beside each
 other; each test waits for its own.
@@ -13,12 +13,14 @@ from typing import get_args
 import pytest
 
 from lorabatch.tests.end_to_end.chaos.material import Material
-from lorabatch.tests.end_to_end.chaos.scenario import Signal, Victim, make_scenario
+from lorabatch.tests.end_to_end.chaos.scenario import Scenario, Signal, Victim, make_scenario
 from lorabatch.tests.end_to_end.chaos.trial import Outcome, Trial
 
 SEEDS = range(20)
 # A worker, a coordinator, engines and the owner of rows that move are lost; none of these waits for long.
 SHORT_SEEDS = (18, 19)
+# With engines of two processes each: leaders and members are killed, and a member is stopped.
+GROUP_SEEDS = (19, 22)
 _AT_ONCE = 6
 
 pytestmark = pytest.mark.chaos
@@ -27,31 +29,39 @@ pytestmark = pytest.mark.chaos
 @pytest.fixture(scope="module")
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[int, Future[Outcome]]]:
-    """A future for each seed that is selected; all of them are under way."""
+) -> Iterator[dict[Scenario, Future[Outcome]]]:
+    """A future for each scenario that is selected; all of them are under way."""
     folder = tmp_path_factory.mktemp("chaos")
     material = Material(folder / "material")
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    scenarios = [make_scenario(call.params["seed"]) for call in calls if call is not None]
-    for engine in {scenario.engine for scenario in scenarios}:
-        material.undisturbed_digest(engine)
+    scenarios = [call.params["scenario"] for call in calls if call is not None]
+    for engine, tensor_parallel in {(scenario.engine, scenario.tensor_parallel) for scenario in scenarios}:
+        material.undisturbed_digest(engine, tensor_parallel)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        trials = [Trial(scenario, material, folder / f"trial-{scenario.seed}") for scenario in scenarios]
-        yield {scenario.seed: pool.submit(trial.run) for scenario, trial in zip(scenarios, trials, strict=True)}
+        trials = [Trial(scenario, material, folder / f"trial-{place}") for place, scenario in enumerate(scenarios)]
+        yield {scenario: pool.submit(trial.run) for scenario, trial in zip(scenarios, trials, strict=True)}
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[] if seed in SHORT_SEEDS else pytest.mark.long) for seed in SEEDS]
+    "scenario",
+    [
+        *(pytest.param(make_scenario(s), id=str(s), marks=[] if s in SHORT_SEEDS else pytest.mark.long) for s in SEEDS),
+        *(pytest.param(make_scenario(s, 2), id=f"groups-{s}", marks=pytest.mark.long) for s in GROUP_SEEDS),
+    ],
 )
 def test_a_disturbed_job_answers_every_row_once_as_if_nothing_had_happened(
-    outcomes: dict[int, Future[Outcome]], seed: int
+    outcomes: dict[Scenario, Future[Outcome]], scenario: Scenario
 ) -> None:
-    outcome = outcomes[seed].result()
+    outcome = outcomes[scenario].result()
     assert outcome.faults == [], outcome
 
 
-def test_a_seed_means_the_same_scenario_every_time() -> None:
-    assert [make_scenario(seed) for seed in SEEDS] == [make_scenario(seed) for seed in SEEDS]
-    blows = [blow for seed in range(200) for blow in make_scenario(seed).blows]
-    assert {blow.victim for blow in blows} == {*get_args(Victim)}
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_seed_means_the_same_scenario_every_time(tensor_parallel: int) -> None:
+    def scenarios(seeds: range) -> list[Scenario]:
+        return [make_scenario(seed, tensor_parallel) for seed in seeds]
+
+    assert scenarios(SEEDS) == scenarios(SEEDS)
+    blows = [blow for scenario in scenarios(range(200)) for blow in scenario.blows]
+    assert {blow.victim for blow in blows} == {*get_args(Victim)} - ({"member"} if tensor_parallel == 1 else set())
     assert {blow.signal for blow in blows} == {*get_args(Signal)}

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from typing import Any, get_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "echo"))
 
 from lorabatch.tests.end_to_end.chaos.material import Material
-from lorabatch.tests.end_to_end.chaos.scenario import Trouble, make_scenario, troubles
+from lorabatch.tests.end_to_end.chaos.scenario import EngineKind, Trouble, make_scenario, troubles
 from lorabatch.tests.end_to_end.chaos.trial import Outcome, Trial
 
 
@@ -53,6 +54,7 @@ def _options() -> Any:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--at-once", type=int, default=1, help="trials beside each other")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further run after so long")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="processes of each engine, all real then")
     parser.add_argument("--only", choices=get_args(Trouble), help="pass over seeds without this trouble")
     parser.add_argument("--material", type=Path, help="a folder with what all trials share, for the next command too")
     parser.add_argument("--results", type=Path, help="a file that gains one line of JSON per run")
@@ -62,16 +64,17 @@ def _options() -> Any:
 def _run_all(options: Any, folder: Path) -> Iterator[Outcome]:
     """Outcomes in the order of their seeds."""
     material = Material((options.material or folder / "material").resolve())
-    for engine in ("echo", "uneven", "real"):
-        material.undisturbed_digest(engine)
+    scenario_of = partial(make_scenario, tensor_parallel=options.tensor_parallel)
+    for engine in get_args(EngineKind) if options.tensor_parallel == 1 else ("real",):
+        material.undisturbed_digest(engine, options.tensor_parallel)
     stop_s = time.monotonic() + options.minutes * 60
 
     def run(seed: int) -> Outcome | None:
         if time.monotonic() > stop_s:
             return None
-        return Trial(make_scenario(seed), material, _trial_folder(folder, seed)).run()
+        return Trial(scenario_of(seed), material, _trial_folder(folder, seed)).run()
 
-    seeds = (seed for seed in count(options.seed) if options.only in (None, *troubles(make_scenario(seed))))
+    seeds = (seed for seed in count(options.seed) if options.only in (None, *troubles(scenario_of(seed))))
     with ThreadPoolExecutor(options.at_once) as pool:
         for outcome in pool.map(run, islice(seeds, options.runs)):
             if outcome is not None:
@@ -85,6 +88,7 @@ def _trial_folder(folder: Path, seed: int) -> Path:
 def _line(outcome: Outcome) -> str:
     scenario = outcome.scenario
     place = f"{scenario.engine:4} {scenario.cluster:8} {scenario.num_workers} workers"
+    place += f" of engines of {scenario.tensor_parallel} processes" if scenario.tensor_parallel > 1 else ""
     place += ", one engine held up" if scenario.is_held_up else ""
     place += f", output on {scenario.store}" if scenario.store != "disk" else ""
     line = f"{scenario.seed:5} {place} {outcome.seconds:6.1f} s {outcome.num_starts} starts {outcome.num_loans} loans"

@@ -47,7 +47,7 @@ class Material:
     """Files under `folder`, made when they are first asked for, and found there later."""
 
     folder: Path
-    _digests: dict[EngineKind, str] = field(default_factory=dict)
+    _digests: dict[tuple[EngineKind, int], str] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> Path:
@@ -93,15 +93,18 @@ class Material:
             pq.write_table(pa.Table.from_pylist(self.rows(engine)), path, row_group_size=32)
         return path
 
-    def options(self, engine: EngineKind) -> dict[str, Any]:
-        """The job, but for its model, its output and where it runs."""
+    def options(self, engine: EngineKind, tensor_parallel: int = 1) -> dict[str, Any]:
+        """The job, but for its model, its output and where it runs. Groups do not serve mode `exact`; compiled kernels
+        give the rows of this model the same bits in any company all the same.
+        """
         return {
             "adapters": self.adapters,
             "input": self.input(engine),
             "max_tokens": _MAX_TOKENS[engine],
             "batch_rows": _BATCH_ROWS[engine],
-            "mode": "exact",
+            "mode": "exact" if tensor_parallel == 1 else "unmerged",
             "engine_threads": 1,
+            "tensor_parallel": tensor_parallel,
         }
 
     def num_parts(self, scenario: Scenario) -> int:
@@ -120,17 +123,18 @@ class Material:
         """Processes find the echo engine and the code under test."""
         return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ECHO_FOLDER), os.environ.get("PYTHONPATH", "")])}
 
-    def undisturbed_digest(self, engine: EngineKind) -> str:
+    def undisturbed_digest(self, engine: EngineKind, tensor_parallel: int = 1) -> str:
         """Hash of the sorted output of a run that nothing disturbs: one worker, made once."""
-        if engine not in self._digests:
-            output = self.folder / f"undisturbed-{engine}"
-            if (output / "_SUCCESS").exists():
-                return self._digests.setdefault(engine, digest(output))
-            options = self.options(engine) | {"model": self.model, "output": output, "workers": 1, "rows_per_shard": 64}
-            words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-            command = [sys.executable, *self.command_line(engine), "run", *words]
-            subprocess.run(
-                command, env=self.environment(), check=True, capture_output=True, timeout=_UNDISTURBED_LIMIT_S
-            )
-            self._digests[engine] = digest(output)
-        return self._digests[engine]
+        key = (engine, tensor_parallel)
+        if key not in self._digests:
+            output = self.folder / f"undisturbed-{engine}-{tensor_parallel}"
+            if not (output / "_SUCCESS").exists():
+                self._run_undisturbed(engine, self.options(engine, tensor_parallel) | {"output": output})
+            self._digests[key] = digest(output)
+        return self._digests[key]
+
+    def _run_undisturbed(self, engine: EngineKind, options: dict[str, Any]) -> None:
+        options |= {"model": self.model, "workers": 1, "rows_per_shard": 64}
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        command = [sys.executable, *self.command_line(engine), "run", *words]
+        subprocess.run(command, env=self.environment(), check=True, capture_output=True, timeout=_UNDISTURBED_LIMIT_S)

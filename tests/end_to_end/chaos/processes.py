@@ -67,6 +67,8 @@ def listening_at(processes: Iterable[psutil.Process], address: str, host: str | 
 def _kind(command: str) -> Victim | None:
     if "lorabatch.engine.server.process" in command:
         return "engine"
+    if "lorabatch.engine.parallel.member" in command:
+        return "member"
     if "multiprocessing.spawn" in command or "forkserver" in command:
         return "worker"
     if "dask scheduler" in command:

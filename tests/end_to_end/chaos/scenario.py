@@ -14,7 +14,10 @@ ClusterKind = Literal["embedded", "existing", "hosts"]
 # Where the output is: a local disk, one so small that it can be filled, or an S3 server.
 StoreKind = Literal["disk", "small disk", "s3"]
 # Coordinator: the worker that runs the job's coordinator. Owner and helper: those at the two ends of a loan of rows.
-Victim = Literal["client", "worker", "coordinator", "nanny", "engine", "scheduler", "owner", "helper", "store"]
+# Engine: its process, of a group the leader; member: another process of a group.
+Victim = Literal[
+    "client", "worker", "coordinator", "nanny", "engine", "member", "scheduler", "owner", "helper", "store"
+]
 # FULL: the disk is. MEMORY: an engine gets no more. CUT: nothing passes between a host and its opposite (see `Trial`).
 # The last four are what an S3 server does, see `s3_server.FAULTS`.
 Signal = Literal["KILL", "TERM", "STOP", "FULL", "MEMORY", "CUT", "500", "503", "lost", "silent"]
@@ -25,10 +28,12 @@ _VICTIMS: dict[ClusterKind, tuple[Victim, ...]] = {
     "embedded": ("client", "worker", "coordinator", "engine", "engine"),
     "existing": ("client", "worker", "coordinator", "engine", "engine", "nanny", "scheduler"),
 }
+_OF_GROUPS: tuple[Victim, ...] = ("member", "member", "member")
 _SIGNALS: tuple[Signal, ...] = ("KILL", "KILL", "KILL", "TERM", "STOP")
 _MAX_BLOWS = 4
-# Three crashes clear a row; a fourth, alone in its engine, would rightly make it an error row.
+# Three crashes clear a row; a fourth, alone in its engine, would rightly make it an error row. A group dies as a whole.
 _MAX_ENGINE_BLOWS = 3
+_IN_ENGINES: tuple[Victim, ...] = ("engine", "member")
 _SHARD_ROWS = (8, 16, 32)
 _ENGINES: tuple[EngineKind, ...] = ("echo", "echo", "echo", "uneven", "uneven", "real")
 # What else befalls a job, besides signals, and for how long.
@@ -60,7 +65,8 @@ class Blow:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run of the harness. `is_held_up`: an engine is stopped four fifths of the time, so that rows move from it."""
+    """One run of the harness. `is_held_up`: an engine is stopped four fifths of the time, so that rows move from it.
+    `tensor_parallel`: processes of each engine."""
 
     seed: int
     engine: EngineKind
@@ -70,18 +76,22 @@ class Scenario:
     blows: tuple[Blow, ...]
     is_held_up: bool = False
     store: StoreKind = "disk"
+    tensor_parallel: int = 1
 
 
-def make_scenario(seed: int) -> Scenario:
-    """The scenario of a seed."""
+def make_scenario(seed: int, tensor_parallel: int = 1) -> Scenario:
+    """The scenario of a seed. Engines of several processes are real ones."""
     luck = random.Random(seed)
     cluster: ClusterKind = luck.choice(("embedded", "existing"))
     engine = luck.choice(_ENGINES)
+    if tensor_parallel > 1:
+        engine = "real"
     num_workers = luck.choice((2, 3) if engine == "uneven" else (1, 2, 2, 2, 3))
     rows_per_shard = 8 if engine == "uneven" else luck.choice(_SHARD_ROWS)
     victims = _VICTIMS[cluster] + (("owner", "owner", "helper", "helper") if engine == "uneven" else ())
+    victims += _OF_GROUPS if tensor_parallel > 1 else ()
     blows = [_make_blow(luck, victims) for _ in range(luck.randint(1, _MAX_BLOWS))]
-    engine_blows = [blow for blow in blows if blow.victim == "engine"]
+    engine_blows = [blow for blow in blows if blow.victim in _IN_ENGINES]
     spared = engine_blows[_MAX_ENGINE_BLOWS:]
     blows = [blow for blow in blows if not any(blow is one for one in spared)]
     # Drawn last: nothing else of what a seed means depends on it.
@@ -98,10 +108,12 @@ def make_scenario(seed: int) -> Scenario:
         blow.victim == "nanny" or (blow.signal == "STOP" and blow.stopped_s is None) for blow in blows
     )
     more = [_make_trouble(luck, trouble, moves_rows, may_last, len(engine_blows)) for trouble in sorted(drawn)]
+    if tensor_parallel > 1:
+        more = [_of_group(luck, blow) for blow in more]
     # A disk of a store cannot be filled.
     blows += [blow for blow in more if blow is not None and not (blow.signal == "FULL" and store == "s3")]
     in_order = tuple(sorted(blows, key=lambda blow: blow.share))
-    return Scenario(seed, engine, cluster, num_workers, rows_per_shard, in_order, is_held_up, store)
+    return Scenario(seed, engine, cluster, num_workers, rows_per_shard, in_order, is_held_up, store, tensor_parallel)
 
 
 def troubles(scenario: Scenario) -> set[Trouble]:
@@ -129,6 +141,11 @@ def _make_trouble(
             victim = luck.choice(_CUT_OFF + (("owner", "helper") if moves_rows else ()))
             seconds = luck.choice(_PARTITION_S if may_last else _PARTITION_S[:-1])
             return replace(drawn, victim=victim, signal="CUT", stopped_s=seconds)
+
+
+def _of_group(luck: random.Random, blow: Blow | None) -> Blow | None:
+    """What befalls an engine befalls its leader or a member."""
+    return replace(blow, victim=luck.choice(_IN_ENGINES)) if blow is not None and blow.victim == "engine" else blow
 
 
 def _make_blow(luck: random.Random, victims: Sequence[Victim]) -> Blow:

@@ -32,7 +32,12 @@ from lorabatch.tests.end_to_end.chaos.processes import (
     wait_until_gone,
 )
 from lorabatch.tests.end_to_end.chaos.scenario import Blow, Scenario, Victim
-from lorabatch.tests.end_to_end.chaos.verdict import faults_of_output, faults_of_temporary_files
+from lorabatch.tests.end_to_end.chaos.verdict import (
+    faults_of_output,
+    faults_of_shared_memory,
+    faults_of_temporary_files,
+    named_shared_memory,
+)
 from lorabatch.tests.end_to_end.hosts.network import Network, network, why_no_hosts
 
 _POLL_S = 0.05
@@ -96,12 +101,15 @@ class Trial:
         self._cuts: list[tuple[str, str]] = []
         # A client may fail when the ground under it is gone, and only then.
         self._may_fail = False
+        # What others had there before.
+        self._shared_memory: set[Path] = set()
         self._outcome = Outcome(scenario)
 
     def run(self) -> Outcome:
         """Carry it out. Leaves no process behind, whatever happens."""
         began_s = time.monotonic()
         (self._folder / "tmp").mkdir(parents=True)
+        self._shared_memory = named_shared_memory()
         self._material.model_of_one_job(self._scenario.engine, self._model)
         if self._scenario.is_held_up:
             self._later(0.0, self._hold_up)
@@ -127,6 +135,7 @@ class Trial:
             self._finish_job(give_up_s)
             self._end_blows()
             self._check_leftovers("engine", "the job is done")
+            self._check_leftovers("member", "the job is done")
             output, store = self._place.fetched(), self._place.store
             self._outcome.faults += faults_of_output(output, store, self._material, self._scenario)
             events = Counter(event["kind"] for event in store.read_events())
@@ -135,6 +144,7 @@ class Trial:
             self._close_cluster()
             self._check_leftovers(None, "everything has ended")
             self._outcome.faults += faults_of_temporary_files(self._folder / "tmp")
+            self._outcome.faults += faults_of_shared_memory(self._shared_memory)
         except TrialError as fault:
             self._outcome.faults.append(str(fault))
         finally:
@@ -189,7 +199,7 @@ class Trial:
         return self._place.is_in_trouble or bool(self._cuts)
 
     def _arguments(self) -> list[str]:
-        options: dict[str, Any] = self._material.options(self._scenario.engine) | {
+        options: dict[str, Any] = self._material.options(self._scenario.engine, self._scenario.tensor_parallel) | {
             "model": self._model,
             "rows_per_shard": self._scenario.rows_per_shard,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import echo_engine
@@ -18,6 +19,9 @@ from lorabatch.tests.end_to_end.chaos.sorted_output import digest, sorted_output
 
 _ONLY_WHILE_RUNNING = ("rows", "wip", "tmp")
 _OF_DASK = "dask-scratch-space"
+_SHARED_MEMORY = Path("/dev/shm")
+# Of Python's multiprocessing, by which Dask starts workers.
+_OF_PYTHON = "sem.mp-*"
 
 
 def faults_of_output(output: Path, store: JobStore, material: Material, scenario: Scenario) -> list[str]:
@@ -30,7 +34,7 @@ def faults_of_output(output: Path, store: JobStore, material: Material, scenario
         return [f"the output cannot be read: {error}"]
     faults = [*_lost_and_repeated(table, material, scenario), *_wrong(table, material, scenario)]
     faults += _leftovers(output, store)
-    if not faults and digest(output) != material.undisturbed_digest(scenario.engine):
+    if not faults and digest(output) != material.undisturbed_digest(scenario.engine, scenario.tensor_parallel):
         faults.append("the sorted output differs from that of an undisturbed run")
     return faults
 
@@ -75,6 +79,28 @@ def faults_of_temporary_files(folder: Path) -> Iterator[str]:
         left = [path for path in (*folder.iterdir(), *ours.iterdir()) if path not in (ours, own, folder / _OF_DASK)]
     if left:
         yield f"left behind in the folder for temporary files: {[str(path.relative_to(folder)) for path in left]}"
+
+
+def named_shared_memory() -> set[Path]:
+    """Shared memory of this machine that would outlive its processes, but for Python's own."""
+    return {path for path in _SHARED_MEMORY.glob("*") if not path.match(_OF_PYTHON)}
+
+
+def faults_of_shared_memory(before: set[Path]) -> Iterator[str]:
+    """Shared memory that is there since the trial began and that no process uses."""
+    left = named_shared_memory() - before
+    if left:
+        used = "".join(_maps(process) for process in Path("/proc").glob("[0-9]*"))
+        left = {path for path in left if str(path) not in used}
+    if left:
+        yield f"left behind in {_SHARED_MEMORY}: {sorted(path.name for path in left)}"
+
+
+def _maps(process: Path) -> str:
+    """Files that a process has mapped; those of other users' processes are theirs."""
+    with suppress(OSError):
+        return (process / "maps").read_text()
+    return ""
 
 
 def _leftovers(output: Path, store: JobStore) -> Iterator[str]:
