@@ -206,11 +206,12 @@ def _bound(found: DryRun) -> list[str]:
 
 def _engines(found: DryRun) -> list[str]:
     """What a step of the engines holds and what they run on; a device that is not known is said to be assumed."""
-    device, limits = found.settings.device, found.settings.limits
+    device, limits, num_processes = found.settings.device, found.settings.limits, found.settings.engine.tensor_parallel
+    processes = f" of {num_processes} processes each" if num_processes > 1 else ""
     lines = [
-        f"Engines: {limits.batch_rows} rows and {limits.step_tokens} tokens a step, {limits.pool_bytes / 1e9:.1f} GB "
-        f"for keys, values and adapters ({device.title}, {device.memory_bytes / 1e9:.0f} GB); "
-        f"linear layers multiply in {found.settings.products}",
+        f"Engines{processes}: {limits.batch_rows} rows and {limits.step_tokens} tokens a step, "
+        f"{limits.pool_bytes / 1e9:.1f} GB for keys, values and adapters "
+        f"({device.title}, {device.memory_bytes / 1e9:.0f} GB); linear layers multiply in {found.settings.products}",
         *filter(None, [found.settings.rounding]),
     ]
     if device.assumption:
