@@ -1,6 +1,6 @@
 """Small jobs over a grid of shapes: this project beside four simple policies and the job's lower bound.
 
-python -m lorabatch.benchmarks.simulation.grid [--traces FOLDER] [--instances 27] [--output FILE]
+python -m lorabatch.benchmarks.simulation.grid [--traces FOLDER] [--instances 36] [--parts] [--output FILE]
 
 A job has `--batches` full batches per worker. Adapters are popular by Zipf's law. Answers have the lengths of the Azure
 traces, or drawn ones like them, or of a mix in which one row of ten is long; all rows have one `max_tokens`. Workers
@@ -26,7 +26,7 @@ from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
 from lorabatch.scheduler.cost import CostModel
 from lorabatch.scheduler.estimates.lengths import LengthEstimator, expected_tokens
-from lorabatch.scheduler.planning.bound import job_bound
+from lorabatch.scheduler.planning.bound import JobBound, job_bound
 from lorabatch.scheduler.planning.waves import Shard, ShardPlan
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
 from lorabatch.scheduler.simulation.replica import SimulatedReplica
@@ -201,18 +201,43 @@ def _play(instance: Instance, plan: ShardPlan, scheduler: Scheduler, make: Maker
     return outcome.makespan_s
 
 
-def bound_s(instance: Instance) -> float:
-    """The job's lower bound, true lengths known."""
+def bound(instance: Instance, cost: CostModel | None = None) -> JobBound:
+    """The job's lower bound, true lengths known. `cost`: other prices than the instance's."""
     assert instance.workload.output_tokens is not None
     return job_bound(
         instance.workload,
         instance.workload.output_tokens.astype(np.float64),
-        instance.cost,
+        cost or instance.cost,
         batch_rows=BATCH_ROWS,
         step_tokens=instance.settings.limits.step_tokens,
         slowness=instance.slowness,
         adapter_source="storage",
-    ).seconds
+    )
+
+
+def parts(instance: Instance) -> dict[str, float]:
+    """What this project's makespan on equal workers is made of, in seconds of a mean worker. The first three are the
+    bound.
+    """
+    found = instance.settings.simulate(instance.workload, len(instance.slowness), instance.slowness)
+    timeline, cost, num_workers = found.timeline, instance.cost, len(instance.slowness)
+    without_adapters = replace(cost, lora_step_s=0, adapter_s=0, rank_s=0, rank_token_s=0, lora_token_s=0)
+    rows_s, with_steps_s, all_s = (
+        bound(instance, prices).work_s for prices in (replace(without_adapters, step_s=0), without_adapters, cost)
+    )
+    busy_s = float(timeline.busy_s.mean())
+    again = float(timeline.prompt_tokens.sum() - instance.workload.prompt_tokens.sum())
+    found_s = {
+        "rows": rows_s,
+        "full steps": with_steps_s - rows_s,
+        "adapters, at least": all_s - with_steps_s,
+        "steps that are not full": cost.step_s * float(timeline.num_steps.mean()) - (with_steps_s - rows_s),
+        "prompts beside rows that decode": cost.mixed_step_s * float(timeline.mixed_steps.mean()),
+        "switches and loads": float((timeline.switch_s + timeline.load_s).mean()),
+        "second prompts of rows that moved": cost.prefill_token_s * again / num_workers,
+    }
+    found_s["adapters, more than that"] = busy_s - sum(found_s.values())
+    return {**found_s, "workers that wait for the last": found.metrics.makespan_s - busy_s}
 
 
 POLICIES: dict[str, Callable[[Instance], float]] = {
@@ -251,22 +276,42 @@ def main() -> None:
     parser.add_argument("--batches", type=float, default=4.0)
     parser.add_argument("--storage", type=float, default=40.0, help="GB/s of adapter loads; host memory by default")
     parser.add_argument("--adding", type=int, metavar="SEEDS", help="only add slower workers, with so many seeds")
+    parser.add_argument("--parts", action="store_true", help="only what the makespans on equal workers are made of")
     parser.add_argument("--output", type=Path, help="a JSON file of all instances")
     chosen = parser.parse_args()
     traces, workers = _traces(chosen.traces), settings(chosen.storage)
     if chosen.adding:
         adding(traces, workers, chosen.adding)
         return
+    numbers = np.linspace(0, len(SHAPES) - 1, chosen.instances).round().astype(int).tolist()
+    instances = (draw(SHAPES[number], traces, chosen.seed, workers, chosen.batches) for number in numbers)
+    if chosen.parts:
+        print("\n".join(table_of_parts([instance for instance in instances if instance.shape.is_equal])))
+        return
     found = []
-    for number in np.linspace(0, len(SHAPES) - 1, chosen.instances).round().astype(int).tolist():
-        instance = draw(SHAPES[number], traces, chosen.seed, workers, chosen.batches)
-        bound = bound_s(instance)
-        over = {name: policy(instance) / bound for name, policy in POLICIES.items()}
-        found.append(Found(instance.shape, bound, over))
-        print(f"{_name(instance.shape):36} {bound:8.2f} s ", *(f"{r:6.3f}" for r in over.values()), flush=True)
+    for instance in instances:
+        bound_s = bound(instance).seconds
+        over = {name: policy(instance) / bound_s for name, policy in POLICIES.items()}
+        found.append(Found(instance.shape, bound_s, over))
+        print(f"{_name(instance.shape):36} {bound_s:8.2f} s ", *(f"{r:6.3f}" for r in over.values()), flush=True)
     print("\n".join(summary(found)))
     if chosen.output:
         chosen.output.write_text(json.dumps([asdict(entry) for entry in found], indent=1))
+
+
+def table_of_parts(instances: Sequence[Instance]) -> list[str]:
+    """Mean shares of the makespan by kind of lengths, as lines of a table."""
+    shares: dict[str, list[dict[str, float]]] = {}
+    for instance in instances:
+        found = parts(instance)
+        makespan_s = sum(found.values())
+        shares.setdefault(instance.shape.lengths, []).append({name: s / makespan_s for name, s in found.items()})
+    kinds = [f"{kind} ({len(of_kind)})" for kind, of_kind in shares.items()]
+    lines = [f"| share of the makespan | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
+    for name in next(iter(shares.values()))[0]:
+        means = (100 * float(np.mean([share[name] for share in of_kind])) for of_kind in shares.values())
+        lines.append(f"| {name} | {' | '.join(f'{mean:.1f} %' for mean in means)} |")
+    return lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 The bound is the largest of three times, each of them necessary: all work over the capacity of all replicas; the longest
 row alone on the fastest replica; and the adapters' loads, shared by all links. Work is counted as the cost model counts
-it, with every step as full as the limits of a step allow, and each adapter's rows either unmerged throughout or merged
-for the price of one merge, whichever is less. Pauses, drains and waiting count nothing, so the bound is rarely reached.
+it, with every step as full as the limits of a step allow. An adapter is unmerged throughout, or merged at least once,
+whichever is less; either way it is part of as many steps as its longest row has. Pauses, drains and waiting count
+nothing, so the bound is rarely reached.
 
 Work needs few numbers of the rows, and these can be added up (`JobWork`): a job that has run is not read again for it.
 """
@@ -48,12 +49,15 @@ class RowWork:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """Rows of one adapter ("": base model), and their tokens as in `RowWork`."""
+    """Rows of one adapter ("": base model), and their tokens as in `RowWork`. `longest_decoded`: of the row that has
+    most of them.
+    """
 
     adapter: str
     num_rows: int
     computed_tokens: float
     decoded_tokens: float
+    longest_decoded: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +86,12 @@ class JobWork:
         num_rows, all_computed, all_decoded = (
             np.bincount(slot, weights=column, minlength=len(adapters)) for column in (None, computed, decoded)
         )
+        longest = np.zeros(len(adapters))
+        np.maximum.at(longest, slot, decoded)
         chosen = {int(np.argmax(decoded)), int(np.argmax(computed))}
         return cls(
             tuple(
-                AdapterWork(name, int(num_rows[i]), float(all_computed[i]), float(all_decoded[i]))
+                AdapterWork(name, int(num_rows[i]), float(all_computed[i]), float(all_decoded[i]), float(longest[i]))
                 for i, name in enumerate(adapters)
                 if num_rows[i]
             ),
@@ -101,13 +107,15 @@ class JobWork:
         if not parts:
             return cls()
         sums: dict[str, NDArray[np.float64]] = {}
+        most: dict[str, float] = {}
         for work in (work for part in parts for work in part.adapters):
             counted = np.array([work.num_rows, work.computed_tokens, work.decoded_tokens])
             sums[work.adapter] = sums.get(work.adapter, 0.0) + counted
+            most[work.adapter] = max(most.get(work.adapter, 0.0), work.longest_decoded)
         longest = [row for part in parts for row in part.longest]
         chosen = {max(longest, key=lambda row: row.decoded_tokens), max(longest, key=lambda row: row.computed_tokens)}
         return cls(
-            tuple(AdapterWork(name, int(n), float(c), float(d)) for name, (n, c, d) in sorted(sums.items())),
+            tuple(AdapterWork(a, int(n), float(c), float(d), most[a]) for a, (n, c, d) in sorted(sums.items())),
             sum(part.row_pairs for part in parts),
             sum(part.context_tokens for part in parts),
             tuple(chosen),
@@ -197,24 +205,37 @@ def _work_seconds(
     num_rows = sum(part.num_rows for part in work.adapters)
     computed = sum(part.computed_tokens for part in work.adapters)
     decoded = sum(part.decoded_tokens for part in work.adapters)
-    num_steps = max((num_rows + decoded) / batch_rows, (computed + decoded) / step_tokens)
-    return (
-        cost.step_s * num_steps
-        + cost.prefill_token_s * computed
+    rows_s = (
+        cost.prefill_token_s * computed
         + cost.prefill_pair_s * work.row_pairs
         + cost.decode_row_s * decoded
         + cost.context_token_s * work.context_tokens
-        + sum(_adapter_seconds(part, ranks[part.adapter], cost, batch_rows) for part in work.adapters if part.adapter)
     )
 
+    def steps_s(num_steps: float, place_s: float) -> float:
+        served = (part for part in work.adapters if part.adapter)
+        adapters_s = (_adapter_seconds(part, ranks[part.adapter], cost, batch_rows, place_s) for part in served)
+        return cost.step_s * num_steps + sum(adapters_s)
 
-def _adapter_seconds(work: AdapterWork, rank: float, cost: CostModel, batch_rows: int) -> float:
-    """The least that an adapter adds: its rows unmerged in full batches of its own, or one merge."""
+    # Where tokens limit steps, an empty place may cost nothing.
+    by_rows = steps_s((num_rows + decoded) / batch_rows, cost.step_s / batch_rows)
+    return rows_s + max(by_rows, steps_s((computed + decoded) / step_tokens, 0.0))
+
+
+def _adapter_seconds(work: AdapterWork, rank: float, cost: CostModel, batch_rows: int, place_s: float) -> float:
+    """The least that an adapter adds. `place_s`: what a place of a step costs that no row takes.
+
+    A step with rows of the adapter pays for it, also while it is merged and rows of others, from which it is
+    subtracted, are beside them. Where it is merged and alone, the step has no more rows than the adapter.
+    """
     tokens = work.computed_tokens + work.decoded_tokens
-    num_steps = (work.num_rows + work.decoded_tokens) / batch_rows
-    unmerged = tokens * (cost.lora_token_s + cost.rank_token_s * rank)
-    unmerged += num_steps * (cost.lora_step_s + cost.adapter_s + cost.rank_s * rank)
-    return min(unmerged, cost.merge_s)
+    places = work.num_rows + work.decoded_tokens
+    together = min(work.num_rows, batch_rows)
+    num_steps = max(places / together, work.longest_decoded + 1)
+    step_s = cost.adapter_s + cost.rank_s * rank
+    unmerged_s = tokens * (cost.lora_token_s + cost.rank_token_s * rank)
+    unmerged_s += places / batch_rows * cost.lora_step_s + num_steps * step_s
+    return min(unmerged_s, cost.merge_s + num_steps * min(step_s, place_s * (batch_rows - together)))
 
 
 def _load_seconds(

@@ -10,6 +10,9 @@ from lorabatch.benchmarks.simulation import dlora_figures, loraserve_figures
 from lorabatch.benchmarks.simulation.decisions import PlacementQuality, PlanningScale, scale_row
 from lorabatch.benchmarks.simulation.figure import Claim, Figure, Finding, Interval
 from lorabatch.benchmarks.simulation.gpu_changes import before_and_after
+from lorabatch.benchmarks.simulation.grid import Shape as GridShape
+from lorabatch.benchmarks.simulation.grid import bound, ours, parts, settings, table_of_parts
+from lorabatch.benchmarks.simulation.grid import draw as draw_instance
 from lorabatch.benchmarks.simulation.growing_rows import Shape
 from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthetic_lengths
 from lorabatch.benchmarks.simulation.offline import Comparison, LoadsAhead, jobs
@@ -180,3 +183,13 @@ def test_prompts_together_and_growing_rows_leave_fewer_mixed_steps_and_more_rows
     assert after.mixed_share < before.mixed_share
     assert after.batch_rows > before.batch_rows
     assert after.makespan_s < before.makespan_s
+
+
+def test_the_parts_of_a_makespan_are_all_of_it_and_the_first_are_the_bound():
+    shape = GridShape(1.2, "bimodal", 20, 2, is_equal=True)
+    instance = draw_instance(shape, {}, 3, settings(40.0), batches=1.5)
+    found = list(parts(instance).values())
+    assert sum(found) == pytest.approx(ours(instance))
+    assert sum(found[:3]) == pytest.approx(bound(instance).work_s)
+    assert min(found) >= -1e-9
+    assert table_of_parts([instance])[0] == "| share of the makespan | bimodal (1) |"

@@ -165,3 +165,29 @@ def test_work_that_was_added_up_has_the_bound_of_its_rows(seed: int) -> None:
     assert added.work_s == pytest.approx(whole.work_s)
     # Of the longest row two candidates are kept.
     assert 0.75 * whole.longest_row_s <= added.longest_row_s <= whole.longest_row_s * (1 + 1e-9)
+
+
+def test_an_adapter_is_part_of_as_many_steps_as_its_longest_row() -> None:
+    only_adapters = replace(
+        H200_LLAMA_3_8B,
+        **dict.fromkeys(("prefill_token_s", "prefill_pair_s", "decode_row_s", "context_token_s", "load_s"), 0.0),
+        rank_token_s=0.0,
+        lora_step_s=0.0,
+        host_bytes_per_s=1e18,
+    )
+    lengths = np.full(64, 10, np.int32)
+    lengths[0] = 100
+    adapter = np.repeat([0, 1], 32).astype(np.int32)
+    workload = make_workload(make_adapters([8, 64]), adapter, np.ones(64, np.int32), lengths)
+    limits = {"batch_rows": 64, "step_tokens": 8192, "slowness": (1.0,)}
+    steps_s = only_adapters.step_s * (63 * 10 + 100) / 64
+    each_s = [only_adapters.adapter_s + only_adapters.rank_s * rank for rank in (8, 64)]
+    found = job_bound(workload, lengths.astype(float), only_adapters, **limits)
+    assert found.work_s == pytest.approx(steps_s + 100 * each_s[0] + 10 * each_s[1])
+    # Merged for nothing, it is still subtracted from the rows beside it, or runs in emptier steps.
+    free_merges = replace(only_adapters, merge_s=0.0)
+    assert job_bound(workload, lengths.astype(float), free_merges, **limits).work_s == pytest.approx(found.work_s)
+    # Alone in a full batch it costs the merge.
+    alone = make_workload(make_adapters([64]), adapter * 0, np.ones(64, np.int32), lengths)
+    found = job_bound(alone, lengths.astype(float), replace(only_adapters, merge_s=1e-4), **limits)
+    assert found.work_s == pytest.approx(steps_s + 1e-4)
