@@ -8,26 +8,49 @@
 
 int64_t kinds_of_dots(void) { return dots_of_processor(); }
 
+#if DOTS_OF_BUILD
+/* The first `count` numbers, which fit in 8 bits or are all the same in what is stored. */
+INLINE HAS_DOTS void store_codes(int8_t *to, int_reg rounded, int count)
+{
 #if VECTOR_BYTES == 64
+    _mm512_mask_cvtsepi32_storeu_epi8(to, (__mmask16)((1u << count) - 1), rounded);
+#else
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+    const int64_t codes = _mm_cvtsi128_si64(_mm_packs_epi16(halves, halves));
+    if (count == WIDTH)
+        memcpy(to, &codes, sizeof codes);
+    else
+        memcpy(to, &codes, count);
+#endif
+}
+
 /* A row with a number that is not finite has the scale NaN: so has its result. */
 HAS_DOTS static Row encode_quads(int32_t *codes, const float *x, int64_t depth, int64_t groups)
 {
     vec largest = {0}, poison = {0};
     for (int64_t k = 0; k < depth; k += WIDTH) {
         const vec v = load_first(x + k, depth - k < WIDTH ? (int)(depth - k) : WIDTH);
-        largest = (vec)_mm512_max_ps((__m512)largest, _mm512_abs_ps((__m512)v));
+        largest = (vec)larger_of((reg)largest, (reg)(vec)((vec_of_int)v & INT32_MAX));
         poison += v * 0.0f;
     }
-    const float most = _mm512_reduce_max_ps((__m512)largest), per_code = most > 0 ? MOST_CODE / most : 0;
-    vec_of_int total = {0};
+    float most = 0, spoilt = 0;
+    for (int i = 0; i < WIDTH; i++) {
+        most = largest[i] > most ? largest[i] : most;
+        spoilt += poison[i];
+    }
+    const float per_code = most > 0 ? MOST_CODE / most : 0;
+    vec_of_int totals = {0};
     codes[groups - 1] = 0;
     for (int64_t k = 0; k < depth; k += WIDTH) {
         const int count = depth - k < WIDTH ? (int)(depth - k) : WIDTH;
-        const __m512i rounded = _mm512_cvtps_epi32((__m512)(load_first(x + k, count) * per_code));
-        total += (vec_of_int)rounded;
-        _mm512_mask_cvtsepi32_storeu_epi8((int8_t *)codes + k, (__mmask16)((1u << count) - 1), rounded);
+        const int_reg rounded = nearest_whole((reg)(load_first(x + k, count) * per_code));
+        totals += (vec_of_int)rounded;
+        store_codes((int8_t *)codes + k, rounded, count);
     }
-    return (Row){most / MOST_CODE + _mm512_reduce_add_ps((__m512)poison), _mm512_reduce_add_epi32((__m512i)total)};
+    uint32_t total = 0; /* of codes that are not finite it may overflow */
+    for (int i = 0; i < WIDTH; i++)
+        total += (uint32_t)totals[i];
+    return (Row){most / MOST_CODE + spoilt, (int32_t)total};
 }
 
 /* Blocks of rows take turns with a panel; panels and their blocks are dealt out to the threads. */
@@ -64,7 +87,7 @@ void linear_dots(float *y, const float *x, int64_t num_rows, const int32_t *w, c
                 encode_pairs((uint16_t *)(codes + r * groups), x + r * depth, depth);
         if (kind == IN_INT8)
             multiply_in_int8(&dots, num_rows);
-        else
+        else if (DOTS_OF_BUILD >> IN_BF16 & 1)
             multiply_in_bf16(&dots, num_rows);
     }
 }

@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from ..native import ADDRESS, COUNT, native_function, native_number
 from .panels import PANEL_TYPES, StoredWeight, unpack
 
-_PANEL = 32  # columns of a panel, two vectors of 16
 _MOST_CODE = 127
 _OFFSET = 128
 # A sum of so many products of 8 bits fits in 32.
@@ -95,14 +94,16 @@ def _linear(
 
 def _panels(groups: Tensor) -> Tensor:
     """Groups [out_features, num_groups] (int32) as panels, flat."""
-    num_full = len(groups) // _PANEL * _PANEL
-    full = groups[:num_full].view(-1, _PANEL, groups.shape[1]).transpose(1, 2)
+    width = native_number("panel_columns")
+    num_full = len(groups) // width * width
+    full = groups[:num_full].view(-1, width, groups.shape[1]).transpose(1, 2)
     return torch.cat([full.flatten(), groups[num_full:].t().flatten()])
 
 
 def _rows(panels: Tensor, num_rows: int) -> Tensor:
     """`_panels` undone."""
-    num_groups, num_full = len(panels) // num_rows, num_rows // _PANEL * _PANEL
-    full = panels[: num_full * num_groups].view(-1, num_groups, _PANEL).transpose(1, 2).reshape(-1, num_groups)
+    width = native_number("panel_columns")
+    num_groups, num_full = len(panels) // num_rows, num_rows // width * width
+    full = panels[: num_full * num_groups].view(-1, num_groups, width).transpose(1, 2).reshape(-1, num_groups)
     last = panels[num_full * num_groups :].view(num_groups, -1).t()
     return torch.cat([full, last])
