@@ -9,6 +9,7 @@
 #define LORABATCH_DOTS_H
 
 #include "panels.h"
+#include "segments.h"
 
 enum { IN_BF16, IN_INT8 };
 #define WEIGHT_OFFSET 128
@@ -95,7 +96,7 @@ INLINE HAS_DOTS void end_dots(const Dots *p, int64_t row, int64_t column, int co
     store_first(to, sum, count);
 }
 
-INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, int64_t ahead, const int ROWS,
+INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, Ahead ahead, const int ROWS,
                                   const int VECTORS, int lanes, const int KIND)
 {
     const int FULL = lanes == WIDTH ? VECTORS : VECTORS - 1;
@@ -110,12 +111,12 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, in
             sums[r][v] = (reg)(vec){0};
             totals[r][v] = (vec_of_int){0};
         }
-    for (int64_t g = 0; g < p->groups; g++, w += width) {
+    for (int64_t g = 0; g < p->groups; g++, w += width, ahead.from += ahead.step) {
         int_reg values[PANEL_VECTORS];
         UNROLLED for (int v = 0; v < VECTORS; v++) {
             const float *from = (const float *)w + v * WIDTH;
             values[v] = (int_reg)(v < FULL ? load(from) : load_first(from, lanes));
-            __builtin_prefetch((const char *)from + ahead, 0, 2);
+            __builtin_prefetch(ahead.from + v * VECTOR_BYTES, 0, 2);
         }
         UNROLLED for (int r = 0; r < ROWS; r++) {
             int32_t group;
@@ -146,7 +147,14 @@ INLINE HAS_DOTS void tile_of_dots(const Dots *p, int64_t row, int64_t column, in
     }
 }
 
-INLINE HAS_DOTS void tiles_of_dots(const Dots *p, int64_t row, int64_t num_rows, int64_t column, int64_t ahead,
+/* Of the panel that begins with a column, from `bytes` on. */
+INLINE Ahead panel_ahead(const Dots *p, int64_t column, int64_t bytes)
+{
+    const int64_t width = smaller(PANEL, p->num_columns - column);
+    return (Ahead){(const char *)(p->w + column * p->groups) + bytes, width * (int64_t)sizeof *p->w};
+}
+
+INLINE HAS_DOTS void tiles_of_dots(const Dots *p, int64_t row, int64_t num_rows, int64_t column, Ahead ahead,
                                    const int KIND)
 {
     const int64_t columns = p->num_columns - column;

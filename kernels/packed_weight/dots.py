@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..native import ADDRESS, COUNT, native_function, native_number
+from ..native.segments import NO_SEGMENTS, SiteSegments
 from .panels import PANEL_TYPES, StoredWeight, unpack
 
 _MOST_CODE = 127
@@ -35,9 +36,9 @@ class Bf16Weight(StoredWeight):
         self.shape = (plain.shape[0], plain.shape[1])
         self.numbers = _panels(pad(plain, (0, plain.shape[1] % 2)).contiguous().view(torch.int32)).view(torch.bfloat16)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
         """See `PackedWeight`."""
-        return _linear(x, self.numbers, None, bias, self.shape, "bfloat16")
+        return _linear(x, self.numbers, None, bias, lora, self.shape, "bfloat16")
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
@@ -60,9 +61,9 @@ class Int8Weight(StoredWeight):
         self.shape = (wide.shape[0], wide.shape[1])
         self.numbers = torch.cat([_panels(groups).view(torch.uint8), scales.view(torch.uint8)])
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
         """See `PackedWeight`. A row with a number that is not finite gives NaN."""
-        return _linear(x, self.numbers, self._scales, bias, self.shape, "int8")
+        return _linear(x, self.numbers, self._scales, bias, lora, self.shape, "int8")
 
     def dense(self) -> Tensor:
         """See `PackedWeight`: what the codes stand for."""
@@ -75,19 +76,20 @@ class Int8Weight(StoredWeight):
 
 
 def _linear(
-    x: Tensor, w: Tensor, scales: Tensor | None, bias: Tensor | None, shape: tuple[int, int],
+    x: Tensor, w: Tensor, scales: Tensor | None, bias: Tensor | None, lora: SiteSegments | None, shape: tuple[int, int],
     products: Literal["bfloat16", "int8"],
 ) -> Tensor:  # fmt: skip
-    x = x.contiguous()
+    x, lora = x.contiguous(), lora or NO_SEGMENTS
     y = torch.empty(len(x), shape[0])
-    numbers_of_group = 4 if products == "int8" else 2
-    codes = torch.empty(len(x) * (-(-shape[1] // numbers_of_group) + 2), dtype=torch.int32)  # and each row's scale
-    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, ADDRESS)
+    num_codes = len(x) * (-(-shape[1] // (4 if products == "int8" else 2)) + 2)  # and each row's scale
+    scratch = torch.empty(num_codes + lora.num_scratch(shape[1]), dtype=torch.int32)
+    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, ADDRESS, ADDRESS, COUNT, COUNT)
     linear_dots = native_function("linear_dots", *places)
     assert linear_dots is not None, "compiled kernels are not there"
     linear_dots(
         y.data_ptr(), x.data_ptr(), len(x), w.data_ptr(), None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(), *shape, _KINDS[products], codes.data_ptr(),
+        None if bias is None else bias.data_ptr(), *shape, _KINDS[products], scratch.data_ptr(),
+        lora.address, lora.num_segments, lora.largest_rank,
     )  # fmt: skip
     return y
 
