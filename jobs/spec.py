@@ -182,8 +182,8 @@ class JobSpec(_SamplingFields):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("auto", "Number format of the base model.")
     base_quantization: BaseQuantization = _option(
         "none",
-        "Multiply the base model's linear layers in 8 bits: int8 on CPUs with AVX512_VNNI, fp8 on GPUs of compute "
-        "capability 8.9 and later. Faster, and less exact.",
+        "Multiply the base model's linear layers in 8 bits: int8 on CPUs with AVX512_VNNI or AVX_VNNI, fp8 on GPUs of "
+        "compute capability 8.9 and later. Faster, and less exact.",
     )
     device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1)
     tensor_parallel: int = _option(

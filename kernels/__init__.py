@@ -13,6 +13,7 @@ _INSTRUCTIONS = {
     "AVX2": {"avx2", "fma", "f16c"},
     "AVX512_BF16": {"avx512_bf16"},
     "AVX512_VNNI": {"avx512_vnni"},
+    "AVX_VNNI": {"avx_vnni"},
 }
 
 

@@ -187,9 +187,11 @@ class Decoder:
 
     def _with_lora(self, layer: DecoderLayer, site: PackedSite, x: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
         """Packed linear layer with the unmerged LoRA of every adapter of the step."""
-        y = layer.linears[site](x)
-        if spans:
-            self._lora_of(spans).add_(y, x, layer.index * len(PACKED_SITES) + PACKED_SITES.index(site))
+        if not spans:
+            return layer.linears[site](x)
+        lora, number = self._lora_of(spans), layer.index * len(PACKED_SITES) + PACKED_SITES.index(site)
+        y = layer.linears[site](x, lora.of_product(number))
+        lora.add_rest_(y, x, number)
         return y
 
     def _lora_of(self, spans: tuple[AdapterSpan, ...]) -> PreparedLora:

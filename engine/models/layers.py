@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
 from ...kernels.gated import silu_gate
+from ...kernels.native.segments import SiteSegments
 from ...kernels.packed_weight import PackedWeight, Products, pack
 from ...kernels.packed_weight.blocks import BlockWeight
 from ...kernels.packed_weight.fp8 import Fp8Weight, can_be_fp8
+from ...kernels.packed_weight.panels import StoredWeight
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
 from ..model_config.model import Activation, ModelConfig
 
@@ -35,7 +37,8 @@ _FUNCTIONS: Mapping[Activation, Activate] = {
 
 
 class Linear:
-    """`y = x W^T + bias`, `x` [num_tokens, in_features], W [out_features, in_features].
+    """`y = x W^T + bias`, and the LoRA of a step's segments where they are given; `x` [num_tokens, in_features],
+    W [out_features, in_features].
 
     `weight`: packed, or plain where torch or Triton multiply. `products`: how a packed weight is multiplied. Merged
     weights are never rounded to 8 bits, by more than what adapters change: they are multiplied in fp32, on a GPU in the
@@ -83,7 +86,10 @@ class Linear:
         """The weight in use, where it is packed."""
         return self._packed
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lora: SiteSegments | None = None) -> Tensor:
+        if lora is not None:
+            assert isinstance(self._packed, StoredWeight), "compiled kernels add LoRA to their own products"
+            return self._packed.multiply(x, self.bias, lora)
         return linear(x, self._live, self.bias) if self._packed is None else self._packed.multiply(x, self.bias)
 
     @property

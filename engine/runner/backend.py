@@ -339,8 +339,8 @@ def _cpu_products(config: EngineConfig, dtype: str) -> Products | None:
     if config.base_quantization == "int8" and dtype != "float16":
         if not can_multiply("int8"):
             raise DeviceError(
-                "base_quantization='int8': this processor has no AVX512_VNNI, or the compiled CPU kernels are missing. "
-                "Use base_quantization none."
+                "base_quantization='int8': this processor has neither AVX512_VNNI nor AVX_VNNI, or the compiled CPU "
+                "kernels are missing. Use base_quantization none."
             )
         return "int8"
     if dtype == "bfloat16" and can_multiply("bfloat16"):

@@ -15,6 +15,7 @@ enum { FP32, BF16_PAIRS, FP16, BF16, BLOCKS };
 #define SIZE_OF(TYPE) ((TYPE) == FP32 ? 4 : 2)
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vec_of_int __attribute__((vector_size(VECTOR_BYTES)));

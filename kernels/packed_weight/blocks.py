@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..native import native_number
+from ..native.segments import SiteSegments
 from .panels import StoredWeight, multiply_panels, unpack
 
 _OFFSETS = {4: 8, 8: 128}
@@ -110,9 +111,9 @@ class BlockWeight(StoredWeight):
         packed._type = int.from_bytes(numbers[-_TYPE_BYTES:].numpy().tobytes(), "little")
         return packed
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
         """See `PackedWeight`."""
-        return multiply_panels(self.numbers, self._type, self.shape, x, bias)
+        return multiply_panels(self.numbers, self._type, self.shape, x, bias, lora)
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""

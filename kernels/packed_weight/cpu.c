@@ -1,7 +1,5 @@
 /* Linear layers on weights in panels (see ../native/panels.h), and the way into that layout and back. */
-#include <omp.h>
-
-#include "../native/panels.h"
+#include "../native/lora.h"
 
 /* Below so many multiplications threads take longer to meet than to compute. */
 #define WORTH_A_TEAM 32768
@@ -123,35 +121,41 @@ void unpack_weight(float *w, const void *panels, int64_t num_columns, int64_t de
 }
 
 /* Tiles are dealt out panel by panel. */
-static void multiply_by_all(const Product *product, int64_t num_rows)
+static void multiply_share_of_panels(const Product *product, int64_t num_rows)
 {
-    const int64_t num_columns = product->num_columns;
+    const int64_t num_columns = product->num_columns, thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t blocks = blocks_of(num_rows), tiles = (num_columns + PANEL - 1) / PANEL * blocks;
-#pragma omp parallel if (num_rows * num_columns * product->depth > WORTH_A_TEAM)
-    {
-        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const int64_t last = tiles * (thread + 1) / threads;
-        for (int64_t i = tiles * thread / threads, next; i < last; i = next) {
-            const int64_t column = i / blocks * PANEL, block = i % blocks;
-            next = smaller(last, i - block + blocks);
-            multiply(product, (Part){num_rows * block / blocks, num_rows * (block + next - i) / blocks, column,
-                                     smaller(column + PANEL, num_columns)});
-        }
+    const int64_t last = tiles * (thread + 1) / threads;
+    for (int64_t i = tiles * thread / threads, next; i < last; i = next) {
+        const int64_t column = i / blocks * PANEL, block = i % blocks;
+        next = smaller(last, i - block + blocks);
+        multiply(product, (Part){num_rows * block / blocks, num_rows * (block + next - i) / blocks, column,
+                                 smaller(column + PANEL, num_columns)});
     }
 }
 
-/* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias. */
+/* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias + LoRA of the segments, which may be none. `scratch`: see `lora_of`. */
 void linear_panels(float *y, const float *x, int64_t num_rows, const void *panels, const float *bias,
-                   int64_t num_columns, int64_t depth, int64_t type)
+                   int64_t num_columns, int64_t depth, int64_t type, const Segment *segments, int64_t num_segments,
+                   float *scratch, int64_t shrunk_stride)
 {
-    multiply_by_all(&(Product){y, x, panels, bias, num_columns, depth, depth, num_columns, 1, 0, (int)type}, num_rows);
+    const Product product = {y, x, panels, bias, num_columns, depth, depth, num_columns, 1, 0, (int)type};
+    const Lora lora = lora_of(y, num_columns, x, depth, segments, num_segments, scratch, shrunk_stride);
+#pragma omp parallel if (num_rows * num_columns * depth > WORTH_A_TEAM)
+    {
+        multiply_share_of_panels(&product, num_rows);
+        if (num_segments)
+            add_all(&lora);
+    }
 }
 
 /* y [num_rows, num_columns] += scaling * x [num_rows, depth] W^T, panels in fp32. */
 void add_linear_panels(float *y, const float *x, int64_t num_rows, const float *panels, int64_t num_columns,
                        int64_t depth, float scaling)
 {
-    multiply_by_all(&(Product){y, x, panels, 0, num_columns, depth, depth, num_columns, scaling, 1, FP32}, num_rows);
+    const Product product = {y, x, panels, 0, num_columns, depth, depth, num_columns, scaling, 1, FP32};
+#pragma omp parallel if (num_rows * num_columns * depth > WORTH_A_TEAM)
+    multiply_share_of_panels(&product, num_rows);
 }
 
 /* Columns of a panel, for those who pack blocks. */

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..native import ADDRESS, COUNT, native_function, native_number
+from ..native.segments import NO_SEGMENTS, SiteSegments
 from .panels import PANEL_TYPES, StoredWeight, unpack
 
-_PANEL = 32  # columns of a panel, two vectors of 16
 _MOST_CODE = 127
 _OFFSET = 128
 # A sum of so many products of 8 bits fits in 32.
@@ -36,9 +36,9 @@ class Bf16Weight(StoredWeight):
         self.shape = (plain.shape[0], plain.shape[1])
         self.numbers = _panels(pad(plain, (0, plain.shape[1] % 2)).contiguous().view(torch.int32)).view(torch.bfloat16)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
         """See `PackedWeight`."""
-        return _linear(x, self.numbers, None, bias, self.shape, "bfloat16")
+        return _linear(x, self.numbers, None, bias, lora, self.shape, "bfloat16")
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
@@ -61,9 +61,9 @@ class Int8Weight(StoredWeight):
         self.shape = (wide.shape[0], wide.shape[1])
         self.numbers = torch.cat([_panels(groups).view(torch.uint8), scales.view(torch.uint8)])
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
         """See `PackedWeight`. A row with a number that is not finite gives NaN."""
-        return _linear(x, self.numbers, self._scales, bias, self.shape, "int8")
+        return _linear(x, self.numbers, self._scales, bias, lora, self.shape, "int8")
 
     def dense(self) -> Tensor:
         """See `PackedWeight`: what the codes stand for."""
@@ -76,33 +76,36 @@ class Int8Weight(StoredWeight):
 
 
 def _linear(
-    x: Tensor, w: Tensor, scales: Tensor | None, bias: Tensor | None, shape: tuple[int, int],
+    x: Tensor, w: Tensor, scales: Tensor | None, bias: Tensor | None, lora: SiteSegments | None, shape: tuple[int, int],
     products: Literal["bfloat16", "int8"],
 ) -> Tensor:  # fmt: skip
-    x = x.contiguous()
+    x, lora = x.contiguous(), lora or NO_SEGMENTS
     y = torch.empty(len(x), shape[0])
-    numbers_of_group = 4 if products == "int8" else 2
-    codes = torch.empty(len(x) * (-(-shape[1] // numbers_of_group) + 2), dtype=torch.int32)  # and each row's scale
-    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, ADDRESS)
+    num_codes = len(x) * (-(-shape[1] // (4 if products == "int8" else 2)) + 2)  # and each row's scale
+    scratch = torch.empty(num_codes + lora.num_scratch(shape[1]), dtype=torch.int32)
+    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, ADDRESS, ADDRESS, COUNT, COUNT)
     linear_dots = native_function("linear_dots", *places)
     assert linear_dots is not None, "compiled kernels are not there"
     linear_dots(
         y.data_ptr(), x.data_ptr(), len(x), w.data_ptr(), None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(), *shape, _KINDS[products], codes.data_ptr(),
+        None if bias is None else bias.data_ptr(), *shape, _KINDS[products], scratch.data_ptr(),
+        lora.address, lora.num_segments, lora.largest_rank,
     )  # fmt: skip
     return y
 
 
 def _panels(groups: Tensor) -> Tensor:
     """Groups [out_features, num_groups] (int32) as panels, flat."""
-    num_full = len(groups) // _PANEL * _PANEL
-    full = groups[:num_full].view(-1, _PANEL, groups.shape[1]).transpose(1, 2)
+    width = native_number("panel_columns")
+    num_full = len(groups) // width * width
+    full = groups[:num_full].view(-1, width, groups.shape[1]).transpose(1, 2)
     return torch.cat([full.flatten(), groups[num_full:].t().flatten()])
 
 
 def _rows(panels: Tensor, num_rows: int) -> Tensor:
     """`_panels` undone."""
-    num_groups, num_full = len(panels) // num_rows, num_rows // _PANEL * _PANEL
-    full = panels[: num_full * num_groups].view(-1, num_groups, _PANEL).transpose(1, 2).reshape(-1, num_groups)
+    width = native_number("panel_columns")
+    num_groups, num_full = len(panels) // num_rows, num_rows // width * width
+    full = panels[: num_full * num_groups].view(-1, num_groups, width).transpose(1, 2).reshape(-1, num_groups)
     last = panels[num_full * num_groups :].view(num_groups, -1).t()
     return torch.cat([full, last])

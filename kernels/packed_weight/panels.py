@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
+from ..native.segments import NO_SEGMENTS, SiteSegments
 
 #: Number formats of weights in panels, and their numbers in vector.h: bf16 in pairs.
 PANEL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -44,8 +45,8 @@ class StoredWeight(ABC):
         return packed
 
     @abstractmethod
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `PackedWeight`."""
+    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
+        """See `PackedWeight`. `lora`: is added to the product."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -66,9 +67,9 @@ class PanelWeight(StoredWeight):
         panels_type, plain_type = PANEL_TYPES[self.numbers.dtype], _ROW_TYPES[plain.dtype]
         pack_weight(self.numbers.data_ptr(), panels_type, plain.data_ptr(), *plain.shape, plain_type)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
         """See `PackedWeight`."""
-        return multiply_panels(self.numbers, PANEL_TYPES[self.numbers.dtype], self.shape, x, bias)
+        return multiply_panels(self.numbers, PANEL_TYPES[self.numbers.dtype], self.shape, x, bias, lora)
 
     def add_product_(self, y: Tensor, x: Tensor, scaling: float) -> None:
         """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, all in fp32."""
@@ -93,15 +94,21 @@ def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
     return dtype if is_served else torch.float32
 
 
-def multiply_panels(panels: Tensor, panels_type: int, shape: tuple[int, int], x: Tensor, bias: Tensor | None) -> Tensor:
-    """`x W^T + bias` in fp32, with the weight of `shape` in panels of a type."""
+def multiply_panels(
+    panels: Tensor, panels_type: int, shape: tuple[int, int], x: Tensor, bias: Tensor | None, lora: SiteSegments | None
+) -> Tensor:
+    """`x W^T + bias` and LoRA in fp32, with the weight of `shape` in panels of a type."""
     x = x.contiguous()
     y = torch.empty(len(x), shape[0])
-    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT)
+    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
     linear_panels = native_function("linear_panels", *places)
     assert linear_panels is not None, "compiled kernels are not there"
-    shift = None if bias is None else bias.data_ptr()
-    linear_panels(y.data_ptr(), x.data_ptr(), len(x), panels.data_ptr(), shift, *shape, panels_type)
+    lora = lora or NO_SEGMENTS
+    scratch = torch.empty(lora.num_scratch(shape[1]))
+    linear_panels(
+        y.data_ptr(), x.data_ptr(), len(x), panels.data_ptr(), None if bias is None else bias.data_ptr(), *shape,
+        panels_type, lora.address, lora.num_segments, scratch.data_ptr(), lora.largest_rank,
+    )  # fmt: skip
     return y
 
 

@@ -147,7 +147,6 @@ typedef struct {
     float *scores;
 } Query;
 
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE void score_tile(const Query *query, const void *keys, int64_t tile, int64_t D, const int TYPE)
 {
     int64_t first = larger(query->first, tile), end = smaller(query->end, tile + TILE_KEYS);

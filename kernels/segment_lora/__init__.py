@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..native.segments import SiteSegments
 from .cpu import SegmentTable
 from .types import AdapterSites, LoraMember, LoraSegment, LoraSiteWeights, LoraSpan
 
@@ -49,13 +50,25 @@ class PreparedLora:
                 self._tables.append(SegmentTable(spans[first:i], served[first:i]))
                 first = i
 
-    def add_(self, y: Tensor, x: Tensor, site: int) -> None:
-        """Add every span's LoRA at the packed layer number `site` of adapters to `y` in place. Rows outside all spans
-        are not touched."""
-        for table in self._tables:
+    def of_product(self, site: int) -> SiteSegments | None:
+        """What a compiled product (`StoredWeight.multiply`) adds by itself at the packed layer number `site` of
+        adapters: spans up to the first that lies over another. None: nothing, and `add_rest_` adds all."""
+        segments = self._tables[0].sites[site] if self._tables else None
+        return segments if segments and segments.largest_rank else None
+
+    def add_rest_(self, y: Tensor, x: Tensor, site: int) -> None:
+        """Add what `of_product` does not name."""
+        for table in self._tables[1:]:
             table.add_(y, x, site)
         if not self._tables:
             add_lora_by_torch_(y, x, [LoraSegment(s.start, s.end, s.adapter.sites[site]) for s in self._spans])
+
+    def add_(self, y: Tensor, x: Tensor, site: int) -> None:
+        """Add every span's LoRA at the packed layer number `site` of adapters to `y` in place. Rows outside all spans
+        are not touched."""
+        if self._tables:
+            self._tables[0].add_(y, x, site)
+        self.add_rest_(y, x, site)
 
 
 def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, native_function
+from ..native.segments import SiteSegments
 from .types import LoraSpan
 
 
@@ -28,23 +30,24 @@ class SegmentTable:
         self._table[:, :, 0] = [span.start for span in spans]
         self._table[:, :, 1] = [span.end for span in spans]
         self._table[:, :, 2] = addresses.T
-        self._address = self._table.ctypes.data
-        self._strides: list[int] = ranks.max(0).tolist()
-        self._num_rows = spans[-1].end
+        first, size = self._table.ctypes.data, self._table[0].nbytes
+        places = range(first, first + len(self._table) * size, size)
+        columns = zip(places, repeat(len(spans)), repeat(spans[-1].end), ranks.max(0).tolist(), strict=False)
+        #: By packed layer.
+        self.sites = [SiteSegments._make(of_site) for of_site in columns]
 
     def add_(self, y: Tensor, x: Tensor, site: int) -> None:
         """Add to y [num_tokens, out_features] what the segments make of x [num_tokens, in_features], both fp32."""
-        stride = self._strides[site]
-        if stride == 0:
+        segments = self.sites[site]
+        if not segments.largest_rank:
             return
         x = x.contiguous()
         assert y.is_contiguous(), "compiled kernels add to dense rows"
         assert y.dtype == x.dtype == torch.float32, "compiled kernels take fp32"
         lora_add = native_function("lora_add", ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
         assert lora_add is not None, "compiled kernels are not there"
-        # what rows shrink to; and the rows in bf16, where they are multiplied so
-        scratch = torch.empty(self._num_rows, stride + -(-x.shape[1] // 2))
-        table, num_segments = self._address + site * self._table[0].nbytes, len(self._adapters)
+        scratch = torch.empty(segments.num_scratch(x.shape[1]))
         lora_add(
-            y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], table, num_segments, scratch.data_ptr(), stride
+            y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], segments.address, segments.num_segments,
+            scratch.data_ptr(), segments.largest_rank,
         )  # fmt: skip

@@ -12,45 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..native import ADDRESS, COUNT, adapter_type
-
-MAX_MEMBERS = 4
-
-
-class MemberRecord(ctypes.Structure):
-    """`Member` of `cpu.c`."""
-
-    _fields_ = (
-        ("rank_start", COUNT),
-        ("rank_end", COUNT),
-        ("column_start", COUNT),
-        ("column_end", COUNT),
-        ("b", ADDRESS),
-        ("scaling", ctypes.c_double),
-    )
-
-
-class SiteRecord(ctypes.Structure):
-    """`Site` of `cpu.c`: one adapter at one packed layer. Valid as long as the tensors it names."""
-
-    _fields_ = (
-        ("a", ADDRESS),
-        ("rank", COUNT),
-        ("type", COUNT),
-        ("num_members", COUNT),
-        ("members", MemberRecord * MAX_MEMBERS),
-    )
-
-    rank: int
-
-    @classmethod
-    def of(cls, a: Tensor, rank: int, members: Sequence[tuple[int, int, int, int, Tensor, float]]) -> SiteRecord:
-        """`members`, at most `MAX_MEMBERS`: rank start and end, column start and end, B, scaling. A and B in panels."""
-        assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
-        records = [MemberRecord(*places, b.data_ptr(), scaling) for *places, b, scaling in members]
-        depths = (a.numel() // rank, *(rank_end - rank_start for rank_start, rank_end, *_ in members))
-        panels_type = adapter_type(a.dtype, depths)
-        return cls(a.data_ptr(), rank, panels_type, len(records), (MemberRecord * MAX_MEMBERS)(*records))
+from ..native.segments import SiteRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorabatch.kernels import cpu_instructions
+from lorabatch.kernels.packed_weight import can_multiply
+
 TESTS = Path(__file__).parents[1]
 #: Of compiled kernels, of what does their work where there are none, and of engines on them.
 FILES = (
@@ -47,3 +50,33 @@ def test_kernels_and_engines_are_right_with_fewer_instructions(instructions: str
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+# Depths that fill no group and several, columns that fill no panel and several; rows of one block and of more.
+PRODUCTS_IN_8_BITS = """
+import hashlib, torch
+from lorabatch.kernels.packed_weight import pack
+found = hashlib.sha256()
+for columns, depth, num_rows in ((7, 5, 3), (37, 33, 13), (96, 576, 40)):
+    generator = torch.Generator().manual_seed(columns)
+    weight, x = (torch.randn(n, depth, generator=generator) for n in (columns, num_rows))
+    found.update(pack(weight, "int8").multiply(x, weight[:, 0].contiguous()).numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.skipif(
+    not {"AVX512_VNNI", "AVX_VNNI"} <= {*cpu_instructions()} or not can_multiply("int8"),
+    reason="this processor has not both kinds of instructions for 8 bits",
+)
+def test_products_in_8_bits_have_the_same_bits_with_vectors_of_either_width() -> None:
+    found = {
+        instructions: subprocess.check_output(
+            [sys.executable, "-c", PRODUCTS_IN_8_BITS],
+            cwd=TESTS.parent,
+            env=os.environ | {"ATEN_CPU_CAPABILITY": instructions},
+            text=True,
+        )
+        for instructions in ("avx512", "avx2")
+    }
+    assert found["avx512"] == found["avx2"]

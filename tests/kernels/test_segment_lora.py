@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from lorabatch.kernels.native import adapter_type, native_number
-from lorabatch.kernels.packed_weight.panels import has_panels, pack_rows_
+from lorabatch.kernels.packed_weight import Products, can_multiply, pack
+from lorabatch.kernels.packed_weight.blocks import Blocks, BlockWeight
+from lorabatch.kernels.packed_weight.panels import StoredWeight, has_panels, pack_rows_
 from lorabatch.kernels.segment_lora import (
     AdapterSites,
     LoraMember,
@@ -75,7 +77,9 @@ def laid_out(segments: Sequence[LoraSegment], layout: Layout) -> list[LoraSegmen
     return [segment._replace(site=segment.site and layout(segment.site)) for segment in segments]
 
 
-def site(ranks: tuple[int | None, ...], seed: int) -> LoraSiteWeights:
+def site(
+    ranks: tuple[int | None, ...], seed: int, in_features: int = IN, outs: tuple[int, ...] = OUTS
+) -> LoraSiteWeights:
     """An adapter at a packed layer of three members, of numbers that bf16 holds; None leaves a member alone."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -83,9 +87,9 @@ def site(ranks: tuple[int | None, ...], seed: int) -> LoraSiteWeights:
         return torch.randn(*shape, generator=generator).bfloat16().float()
 
     members, stacked, row, column = [], [], 0, 0
-    for rank, out in zip(ranks, OUTS, strict=True):
+    for rank, out in zip(ranks, outs, strict=True):
         if rank is not None:
-            stacked.append(random(rank, IN))
+            stacked.append(random(rank, in_features))
             b = random(rank, out)
             members.append(LoraMember(row, row + rank, column, column + out, b, scaling=0.5 * (seed + 1)))
             row += rank
@@ -197,6 +201,57 @@ def test_panels_and_plain_matrices_in_one_step_are_a_mistake_of_ours() -> None:
     segments = [LoraSegment(0, 1, site((8, 8, 8), 0)), LoraSegment(1, 2, in_panels(site((8, 8, 8), 1)))]
     with pytest.raises(AssertionError, match="some are not"):
         add_lora_(torch.randn(2, sum(OUTS)), torch.randn(2, IN), segments)
+
+
+WEIGHTS: dict[str, tuple[Products, torch.dtype]] = {
+    "fp32": ("float32", torch.float32),
+    "bf16, products in fp32": ("float32", torch.bfloat16),
+    "fp16": ("float32", torch.float16),
+    "products in bf16": ("bfloat16", torch.bfloat16),
+    "products in 8 bits": ("int8", torch.float32),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("panels", [in_panels, in_bf16_panels])
+@pytest.mark.parametrize("sizes", [(1, 2), (0, 7, 30), (3, 1, 9, 5), (150, 1, 33)], ids=str)
+@pytest.mark.parametrize("outs", [OUTS, (64, 32, 37)], ids=["between panels", "at panels"])
+@pytest.mark.parametrize("weight", [*WEIGHTS, "blocks"])
+def test_a_product_with_lora_has_the_bits_of_one_after_the_other(
+    weight: str, outs: tuple[int, ...], sizes: tuple[int, ...], panels: Layout
+) -> None:
+    packed: StoredWeight
+    if weight == "blocks":
+        codes = torch.randint(0, 16, (sum(outs), 2 * 32), dtype=torch.uint8)
+        packed, depth = BlockWeight(Blocks(codes, torch.randn(sum(outs), 2).abs(), None, 4)), 64
+    else:
+        products, stored = WEIGHTS[weight]
+        if not can_multiply(products):
+            pytest.skip(f"this processor has no instructions for products in {products}")
+        found, depth = pack(torch.randn(sum(outs), IN).to(stored), products), IN
+        assert isinstance(found, StoredWeight)
+        packed = found
+    starts = list(accumulate(sizes, initial=3))
+    ranks = [(8, 20, 64), (2, None, 34), (6, 4, 3), (None, None, 16)]
+    spans = [
+        LoraSpan(start, start + size, AdapterSites([None, panels(site(r, seed, depth, outs))]))
+        for seed, (start, size, r) in enumerate(zip(starts, sizes, ranks, strict=False))
+    ]
+    x, bias = torch.randn(starts[-1] + 2, depth), torch.randn(sum(outs))
+    prepared = PreparedLora([*spans, LoraSpan(4, 5, spans[-1].adapter)])  # the last over another, by itself
+    expected = packed.multiply(x, bias)
+    before, threads = expected.clone(), torch.get_num_threads()
+    assert prepared.of_product(0) is None
+    prepared.add_(expected, x, 1)
+    assert not expected.equal(before)
+    try:
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            y = packed.multiply(x, bias, prepared.of_product(1))
+            prepared.add_rest_(y, x, 1)
+            assert y.equal(expected), num_threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_rows_in_bfloat16_are_served_by_torch() -> None:

@@ -85,7 +85,7 @@ def test_a_cpu_computes_in_fp32_but_for_linear_layers_if_it_is_asked_to() -> Non
     [
         (EngineConfig(device="cpu", dtype="float16"), "dtype='float16': this processor multiplies float32 only"),
         (EngineConfig(device="cpu", dtype="bfloat16"), "dtype='bfloat16': this processor .* AVX512_BF16"),
-        (EngineConfig(device="cpu", base_quantization="int8"), "base_quantization='int8': .* no AVX512_VNNI"),
+        (EngineConfig(device="cpu", base_quantization="int8"), "'int8': .* neither AVX512_VNNI nor AVX_VNNI"),
         (
             EngineConfig(device="cpu", base_quantization="int8", dtype="float16"),
             "dtype='float16': this processor multiplies float32 only",

@@ -1,0 +1,212 @@
+/* Unmerged LoRA of all segments of a step at one packed layer: passes that all threads of a team make together.
+ *
+ * A and B are in panels, see panels.h: adapters are read once per step, so memory decides, not arithmetic. Pairs in bf16
+ * are multiplied by instructions for them (dots.h) where the processor has those; rows and what they shrink to are
+ * rounded to bf16 then.
+ */
+#ifndef LORABATCH_LORA_H
+#define LORABATCH_LORA_H
+
+#include <omp.h>
+
+#include "dots.h"
+#include "segments.h"
+
+/* Numbers of B that stay in the second cache. */
+#define SMALL_B (128 * 1024)
+
+/* A thread's share of a pass: work between `first` and `last`, counted over all segments. */
+typedef struct {
+    int64_t first, last, position;
+} Share;
+
+/* A number of the weights is fetched once and multiplied with each row; to fetch it takes as long as eight rows. */
+static int64_t work_of(int64_t num_rows, int64_t depth, int64_t num_columns)
+{
+    return (num_rows + 8) * depth * num_columns;
+}
+
+/* The part of the next product that is this thread's: some columns of all rows, or where rows are many some rows. */
+static Part take(Share *share, int64_t num_rows, int64_t depth, int64_t num_columns)
+{
+    const int64_t work = work_of(num_rows, depth, num_columns), is_by_rows = num_rows > 2 * BLOCK_ROWS;
+    const int64_t size = is_by_rows ? BLOCK_ROWS : PANEL, length = is_by_rows ? num_rows : num_columns;
+    const int64_t num_units = (length + size - 1) / size;
+    const int64_t first = share->first - share->position, last = share->last - share->position;
+    share->position += work;
+    if (last <= 0 || first >= work)
+        return (Part){0, 0, 0, 0};
+    /* both threads round the place between them in the same way */
+    int64_t start = first <= 0 ? 0 : (2 * first * num_units + work) / (2 * work) * size;
+    int64_t end = last >= work ? length : (2 * last * num_units + work) / (2 * work) * size;
+    start = start < length ? start : length;
+    end = end < length ? end : length;
+    return is_by_rows ? (Part){start, end, 0, num_columns} : (Part){0, num_rows, start, end};
+}
+
+static Share share_of(int64_t total)
+{
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    return (Share){total * thread / threads, total * (thread + 1) / threads, 0};
+}
+
+/* What one call works on. `shrunk`: of each row, in fp32 or in bf16. `codes` [coded_rows, in_features]: rows in bf16,
+ * of those rows that are multiplied so. */
+typedef struct {
+    float *y;
+    const float *x;
+    const Segment *segments;
+    int64_t num_segments, y_stride, in_features, shrunk_stride, coded_rows, shrink_work, expand_work;
+    float *shrunk;
+    uint16_t *codes;
+} Lora;
+
+INLINE int is_by_dots(const Site *site) { return site->type == BF16_PAIRS && dots_of_processor() >> IN_BF16 & 1; }
+
+/* `scratch`: of each row up to the last segment's end shrunk_stride numbers, the largest rank of a segment's site at least, and
+ * in_features / 2 more. */
+static Lora lora_of(float *y, int64_t y_stride, const float *x, int64_t in_features, const Segment *segments,
+                    int64_t num_segments, float *scratch, int64_t shrunk_stride)
+{
+    const int64_t num_rows = num_segments ? segments[num_segments - 1].end : 0;
+    Lora lora = {y, x, segments, num_segments, y_stride, in_features, shrunk_stride, 0, 0, 0, scratch,
+                 (uint16_t *)(scratch + num_rows * shrunk_stride)};
+    for (int64_t s = 0; s < num_segments; s++) {
+        const Site *site = segments[s].site;
+        if (!site)
+            continue;
+        lora.coded_rows = is_by_dots(site) ? segments[s].end : lora.coded_rows;
+        const int64_t rows = segments[s].end - segments[s].start;
+        lora.shrink_work += work_of(rows, in_features, site->rank);
+        for (int64_t m = 0; m < site->num_members; m++) {
+            const Member *member = &site->members[m];
+            lora.expand_work +=
+                work_of(rows, member->rank_end - member->rank_start, member->column_end - member->column_start);
+        }
+    }
+    return lora;
+}
+
+#if VECTOR_BYTES == 64
+/* Some rows and columns, which begin with a panel. */
+HAS_DOTS static void multiply_dots(const Dots *p, Part part)
+{
+    const int64_t num_rows = part.end_row - part.first_row;
+    for (int64_t column = part.first_column; column < part.end_column; column += PANEL) {
+        /* one vector of sums to a row: fewer rows would wait for their sums */
+        const int is_narrow = p->num_columns - column <= WIDTH;
+        const int64_t blocks = is_narrow ? (num_rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(num_rows);
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t row = num_rows * b / blocks, next = num_rows * (b + 1) / blocks;
+            const int64_t ahead = blocks == 1 ? STREAM_AHEAD : b == blocks - 1 ? p->groups * PANEL * 4 : 0;
+            tiles_of_dots(p, part.first_row + row, next - row, column, panel_ahead(p, column, ahead), IN_BF16);
+        }
+    }
+}
+
+/* Threads meet at the end. */
+HAS_DOTS static void encode_for_lora(const Lora *lora)
+{
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < lora->coded_rows; row++)
+        encode_pairs(lora->codes + row * lora->in_features, lora->x + row * lora->in_features, lora->in_features);
+}
+
+static void shrink_by_dots(const Lora *lora, const Segment *segment, Part part)
+{
+    const Site *site = segment->site;
+    const int64_t stride = 2 * lora->shrunk_stride, width = lora->in_features;
+    const Dots dots = {(uint16_t *)lora->shrunk + segment->start * stride, stride,
+                       (const char *)(lora->codes + segment->start * width), width * 2, 0, site->a, 0, 0, width / 2,
+                       site->rank, 1, ROUNDED};
+    multiply_dots(&dots, part);
+}
+
+static void expand_by_dots(const Lora *lora, const Segment *segment, const Member *member, Part part)
+{
+    const int64_t stride = 2 * lora->shrunk_stride;
+    const uint16_t *shrunk = (const uint16_t *)lora->shrunk + segment->start * stride + member->rank_start;
+    const Dots dots = {lora->y + segment->start * lora->y_stride + member->column_start, lora->y_stride,
+                       (const char *)shrunk, stride * 2, 0, member->b, 0, 0, (member->rank_end - member->rank_start) / 2,
+                       member->column_end - member->column_start, (float)member->scaling, ADDED};
+    multiply_dots(&dots, part);
+}
+#else
+static void encode_for_lora(const Lora *lora) {}
+static void shrink_by_dots(const Lora *lora, const Segment *segment, Part part) {}
+static void expand_by_dots(const Lora *lora, const Segment *segment, const Member *member, Part part) {}
+#endif
+
+static void shrink(const Lora *lora, const Segment *segment, Part part)
+{
+    const Site *site = segment->site;
+    const Product product = {lora->shrunk + segment->start * lora->shrunk_stride,
+                             lora->x + segment->start * lora->in_features, site->a, 0, lora->shrunk_stride,
+                             lora->in_features, lora->in_features, site->rank, 1, 0, (int)site->type};
+    multiply(&product, part);
+}
+
+static void expand(const Lora *lora, const Segment *segment, const Member *member, Part part)
+{
+    const Product product = {lora->y + segment->start * lora->y_stride + member->column_start,
+                             lora->shrunk + segment->start * lora->shrunk_stride + member->rank_start, member->b, 0,
+                             lora->y_stride, lora->shrunk_stride, member->rank_end - member->rank_start,
+                             member->column_end - member->column_start, (float)member->scaling, 1,
+                             (int)segment->site->type};
+    multiply(&product, part);
+}
+
+/* Block of rows after block, each at all columns, where B stays in the second cache: rows of y are then read and written
+ * in order. A panel at all rows takes two lines of each, which no processor fetches ahead. */
+static void expand_rows(const Lora *lora, const Segment *segment, const Member *member, Part part, int64_t by_dots)
+{
+    const int64_t rank = member->rank_end - member->rank_start, num_rows = part.end_row - part.first_row;
+    const int is_small = rank * (part.end_column - part.first_column) <= SMALL_B;
+    const int64_t blocks = is_small ? blocks_of(num_rows) : 1;
+    for (int64_t b = 0; b < blocks && num_rows; b++)
+        (by_dots ? expand_by_dots : expand)(lora, segment, member,
+                                            (Part){part.first_row + num_rows * b / blocks,
+                                                   part.first_row + num_rows * (b + 1) / blocks, part.first_column,
+                                                   part.end_column});
+}
+
+/* What rows shrink to. Rows are encoded before; threads meet before anyone reads what they shrink to. */
+static void shrink_all(const Lora *lora)
+{
+    Share share = share_of(lora->shrink_work);
+    for (int64_t s = 0; s < lora->num_segments; s++) {
+        const Segment *segment = &lora->segments[s];
+        const Site *site = segment->site;
+        if (!site)
+            continue;
+        const Part part = take(&share, segment->end - segment->start, lora->in_features, site->rank);
+        (is_by_dots(site) ? shrink_by_dots : shrink)(lora, segment, part);
+    }
+}
+
+static void expand_all(const Lora *lora)
+{
+    Share share = share_of(lora->expand_work);
+    for (int64_t s = 0; s < lora->num_segments; s++) {
+        const Segment *segment = &lora->segments[s];
+        const Site *site = segment->site;
+        for (int64_t m = 0; site && m < site->num_members; m++) {
+            const Member *member = &site->members[m];
+            const Part part = take(&share, segment->end - segment->start, member->rank_end - member->rank_start,
+                                   member->column_end - member->column_start);
+            expand_rows(lora, segment, member, part, is_by_dots(site));
+        }
+    }
+}
+
+/* All passes. Threads meet before they add to y. */
+static void add_all(const Lora *lora)
+{
+    if (lora->coded_rows)
+        encode_for_lora(lora);
+    shrink_all(lora);
+#pragma omp barrier
+    expand_all(lora);
+}
+
+#endif

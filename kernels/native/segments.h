@@ -1,0 +1,70 @@
+/* Rows of a step by adapter, and what a thread fetches of adapters while it multiplies something else. */
+#ifndef LORABATCH_SEGMENTS_H
+#define LORABATCH_SEGMENTS_H
+
+#include "vector.h"
+
+#define MAX_MEMBERS 4
+
+/* Written by SiteRecord in segment_lora/types.py: int64 fields and addresses. */
+typedef struct {
+    int64_t rank_start, rank_end, column_start, column_end;
+    const void *b; /* panels of [out_features of the member, rank] */
+    double scaling;
+} Member;
+
+typedef struct {
+    const void *a; /* panels of [rank, in_features] */
+    int64_t num_bytes; /* from A on: of A, and of all B where those follow it */
+    int64_t rank, type, num_members; /* type: of panels */
+    Member members[MAX_MEMBERS];
+} Site;
+
+typedef struct {
+    int64_t start, end;
+    const Site *site; /* NULL: the adapter leaves this layer alone */
+} Segment;
+
+/* Where a tile fetches from at its first step along the depth, and how many bytes further at each of the others. */
+typedef struct {
+    const char *from;
+    int64_t step;
+} Ahead;
+
+/* A thread's share of the records of segments, in parts: memory delivers them while products compute. */
+typedef struct {
+    const Segment *segment;
+    int64_t position; /* in the record of `segment` */
+    int64_t left, of_part;
+} Fetch;
+
+INLINE int64_t bytes_of(const Segment *segment) { return segment->site ? segment->site->num_bytes : 0; }
+
+static Fetch fetch_of(const Segment *segments, int64_t num_segments, int64_t thread, int64_t threads, int64_t num_parts)
+{
+    int64_t total = 0;
+    for (int64_t s = 0; s < num_segments; s++)
+        total += bytes_of(&segments[s]);
+    if (num_parts == 0)
+        return (Fetch){0};
+    const int64_t first = total * thread / threads, left = total * (thread + 1) / threads - first;
+    /* a record's last part is shorter */
+    const int64_t parts = larger(1, num_parts - num_segments);
+    return (Fetch){segments, first, left, (left / parts + 64) & -64};
+}
+
+/* The next part, for a tile of so many steps; `otherwise` where none is left. */
+INLINE Ahead next_part(Fetch *fetch, int64_t steps, Ahead otherwise)
+{
+    if (!fetch || fetch->left <= 0)
+        return otherwise;
+    for (int64_t size; fetch->position >= (size = bytes_of(fetch->segment)); fetch->segment++)
+        fetch->position -= size;
+    const int64_t size = smaller(fetch->of_part, bytes_of(fetch->segment) - fetch->position);
+    const Ahead ahead = {(const char *)fetch->segment->site->a + fetch->position, (size + steps - 1) / steps};
+    fetch->position += size;
+    fetch->left -= size;
+    return ahead;
+}
+
+#endif

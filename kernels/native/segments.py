@@ -1,0 +1,74 @@
+"""What compiled kernels read of the adapters of a step: `segments.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from . import ADDRESS, COUNT, adapter_type
+
+MAX_MEMBERS = 4
+
+
+class MemberRecord(ctypes.Structure):
+    """`Member` of `segments.h`."""
+
+    _fields_ = (
+        ("rank_start", COUNT),
+        ("rank_end", COUNT),
+        ("column_start", COUNT),
+        ("column_end", COUNT),
+        ("b", ADDRESS),
+        ("scaling", ctypes.c_double),
+    )
+
+
+class SiteRecord(ctypes.Structure):
+    """`Site` of `segments.h`: one adapter at one packed layer. Valid as long as the tensors it names."""
+
+    _fields_ = (
+        ("a", ADDRESS),
+        ("num_bytes", COUNT),
+        ("rank", COUNT),
+        ("type", COUNT),
+        ("num_members", COUNT),
+        ("members", MemberRecord * MAX_MEMBERS),
+    )
+
+    num_bytes: int
+    rank: int
+
+    @classmethod
+    def of(cls, a: Tensor, rank: int, members: Sequence[tuple[int, int, int, int, Tensor, float]]) -> SiteRecord:
+        """`members`, at most `MAX_MEMBERS`: rank start and end, column start and end, B, scaling. A and B in panels."""
+        assert len(members) <= MAX_MEMBERS, f"{len(members)} members of a packed layer"
+        records = [MemberRecord(*places, b.data_ptr(), scaling) for *places, b, scaling in members]
+        depths = (a.numel() // rank, *(rank_end - rank_start for rank_start, rank_end, *_ in members))
+        end = a.data_ptr() + a.nbytes
+        for *_, b, _ in members:
+            end += b.nbytes if b.data_ptr() == end else 0
+        panels_type, num_bytes = adapter_type(a.dtype, depths), end - a.data_ptr()
+        return cls(a.data_ptr(), num_bytes, rank, panels_type, len(records), (MemberRecord * MAX_MEMBERS)(*records))
+
+
+class SiteSegments(NamedTuple):
+    """The segments of a step at one packed layer, for one compiled call.
+
+    `address`: of `Segment` records in the order of their rows, none over another; the last of them ends at `num_rows`.
+    `largest_rank`: of their sites; 0 where none has anything to add. Valid as long as the adapters it names.
+    """
+
+    address: int
+    num_segments: int
+    num_rows: int
+    largest_rank: int
+
+    def num_scratch(self, in_features: int) -> int:
+        """Numbers of scratch: what rows shrink to; and the rows in bf16, where they are multiplied so."""
+        return self.num_rows * (self.largest_rank + -(-in_features // 2))
+
+
+NO_SEGMENTS = SiteSegments(0, 0, 0, 0)
