@@ -42,8 +42,8 @@ def attend_spans(
     out = torch.empty(num_tokens, num_heads * head_dim)
     compiled(
         out.data_ptr(), q.data_ptr(), q.stride(0), pool.data_ptr(), POOL_TYPES[pool.dtype], table.rows.ctypes.data,
-        table.block_starts.ctypes.data, len(table.rows), table.block_tokens, layer, num_kv_heads, per_kv, head_dim, window or 0,
-        scale, softcap or 0.0, scratch.data_ptr(), stride, torch.get_num_threads(),
+        table.block_starts.ctypes.data, len(table.rows), table.block_tokens, layer, num_kv_heads, per_kv, head_dim,
+        window or 0, scale, softcap or 0.0, scratch.data_ptr(), stride, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

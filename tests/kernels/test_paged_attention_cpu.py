@@ -79,7 +79,9 @@ def test_decode_and_prefill_in_one_step(window: int | None, softcap: float | Non
     assert (step.attend(window, softcap).double() - step.expected(window, softcap)).abs().max() < step.tolerance()
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64), (2, 2, 128), (14, 2, 16), (4, 4, 80), (8, 1, 256), (5, 1, 96), (12, 1, 32)])
+@pytest.mark.parametrize(
+    "heads", [(9, 3, 64), (2, 2, 128), (14, 2, 16), (4, 4, 80), (8, 1, 256), (5, 1, 96), (12, 1, 32)]
+)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_groups_and_heads_of_many_sizes(heads: tuple[int, int, int], stored: torch.dtype) -> None:
     step = Step(MIXED, heads, stored)
