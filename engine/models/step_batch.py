@@ -173,7 +173,8 @@ def _attention_plans(
 ) -> dict[int | None, AttentionPlan]:
     """One plan per distinct sliding window of the model's layers."""
     if can_attend_compiled(model.head_dim, dtype):
-        spans = SpanTable.of([_attention_span(e, start, layout) for e, start in zip(ordered, starts, strict=False)])
+        found = [_attention_span(e, start, layout) for e, start in zip(ordered, starts, strict=False)]
+        spans = SpanTable.of(found, model.num_heads // model.num_kv_heads)
         return {window: AttentionPlan(spans=spans, window=window) for window in set(model.sliding_windows)}
     decoding = sorted(
         ((e, start) for e, start in zip(ordered, starts, strict=False) if e.is_decode and not is_exact),

@@ -11,4 +11,4 @@
 #include "../token_mask/cpu.c"
 
 /* Which arguments the functions of this library take; see __init__.py. */
-int lorabatch_kernels_version(void) { return 11; }
+int lorabatch_kernels_version(void) { return 12; }

@@ -141,8 +141,11 @@ INLINE void store_brains(uint16_t *to, vec v)
 /* Where either is NaN: b. */
 INLINE vec larger_lanes(vec a, vec b)
 {
-    const vec_of_int is_first = a > b;
-    return (vec)((is_first & (vec_of_int)a) | (~is_first & (vec_of_int)b));
+#if VECTOR_BYTES == 64
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
 }
 
 /* e^x for x <= 0: 2^n times the series of 2^f, |f| <= 1/2. Below -87 the result is no smaller than e^-87; NaN stays. */

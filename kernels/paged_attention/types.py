@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK_TOKENS = 4  # as in cpu.c
+#: Queries of a block in the compiled kernel: tokens times query heads that share a key head.
+BLOCK_ROWS = 64
+LEAST_BLOCK_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +27,22 @@ class SpanTable:
     """New tokens of each sequence of a step.
 
     `rows` int64 [num_spans, 5]: first step row, number of tokens, tokens stored before, offset of the sequence's
-    extent in elements of the pool, its capacity in tokens. `block_starts` [num_spans + 1]: blocks before each span.
+    extent in elements of the pool, its capacity in tokens. `block_tokens`: new tokens of a block, the unit of work.
+    `block_starts` [num_spans + 1]: blocks before each span.
     """
 
     rows: NDArray[np.int64]
+    block_tokens: int
     block_starts: NDArray[np.int64]
     longest_context: int
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[int, int, int, int, int]]) -> SpanTable:
-        """From the rows as tuples."""
+    def of(cls, spans: Sequence[tuple[int, int, int, int, int]], queries_per_key: int) -> SpanTable:
+        """From the rows as tuples. `queries_per_key`: query heads that share a key head."""
         rows = np.array(spans, dtype=np.int64)
-        blocks = -(-rows[:, 1] // BLOCK_TOKENS)
-        return cls(rows, np.concatenate([[0], np.cumsum(blocks)]), int((rows[:, 1] + rows[:, 2]).max()))
+        block_tokens = min(max(LEAST_BLOCK_TOKENS, BLOCK_ROWS // queries_per_key), int(rows[:, 1].max()))
+        blocks = -(-rows[:, 1] // block_tokens)
+        return cls(rows, block_tokens, np.concatenate([[0], np.cumsum(blocks)]), int((rows[:, 1] + rows[:, 2]).max()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from lorabatch.kernels.packed_weight import can_multiply
 from lorabatch.kernels.paged_attention.compiled import attend_spans, can_attend_compiled
 from lorabatch.kernels.paged_attention.types import SpanTable
 
@@ -24,6 +25,9 @@ class Step:
 
     def __init__(self, spans: Sequence[Span], heads: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> None:
         num_heads, self.num_kv_heads, self.head_dim = heads
+        self.per_kv = num_heads // self.num_kv_heads
+        #: Queries and weights are rounded to bf16, as keys and values are.
+        self.in_pairs = dtype == torch.bfloat16 and self.head_dim % 32 == 0 and can_multiply("bfloat16")
         extent = NUM_LAYERS * 2 * self.num_kv_heads * CAPACITY * self.head_dim
         self.pool = torch.randn(len(spans) * extent).to(dtype)
         views = self.pool.view(len(spans), NUM_LAYERS, 2, self.num_kv_heads, CAPACITY, self.head_dim)
@@ -39,23 +43,32 @@ class Step:
 
     def attend(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         return attend_spans(
-            self.q, self.pool, SpanTable.of(self.rows), LAYER, self.num_kv_heads, window, 0.3, softcap
+            self.q, self.pool, SpanTable.of(self.rows, self.per_kv), LAYER, self.num_kv_heads, window, 0.3, softcap
         ).view(self.q.shape)
 
     def expected(self, window: int | None, softcap: float | None) -> torch.Tensor:
         out = torch.empty(self.q.shape, dtype=torch.float64)
-        per_kv = self.q.shape[1] // self.num_kv_heads
+        q = self.rounded(self.q.double())
         for i, (start, new, past, _, _) in enumerate(self.rows):
             for t in range(new):
                 end = past + t + 1
                 begin = 0 if window is None else max(end - window, 0)
                 for head in range(self.q.shape[1]):
-                    keys = self.keys[i, head // per_kv, begin:end].double()
-                    scores = 0.3 * (keys @ self.q[start + t, head].double())
+                    keys = self.keys[i, head // self.per_kv, begin:end].double()
+                    scores = 0.3 * (keys @ q[start + t, head])
                     if softcap is not None:
                         scores = softcap * torch.tanh(scores / softcap)
-                    out[start + t, head] = scores.softmax(0) @ self.values[i, head // per_kv, begin:end].double()
+                    weights = (scores - scores.max()).exp()
+                    values = self.values[i, head // self.per_kv, begin:end].double()
+                    out[start + t, head] = self.rounded(weights) @ values / weights.sum()
         return out
+
+    def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.bfloat16().double() if self.in_pairs else numbers
+
+    def tolerance(self) -> float:
+        """In pairs a weight between two numbers of bf16 may be rounded to the other one, 2^-8 apart."""
+        return 2e-3 if self.in_pairs else 1e-5
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
@@ -63,14 +76,16 @@ class Step:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_decode_and_prefill_in_one_step(window: int | None, softcap: float | None, stored: torch.dtype) -> None:
     step = Step(MIXED, (6, 2, 64), stored)
-    assert (step.attend(window, softcap).double() - step.expected(window, softcap)).abs().max() < 1e-5
+    assert (step.attend(window, softcap).double() - step.expected(window, softcap)).abs().max() < step.tolerance()
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64), (2, 2, 128), (14, 2, 16), (4, 4, 80), (8, 1, 256), (5, 1, 96)])
+@pytest.mark.parametrize(
+    "heads", [(9, 3, 64), (2, 2, 128), (14, 2, 16), (4, 4, 80), (8, 1, 256), (5, 1, 96), (12, 1, 32)]
+)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_groups_and_heads_of_many_sizes(heads: tuple[int, int, int], stored: torch.dtype) -> None:
-    step = Step(MIXED[:5], heads, stored)
-    assert (step.attend().double() - step.expected(None, None)).abs().max() < 1e-5
+    step = Step(MIXED, heads, stored)
+    assert (step.attend().double() - step.expected(None, None)).abs().max() < step.tolerance()
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
@@ -79,9 +94,14 @@ def test_scores_far_apart_do_not_overflow() -> None:
     assert (step.attend().double() - step.expected(None, None)).abs().max() < 1e-3  # scores of 2,000 in fp32
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_row_gets_the_same_bits_alone_and_however_its_prompt_is_cut(window: int | None) -> None:
-    step = Step(MIXED, (6, 2, 64))
+@pytest.mark.parametrize("window", [None, 19, 20])
+@pytest.mark.parametrize("heads", [(6, 2, 64), (3, 3, 80), (12, 1, 128)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_gets_the_same_bits_alone_and_however_its_prompt_is_cut(
+    window: int | None, heads: tuple[int, int, int], stored: torch.dtype
+) -> None:
+    """Blocks of few queries and of many are computed by different loops."""
+    step = Step(MIXED, heads, stored)
     together = step.attend(window)
     everything = step.rows
     for start, new, past, offset, capacity in everything:
@@ -107,7 +127,7 @@ def test_a_score_that_is_no_number_is_reported_as_by_torch(wrong: float, softcap
         keys, values = pool.view(2, num_kv_heads, CAPACITY, head_dim)[:, :, : past + 1]
         keys[0, place] = wrong
         q = torch.rand(1, 4, head_dim) + 0.1
-        found = attend_spans(q, pool, SpanTable.of([(0, 1, past, 0, CAPACITY)]), 0, num_kv_heads, None, 0.3, softcap)
+        found = attend_spans(q, pool, SpanTable.of([(0, 1, past, 0, CAPACITY)], 2), 0, num_kv_heads, None, 0.3, softcap)
         scores = 0.3 * (q[0].view(num_kv_heads, 2, head_dim) @ keys.transpose(1, 2))
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
