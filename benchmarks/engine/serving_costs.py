@@ -1,6 +1,5 @@
 """`python -m lorabatch.benchmarks.engine.serving_costs`: what mode `exact` costs beside `unmerged`, in turns on the
-same rows, and how much of a step goes into text (detokenising and looking for stop strings) and into what rows ask of
-their tokens (grammars, penalties)."""
+same rows, and how much of a step goes into text (detokenising and looking for stop strings)."""
 
 from __future__ import annotations
 
@@ -22,62 +21,42 @@ from lorabatch.engine.request import Request, SamplingParams
 
 NUM_ROWS, NUM_ADAPTERS, REPEATS = 32, 8, 3
 STOPS = ("###", "\n\nQuestion:")
-NUM_RULED_ROWS = 128
-_PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "kind": {"enum": ["customer", "supplier", "other"]},
-        "notes": {"type": "array", "items": {"type": "string", "maxLength": 60}, "maxItems": 4},
-    },
-    "required": ["name", "age", "kind", "notes"],
-    "additionalProperties": False,
-}
-_NAMES = r"([A-Z][a-z]{2,12} ){8,40}[0-9]{4}"
-RULES: dict[str, dict[str, Any]] = {
-    "schema, greedy": {"json_schema": json.dumps(_PERSON)},
-    "schema, drawn": {"json_schema": json.dumps(_PERSON), "temperature": 0.8},
-    "regular expression, greedy": {"regex": _NAMES},
-    "regular expression, drawn": {"regex": _NAMES, "temperature": 0.8},
-    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
-    "bad words": {"bad_words": ("the", "very")},
-}
 
 
-def share_of_time(workload: EngineWorkload, of: Callable[[Engine], Any], *methods: str, **sampling: Any) -> float:
-    """Share of serving time that methods of a part of the engine take; rows are of the base model."""
-    engine = Engine(Path(workload.model), EngineConfig(mode="unmerged"))
-    part, seconds = of(engine), 0.0
+class Stopwatch:
+    """Adds up the seconds of calls. `seconds`: so far."""
 
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def time(self, owner: Any, *names: str) -> None:
+        """Count the seconds of these functions of an object or module from now on."""
+        for name in names:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
-            nonlocal seconds
             began = time.perf_counter()
             result = call(*arguments, **options)
-            seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - began
             return result
 
         return counted
 
-    for method in methods:
-        setattr(part, method, timed(getattr(part, method)))
-    ends: dict[str, Any] = {"ignore_eos": True} if set(sampling) <= {"stop"} else {}
+
+def share_of_text(workload: EngineWorkload, stop: tuple[str, ...]) -> float:
+    """Share of serving time that text takes; rows are of the base model."""
+    engine, watch = Engine(Path(workload.model), EngineConfig(mode="unmerged")), Stopwatch()
+    watch.time(engine._completion, "finish")
     requests = [
-        Request(str(i), tuple(row.prompt_token_ids), None, SamplingParams(row.num_tokens, **ends, **sampling), i)
+        Request(
+            str(i), tuple(row.prompt_token_ids), None, SamplingParams(row.num_tokens, ignore_eos=True, stop=stop), i
+        )
         for i, row in enumerate(workload.rows)
     ]
     began = time.perf_counter()
     list(engine.run(requests))
-    return seconds / (time.perf_counter() - began)
-
-
-def rule_shares(workload: EngineWorkload) -> dict[str, float]:
-    """Share of serving time that rules take, where every row has one."""
-    return {
-        name: share_of_time(workload, lambda engine: engine.rules, "apply_", "refuse_", **options)
-        for name, options in RULES.items()
-    }
+    return watch.seconds / (time.perf_counter() - began)
 
 
 def main(result_path: Path | None = None) -> None:
@@ -92,12 +71,7 @@ def main(result_path: Path | None = None) -> None:
             for mode in ("unmerged", "exact"):
                 taken, tokens[mode], _ = run_ours(workload, mode, lambda row: row.adapter)
                 seconds[mode].append(round(taken, 2))
-        shares = {
-            name: share_of_time(workload, lambda engine: engine._completion, "finish", stop=stop)
-            for name, stop in (("no stop strings", ()), ("two", STOPS))
-        }
-        many = make_workload(base_model_folder(), Path(scratch) / "many", NUM_RULED_ROWS, 1)
-        of_rules = rule_shares(many)
+        shares = {name: share_of_text(workload, stop) for name, stop in (("no stop strings", ()), ("two", STOPS))}
     medians = {mode: statistics.median(taken) for mode, taken in seconds.items()}
     result = provenance(["torch"]) | {
         "benchmark": "what exactness and text cost",
@@ -107,8 +81,6 @@ def main(result_path: Path | None = None) -> None:
         "exact_per_unmerged": round(medians["exact"] / medians["unmerged"], 3),
         "rows_equal": sum(a == b for a, b in zip(tokens["exact"], tokens["unmerged"], strict=True)),
         "text_share_of_time": {name: round(share, 5) for name, share in shares.items()},
-        "rows_with_rules": NUM_RULED_ROWS,
-        "rules_share_of_time": {name: round(share, 5) for name, share in of_rules.items()},
     }
     print(json.dumps(result, indent=1))
     if result_path is not None:

@@ -11,7 +11,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
@@ -20,13 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.sampling import Choices, choose_tokens, largest_tokens
+from ...kernels.sampling import NO_TOKEN, Choices, choose_further_tokens, choose_tokens, largest_tokens
 from ..models.step_batch import ScoredPlaces
 from ..request import TopLogprobs
 from ..sequence import Sequence
 
-# Numbers of the draws that take the place of tokens which grammars refused.
-_SECOND_DRAWS = 2**40
+# Tokens that are tried in the place of one that a grammar refused, before all that it allows are found.
+_NUM_TRIED = 16
+# The draws of each try have numbers of their own.
+_NEXT_DRAW = 2**40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 StopTokens = Callable[[Sequence], Items[int]]
 
@@ -61,8 +63,14 @@ class TokenRules(Protocol):
     def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible."""
 
-    def refuse_(self, logits: Tensor, sequences: Items[Sequence], tokens: Items[int]) -> list[int]:
-        """Places of tokens that must be chosen again, from what is left of their logits."""
+    def refused(self, sequences: Items[Sequence], tokens: Items[int], vocab_size: int) -> list[int]:
+        """Places of tokens that must be chosen again."""
+
+    def is_forced(self, sequence: Sequence, vocab_size: int) -> bool:
+        """Whether hardly a token is left in the place of one that was refused, so that none need be tried."""
+
+    def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
+        """What sequences whose tokens were refused may have instead, as `choose_tokens` reads it."""
 
 
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:
@@ -73,10 +81,8 @@ def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> Sam
     # not logsumexp: over a whole vocabulary it rounds by the number of rows and of threads
     of_asked = torch.log_softmax(logits[asked].float(), -1) if asked else logits[:0]
     rules.apply_(logits, sequences, checks_later=True)
-    tokens = _choose(logits, sequences, list(range(len(sequences))), first_draw=0)
-    again = rules.refuse_(logits, sequences, tokens)
-    for i, token in zip(again, _choose(logits, sequences, again, first_draw=_SECOND_DRAWS), strict=True):
-        tokens[i] = token
+    tokens = choose_tokens(logits, _choices(sequences, list(range(len(sequences)))))
+    _choose_again(logits, sequences, rules, tokens)
     logprobs = [0.0] * len(tokens)
     tops: list[TopLogprobs] = [()] * len(tokens)
     of_tokens: list[tuple[float, ...]] = [()] * len(tokens)
@@ -111,10 +117,38 @@ def _of_tokens(logprobs: Tensor, token_ids: Items[int]) -> tuple[float, ...]:
     return tuple(p if token < len(logprobs) else -np.inf for token, p in zip(token_ids, known, strict=True))
 
 
-def _choose(logits: Tensor, sequences: Items[Sequence], rows: list[int], first_draw: int) -> list[int]:
-    """A token for each of these rows. `first_draw`: that of a row's first token."""
+def _choose_again(logits: Tensor, sequences: Items[Sequence], rules: TokenRules, tokens: list[int]) -> None:
+    """Put others in the place of tokens that rules refuse: what would have been chosen without them, if that is allowed
+    soon, else a choice among all that is allowed. The result has the distribution of that choice.
+    """
+    vocab_size = logits.shape[1]
+    refused = rules.refused(sequences, tokens, vocab_size)
+    if not refused:
+        return
+    left = [i for i in refused if rules.is_forced(sequences[i], vocab_size)]
+    tried = [i for i in refused if i not in left]
+    for i, candidates in zip(tried, _further(logits, sequences, tried, tokens), strict=True):
+        found = (token for token in candidates if not rules.refused([sequences[i]], [token], vocab_size))
+        tokens[i] = next(found, NO_TOKEN)
+    left += [i for i in tried if tokens[i] == NO_TOKEN]
+    if left:
+        allowed = rules.allowed([sequences[i] for i in left], vocab_size)
+        choices = _choices(sequences, left, _NEXT_DRAW * (_NUM_TRIED + 1))
+        for i, token in zip(left, choose_tokens(logits, choices, allowed), strict=True):
+            tokens[i] = token
+
+
+def _further(logits: Tensor, sequences: Items[Sequence], rows: list[int], tokens: list[int]) -> Items[Iterable[int]]:
+    """Tokens to try in the place of those of these rows."""
     if not rows:
         return []
+    numbers = _uniforms([sequences[i] for i in rows], _NEXT_DRAW * np.arange(1, _NUM_TRIED + 1, dtype=np.uint64))
+    chosen = np.array([tokens[i] for i in rows], np.int64)
+    return choose_further_tokens(logits, _choices(sequences, rows), chosen, numbers)
+
+
+def _choices(sequences: Items[Sequence], rows: list[int], first_draw: int = 0) -> Choices:
+    """How the token of each of these rows is chosen. `first_draw`: number of the draw of a row's first token."""
     samplings = [sequences[i].request.sampling for i in rows]
     # rows that are led through a tree of texts take no token
     temperature = np.array(
@@ -123,21 +157,23 @@ def _choose(logits: Tensor, sequences: Items[Sequence], rows: list[int], first_d
     numbers = np.zeros(len(rows))
     drawn = temperature.nonzero()[0]
     if len(drawn):
-        numbers[drawn] = _uniforms([sequences[rows[n]] for n in drawn], first_draw)
-    choices = Choices(
+        first = np.array([first_draw], np.uint64)
+        numbers[drawn] = _uniforms([sequences[rows[n]] for n in drawn], first)[:, 0]
+    return Choices(
         np.array(rows, np.int64),
         temperature,
         np.array([s.top_k for s in samplings], np.int64),
         np.array([s.top_p for s in samplings]),
         numbers,
     )
-    return choose_tokens(logits, choices)
 
 
-def _uniforms(sequences: Items[Sequence], first_draw: int) -> NDArray[np.float64]:
-    keys = [(s.request.sampling.seed, s.request.stream_id, first_draw + len(s.token_ids)) for s in sequences]
+def _uniforms(sequences: Items[Sequence], first_draws: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Of the next token of each sequence, [num_sequences, num_draws]. `first_draws`: of a row's first token."""
+    keys = [(s.request.sampling.seed, s.request.stream_id, len(s.token_ids)) for s in sequences]
     columns = np.array(keys, dtype=np.uint64).reshape(-1, 3)
-    return uniforms(columns[:, 0], columns[:, 1], columns[:, 2])
+    draws = columns[:, 2:] + first_draws
+    return uniforms(columns[:, :1], columns[:, 1:2], draws)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

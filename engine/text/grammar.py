@@ -136,9 +136,10 @@ class _Running:
 
 
 class Grammars:
-    """Finds the tokens that rows with grammars may have next. `tokenizers`: what their tokens mean."""
+    """Finds the tokens that rows with grammars may have next. `tokenizers`: what their tokens mean. `num_threads`: that
+    find masks, of rows with different grammars."""
 
-    def __init__(self, tokenizers: Tokenizers, num_threads: int | None = None) -> None:
+    def __init__(self, tokenizers: Tokenizers, num_threads: int = 1) -> None:
         self._tokenizers = tokenizers
         self._running: dict[str, _Running] = {}
         self._executor = LLExecutor(num_threads)
@@ -184,6 +185,11 @@ class Grammars:
             return token not in self._tokenizers.ends(sequence.request)
         matcher = row.next_matcher()
         return token == row.start_token or (not matcher.is_error() and matcher.validate_tokens([token]) == 1)
+
+    def is_forced(self, sequence: Sequence, vocab_size: int) -> bool:
+        """Whether the row's text can go on in one way only."""
+        row = self._caught_up(sequence, vocab_size)
+        return not row.is_reasoning and bool(row.next_matcher().compute_ff_bytes())
 
     def is_complete(self, sequence: Sequence) -> bool:
         """Whether the row's grammar allows its end and nothing else."""

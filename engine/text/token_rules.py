@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...kernels.launch import to_device
 from ...kernels.token_mask import mask_tokens_
+from ...kernels.token_penalties import PenalisedRow, penalise_tokens_
 from ..request import SAMPLING_OPTIONS, SamplingParams
 from ..sequence import Sequence
 from ..structured_output import CONSTRAINTS
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
     from .grammar import Grammars
 
 _MOST_BAD_WORDS_KEPT = 256
+# Options that rows without them have: penalties, and all of which kinds of rules are known by themselves.
+_PENALTIES: dict[str, Any] = {
+    name: SAMPLING_OPTIONS[name].default for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+}
+_KNOWN_KINDS = _PENALTIES | {name: SAMPLING_OPTIONS[name].default for name in (*CONSTRAINTS, "min_p")}
 
 
 class TokenRules:
@@ -56,34 +62,46 @@ class TokenRules:
     def apply_(self, logits: Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         """Change `logits` [num_sequences, vocab_size] to what is left of them; minus infinity is impossible.
 
-        Where a row's grammar has grown too complex nothing is left. `checks_later`: grammars of rows that `refuse_` can
+        Where a row's grammar has grown too complex nothing is left. `checks_later`: grammars of rows that `refused` can
         check are left to it.
         """
         kinds = [self._kind(sequence) for sequence in sequences]
         masked = [i for i, kind in enumerate(kinds) if kind.is_constrained and not (checks_later and kind.is_checkable)]
         self._mask_(logits, sequences, masked)
+        penalised = []
         for i, (sequence, kind) in enumerate(zip(sequences, kinds, strict=True)):
             if len(sequence.token_ids) < kind.min_tokens and not self.is_complete(sequence):
                 row = logits[i]
                 row[self._known(self.stop_tokens(sequence), row)] = -torch.inf
             if kind.has_others:
-                row = logits[i]
-                self._forbid_(row, sequence)
-                self._shift_(row, sequence)
+                self._forbid_(logits[i], sequence)
+            if kind.is_penalised:
+                penalised.append(self._penalised(i, sequence))
+        penalise_tokens_(logits, penalised)
+        for i, (sequence, kind) in enumerate(zip(sequences, kinds, strict=True)):
+            if kind.has_least:
+                # p_i >= min_p * p_max at the row's temperature
+                row, sampling = logits[i], sequence.request.sampling
+                row.masked_fill_(row < row.max() + sampling.temperature * math.log(sampling.min_p), -torch.inf)
 
-    def refuse_(self, logits: Tensor, sequences: Items[Sequence], tokens: Items[int]) -> list[int]:
-        """Of tokens that were chosen after `apply_(checks_later=True)`, the places of those that grammars do not allow;
-        their logits are masked now, so that others can be chosen.
+    def refused(self, sequences: Items[Sequence], tokens: Items[int], vocab_size: int) -> list[int]:
+        """Of tokens that were chosen after `apply_(checks_later=True)`, the places of those that grammars do not allow.
 
         To check a token costs a tenth of a mask or less, and most tokens are allowed. Rows get those that are.
         """
         checkable = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and self._kind(s).is_checkable]
         if not checkable:
             return []
-        grammars, vocab_size = self._loaded_grammars(), logits.shape[1]
-        refused = [i for i in checkable if not grammars.takes(sequences[i], tokens[i], vocab_size)]
-        self._mask_(logits, sequences, refused)
-        return refused
+        grammars = self._loaded_grammars()
+        return [i for i in checkable if not grammars.takes(sequences[i], tokens[i], vocab_size)]
+
+    def is_forced(self, sequence: Sequence, vocab_size: int) -> bool:
+        """Whether the grammar of a row whose token was refused leaves one way to go on: few tokens are allowed."""
+        return self._loaded_grammars().is_forced(sequence, vocab_size)
+
+    def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
+        """A bit for each token that grammars allow these rows, [num_sequences, num_words]."""
+        return self._loaded_grammars().allowed(sequences, vocab_size)
 
     def stop_tokens(self, sequence: Sequence) -> tuple[int, ...]:
         """Tokens to withhold until `min_tokens`: all that could end the row, and the base's own ends."""
@@ -110,6 +128,7 @@ class TokenRules:
         return kept[1]
 
     def _forbid_(self, logits: Tensor, sequence: Sequence) -> None:
+        """Forbid tokens and add biases, as the row's options say."""
         sampling = sequence.request.sampling
         allowed_ids = sampling.allowed_token_ids
         if sampling.continuation_token_ids:
@@ -123,39 +142,29 @@ class TokenRules:
             words = self._bad_words(sequence.request.adapter_id, sampling.bad_words)
             ends = [word[-1] for word in words if _ends_with(sequence.token_ids, word[:-1])]
             logits[self._known(ends, logits)] = -torch.inf
+        if sampling.logit_bias:
+            biased, biases = map(np.array, zip(*sampling.logit_bias, strict=True))
+            logits[_on(biased, logits.device)] += _on(biases, logits.device).to(logits.dtype)
 
     def _mask_(self, logits: Tensor, sequences: Items[Sequence], rows: list[int]) -> None:
         """Leave the tokens that the grammars of these rows allow."""
         if not rows:
             return
-        allowed = self._loaded_grammars().allowed([sequences[i] for i in rows], logits.shape[1])
+        allowed = self.allowed([sequences[i] for i in rows], logits.shape[1])
         mask_tokens_(logits, _on(allowed, logits.device), None if len(rows) == len(logits) else rows)
 
     def _loaded_grammars(self) -> Grammars:
         if self._grammars is None:
             from .grammar import Grammars  # engines without grammars load no library for them
 
-            self._grammars = Grammars(self._tokenizers)
+            self._grammars = Grammars(self._tokenizers, torch.get_num_threads())
         return self._grammars
 
-    def _shift_(self, logits: Tensor, sequence: Sequence) -> None:
-        sampling, device = sequence.request.sampling, logits.device
-        if sampling.logit_bias:
-            biased, biases = map(np.array, zip(*sampling.logit_bias, strict=True))
-            logits[_on(biased, device)] += _on(biases, device).to(logits.dtype)
-        if sampling.repetition_penalty != 1.0:
-            generated = np.array(sequence.token_ids, np.int64)
-            seen = _on(np.concatenate([self._prompt_tokens(sequence), generated]), device)
-            values, penalty = logits[seen], sampling.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if sequence.token_ids and (sampling.frequency_penalty or sampling.presence_penalty):
-            tokens, counts = np.unique(sequence.token_ids, return_counts=True)
-            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-            logits[_on(tokens, device)] -= _on(penalties, device).to(logits.dtype)
-        if sampling.min_p and sampling.temperature:
-            # p_i >= min_p * p_max at the row's temperature
-            least = logits.max() + sampling.temperature * math.log(sampling.min_p)
-            logits.masked_fill_(logits < least, -torch.inf)
+    def _penalised(self, place: int, sequence: Sequence) -> PenalisedRow:
+        sampling = sequence.request.sampling
+        penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        prompt = self._prompt_tokens(sequence) if sampling.repetition_penalty != 1.0 else _NO_TOKENS
+        return PenalisedRow(place, prompt, sequence.token_ids, *penalties)
 
     @staticmethod
     def _known(token_ids: Iterable[int], logits: Tensor) -> Tensor:
@@ -177,7 +186,8 @@ class TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What kinds of rules a row has. `has_others`: than its grammar and `min_tokens`.
+    """What kinds of rules a row has. `has_least`: a least probability. `has_others`: than these, its grammar,
+    penalties and `min_tokens`.
 
     `is_checkable`: its grammar may be looked at after its token was chosen. A greedy choice that is allowed is the
     largest of those that are. A draw that is allowed, or else a new one among what is allowed, has the distribution of
@@ -188,17 +198,26 @@ class _Kind:
     is_constrained: bool = False
     is_checkable: bool = False
     has_others: bool = False
+    is_penalised: bool = False
+    has_least: bool = False
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> _Kind:
         has_cuts = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         is_checkable = sampling.is_constrained and (sampling.temperature == 0.0 or not has_cuts)
-        without = replace(sampling, **{name: SAMPLING_OPTIONS[name].default for name in CONSTRAINTS})
-        return cls(sampling.min_tokens, sampling.is_constrained, is_checkable, without.has_rules)
+        return cls(
+            sampling.min_tokens,
+            sampling.is_constrained,
+            is_checkable,
+            replace(sampling, **_KNOWN_KINDS).has_rules,
+            replace(sampling, **_PENALTIES) != sampling,
+            sampling.min_p > 0.0 and sampling.is_drawn,
+        )
 
 
 # Of rows that need no token any more.
 _NO_RULES = _Kind()
+_NO_TOKENS = np.zeros(0, np.int64)
 
 
 def _on(array: NDArray[Any], device: torch.device) -> Tensor:

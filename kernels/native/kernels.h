@@ -9,6 +9,7 @@
 #include "../sampling/cpu.c"
 #include "../segment_lora/cpu.c"
 #include "../token_mask/cpu.c"
+#include "../token_penalties/cpu.c"
 
 /* Which arguments the functions of this library take; see __init__.py. */
-int lorabatch_kernels_version(void) { return 12; }
+int lorabatch_kernels_version(void) { return 13; }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..launch import uses_triton
-from .cpu import choose_tokens, largest_tokens
+from .cpu import choose_further_tokens, choose_tokens, largest_tokens
 from .types import LARGEST_TEMPERATURE, NO_TOKEN, SMALLEST_TEMPERATURE, Choices, SamplingRows
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "SMALLEST_TEMPERATURE",
     "Choices",
     "SamplingRows",
+    "choose_further_tokens",
     "choose_tokens",
     "largest_tokens",
     "sample_tokens",

@@ -1,4 +1,5 @@
-/* Chooses a token of each row: the largest logit, or a draw after temperature, top-k and top-p, in that order. */
+/* Chooses a token of each row, or of those that its mask allows: the largest logit, or a draw after temperature, top-k
+ * and top-p, in that order. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -14,6 +15,8 @@
 #define NEAR 4.0f
 #define NOT_NEAR 256.0f
 #define NO_TOKEN (-1)
+/* Of all weights: where less is left, sums of what is left are not exact enough. */
+#define LEAST_LEFT 1e-6
 
 /* Eight lanes in every build: sums have the same bits in all. No function with them is called but inlined. */
 #define LANES 8
@@ -109,12 +112,17 @@ static int64_t first_largest(const float *logits, int64_t vocab_size)
     return best;
 }
 
-/* In order of ids, the first token whose running sum exceeds `u` times the total. */
-static int64_t drawn_by_id(const struct row *row, double u)
+/* Tokens of each of at most PARTS parts of a vocabulary. */
+INLINE int64_t part_size(int64_t vocab_size)
 {
-    double sums[PARTS + 1];
-    int64_t size = (row->vocab_size + PARTS - 1) / PARTS;
-    size = size < LEAST_PART ? LEAST_PART : (size + LANES - 1) / LANES * LANES;
+    const int64_t size = (vocab_size + PARTS - 1) / PARTS;
+    return size < LEAST_PART ? LEAST_PART : (size + LANES - 1) / LANES * LANES;
+}
+
+/* Sums of the weights of each part; returns the total. */
+static double part_sums(const struct row *row, double *sums)
+{
+    const int64_t size = part_size(row->vocab_size);
     double total = 0;
     for (int64_t first = 0, part = 0; first < row->vocab_size; first += size, part++) {
         const int64_t end = smaller(first + size, row->vocab_size);
@@ -124,7 +132,15 @@ static int64_t drawn_by_id(const struct row *row, double u)
         sums[part] = sum_of(sum);
         total += sums[part];
     }
-    const double target = u * total;
+    return total;
+}
+
+/* In order of ids, the first token whose running sum exceeds `u` times the total. */
+static int64_t drawn_by_id(const struct row *row, double u)
+{
+    double sums[PARTS + 1];
+    const double target = u * part_sums(row, sums);
+    const int64_t size = part_size(row->vocab_size);
     double reached = 0;
     int64_t first = 0, last = 0;
     for (int part = 0; first + size < row->vocab_size && reached + sums[part] <= target; part++, first += size)
@@ -332,6 +348,67 @@ static int64_t drawn_of_top_p(const struct row *row, double top_p, double u)
     return token;
 }
 
+/* In order of ids, the first token of those not taken whose running sum, from `reached` on, exceeds the target. */
+static int64_t walked_by_id(const struct row *row, int64_t first, double reached, double target, const int64_t *taken,
+                            int64_t num_taken)
+{
+    int64_t last = NO_TOKEN; /* for rounding */
+    for (; first < row->vocab_size; first += LANES) {
+        const lanes weights = powers(exponents(row, first));
+        for (int lane = 0; lane < LANES; lane++) {
+            int is_taken = !(weights[lane] > 0);
+            for (int64_t i = 0; i < num_taken; i++)
+                is_taken |= taken[i] == first + lane;
+            if (is_taken)
+                continue;
+            reached += weights[lane];
+            last = first + lane;
+            if (reached > target)
+                return last;
+        }
+    }
+    return last;
+}
+
+/* Draws without replacement. tokens [1 + count]: the first is given; NO_TOKEN where too little is left. */
+static void draw_more(int64_t *tokens, int64_t count, const struct row *row, const double *uniforms)
+{
+    double sums[PARTS + 1], left = part_sums(row, sums);
+    const double least = left * LEAST_LEFT;
+    const int64_t size = part_size(row->vocab_size);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t drawn = tokens[i];
+        const double weight = powers((lanes){0} + ((double)row->logits[drawn] - row->largest) * row->slope)[0];
+        sums[drawn / size] -= weight;
+        left -= weight;
+        int64_t next = NO_TOKEN, first = 0;
+        if (left > least) {
+            double reached = 0;
+            for (; first + size < row->vocab_size && reached + sums[first / size] <= uniforms[i] * left; first += size)
+                reached += sums[first / size];
+            next = walked_by_id(row, first, reached, uniforms[i] * left, tokens, i + 1);
+        }
+        tokens[i + 1] = next;
+        if (next == NO_TOKEN) {
+            for (int64_t rest = i + 1; rest < count; rest++)
+                tokens[rest + 1] = NO_TOKEN;
+            return;
+        }
+    }
+}
+
+/* The largest logits. tokens [1 + count]: the first is given; NO_TOKEN where nothing is left. */
+static void list_largest(int64_t *tokens, int64_t count, const struct row *row)
+{
+    const int64_t found = smaller(count + 1, row->vocab_size);
+    uint64_t *keys = largest_keys(row, found);
+    for (int64_t i = 1; i <= count; i++) {
+        const int64_t token = i < found ? token_of(keys[i]) : NO_TOKEN;
+        tokens[i] = token != NO_TOKEN && row->logits[token] > -INFINITY ? token : NO_TOKEN;
+    }
+    free(keys);
+}
+
 static int64_t chosen(const float *logits, int64_t vocab_size, double temperature, int64_t top_k, double top_p, double u)
 {
     const int64_t largest = first_largest(logits, vocab_size);
@@ -344,13 +421,77 @@ static int64_t chosen(const float *logits, int64_t vocab_size, double temperatur
     return top_p < 1 ? drawn_of_top_p(&row, top_p, u) : drawn_by_id(&row, u);
 }
 
+/* Logits of allowed tokens, side by side in `to`; how many there are. */
+static int64_t gathered(float *to, const float *logits, int64_t vocab_size, const uint32_t *allowed, int64_t num_words)
+{
+    int64_t count = 0;
+    for (int64_t word = 0; word < num_words && word * 32 < vocab_size; word++) {
+        const float *from = logits + word * 32;
+        const int64_t left = vocab_size - word * 32;
+        uint32_t bits = left < 32 ? allowed[word] & ((1u << left) - 1) : allowed[word];
+        if (bits == UINT32_MAX) {
+            memcpy(to + count, from, 32 * sizeof *from);
+            count += 32;
+            continue;
+        }
+        for (; bits; bits &= bits - 1)
+            to[count++] = from[__builtin_ctz(bits)];
+    }
+    return count;
+}
+
+/* The allowed token with so many allowed ones before it. */
+static int64_t token_at(int64_t place, const uint32_t *allowed)
+{
+    int64_t word = 0;
+    for (int count; place >= (count = __builtin_popcount(allowed[word])); word++)
+        place -= count;
+    uint32_t bits = allowed[word];
+    for (; place > 0; place--)
+        bits &= bits - 1;
+    return word * 32 + __builtin_ctz(bits);
+}
+
+static int64_t chosen_of_allowed(const float *logits, int64_t vocab_size, const uint32_t *allowed, int64_t num_words,
+                                 double temperature, int64_t top_k, double top_p, double u)
+{
+    float *left = (float *)memory_for(vocab_size / 2 + 1);
+    const int64_t count = gathered(left, logits, vocab_size, allowed, num_words);
+    const int64_t place = count ? chosen(left, count, temperature, top_k, top_p, u) : NO_TOKEN;
+    free(left);
+    return place == NO_TOKEN ? NO_TOKEN : token_at(place, allowed);
+}
+
 /* tokens [num_rows]. logits […, vocab_size], rows `stride` apart, of which row i is number places[i]; the others
- * [num_rows]. */
+ * [num_rows]. allowed [num_rows, num_words], a bit for each token, or NULL: all tokens of all rows are. */
 void choose_tokens(int64_t *tokens, const float *logits, int64_t stride, int64_t vocab_size, const int64_t *places,
                    const double *temperatures, const int64_t *top_k, const double *top_p, const double *uniforms,
-                   int64_t num_rows)
+                   int64_t num_rows, const uint32_t *allowed, int64_t num_words)
 {
 #pragma omp parallel for schedule(dynamic) if (num_rows > 1)
-    for (int64_t i = 0; i < num_rows; i++)
-        tokens[i] = chosen(logits + places[i] * stride, vocab_size, temperatures[i], top_k[i], top_p[i], uniforms[i]);
+    for (int64_t i = 0; i < num_rows; i++) {
+        const float *row = logits + places[i] * stride;
+        tokens[i] = allowed ? chosen_of_allowed(row, vocab_size, allowed + i * num_words, num_words, temperatures[i],
+                                                top_k[i], top_p[i], uniforms[i])
+                            : chosen(row, vocab_size, temperatures[i], top_k[i], top_p[i], uniforms[i]);
+    }
+}
+
+/* tokens [num_rows, 1 + count]: the first of each row is what `choose_tokens` chose, the others what it would have chosen
+ * without those before. uniforms [num_rows, count]; the rest as there, without cuts. */
+void choose_further_tokens(int64_t *tokens, int64_t count, const float *logits, int64_t stride, int64_t vocab_size,
+                           const int64_t *places, const double *temperatures, const double *uniforms, int64_t num_rows)
+{
+#pragma omp parallel for schedule(dynamic) if (num_rows > 1)
+    for (int64_t i = 0; i < num_rows; i++) {
+        int64_t *found = tokens + i * (count + 1);
+        const double temperature = temperatures[i];
+        const float *of_row = logits + places[i] * stride;
+        const int64_t largest = temperature > 0 ? first_largest(of_row, vocab_size) : found[0];
+        const struct row row = {of_row, vocab_size, of_row[largest], 1 / (temperature < 1e-300 ? 1e-300 : temperature)};
+        if (temperature > 0)
+            draw_more(found, count, &row, uniforms + i * count);
+        else
+            list_largest(found, count, &row);
+    }
 }

@@ -6,8 +6,11 @@ fp64 in both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, native_function
@@ -17,27 +20,79 @@ from .types import NO_TOKEN, Choices
 _FIRST_CANDIDATES = 256
 # The largest of many are looked for within this distance of the largest, then twice as far and so on.
 _NEAR, _FAR, _FEW = 4.0, 256.0, 8
-_COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, COUNT)
+# Of all weights: where less is left, sums of what is left are not exact enough.
+_LEAST_LEFT = 1e-6
+_FURTHER_ARGUMENTS = (ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT)
+_COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, COUNT, COUNT, *[ADDRESS] * 5, COUNT, ADDRESS, COUNT)
 
 
-def choose_tokens(logits: Tensor, choices: Choices) -> list[int]:
+def choose_tokens(logits: Tensor, choices: Choices, allowed: NDArray[np.int32] | None = None) -> list[int]:
     """A token for each choice from `logits` [num_rows, vocab_size]; `NO_TOKEN` where its largest is no finite
     number.
+
+    `allowed`: [num_choices, num_words], bit `i % 32` of word `i // 32` where token `i` may be chosen (None: all may).
+    Bits beyond the vocabulary say nothing.
     """
     is_served = logits.dtype == torch.float32 and logits.stride(1) == 1
     compiled = native_function("choose_tokens", *_COMPILED_ARGUMENTS) if is_served else None
     if compiled is None:
-        return choose_by_torch(logits, choices)
+        return choose_by_torch(logits, choices, allowed)
     tokens = np.empty(len(choices.places), np.int64)
     read = [np.ascontiguousarray(column) for column in choices]
     addresses = [column.ctypes.data for column in read]
-    compiled(tokens.ctypes.data, logits.data_ptr(), logits.stride(0), logits.shape[1], *addresses, len(tokens))
+    masks = (None, 0) if allowed is None else (allowed.ctypes.data, allowed.shape[1])
+    compiled(tokens.ctypes.data, logits.data_ptr(), logits.stride(0), logits.shape[1], *addresses, len(tokens), *masks)
     found: list[int] = tokens.tolist()
     return found
 
 
-def choose_by_torch(logits: Tensor, choices: Choices) -> list[int]:
+def choose_further_tokens(
+    logits: Tensor, choices: Choices, tokens: NDArray[np.int64], uniforms: NDArray[np.float64]
+) -> list[Iterable[int]]:
+    """For each choice without cuts the tokens that it would have been without its one of `tokens` [num_choices], which
+    it was, and those before: the next largest ones, or draws without replacement by `uniforms` [num_choices, count].
+    Fewer where too little is left to choose from.
+    """
+    is_served = logits.dtype == torch.float32 and logits.stride(1) == 1
+    compiled = native_function("choose_further_tokens", *_FURTHER_ARGUMENTS) if is_served else None
+    if compiled is None:
+        columns = choices.places.tolist(), choices.temperature.tolist(), tokens.tolist(), uniforms.tolist()
+        return [_further_by_torch(logits[place].clone(), *more) for place, *more in zip(*columns, strict=True)]
+    num_rows, count = uniforms.shape
+    found = np.empty((num_rows, 1 + count), np.int64)
+    found[:, 0] = tokens
+    read = [np.ascontiguousarray(column) for column in (choices.places, choices.temperature, uniforms)]
+    first = found.ctypes.data, count, logits.data_ptr(), logits.stride(0), logits.shape[1]
+    compiled(*first, *(column.ctypes.data for column in read), num_rows)
+    return [[token for token in row if token != NO_TOKEN] for row in found[:, 1:].tolist()]
+
+
+def _further_by_torch(logits: Tensor, temperature: float, token: int, uniforms: list[float]) -> Iterator[int]:
+    """Of one row; `logits` [vocab_size] are overwritten."""
+    largest, total = float(logits.max()), 0.0
+    for u in uniforms:
+        if temperature > 0:
+            weights = logits.double().sub_(largest).div_(temperature).exp_()
+            total = total or float(weights.sum())
+        logits[token] = -torch.inf
+        if temperature > 0:
+            weights[token] = 0.0
+            is_left = float(weights.sum()) > total * _LEAST_LEFT
+            token = _pick(weights.cumsum(-1), u) if is_left else NO_TOKEN
+        else:
+            token = int(logits.argmax()) if logits.max() > -torch.inf else NO_TOKEN
+        if token == NO_TOKEN:
+            return
+        yield token
+
+
+def choose_by_torch(logits: Tensor, choices: Choices, allowed: NDArray[np.int32] | None = None) -> list[int]:
     """`choose_tokens` for every dtype and processor."""
+    if allowed is not None:
+        logits = logits[torch.from_numpy(choices.places)]
+        bits = np.unpackbits(allowed.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
+        choices = choices._replace(places=np.arange(len(logits)))
     largest, choice = logits[torch.from_numpy(choices.places)].max(-1)  # NaN counts as largest
     tokens: list[int] = torch.where(largest.isfinite(), choice, NO_TOKEN).tolist()
     columns = (column.tolist() for column in choices)

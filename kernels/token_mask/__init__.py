@@ -4,35 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, native_function
 
-_COMPILED_ARGUMENTS = (ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT)
+_COMPILED_ARGUMENTS = (ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT)
 
 
 def mask_tokens_(logits: Tensor, allowed: Tensor, rows: Sequence[int] | None = None) -> None:
     """`logits`: [num_rows, vocab_size]; `allowed`: [num_masks, num_words] int32, bit `i % 32` of word `i // 32` for
-    token `i`, on the device of the logits. Bits beyond the vocabulary say nothing. `rows`: of each mask (None: all in
-    their order).
+    token `i`, on the device of the logits. Bits beyond the vocabulary say nothing. `rows`: of each mask, each once
+    (None: all in their order).
     """
+    rows = range(len(logits)) if rows is None else rows
     is_served = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
     compiled = native_function("mask_tokens", *_COMPILED_ARGUMENTS) if is_served else None
     if compiled is None:
-        for number, row in enumerate(range(len(logits)) if rows is None else rows):
+        for number, row in enumerate(rows):
             mask_tokens_by_torch_(logits[row : row + 1], allowed[number : number + 1])
         return
-    allowed = allowed.contiguous()
-    (num_rows, vocab_size), num_words = logits.shape, allowed.shape[1]
-    if rows is None:
-        compiled(logits.data_ptr(), logits.stride(0), allowed.data_ptr(), num_words, num_rows, vocab_size)
-        return
-    # a view for each row would take longer than its mask
-    first, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
-    mask, mask_bytes = allowed.data_ptr(), num_words * allowed.element_size()
-    for number, row in enumerate(rows):
-        compiled(first + row * row_bytes, 0, mask + number * mask_bytes, num_words, 1, vocab_size)
+    allowed, places = allowed.contiguous(), np.array(rows, np.int64)
+    masks = allowed.data_ptr(), allowed.shape[1], places.ctypes.data, len(places)
+    compiled(logits.data_ptr(), logits.stride(0), *masks, logits.shape[1])
 
 
 def mask_tokens_by_torch_(logits: Tensor, allowed: Tensor) -> None:

@@ -3,21 +3,26 @@
 
 #include "../native/vector.h"
 
-/* logits [num_rows, vocab_size], rows `stride` apart; allowed [num_rows, num_words]: a bit for each token. */
-void mask_tokens(float *logits, int64_t stride, const uint32_t *allowed, int64_t num_words, int64_t num_rows,
-                 int64_t vocab_size)
+/* logits […, vocab_size], rows `stride` apart, of which row places[i] has mask i; allowed [num_masks, num_words]: a bit
+ * for each token. */
+void mask_tokens(float *logits, int64_t stride, const uint32_t *allowed, int64_t num_words, const int64_t *places,
+                 int64_t num_masks, int64_t vocab_size)
 {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const uint32_t *words = allowed + row * num_words;
-        for (int64_t word = 0; word < num_words && word * 32 < vocab_size; word++) {
-            float *to = logits + row * stride + word * 32;
+#pragma omp parallel for schedule(static) if (num_masks > 1)
+    for (int64_t mask = 0; mask < num_masks; mask++) {
+        float *row = logits + places[mask] * stride;
+        const uint32_t *words = allowed + mask * num_words;
+        const int64_t num_whole = smaller(num_words, vocab_size / 32);
+        for (int64_t word = 0; word < num_whole; word++) {
+            float *to = row + word * 32;
             const uint32_t bits = words[word];
             if (bits == UINT32_MAX)
                 continue;
-            const int count = vocab_size - word * 32 < 32 ? (int)(vocab_size - word * 32) : 32;
-            for (int i = 0; i < count; i++)
+            for (int i = 0; i < 32; i++)
                 to[i] = bits >> i & 1 ? to[i] : -INFINITY;
         }
+        for (int64_t token = num_whole * 32; token < smaller(num_words * 32, vocab_size); token++)
+            if (!(words[token / 32] >> token % 32 & 1))
+                row[token] = -INFINITY;
     }
 }

@@ -12,8 +12,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorabatch.kernels.sampling import NO_TOKEN, Choices, choose_tokens
-from lorabatch.kernels.sampling.cpu import choose_by_torch
+from lorabatch.kernels.sampling import NO_TOKEN, Choices, choose_further_tokens, choose_tokens
+from lorabatch.kernels.sampling.cpu import _further_by_torch, choose_by_torch
 
 SIZES = (1, 2, 7, 255, 257, 5000, 49152, 50257)
 
@@ -45,6 +45,75 @@ def test_compiled_choices_are_those_of_torch(seed: int, vocab_size: int, spread:
     found, expected = choose_tokens(logits.clone(), asked), choose_by_torch(logits, asked)
     # sums of weights are rounded in another order: among so many draws one may be on a border
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= (vocab_size > 5000)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.sampled_from([1, 31, 32, 33, 5000, 49152]),
+    share=st.sampled_from([0.0, 1e-4, 0.03, 0.5, 1.0]),
+    spare_words=st.integers(0, 2),
+)
+def test_what_a_mask_does_not_allow_is_not_chosen(seed: int, vocab_size: int, share: float, spare_words: int) -> None:
+    generator = np.random.default_rng(seed)
+    values = (generator.standard_normal((6, vocab_size + 3)) * 3).round(2).astype(np.float32)
+    logits = torch.from_numpy(values)[:, :vocab_size]
+    asked = choices(5, generator, len(logits))
+    bits = generator.random((5, (-(-vocab_size // 32) + spare_words) * 32)) < share
+    bits[:, vocab_size:] = True
+    bits[0, : vocab_size // 32 * 32] = True
+    allowed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    before = logits.clone()
+    found = choose_tokens(logits, asked, allowed)
+    assert torch.equal(logits, before)
+    masked = logits[torch.from_numpy(asked.places)].masked_fill(torch.from_numpy(~bits[:, :vocab_size]), -torch.inf)
+    expected = choose_by_torch(masked, asked._replace(places=np.arange(5)))
+    assert choose_by_torch(logits, asked, allowed) == expected
+    assert sum(a != b for a, b in zip(found, expected, strict=True)) <= (vocab_size >= 5000)
+    assert all(
+        bits[row, token] if token != NO_TOKEN else not bits[row, :vocab_size].any() for row, token in enumerate(found)
+    )
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.sampled_from([1, 2, 7, 255, 257, 5000, 49152]),
+    spread=st.sampled_from([0.0, 0.5, 2.5, 20.0]),
+)
+def test_further_tokens_are_what_would_be_chosen_without_those_before(
+    seed: int, vocab_size: int, spread: float
+) -> None:
+    generator = np.random.default_rng(seed)
+    values = (generator.standard_normal((4, vocab_size)) * spread).round(2)
+    values[:, generator.integers(0, vocab_size, vocab_size // 5)] = -np.inf
+    values[:, -1] = spread
+    logits = torch.from_numpy(values.astype(np.float32))
+    asked = Choices(
+        np.arange(4), np.array([0.0, 0.3, 1.0, 1.5]), np.zeros(4, np.int64), np.ones(4), generator.random(4)
+    )
+    chosen, uniforms = np.array(choose_tokens(logits, asked)), generator.random((4, 9))
+    before = logits.clone()
+    for row, further in enumerate(choose_further_tokens(logits, asked, chosen, uniforms)):
+        rest, taken, num_misses = before[row : row + 1].clone(), [int(chosen[row])], 0
+        weights = ((rest[0].double() - rest.max()) / max(float(asked.temperature[row]), 1e-3)).exp()
+        for token, u in zip(further, uniforms[row], strict=False):
+            rest[0, taken] = -np.inf
+            again = asked._replace(places=np.zeros(1, np.int64), temperature=asked.temperature[row : row + 1])
+            again = again._replace(top_k=asked.top_k[:1], top_p=asked.top_p[:1], uniforms=np.array([u]))
+            num_misses += choose_by_torch(rest, again) != [token]
+            assert token not in taken
+            assert rest[0, token] > -np.inf
+            taken.append(token)
+        assert num_misses <= (vocab_size >= 5000)
+        if len(taken) < 10:  # as many as there are, or hardly anything is left
+            weights[taken] = 0
+            assert float(weights.sum()) <= 2e-6 * vocab_size
+    assert torch.equal(logits, before)
+    of_torch = [list(_further_by_torch(before[i].clone(), t, int(chosen[i]), list(uniforms[i]))) for i, t in
+                enumerate(asked.temperature)]  # fmt: skip
+    of_kernel = choose_further_tokens(logits, asked, chosen, uniforms)
+    assert sum(list(a) != b for a, b in zip(of_kernel, of_torch, strict=True)) <= (vocab_size >= 5000)
 
 
 def test_draws_of_many_rows_are_as_frequent_as_their_probabilities() -> None:

@@ -27,8 +27,14 @@ class WithoutRules:
     def apply_(self, logits: torch.Tensor, sequences: Items[Sequence], *, checks_later: bool = False) -> None:
         """Leaves logits as they are."""
 
-    def refuse_(self, logits: torch.Tensor, sequences: Items[Sequence], tokens: Items[int]) -> list[int]:
+    def refused(self, sequences: Items[Sequence], tokens: Items[int], vocab_size: int) -> list[int]:
         return []
+
+    def is_forced(self, sequence: Sequence, vocab_size: int) -> bool:
+        raise AssertionError("nothing was refused")
+
+    def allowed(self, sequences: Items[Sequence], vocab_size: int) -> np.ndarray:
+        raise AssertionError("nothing was refused")
 
 
 no_rules = WithoutRules()

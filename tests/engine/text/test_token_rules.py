@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -189,18 +190,21 @@ def test_an_engine_applies_them_and_a_row_that_moves_goes_on_as_if_it_had_stayed
 def test_tokens_that_are_checked_after_they_were_chosen_are_those_of_a_mask(tokenizers: Tokenizers) -> None:
     """Greedy ones are the same; draws have the same distribution."""
     vocab_size = tokenizers.of(None).vocab_size
-    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
-    for temperature, count in ((0.0, 1), (1.0, 6000)):
+    spread = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    likely = spread.clone()
+    likely[[tokenizers.of(None).encode_batch([text], is_rendered=True)[0][0] for text in ("a", "b", "x", "Y")]] = 14.0
+    # allowed tokens are far behind those that are tried, or among them
+    for logits, temperature in product((spread, likely), (0.0, 1.0)):
         sampling = SamplingParams(temperature=temperature, regex="[a-e]{1,3}")
-        rows = [Sequence(Request(f"{i}", (1,), None, sampling, i)) for i in range(count)]
+        rows = [Sequence(Request(f"{i}", (1,), None, sampling, i)) for i in range(6000 if temperature else 1)]
         masked = logits.clone()[None]
         TokenRules(tokenizers).apply_(masked, rows[:1])
         expected = masked[0].softmax(-1)
-        found = sample(logits.repeat(count, 1), rows, TokenRules(tokenizers)).ids
+        found = sample(logits.repeat(len(rows), 1), rows, TokenRules(tokenizers)).ids
         if temperature == 0.0:
             assert found == [int(expected.argmax())]
             continue
-        frequencies = torch.bincount(torch.tensor(found), minlength=vocab_size) / count
+        frequencies = torch.bincount(torch.tensor(found), minlength=vocab_size) / len(rows)
         assert (frequencies[expected == 0] == 0).all()
         assert (frequencies - expected).abs().max() < 0.03
 
