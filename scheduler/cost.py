@@ -33,7 +33,8 @@ class StepLoad:
     (`prompt_pairs`). `decode_rows`: rows that get one token. `context_tokens`: KV slots read, over all rows. The rest
     is the unmerged share, zero when merged: `num_adapters` distinct adapters, `rank_sum` their ranks added up (weights
     read), `lora_tokens` the tokens with an adapter (activations gathered and added), `rank_tokens` the sum over these
-    of their rank (products). `drawn_tokens`: tokens that are drawn rather than the likeliest.
+    of their rank (products). `drawn_tokens`: tokens that are drawn rather than the likeliest. `scored_tokens`: prompt
+    tokens whose log-probabilities are asked.
     """
 
     prefill_tokens: ArrayLike = 0.0
@@ -45,6 +46,7 @@ class StepLoad:
     prefill_pairs: ArrayLike = 0.0
     lora_tokens: ArrayLike = 0.0
     drawn_tokens: ArrayLike = 0.0
+    scored_tokens: ArrayLike = 0.0
 
 
 def prompt_pairs(num_tokens: ArrayLike, num_stored: ArrayLike = 0.0) -> NDArray[np.float64]:
@@ -104,8 +106,14 @@ class CostModel:
             + self.lora_token_s * given.lora_tokens
             + self.mixed_step_s * ((given.prefill_tokens > 0) & (given.decode_rows > 0))
             + self.draw_s * given.drawn_tokens
+            + self.scored_token_s * given.scored_tokens
         )
         return np.asarray(seconds, dtype=np.float64)
+
+    @property
+    def scored_token_s(self) -> float:
+        """What a prompt token costs more whose log-probability is asked: logits, as a decoding row has them."""
+        return max(0.0, self.decode_row_s - self.prefill_token_s)
 
     def load_seconds(self, weight_bytes: float, source: AdapterSource) -> float:
         """Seconds until an adapter of that size is on the device."""
@@ -126,12 +134,14 @@ class CostModel:
         num_adapters: float = 0.0,
         shared_tokens: ArrayLike = 0.0,
         is_drawn: ArrayLike = False,
+        is_scored: ArrayLike = False,
     ) -> NDArray[np.float64]:
         """A row's share of a replica whose batch is full: its prefill, and `1 / batch_rows` of its decode
         steps.
 
         `rank`: of the row's adapter, 0 when merged or base. `num_adapters`: distinct ones in the batch.
-        `shared_tokens`: of the prompt, not computed again. `is_drawn`: whether its tokens are.
+        `shared_tokens`: of the prompt, not computed again. `is_drawn`: whether its tokens are. `is_scored`: whether the
+        prompt's are.
         """
         prompt = np.asarray(prompt_tokens, dtype=np.float64)
         output = np.asarray(output_tokens, dtype=np.float64)
@@ -142,7 +152,8 @@ class CostModel:
         decode = self.decode_row_s + self.context_token_s * (prompt + output / 2) + adapter_token_s
         decode = decode + self.draw_s * np.asarray(is_drawn, dtype=np.float64)
         computed = prompt - np.asarray(shared_tokens, dtype=np.float64)
-        prefill = (self.prefill_token_s + adapter_token_s) * computed
+        scored_token_s = self.scored_token_s * np.asarray(is_scored, dtype=np.float64)
+        prefill = (self.prefill_token_s + adapter_token_s + scored_token_s) * computed
         prefill = prefill + self.prefill_pair_s * prompt_pairs(computed, prompt - computed)
         return np.asarray(prefill + output * (shared / batch_rows + decode), dtype=np.float64)
 

@@ -173,6 +173,7 @@ def _rows_of(rows: Workload, chosen: NDArray[np.int64], predicted: NDArray[np.fl
         output_tokens=np.rint(predicted[chosen]).astype(np.int32),
         shared_tokens=None if rows.shared_tokens is None else rows.shared_tokens[chosen],
         is_drawn=None if rows.is_drawn is None else rows.is_drawn[chosen],
+        is_scored=None if rows.is_scored is None else rows.is_scored[chosen],
     )
 
 
@@ -191,6 +192,7 @@ def _joined(blocks: Sequence[Workload]) -> Workload:
         output_tokens=column("output_tokens"),
         shared_tokens=None if blocks[0].shared_tokens is None else column("shared_tokens"),
         is_drawn=None if blocks[0].is_drawn is None else column("is_drawn"),
+        is_scored=None if blocks[0].is_scored is None else column("is_scored"),
     )
 
 
@@ -323,6 +325,7 @@ def row_seconds(
         num_adapters=1,
         shared_tokens=workload.prompt_tokens - workload.computed_prompt_tokens,
         is_drawn=False if workload.is_drawn is None else workload.is_drawn,
+        is_scored=False if workload.is_scored is None else workload.is_scored,
     )
     return np.where(workload.max_tokens > 0, seconds, 0.0)
 

@@ -38,6 +38,9 @@ class Workload:
     `release_s`: float64, when the row arrives (absent offline: everything is there at 0).
     `output_tokens`: int32, the true output lengths; only a simulation knows them.
     `is_drawn`: bool, whether the row's tokens are drawn at a temperature (absent: of none).
+    `is_scored`: bool, whether log-probabilities of the row's prompt are asked (absent: of none).
+    `fixed_tokens`: int32, tokens of each answer that are known before it is generated, 0 where they are not (absent: of
+    none).
     `input_place`: int64, rises in the order in which the input has the rows (absent: they stand in it).
     `groups`: int64, equal for rows that one shard must have, which stand side by side (absent: each is by itself).
     """
@@ -51,6 +54,8 @@ class Workload:
     output_tokens: NDArray[np.int32] | None = None
     shared_tokens: NDArray[np.int32] | None = None
     is_drawn: NDArray[np.bool_] | None = None
+    is_scored: NDArray[np.bool_] | None = None
+    fixed_tokens: NDArray[np.int32] | None = None
     input_place: NDArray[np.int64] | None = None
     groups: NDArray[np.int64] | None = None
 
@@ -96,6 +101,9 @@ class Workload:
         if self.shared_tokens is not None:
             fits = (self.shared_tokens >= 0) & (self.shared_tokens <= self.prompt_tokens)
             _assert_rows("shared_tokens", self.shared_tokens, fits)
+        if self.fixed_tokens is not None:
+            fits = (self.fixed_tokens >= 0) & (self.fixed_tokens <= self.max_tokens)
+            _assert_rows("fixed_tokens", self.fixed_tokens, fits)
         if self.release_s is not None:
             _assert_rows("release_s", self.release_s, np.isfinite(self.release_s) & (self.release_s >= 0))
         if self.output_tokens is not None:
@@ -112,6 +120,8 @@ class Workload:
             ("output_tokens", self.output_tokens, np.int32),
             ("shared_tokens", self.shared_tokens, np.int32),
             ("is_drawn", self.is_drawn, np.bool_),
+            ("is_scored", self.is_scored, np.bool_),
+            ("fixed_tokens", self.fixed_tokens, np.int32),
             ("input_place", self.input_place, np.int64),
             ("groups", self.groups, np.int64),
         ]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.batching import BatchView, StepPlan, without_vain_merge
+from ...scheduler.batching import MOST_SCORED_PLACES, BatchView, StepPlan, without_vain_merge
 from ...scheduler.estimates.lengths import LengthsByPrompt
 from ..memory.packed import AdapterLayout
 from ..memory.pool import PageRun
@@ -20,9 +20,6 @@ from ..memory.residency import MergedShare
 from ..models.step_batch import StepEntry
 from ..sequence import Sequence
 from .admission import Admission, Room, WaitingRows, row_owner
-
-#: Places of prompts whose log-probabilities one step computes. Each takes a row of logits, 0.5 MB at 128k tokens.
-MOST_SCORED_PLACES = 128
 
 
 class RunningBatch:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ..request import Request, Result
+from ..request import Request, Result, SamplingParams
 from ..sequence import Sequence
 from .reasoning import AnswerTokens
 from .tokenizer import Tokenizer, Tokenizers
@@ -60,6 +60,17 @@ class _Row:
     num_seen: int = 0
     found: dict[_Place, dict[int, float]] = field(default_factory=dict)
     result: Result | None = None
+
+
+def steps_of_choice(tokenizer: Tokenizer, sampling: SamplingParams) -> int:
+    """Tokens that a row of a choice computes behind its prompt: one for each place of its tree where texts are scored,
+    else as many as texts have on average. 0 where that is not known, since the row may reason before.
+    """
+    if not sampling.choice or sampling.reasoning is not None:
+        return 0
+    tree = _tree_of(tokenizer, sampling.choice)
+    num_tokens = sum(map(len, tree.texts))
+    return len(tree.following) if sampling.scores_choices else math.ceil(num_tokens / len(tree.texts))
 
 
 class ChoiceScores:

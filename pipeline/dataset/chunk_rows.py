@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import ChatTemplateError
 from ...engine.request import SamplingParams
+from ...engine.text.choices import steps_of_choice
 from ...engine.text.conversation import RENDERING_OPTIONS, Conversation, RenderOptions, column_json
 from ...engine.text.literal import RenderedMessages
 from ...engine.text.tokenizer import Tokenizer
@@ -271,7 +272,14 @@ class ChunkRows:
             fields.append(column)
             columns.append(pa.array(values, column.type))
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
-        self._numbers.append(_numbers(drafts, adapters))
+        self._numbers.append(_numbers(drafts, adapters, list(map(self._fixed_tokens, drafts, adapters))))
+
+    def _fixed_tokens(self, draft: RowDraft, adapter: str | None) -> int:
+        """Tokens that will be computed behind a row's prompt; 0 where its options do not say."""
+        if draft.problems:
+            return 0
+        given = len(draft.sampling.continuation_token_ids)
+        return given or steps_of_choice(self._tokenizer(adapter), draft.sampling)
 
 
 def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
@@ -289,7 +297,7 @@ def _together(drafts: list[RowDraft]) -> Iterator[list[RowDraft]]:
         yield together
 
 
-def _numbers(drafts: list[RowDraft], adapters: list[str | None]) -> pa.RecordBatch:
+def _numbers(drafts: list[RowDraft], adapters: list[str | None], fixed_tokens: list[int]) -> pa.RecordBatch:
     """The index's numbers of a few rows. Error rows have `max_tokens` 0: they need no engine."""
     values = {
         "prompt_tokens": [len(draft.tokens or ()) for draft in drafts],
@@ -298,6 +306,8 @@ def _numbers(drafts: list[RowDraft], adapters: list[str | None]) -> pa.RecordBat
         "id_hash": [0 if draft.sample else id_hash(draft.row_id) for draft in drafts],
         "error_kind": [int(draft.kind) for draft in drafts],
         "is_drawn": [draft.sampling.is_drawn for draft in drafts],
+        "is_scored": [draft.sampling.wants_prompt_logprobs for draft in drafts],
+        "fixed_tokens": fixed_tokens,
     }
     columns = {name: pa.array(items, prepared.INDEX_SCHEMA.field(name).type) for name, items in values.items()}
     return pa.RecordBatch.from_pydict({"adapter": pa.array(adapters, pa.string()), **columns})

@@ -39,9 +39,10 @@ PREPARED_FIELDS = (
 #: In jobs whose output has a row's completions as lists: which of them it is.
 SAMPLE_FIELD = pa.field(SAMPLE, pa.int32())
 # One row per prepared row, in the same order. `max_tokens` 0: an error row. `id_hash` 0: no id, or a
-# further completion of a row. `shared_tokens`: at the
-# beginning of the prompt, see `fingerprints.shared_tokens`. `is_drawn`: at a
-# temperature. `place`: in the chunk as it was read.
+# further completion of a row. `shared_tokens`: at the beginning of the prompt, see `fingerprints.shared_tokens`.
+# `is_drawn`: at a temperature. `is_scored`: log-probabilities of its prompt are asked. `fixed_tokens`: of the answer,
+# where its options say how many it has or, of a choice, how many are computed for it; 0 elsewhere. `place`: in the
+# chunk as it was read.
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("adapter", pa.dictionary(pa.int32(), pa.string())),
@@ -52,6 +53,8 @@ INDEX_SCHEMA = pa.schema(
         pa.field("id_hash", pa.uint64()),
         pa.field("error_kind", pa.int8()),
         pa.field("is_drawn", pa.bool_()),
+        pa.field("is_scored", pa.bool_()),
+        pa.field("fixed_tokens", pa.int32()),
         pa.field("batch", pa.int32()),
         pa.field("row", pa.int32()),
         pa.field("place", pa.int32()),

@@ -43,6 +43,8 @@ _BLOCK_ROWS = 65_536
 # Playing a plan takes half a second per thousand rows: a run does not wait longer than its engines take to start.
 _SIMULATED_ROWS = 5_000
 _FACTS_KEY = b"lorabatch.plan"
+# Numbers of the index that planning reckons with.
+_PLANNED = "prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "is_drawn", "is_scored", "fixed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,8 @@ class CheckedRows:
         """Rows in order of their adapters, and the planner's view of them: error rows ask for nothing."""
         for rows in self.rows.blocks(block_rows, together=self.together):
             is_error = self.errors.is_error(rows)
-            prompt, output, prefix, shared, is_drawn = (
-                np.where(is_error, INDEXED_ROW[name].type(0), rows[name])
-                for name in ("prompt_tokens", "max_tokens", "prefix_hash", "shared_tokens", "is_drawn")
+            prompt, output, prefix, shared, is_drawn, is_scored, fixed = (
+                np.where(is_error, INDEXED_ROW[name].type(0), rows[name]) for name in _PLANNED
             )
             yield (
                 rows,
@@ -94,10 +95,14 @@ class CheckedRows:
                     adapters=self.serving,
                     adapter_index=np.where(is_error, np.int32(BASE_MODEL), self.number[rows["adapter"] + 1]),
                     prompt_tokens=prompt,
-                    max_tokens=output,
+                    # a choice of many texts computes more than its answer
+                    max_tokens=np.maximum(output, fixed),
                     prefix_hash=prefix,
-                    shared_tokens=shared,
+                    # a prompt that is scored is computed whole
+                    shared_tokens=np.where(is_scored, np.int32(0), shared),
                     is_drawn=is_drawn,
+                    is_scored=is_scored,
+                    fixed_tokens=fixed,
                     input_place=(rows["chunk"].astype(np.int64) << 32) + rows["place"],
                     groups=np.cumsum(~are_further(rows)) if self.together else None,
                 ),

@@ -336,11 +336,16 @@ class RunSettings:
         return CutRows.of(plan, predicted, row_seconds(rows, predicted, self.step_prices, batch_rows))
 
     def expected_tokens(self, rows: Workload, length_share: float | None = None) -> NDArray[np.float64]:
-        """That rows will generate, float64 `[num_rows]`: a share of `max_tokens` and, where earlier jobs have had their
-        adapter, the mean of its answers."""
+        """That rows will generate, float64 `[num_rows]`: what is known of them, else a share of `max_tokens` and, where
+        earlier jobs have had their adapter, the mean of its answers."""
         expected = expected_tokens(rows.max_tokens, self.length_share if length_share is None else length_share)
-        if not self.lengths:
-            return expected
+        if self.lengths:
+            expected = self._corrected(expected, rows)
+        fixed = rows.fixed_tokens
+        return expected if fixed is None else np.where(fixed > 0, fixed, expected)
+
+    def _corrected(self, expected: NDArray[np.float64], rows: Workload) -> NDArray[np.float64]:
+        """By the lengths that earlier jobs have had."""
         found = [self.lengths.get(adapter.name) for adapter in rows.adapters] + [self.lengths.get("")]
         counted = np.array([(0.0, 0.0) if each is None else (each.num_rows, each.output_tokens) for each in found])
         num_rows, output_tokens = counted[rows.adapter_index].T

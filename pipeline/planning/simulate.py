@@ -165,9 +165,12 @@ def _check_cost_model(name: str) -> None:
 
 
 def _with_drawn_answers(workload: Workload, generator: np.random.Generator) -> Workload:
-    """Answers end anywhere up to `max_tokens`, each length alike: half of it on average, as plans expect."""
+    """Answers of which no length is known end anywhere up to `max_tokens`, each length alike: half of it on average, as
+    plans expect.
+    """
     drawn = np.ceil(workload.max_tokens * generator.random(workload.num_rows)).astype(np.int32)
-    return replace(workload, output_tokens=drawn)
+    fixed = workload.fixed_tokens
+    return replace(workload, output_tokens=drawn if fixed is None else np.where(fixed > 0, fixed, drawn))
 
 
 _COLUMNS = ("ContextTokens", "GeneratedTokens")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batching import Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
+from ..batching import MOST_SCORED_PLACES, Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
 from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
 from ..estimates.lengths import LengthEstimator, LengthsByPrompt, expected_tokens, tokens_to_hold
 from ..estimates.pace import StepBudget
@@ -395,10 +395,17 @@ class SimulatedReplica:
         return passes
 
     def _prompt_budget(self, is_served: NDArray[np.bool_]) -> int:
-        """Prompt tokens of one pass: what decoding rows leave, and one at least."""
+        """Prompt tokens of one pass: what decoding rows leave, and one at least. Where all prompts are scored, no more
+        than an engine scores in a step.
+        """
         num_decoding = int((self._unstored[is_served] == 0).sum())
         limit = self._settings.max_step_tokens if self._settings.is_coarse else self._budget.tokens
-        return max(limit - num_decoding, 1)
+        budget = max(limit - num_decoding, 1)
+        if self._workload.is_scored is None:
+            return budget
+        prompts = self.running[is_served & (self._unstored > 0)]
+        is_bounded = len(prompts) > 0 and bool(self._workload.is_scored[prompts].all())
+        return min(budget, MOST_SCORED_PLACES) if is_bounded else budget
 
     def _cut(self, served: NDArray[np.int64], num_passes: int, budget: int) -> tuple[NDArray[np.int64], ...]:
         """Of served rows: prompt tokens computed, tokens generated, and the pass in which the prompt ends (0: before).
@@ -430,7 +437,8 @@ class SimulatedReplica:
         # A row that decodes has stored all but its last token.
         stored = self._total[served] - np.maximum(unstored, 1)
         drawn = 0 if self._workload.is_drawn is None else int(tokens[self._workload.is_drawn[rows]].sum())
-        done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk, drawn)
+        scored = 0 if self._workload.is_scored is None else int(chunk[self._workload.is_scored[rows]].sum())
+        done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk, drawn, scored)
         seconds = overhead_s + done.seconds(self._cost, self._ranks, self._merged)
         self._budget.took(int(chunk.sum()) + int((~is_prompt).sum()), seconds / num_passes)
         self._remaining[served] -= tokens
@@ -476,7 +484,7 @@ class SimulatedReplica:
 class Passes:
     """`number` forward passes of one batch, by row `[num_rows]`: `adapter`; `tokens` that it generates; `stored`, its
     tokens with keys and values before; `chunk`, how much of its prompt is computed, 0 of a row that decodes.
-    `drawn_tokens`: of all rows.
+    `drawn_tokens`, `scored_tokens`: of all rows.
     """
 
     number: int
@@ -485,6 +493,7 @@ class Passes:
     stored: NDArray[np.int64]
     chunk: NDArray[np.int64]
     drawn_tokens: int = 0
+    scored_tokens: int = 0
 
     def seconds(self, cost: CostModel, ranks: NDArray[np.float64], merged: int | None) -> float:
         """All passes together; the cost model is linear, so sums are enough."""
@@ -502,6 +511,7 @@ class Passes:
             prefill_pairs=float(prompt_pairs(self.chunk, self.stored).sum()),
             decode_rows=float(decoded.sum()),
             drawn_tokens=float(self.drawn_tokens),
+            scored_tokens=float(self.scored_tokens),
             context_tokens=float(after[is_prompt].sum() + (after * decoded + decoded * (decoded + 1) / 2).sum()),
         )
         seconds = float(cost.step_seconds(load))

@@ -5,14 +5,17 @@ Adapters that change between runs cost their own rows and no others.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from lorabatch.engine.text.tokenizer import Tokenizer
 from lorabatch.jobs.errors import DamagedRecordError, ErrorBudgetError, JobRequestError, MissingFileError
 from lorabatch.jobs.record import AdapterRecord, JobRecord
 from lorabatch.pipeline.dataset.answers import decode_journal
@@ -64,6 +67,38 @@ def test_it_is_known_which_rows_are_drawn(prepare_job: Callable[..., Any]) -> No
             workload = checked.whole()
         assert workload.is_drawn is not None
         assert workload.is_drawn[workload.input_order].tolist() == expected
+
+
+def test_it_is_known_what_choices_scores_and_prompts_compute(prepare_job: Callable[..., Any]) -> None:
+    """A choice is scored at each place where its texts go on, a given text token by token."""
+    texts = ["yes", "yesterday, no", "no"]
+    asked: list[dict[str, Any]] = [
+        {},
+        {"choice": texts},
+        {"choice": texts, "score_choices": False},
+        {"choice": texts, "reasoning_markers": "<think>,</think>"},
+        {"continuation": texts[1]},
+        {"prompt_logprobs": True},
+    ]
+    names = {name for row in asked for name in row}
+    job = prepare_job(
+        pa.table({"prompt": ["the quick brown fox"] * 6} | {n: [row.get(n) for row in asked] for n in sorted(names)})
+    )
+    with check_rows(job.store, job.record, IndexTotals.of(job.index())) as checked:
+        workload = checked.whole()
+    workload.check_integrity()
+    encoded = Tokenizer.from_folder(Path(job.spec.model)).encode_batch(texts, is_rendered=True)
+    places = {tuple(tokens[:i]) for tokens in encoded for i in range(len(tokens))}
+    assert len(places) > job.spec.sampling.max_tokens, "more than an answer may have"
+    mean = math.ceil(sum(map(len, encoded)) / 3)
+    order = workload.input_order
+    assert workload.fixed_tokens is not None
+    assert workload.fixed_tokens[order].tolist() == [0, len(places), mean, 0, len(encoded[1]), 0]
+    assert workload.is_scored is not None
+    assert workload.is_scored[order].tolist() == [False] * 5 + [True]
+    assert workload.shared_tokens is not None
+    assert workload.shared_tokens[order].min() == 0 < workload.shared_tokens[order][4]
+    assert workload.shared_tokens[order][5] == 0
 
 
 def test_duplicate_ids_are_refused_with_examples_and_where_they_stand(prepare_job: Callable[..., Any]) -> None:

@@ -214,3 +214,5 @@ def test_adapters_that_earlier_jobs_have_had_are_expected_to_answer_as_then(tiny
     learned = replace(settings, lengths={name: AnswerLengths(1000, 20_000)})
     assert learned.expected_tokens(rows) == pytest.approx([50, 20, 12], rel=0.03)
     assert learned.expected_tokens(rows).max() <= 100
+    fixed = replace(rows, fixed_tokens=np.array([0, 3, 12], np.int32))
+    assert learned.expected_tokens(fixed, length_share=1.0) == pytest.approx([100, 3, 12])

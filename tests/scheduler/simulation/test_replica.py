@@ -31,6 +31,7 @@ def make_replica(
     ranks=(8, 8, 8),
     shared_tokens=None,
     is_drawn=None,
+    is_scored=None,
     **changes,
 ):
     workload = make_workload(
@@ -43,6 +44,8 @@ def make_replica(
         workload = replace(workload, shared_tokens=np.asarray(shared_tokens, np.int32))
     if is_drawn is not None:
         workload = replace(workload, is_drawn=np.asarray(is_drawn))
+    if is_scored is not None:
+        workload = replace(workload, is_scored=np.asarray(is_scored))
     workload.check_integrity()
     timeline = Timeline.empty(workload.num_rows, 1)
     settings_ = ReplicaSettings(**({"max_batch_rows": 4} | changes))
@@ -247,6 +250,18 @@ def test_each_token_that_is_drawn_costs_its_draw(leap):
         engine, _ = make_replica(*rows, is_drawn=is_drawn, cost=replace(FREE_LOADS, draw_s=0.5), leap_steps=leap)
         seconds.append(run_out(engine)[0])
     assert seconds[1] - seconds[0] == pytest.approx((1 + 7) * 0.5)
+
+
+def test_prompts_that_are_scored_cost_logits_and_a_step_scores_no_more_than_an_engine_does():
+    cost = replace(FREE_LOADS, decode_row_s=FREE_LOADS.prefill_token_s + 0.5)
+    seconds, steps = [], []
+    for is_scored in ([False, False], [True, False], [True, True]):
+        engine, timeline = make_replica([-1, -1], [100, 100], [1, 1], is_scored=is_scored, cost=cost)
+        seconds.append(run_out(engine)[0])
+        steps.append(timeline.num_steps[0])
+    assert steps == [1, 1, 2]
+    assert seconds[1] - seconds[0] == pytest.approx(100 * 0.5)
+    assert seconds[2] - seconds[0] >= 200 * 0.5 + cost.step_s
 
 
 def test_a_steps_budget_counts_computed_tokens_only():
