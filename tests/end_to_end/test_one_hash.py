@@ -23,7 +23,7 @@ from distributed import Client
 from lorabatch.jobs.spec import JobSpec
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.run import run
-from lorabatch.tests.end_to_end.chaos.sorted_output import digest
+from lorabatch.tests.end_to_end.chaos.sorted_output import digest, sorted_output
 
 NUM_ROWS = 48
 SHARD_ROWS = (5, 12, 24)
@@ -56,13 +56,14 @@ def options(tiny_llama: Path, tiny_adapters: dict[str, Path], tmp_path: Path) ->
 
 @pytest.fixture
 def rules(options: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """The same job, whose rows ask for grammars, penalties and several completions."""
+    """The same job, whose rows ask for grammars, penalties, scores and several completions."""
     asked: list[dict[str, Any]] = [
         {"regex": "([a-z]{1,6} ){4,9}[a-z]+", "ignore_eos": False, "temperature": 1.0, "n": 2},
         {"json_schema": json.dumps(SCHEMA), "ignore_eos": False, "temperature": 0.7},
         {"choice": ["a", "an answer", "another", "the"], "ignore_eos": False, "temperature": 0.9},
+        {"choice": ["yes", "yesterday", "no"], "ignore_eos": False, "n": 2, "prompt_logprobs": True},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 0.8, "min_p": 0.01, "n": 3},
-        {"bad_words": ["the", "a"], "presence_penalty": 1.0, "top_logprobs": 3},
+        {"bad_words": ["the", "a"], "presence_penalty": 1.0, "top_logprobs": 3, "prompt_top_logprobs": 2},
     ]
     rows = pq.read_table(tmp_path / "input.parquet").to_pylist()
     rows = [row | asked[row["id"] // 4 % len(asked)] for row in rows]
@@ -117,6 +118,9 @@ def test_they_change_no_byte_of_rows_with_rules_and_samples_and_neither_does_a_k
     variants = [Variant(n, rows, n > 1) for n in (1, 2, 4) for rows in SHARD_ROWS]
     check_one_hash(variants, rules, tmp_path, capsys, dies_at_step=60)
     assert (tmp_path / "model" / "has-died").exists()
+    answers = sorted_output(tmp_path / "output-0")
+    for column in ("choice_logprobs", "prompt_token_logprobs", "prompt_token_top_logprobs", "token_top_logprobs"):
+        assert answers[column].null_count < len(answers), f"no row has {column}"
 
 
 @pytest.mark.long

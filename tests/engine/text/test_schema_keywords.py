@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
-import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from peft_oracle import make_engine, prompts, serve
 
+from lorabatch.benchmarks.engine.constraints import Constraints, problem_with
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.engine.sequence import Sequence
 from lorabatch.engine.text.grammar import grammar_problem
@@ -112,82 +112,27 @@ def test_a_keyword_is_enforced_or_refused(keyword: str, tokenizers: Tokenizers) 
         assert not accepts(tokenizers, schema, bad)
 
 
-def random_schema(rng: random.Random, depth: int = 0) -> Any:
-    """A schema of the keywords that are enforced, small enough for a model that chooses by chance to end."""
-    kinds = ["integer", "string", "enum", "boolean", "number"] + ["object", "array", "anyOf"] * (depth < 2)
-    match rng.choice(kinds if depth else ["object", "array"]):
-        case "integer":
-            low = rng.randint(-50, 50)
-            return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)}
-        case "number":
-            return {"type": "number", "minimum": 0, "exclusiveMaximum": rng.randint(1, 9)}
-        case "string" if rng.random() < 0.5:
-            return {"type": "string", "pattern": random_regex(rng)}
-        case "string":
-            return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 9)}
-        case "enum":
-            return {"enum": rng.sample(["red", "green", 'a "quoted" one', 7, None, True, "é"], rng.randint(1, 4))}
-        case "boolean":
-            return {"type": ["boolean", "null"]}
-        case "array":
-            most = rng.randint(1, 3)
-            items = random_schema(rng, depth + 1)
-            return {"type": "array", "items": items, "minItems": rng.randint(0, most), "maxItems": most}
-        case "anyOf":
-            return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
-        case _:
-            names = rng.sample(["a", "b_c", "label", "Ünï", "x y"], rng.randint(1, 4))
-            properties = {name: random_schema(rng, depth + 1) for name in names}
-            required = rng.sample(names, rng.randint(0, len(names)))
-            return {
-                "type": "object", "properties": properties, "required": required, "additionalProperties": False,
-            }  # fmt: skip
-
-
-def random_regex(rng: random.Random, depth: int = 0) -> str:
-    """A bounded regular expression, of classes that mean the same in every version of Unicode."""
-    pieces = []
-    for _ in range(rng.randint(1, 3)):
-        piece = rng.choice(["[a-f]", "[0-9]", "[A-Za-z_]", "x", "(foo|bar|q)", "[^a-z\\n]", "é", "[A-Z ]"])
-        if depth < 2 and rng.random() < 0.2:
-            piece = f"({random_regex(rng, depth + 1)}|{random_regex(rng, depth + 1)})"
-        pieces.append(piece + rng.choice(["", "", "?", "{1,3}", "{2}", "{0,4}"]))
-    return "".join(pieces)
-
-
-# So that a few rows are of all kinds.
-_STRIDE = 37
-
-
 @pytest.mark.parametrize(
     "num_rows", [pytest.param(200, id="200 rows"), pytest.param(10_000, id="10,000 rows", marks=pytest.mark.long)]
 )
 @pytest.mark.timeout(1200)
 def test_every_row_that_ends_is_what_its_schema_or_expression_says(num_rows: int, tiny_llama: Path) -> None:
-    rng = random.Random(7)
-    schemas = [random_schema(rng) for _ in range(200)]
-    expressions = [random_regex(rng) for _ in range(300)]
+    constraints = Constraints.random()
     engine = make_engine(tiny_llama, max_batch_rows=64, max_step_tokens=512, pool_bytes=64 << 20)
-    options: list[dict[str, Any]] = [{"json_schema": json.dumps(schema)} for schema in schemas]
-    options += [{"regex": expression} for expression in expressions]
-    assert all(grammar_problem(SamplingParams(**o).constraint) is None for o in options)
+    assert all(grammar_problem(SamplingParams(**o).constraint) is None for o in constraints.options)
     rows = [
-        Request(str(i), prompt, None, SamplingParams(max_tokens=80, temperature=1.0, **options[i * _STRIDE % 500]), i)
+        Request(str(i), prompt, None, SamplingParams(max_tokens=80, temperature=1.0, **constraints.of_row(i)), i)
         for i, prompt in enumerate(prompts(num_rows, 300))
     ]
     found = serve(engine, rows)
     assert len(found) == num_rows
-    num_ended = [0, 0]
+    num_ended: Counter[str] = Counter()
     for name, result in found.items():
         assert result.error is None
-        number = int(name) * _STRIDE % 500
-        if result.finish_reason != "stop":
-            continue
-        num_ended[number >= 200] += 1
-        if number < 200:
-            jsonschema.validate(json.loads(result.text), schemas[number])
-        else:
-            assert re.fullmatch(expressions[number - 200], result.text), (expressions[number - 200], result.text)
-    assert num_ended[0] > num_rows * 0.4 * 0.5
-    assert num_ended[1] > num_rows * 0.6 * 0.9
+        if result.finish_reason == "stop":
+            option = constraints.of_row(int(name))
+            assert problem_with(result.text, option) is None
+            num_ended[next(iter(option))] += 1
+    assert num_ended["json_schema"] > num_rows * 0.4 * 0.5
+    assert num_ended["regex"] > num_rows * 0.6 * 0.9
     assert engine.rules.num_compiled_grammars == len({row.sampling.constraint for row in rows})
