@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import jsonschema
@@ -39,7 +40,8 @@ def problem_with(text: str, option: dict[str, str]) -> str | None:
     if kind == "regex":
         return None if re.fullmatch(value, text) else f"{text!r} does not match {value}"
     try:
-        jsonschema.validate(json.loads(text), json.loads(value))
+        # as decimals: 3.999999999999999975 is below 4, and 4.0 as a float
+        jsonschema.validate(json.loads(text, parse_float=Decimal), json.loads(value))
     except (ValueError, jsonschema.ValidationError) as error:
         return f"{text!r} is no instance of {value}: {error}"
     return None
