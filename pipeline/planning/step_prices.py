@@ -13,6 +13,7 @@ from typing import Any
 
 from ...engine.config import DeviceKind, products_format
 from ...engine.model_config.model import ModelConfig
+from ...engine.model_config.partition import Partition
 from ...jobs.cost_profile import profile_path, read_profile
 from ...jobs.spec import JobSpec
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, MACHINES, CostModel
@@ -48,13 +49,15 @@ def choose_cost(
     path = profile_path(model_sha256, kind, products, threads if kind == "cpu" else None, spec.tensor_parallel)
     if path.exists():
         return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
-    preset = _preset(model, kind, products, threads)
+    preset = _preset(model, spec.tensor_parallel, kind, products, threads)
     meetings_s = _MEETING_S * spec.tensor_parallel * (2 * model.num_layers + 2) if spec.tensor_parallel > 1 else 0.0
     return replace(preset, cost=replace(preset.cost, step_s=preset.cost.step_s + meetings_s))
 
 
-def _preset(model: ModelConfig, kind: DeviceKind, products: str, threads: int | None) -> ChosenCost:
-    parameters = sum(rows * columns for rows, columns in model.linear_shapes().values())
+def _preset(model: ModelConfig, num_members: int, kind: DeviceKind, products: str, threads: int | None) -> ChosenCost:
+    """Members compute heads and features that fill theirs up, too: three key/value heads on two members are four."""
+    shapes = Partition(model, num_members, 0).shard.linear_shapes().values()
+    parameters = num_members * sum(rows * columns for rows, columns in shapes)
     advice = "`lorabatch profile --model …` measures this machine"
     if kind == "cpu":
         factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)

@@ -63,9 +63,10 @@ def test_a_guess_grows_with_the_model_and_shrinks_with_threads(tiny_llama: Path)
 
 def test_a_guess_counts_the_meetings_of_processes_and_a_profile_is_of_as_many(tiny_llama: Path) -> None:
     config = read_model_config(tiny_llama)
-    one, two = (choose_cost(spec(tiny_llama, tensor_parallel=n), "", config, "cpu", 2).cost for n in (1, 2))
+    one, two, three = (choose_cost(spec(tiny_llama, tensor_parallel=n), "", config, "cpu", 2).cost for n in (1, 2, 3))
     assert two.step_s > one.step_s
     assert two.decode_row_s == one.decode_row_s
+    assert three.decode_row_s > one.decode_row_s, "three members are filled up"
     assert profile_path("0" * 64, "cpu", "float32", 2) != profile_path("0" * 64, "cpu", "float32", 2, 2)
 
 
