@@ -34,7 +34,7 @@ def outcomes(
     folder = tmp_path_factory.mktemp("chaos")
     material = Material(folder / "material")
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    scenarios = [call.params["scenario"] for call in calls if call is not None]
+    scenarios = [call.params["scenario"] for call in calls if call is not None and "scenario" in call.params]
     for engine, tensor_parallel in {(scenario.engine, scenario.tensor_parallel) for scenario in scenarios}:
         material.undisturbed_digest(engine, tensor_parallel)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
