@@ -190,8 +190,13 @@ class Decoder:
         if not spans:
             return layer.linears[site](x)
         lora, number = self._lora_of(spans), layer.index * len(PACKED_SITES) + PACKED_SITES.index(site)
-        y = layer.linears[site](x, lora.of_product(number))
-        lora.add_rest_(y, x, number)
+        linear = layer.linears[site]
+        if linear.adds_lora:
+            y = linear(x, lora.of_product(number))
+            lora.add_rest_(y, x, number)
+        else:
+            y = linear(x)
+            lora.add_(y, x, number)
         return y
 
     def _lora_of(self, spans: tuple[AdapterSpan, ...]) -> PreparedLora:

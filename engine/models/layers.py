@@ -86,7 +86,13 @@ class Linear:
         """The weight in use, where it is packed."""
         return self._packed
 
+    @property
+    def adds_lora(self) -> bool:
+        """Whether the layer's product adds LoRA by itself: compiled kernels do, to products of their own."""
+        return isinstance(self._packed, StoredWeight)
+
     def __call__(self, x: Tensor, lora: SiteSegments | None = None) -> Tensor:
+        """`lora` is added, where the layer `adds_lora`."""
         if lora is not None:
             assert isinstance(self._packed, StoredWeight), "compiled kernels add LoRA to their own products"
             return self._packed.multiply(x, self.bias, lora)
