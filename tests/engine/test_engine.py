@@ -248,7 +248,8 @@ def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, ti
     totals, telemetry = engine.telemetry().steps, engine.telemetry()
     assert totals.num_steps == len(loads) == telemetry.num_steps
     assert totals.num_lora_steps == sum(bool(load.num_adapters) for load in loads) > 0
-    for name in [field.name for field in fields(StepLoad)]:
+    # scored tokens have a price in plans, which follows from two others; engines do not report them
+    for name in {field.name for field in fields(StepLoad)} - {"scored_tokens"}:
         assert getattr(totals, name) == pytest.approx(sum(getattr(load, name) for load in loads)), name
     assert totals.decode_rows + len(requests) == telemetry.generated_tokens
     assert totals.drawn_tokens == sum(3 + i for i in range(12) if i % 3)
