@@ -51,8 +51,8 @@ def _as_tuples(value: Any) -> Any:
 class StepTotals:
     """What the steps of an engine have done since it started, added up in the terms of the cost model.
 
-    The fields stand in the order of the model's coefficients, for their meaning see `StepLoad`. `num_lora_steps`: steps
-    with unmerged rows. `num_mixed_steps`: with prompts and decoding rows.
+    All fields but the last stand in the order of the model's coefficients, for their meaning see `StepLoad`.
+    `num_lora_steps`: steps with unmerged rows. `num_mixed_steps`: with prompts and decoding rows.
     """
 
     num_steps: int = 0
@@ -67,6 +67,7 @@ class StepTotals:
     lora_tokens: int = 0
     num_mixed_steps: int = 0
     drawn_tokens: int = 0
+    scored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class StepCounts:
         self._elements_per_rank = elements_per_rank
         self._prefill_tokens = self._decode_rows = self._context_tokens = 0
         self._num_lora_steps = self._num_adapters = self._lora_tokens = self._num_mixed_steps = 0
-        self._drawn_tokens = 0
+        self._drawn_tokens = self._scored_tokens = 0
         self._rank_sum = self._rank_tokens = self._prefill_pairs = 0.0
 
     def launching(self, entries: Items[StepEntry]) -> None:
@@ -27,7 +27,7 @@ class StepCounts:
         self.num_steps += 1
         self.step_rows += len(entries)
         tokens_of: dict[ResidentAdapter, int] = {}
-        prompt_tokens = prefill_tokens = decode_rows = context_tokens = drawn_tokens = 0
+        prompt_tokens = prefill_tokens = decode_rows = context_tokens = drawn_tokens = scored_tokens = 0
         prefill_pairs = 0.0
         for entry in entries:
             sequence, num_tokens = entry.sequence, entry.num_tokens
@@ -49,12 +49,14 @@ class StepCounts:
                 tokens_of[subtracted] = tokens_of.get(subtracted, 0) + num_tokens
             if entry.yields_token and sequence.request.sampling.is_drawn and not sequence.is_scoring:
                 drawn_tokens += 1
+            scored_tokens += len(sequence.places_to_score(num_tokens))
         self.prompt_tokens += prompt_tokens
         self._prefill_tokens += prefill_tokens
         self._decode_rows += decode_rows
         self._context_tokens += context_tokens
         self._prefill_pairs += prefill_pairs
         self._drawn_tokens += drawn_tokens
+        self._scored_tokens += scored_tokens
         self._num_lora_steps += bool(tokens_of)
         self._num_mixed_steps += prefill_tokens > 0 and decode_rows > 0
         self._num_adapters += len(tokens_of)
@@ -79,4 +81,5 @@ class StepCounts:
             self._lora_tokens,
             self._num_mixed_steps,
             self._drawn_tokens,
+            self._scored_tokens,
         )

@@ -240,7 +240,7 @@ def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, ti
             f"{i}",
             p,
             ids.get(["", *tiny_adapters][i % 5]),
-            SamplingParams(max_tokens=3 + i, temperature=float(i % 3), ignore_eos=True),
+            SamplingParams(max_tokens=3 + i, temperature=float(i % 3), ignore_eos=True, prompt_logprobs=i % 4 == 1),
         )
         for i, p in enumerate(prompts(12, engine.model.vocab_size, seed=3))
     ]
@@ -248,11 +248,11 @@ def test_totals_of_steps_are_the_sum_of_what_each_step_does(tiny_llama: Path, ti
     totals, telemetry = engine.telemetry().steps, engine.telemetry()
     assert totals.num_steps == len(loads) == telemetry.num_steps
     assert totals.num_lora_steps == sum(bool(load.num_adapters) for load in loads) > 0
-    # scored tokens have a price in plans, which follows from two others; engines do not report them
-    for name in {field.name for field in fields(StepLoad)} - {"scored_tokens"}:
+    for name in [field.name for field in fields(StepLoad)]:
         assert getattr(totals, name) == pytest.approx(sum(getattr(load, name) for load in loads)), name
     assert totals.decode_rows + len(requests) == telemetry.generated_tokens
     assert totals.drawn_tokens == sum(3 + i for i in range(12) if i % 3)
+    assert totals.scored_tokens == sum(len(r.prompt_token_ids) - 1 for r in requests[1::4]) > 0
 
 
 def test_logits_equal_transformers_within_a_thousandth(tiny_llama: Path, oracle: Oracle) -> None:

@@ -15,16 +15,18 @@ from lorabatch.scheduler.messages import StepTotals
 def reports(cost: CostModel, num_reports: int, seed: int = 0, noise: float = 0.0) -> list[tuple[StepTotals, float]]:
     """Totals of an engine that takes what `cost` says, with rows and prompts that change from second to second."""
     generator = np.random.default_rng(seed)
-    total, seconds, found = np.zeros(12), 0.0, []
+    total, seconds, found = np.zeros(len(_KINDS)), 0.0, []
     for _ in range(num_reports):
         steps = int(generator.integers(4, 20))
         rows = int(generator.integers(1, 32)) * steps
         prompt = int(generator.integers(0, 400))
         lora = [steps, 2 * steps, 32.0 * steps, 16.0 * rows]
         tokens = [50.0 * prompt, rows, min(steps, prompt), rows // 2]
-        did = np.array([steps, prompt, rows, 100 * rows, *lora, *tokens])
+        scored = prompt // 3
+        did = np.array([steps, prompt, rows, 100 * rows, *lora, *tokens, scored])
         total = total + did
-        seconds += float(coefficients(cost) @ did) * float(1 + noise * generator.standard_normal())
+        took_s = float(coefficients(cost) @ did[:-1]) + (cost.decode_row_s - cost.prefill_token_s) * scored
+        seconds += took_s * float(1 + noise * generator.standard_normal())
         counts = [int(value) if kind is int else float(value) for value, kind in zip(total, _KINDS, strict=True)]
         found.append((StepTotals(*counts), seconds))
     return found
@@ -42,10 +44,10 @@ def fed(assumed: CostModel, told: list[tuple[StepTotals, float]], replica: str =
 
 
 def test_the_fields_of_totals_stand_in_the_order_of_the_coefficients() -> None:
-    assert len(astuple(StepTotals())) == len(coefficients(CPU_SMOLLM2_135M))
+    assert len(astuple(StepTotals())) == len(coefficients(CPU_SMOLLM2_135M)) + 1
     totals = StepTotals(num_steps=3, decode_rows=5, lora_tokens=7)
     expected = 3 * CPU_SMOLLM2_135M.step_s + 5 * CPU_SMOLLM2_135M.decode_row_s + 7 * CPU_SMOLLM2_135M.lora_token_s
-    assert np.array(astuple(totals)) @ coefficients(CPU_SMOLLM2_135M) == pytest.approx(expected)
+    assert np.array(astuple(totals)[:-1]) @ coefficients(CPU_SMOLLM2_135M) == pytest.approx(expected)
 
 
 def test_a_machine_that_is_slower_by_a_factor_is_found_at_once() -> None:
