@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels.packed_weight import PackedWeight, Products
 from ...kernels.paged_attention.cpu import paged_attention
+from ...kernels.paged_attention.types import AttentionPlan
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
@@ -115,14 +116,21 @@ class Decoder:
         x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
         rotaries = [rope.tables(batch.positions, batch.row_lengths, self.dtype) for rope in self._ropes]
         kv_rows = batch.kv_rows.clone()
+        spans = batch.spans
         for layer in self.layers:
-            norms = layer.norms
+            norms, plan = layer.norms, batch.attention[self.model.sliding_windows[layer.index]]
             h = self._norm(x, norms.before_attention)
             rotary = None if layer.rope is None else rotaries[layer.rope]
-            x += self._norm(self._attend(h, layer, batch, pool, rotary, kv_rows), norms.attention_output)
+            q = self._queries(h, layer, batch, pool, rotary, kv_rows)
+            if batch.asked is not None and layer is self.layers[-1]:
+                x, q = x.index_select(0, batch.asked.rows), q.index_select(0, batch.asked.rows)
+                spans, plan = batch.asked.spans, batch.asked.attention
+                if not len(x):
+                    break
+            x += self._norm(self._attend(q, layer, pool, plan, spans), norms.attention_output)
             x = self._norm(x, norms.after_attention)
             h = self._norm(x, norms.before_mlp)
-            x += self._norm(self._mlp(h, layer, batch), norms.mlp_output)
+            x += self._norm(self._mlp(h, layer, spans), norms.mlp_output)
             x = self._norm(x, norms.after_mlp)
             kv_rows += batch.kv_layer_stride
         return self._logits(x.index_select(0, batch.sampled_rows))
@@ -160,9 +168,10 @@ class Decoder:
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         return x if module is None else self._norm_of_kind(x, module)
 
-    def _attend(
+    def _queries(
         self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotary: Rotary | None, kv_rows: Tensor
     ) -> Tensor:
+        """Queries of all rows, [T, H, D]; stores their keys and values."""
         model, num_heads, num_kv_heads = self.model, self.model.num_heads, self.model.num_kv_heads
         qkv = self._with_lora(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
         if layer.norms.query is not None:
@@ -170,16 +179,16 @@ class Decoder:
             q.copy_(self._norm(q, layer.norms.query))
             k.copy_(self._norm(k, layer.norms.key))
         rotate_and_store_(qkv, rotary, pool, kv_rows, num_heads)
+        return qkv[:, :num_heads]
+
+    def _attend(
+        self, q: Tensor, layer: DecoderLayer, pool: Tensor, plan: AttentionPlan, spans: tuple[AdapterSpan, ...]
+    ) -> Tensor:
+        model = self.model
         attended = paged_attention(
-            qkv[:, :num_heads],
-            pool,
-            batch.attention[model.sliding_windows[layer.index]],
-            layer.index,
-            num_kv_heads,
-            model.attention_scale,
-            model.attention_softcap,
+            q, pool, plan, layer.index, model.num_kv_heads, model.attention_scale, model.attention_softcap
         )
-        return self._added_up(self._with_lora(layer, "o", attended, batch.spans))
+        return self._added_up(self._with_lora(layer, "o", attended, spans))
 
     def _added_up(self, x: Tensor) -> Tensor:
         """The output of a layer that is split by inputs. The members' LoRA is in what they add up."""
@@ -207,9 +216,9 @@ class Decoder:
             self._lora_spans = spans
         return self._lora
 
-    def _mlp(self, h: Tensor, layer: DecoderLayer, batch: StepBatch) -> Tensor:
-        active = self._activation(self._with_lora(layer, "gate_up", h, batch.spans))
-        return self._added_up(self._with_lora(layer, "down", active, batch.spans))
+    def _mlp(self, h: Tensor, layer: DecoderLayer, spans: tuple[AdapterSpan, ...]) -> Tensor:
+        active = self._activation(self._with_lora(layer, "gate_up", h, spans))
+        return self._added_up(self._with_lora(layer, "down", active, spans))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,22 @@ class AdapterSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedRows:
+    """Rows of a step with which its last layer goes on once its keys and values are stored: those that logits are asked
+    of. `rows`: in the step; `spans` and `attention` (of the last layer) count among them.
+    """
+
+    rows: Tensor
+    spans: tuple[AdapterSpan, ...]
+    attention: AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Tensors and plans of one step. `kv_rows` [T, 2K]: rows of D elements in the pool for layer 0;
     `kv_layer_stride` [T, 1]: distance to the next layer, in rows. `row_lengths`: only where angles depend on them.
-    `sampled_rows`: of `sampled`, then of the places of `scored`.
+    `asked`: None where logits are asked of all rows. `sampled_rows`: of `sampled`, then of the places of `scored`,
+    counted among those of `asked`.
     """
 
     token_ids: Tensor
@@ -90,10 +102,25 @@ class StepBatch:
     kv_layer_stride: Tensor
     spans: tuple[AdapterSpan, ...]
     attention: dict[int | None, AttentionPlan]
+    asked: AskedRows | None
     sampled_rows: Tensor
     sampled: tuple[Sequence, ...]
     row_lengths: RowLengths | None = None
     scored: tuple[ScoredPlaces, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Consecutive rows of a step, from `start` on: `num_tokens` of an entry, after `num_past` of its sequence."""
+
+    entry: StepEntry
+    start: int
+    num_tokens: int
+    num_past: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 def build_step(
@@ -101,38 +128,59 @@ def build_step(
 ) -> StepBatch:
     """Prepare one step. `entries` must not be empty. `is_exact`: what a row computes depends on that row alone."""
     ordered = sorted(entries, key=lambda e: (e.minus is not None, e.adapter.order if e.adapter else -1))
-    starts = [0]
-    for entry in ordered:
-        starts.append(starts[-1] + entry.num_tokens)
-    positions = torch.cat([_positions(e) for e in ordered])
+    chunks = _chunks(ordered, [e.num_tokens for e in ordered])
+    positions = torch.cat([torch.arange(c.num_past, c.num_past + c.num_tokens) for c in chunks])
     counts = torch.tensor([e.num_tokens for e in ordered])
     capacities = torch.tensor([e.run.num_pages * layout.page_tokens for e in ordered])
     offsets = torch.tensor([e.run.start * layout.page_elements // model.head_dim for e in ordered])
     capacity = capacities.repeat_interleave(counts)[:, None]
     heads = torch.arange(2 * model.num_kv_heads)[None, :]
     kv_rows = (offsets.repeat_interleave(counts) + positions)[:, None] + heads * capacity
-    yielding = [
-        (start + e.num_tokens - 1, e.sequence) for start, e in zip(starts, ordered, strict=False) if e.yields_token
-    ]
-    scored = [(start, found) for start, e in zip(starts, ordered, strict=False) if (found := e.scored) is not None]
-    scored_rows = [start + places.offset + i for start, places in scored for i in range(len(places.token_ids))]
+    scored = [e.scored for e in ordered]
+    behind = [e.num_tokens - s.offset if s else int(e.yields_token) for e, s in zip(ordered, scored, strict=True)]
+    asked = _chunks(ordered, behind)
+    yielding = [(chunk.end - 1, chunk.entry.sequence) for chunk in asked if chunk.entry.yields_token]
+    scored_rows = [c.start + i for c, s in zip(asked, scored, strict=True) if s for i in range(len(s.token_ids))]
     return StepBatch(
         token_ids=torch.tensor([t for e in ordered for t in _token_ids(e)]),
         positions=positions,
         kv_rows=kv_rows,
         kv_layer_stride=capacity * (2 * model.num_kv_heads),
-        spans=_adapter_spans(ordered, starts),
-        attention=_attention_plans(ordered, starts, model, layout, dtype, is_exact),
+        spans=_adapter_spans(chunks),
+        attention={
+            window: _attention_plan(chunks, model, layout, window, dtype, is_exact)
+            for window in set(model.sliding_windows)
+        },
+        asked=None if asked[-1].end == chunks[-1].end else _asked_rows(chunks, asked, model, layout, dtype, is_exact),
         sampled_rows=torch.tensor([*(row for row, _ in yielding), *scored_rows], dtype=torch.int64),
         sampled=tuple(sequence for _, sequence in yielding),
-        scored=tuple(places for _, places in scored),
+        scored=tuple(places for places in scored if places is not None),
         row_lengths=_row_lengths(ordered, counts) if model.has_length_dependent_rope else None,
     )
 
 
-def _positions(entry: StepEntry) -> Tensor:
-    first = entry.sequence.num_stored
-    return torch.arange(first, first + entry.num_tokens)
+def _chunks(ordered: Items[StepEntry], counts: Items[int]) -> list[_Chunk]:
+    """The last `counts` tokens of each entry, one after the other."""
+    chunks, start = [], 0
+    for entry, count in zip(ordered, counts, strict=True):
+        chunks.append(_Chunk(entry, start, count, entry.sequence.num_stored + entry.num_tokens - count))
+        start += count
+    return chunks
+
+
+def _asked_rows(
+    chunks: Items[_Chunk],
+    asked: Items[_Chunk],
+    model: ModelConfig,
+    layout: PageLayout,
+    dtype: torch.dtype,
+    is_exact: bool,
+) -> AskedRows:
+    rows = torch.cat([torch.arange(c.end - a.num_tokens, c.end) for c, a in zip(chunks, asked, strict=True)])
+    present = [chunk for chunk in asked if chunk.num_tokens]
+    window = model.sliding_windows[-1]
+    plan = _attention_plan(present, model, layout, window, dtype, is_exact) if present else AttentionPlan()
+    return AskedRows(rows, _adapter_spans(present), plan)
 
 
 def _token_ids(entry: StepEntry) -> list[int]:
@@ -146,57 +194,52 @@ def _row_lengths(ordered: Items[StepEntry], counts: Tensor) -> RowLengths:
     return RowLengths(prompt.repeat_interleave(counts), known.repeat_interleave(counts))
 
 
-def _adapter_spans(ordered: Items[StepEntry], starts: Items[int]) -> tuple[AdapterSpan, ...]:
+def _adapter_spans(chunks: Items[_Chunk]) -> tuple[AdapterSpan, ...]:
     spans: list[AdapterSpan] = []
-    for entry, start in zip(ordered, starts, strict=False):
-        if entry.adapter is None:
+    for chunk in chunks:
+        adapter = chunk.entry.adapter
+        if adapter is None:
             continue
-        end = start + entry.num_tokens
-        if spans and spans[-1].adapter is entry.adapter:
-            spans[-1] = AdapterSpan(spans[-1].start, end, entry.adapter)
+        if spans and spans[-1].adapter is adapter:
+            spans[-1] = AdapterSpan(spans[-1].start, chunk.end, adapter)
         else:
-            spans.append(AdapterSpan(start, end, entry.adapter))
-    for entry, start in zip(ordered, starts, strict=False):
-        if entry.minus is not None:
-            spans.append(AdapterSpan(start, starts[-1], entry.minus.negative))
+            spans.append(AdapterSpan(chunk.start, chunk.end, adapter))
+    for chunk in chunks:
+        if chunk.entry.minus is not None:
+            spans.append(AdapterSpan(chunk.start, chunks[-1].end, chunk.entry.minus.negative))
             break
     return tuple(spans)
 
 
-def _attention_plans(
-    ordered: Items[StepEntry],
-    starts: Items[int],
+def _attention_plan(
+    chunks: Items[_Chunk],
     model: ModelConfig,
     layout: PageLayout,
+    window: int | None,
     dtype: torch.dtype,
     is_exact: bool,
-) -> dict[int | None, AttentionPlan]:
-    """One plan per distinct sliding window of the model's layers."""
+) -> AttentionPlan:
+    """Of layers with this sliding window."""
     if can_attend_compiled(model.head_dim, dtype):
-        found = [_attention_span(e, start, layout) for e, start in zip(ordered, starts, strict=False)]
-        spans = SpanTable.of(found, model.num_heads // model.num_kv_heads)
-        return {window: AttentionPlan(spans=spans, window=window) for window in set(model.sliding_windows)}
+        spans = SpanTable.of([_attention_span(c, layout) for c in chunks], model.num_heads // model.num_kv_heads)
+        return AttentionPlan(spans=spans, window=window)
     decoding = sorted(
-        ((e, start) for e, start in zip(ordered, starts, strict=False) if e.is_decode and not is_exact),
-        key=lambda pair: (pair[0].run.num_pages, pair[0].run.start),
+        (c for c in chunks if c.entry.is_decode and not is_exact),
+        key=lambda chunk: (chunk.entry.run.num_pages, chunk.entry.run.start),
     )
-    filling = [(e, start) for e, start in zip(ordered, starts, strict=False) if is_exact or not e.is_decode]
-    rows = torch.tensor([start for _, start in decoding], dtype=torch.int64) if decoding else None
-    runs_of_entries = _evenly_spaced([e for e, _ in decoding])
-    plans = {}
-    for window in set(model.sliding_windows):
-        groups, start = [], 0
-        for members in runs_of_entries:
-            groups.append(_decode_group(members, start, layout, window, dtype))
-            start += len(members)
-        chunks = [_prefill_chunk(e, row, layout, window, dtype, is_exact) for e, row in filling]
-        plans[window] = AttentionPlan(rows, groups, chunks, window=window, is_exact=is_exact)
-    return plans
+    rows = torch.tensor([chunk.start for chunk in decoding], dtype=torch.int64) if decoding else None
+    groups, start = [], 0
+    for members in _evenly_spaced([chunk.entry for chunk in decoding]):
+        groups.append(_decode_group(members, start, layout, window, dtype))
+        start += len(members)
+    filling = [_prefill_chunk(c, layout, window, dtype, is_exact) for c in chunks if is_exact or not c.entry.is_decode]
+    return AttentionPlan(rows, groups, filling, window=window, is_exact=is_exact)
 
 
-def _attention_span(entry: StepEntry, start: int, layout: PageLayout) -> tuple[int, int, int, int, int]:
-    offset, capacity = entry.run.start * layout.page_elements, entry.run.num_pages * layout.page_tokens
-    return start, entry.num_tokens, entry.sequence.num_stored, offset, capacity
+def _attention_span(chunk: _Chunk, layout: PageLayout) -> tuple[int, int, int, int, int]:
+    run = chunk.entry.run
+    offset, capacity = run.start * layout.page_elements, run.num_pages * layout.page_tokens
+    return chunk.start, chunk.num_tokens, chunk.num_past, offset, capacity
 
 
 def _evenly_spaced(decoding: Items[StepEntry]) -> list[list[StepEntry]]:
@@ -239,9 +282,9 @@ def _decode_group(
 
 
 def _prefill_chunk(
-    entry: StepEntry, start: int, layout: PageLayout, window: int | None, dtype: torch.dtype, is_exact: bool
+    chunk: _Chunk, layout: PageLayout, window: int | None, dtype: torch.dtype, is_exact: bool
 ) -> PrefillChunk:
-    num_past, num_new = entry.sequence.num_stored, entry.num_tokens
+    run, num_past, num_new = chunk.entry.run, chunk.num_past, chunk.num_tokens
     mask = None
     if is_exact or num_past > 0 or (window is not None and num_new > window):
         queries = torch.arange(num_past, num_past + num_new)[:, None]
@@ -253,10 +296,10 @@ def _prefill_chunk(
             hidden |= keys <= queries - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
     return PrefillChunk(
-        start=start,
-        end=start + num_new,
-        offset=entry.run.start * layout.page_elements,
-        capacity_tokens=entry.run.num_pages * layout.page_tokens,
+        start=chunk.start,
+        end=chunk.end,
+        offset=run.start * layout.page_elements,
+        capacity_tokens=run.num_pages * layout.page_tokens,
         num_past=num_past,
         mask=mask,
     )

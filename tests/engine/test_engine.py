@@ -9,14 +9,18 @@ import random
 import shutil
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from peft_oracle import Oracle, make_engine, prompts, register_all, serve, weights_sha256
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lorabatch.engine.config import Mode, read_model_config
 from lorabatch.engine.memory.registry import AdapterRegistry
+from lorabatch.engine.model_config.model import PackedSite
+from lorabatch.engine.models.layers import Linear
 from lorabatch.engine.request import Request, SamplingParams
 from lorabatch.kernels.native import native_function
 from lorabatch.pipeline.planning.profile import load_of
@@ -267,6 +271,26 @@ def test_logits_equal_transformers_within_a_thousandth(tiny_llama: Path, oracle:
     for i, logits in enumerate(steps):
         expected = oracle.logits([*prompt, *result.token_ids[:i]], None)
         assert (logits[0] - expected).abs().max() < 1e-3
+
+
+def test_the_last_layer_goes_on_with_rows_whose_logits_are_asked(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, max_step_tokens=32)
+    last = engine.backend.decoder.layers[-1].linears
+    rows = dict.fromkeys(last, 0)
+    for site, linear in tuple(last.items()):
+
+        def counted(x: Tensor, *lora: Any, site: PackedSite = site, linear: Linear = linear) -> Tensor:
+            rows[site] += len(x)
+            return linear(x, *lora)
+
+        last[site] = cast("Linear", counted)
+    sampling = [SamplingParams(max_tokens=5, ignore_eos=True, prompt_logprobs=i == 0) for i in range(3)]
+    requests = [Request(f"{i}", tuple(range(5 + i, 55 + 2 * i)), None, s) for i, s in enumerate(sampling)]
+    serve(engine, requests)
+    prompt_tokens = [len(request.prompt_token_ids) for request in requests]
+    assert rows["qkv"] == sum(prompt_tokens) + 3 * 4
+    # of the first prompt all places are scored, of the others the last token yields one
+    assert rows["o"] == rows["gate_up"] == rows["down"] == prompt_tokens[0] + 1 + 1 + 3 * 4
 
 
 def test_reading_the_model_needs_no_torch() -> None:
