@@ -148,22 +148,60 @@ INLINE vec larger_lanes(vec a, vec b)
 #endif
 }
 
-/* e^x for x <= 0: 2^n times the series of 2^f, |f| <= 1/2. Below -87 the result is no smaller than e^-87; NaN stays. */
+/* 2^(n + f) for whole n >= -126 and |f| <= 1/2: a polynomial whose largest relative error over these f is least, 2e-9. */
+INLINE vec power_of_two(vec n, vec f)
+{
+    vec power = f * 1.534581208e-4f + 1.339993131e-3f;
+    power = power * f + 9.618488958e-3f;
+    power = power * f + 5.550328777e-2f;
+    power = power * f + 2.402264689e-1f;
+    power = power * f + 6.931472057e-1f;
+    power = power * f + 1.0f;
+#if VECTOR_BYTES == 64
+    return (vec)_mm512_scalef_ps((__m512)power, (__m512)n);
+#else
+    return power * (vec)((__builtin_convertvector(n, vec_of_int) + 127) << 23);
+#endif
+}
+
+/* Lanes rounded to whole numbers, below 2^22. */
+INLINE vec whole(vec x)
+{
+    const vec shift = (vec){0} + 12582912.0f; /* 1.5 * 2^23 */
+    return (x + shift) - shift;
+}
+
+/* 2^x for x <= 0. Below -126 the result is no smaller than 2^-126; NaN stays. */
+INLINE vec power_of_negative(vec x)
+{
+    x = larger_lanes((vec){0} - 126.0f, x);
+    const vec n = whole(x);
+    return power_of_two(n, x - n);
+}
+
+/* e^x for x <= 0. Below -87 the result is no smaller than e^-87; NaN stays. */
 INLINE vec exponential(vec x)
 {
-    const vec lowest = (vec){0} - 87.0f, shift = (vec){0} + 12582912.0f; /* 1.5 * 2^23 rounds to whole numbers */
-    x = larger_lanes(lowest, x);
-    vec n = (x * 1.44269504f + shift) - shift;
-    vec f = (x * 1.44269504f - n) * 0.693147181f;
-    vec series = f * (1.0f / 5040) + (1.0f / 720);
-    series = series * f + (1.0f / 120);
-    series = series * f + (1.0f / 24);
-    series = series * f + (1.0f / 6);
-    series = series * f + 0.5f;
-    series = series * f + 1.0f;
-    series = series * f + 1.0f;
-    vec_of_int exponent = (__builtin_convertvector(n, vec_of_int) + 127) << 23;
-    return series * (vec)exponent;
+    x = larger_lanes((vec){0} - 87.0f, x);
+    const vec n = whole(x * 1.44269504f);
+    return power_of_two(n, x * 1.44269504f - n);
+}
+
+#if VECTOR_BYTES == 64
+static const vec_of_int lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+static const vec_of_int lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+
+/* Every lane beside the one `distance` lanes away, a power of two. */
+INLINE vec exchanged(vec v, const int distance) { return __builtin_shuffle(v, lane_numbers ^ distance); }
+
+/* The sum of all lanes, of halves, then of their halves. */
+INLINE float lane_sum(vec v)
+{
+    for (int distance = WIDTH / 2; distance; distance /= 2)
+        v += exchanged(v, distance);
+    return v[0];
 }
 
 #endif

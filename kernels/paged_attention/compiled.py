@@ -11,7 +11,6 @@ from ..native import ADDRESS, COUNT, NUMBER, POOL_TYPES, native_function
 from .types import SpanTable
 
 _LANES = 16  # of the widest vectors
-_TILE_VECTORS = 2  # of scores that are written together, as in cpu.c
 
 
 def can_attend_compiled(head_dim: int, dtype: torch.dtype) -> bool:
@@ -36,18 +35,15 @@ def attend_spans(
     compiled = _compiled()
     assert compiled is not None, "compiled kernels are not there"
     per_kv = num_heads // num_kv_heads
-    # whole vectors of scores are written, from wherever a window begins
-    stride = table.longest_context + _TILE_VECTORS * _LANES
-    scratch = torch.empty(torch.get_num_threads() * table.block_tokens * per_kv * stride)
     out = torch.empty(num_tokens, num_heads * head_dim)
     compiled(
         out.data_ptr(), q.data_ptr(), q.stride(0), pool.data_ptr(), POOL_TYPES[pool.dtype], table.rows.ctypes.data,
         table.block_starts.ctypes.data, len(table.rows), table.block_tokens, layer, num_kv_heads, per_kv, head_dim,
-        window or 0, scale, softcap or 0.0, scratch.data_ptr(), stride, torch.get_num_threads(),
+        window or 0, scale, softcap or 0.0, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 def _compiled() -> Callable[..., None] | None:
     places = (ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, ADDRESS)
-    return native_function("attend_spans", *places, *(COUNT,) * 7, NUMBER, NUMBER, ADDRESS, COUNT, COUNT)
+    return native_function("attend_spans", *places, *(COUNT,) * 7, NUMBER, NUMBER, COUNT)

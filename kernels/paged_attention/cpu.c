@@ -1,8 +1,9 @@
 /* Causal attention on views of the pool: prompts, chunks and decoding rows alike, one call per layer.
  *
- * Work is cut into blocks of new tokens of one sequence at one key head, with the G query heads that share it. Blocks of many
- * queries transpose tiles of keys first, since a score then needs no sum over lanes. Each query's numbers are computed in an
- * order that depends on its context alone: the same bits in any batch, and however its prompt was cut into chunks.
+ * Work is cut into blocks of new tokens of one sequence at one key head, with the G query heads that share it. A block takes one
+ * tile of keys after the other, with weights relative to the highest score so far (Milakov and Gimelshein, 2018, algorithm 3). Keys
+ * are transposed first, since a score then needs no sum over lanes. Each query's numbers are computed in an order that depends on
+ * its context alone: the same bits in any batch, and however its prompt was cut into chunks.
  *
  * Queries, weights, keys and values are multiplied in fp32. Where the pool is in bf16 and the processor multiplies pairs of
  * bf16 (AVX512_BF16), so are they, with sums in fp32: pairs along a head for scores, pairs of positions for values.
@@ -13,13 +14,15 @@
 #include "../native/vector.h"
 
 #define TILE_KEYS 64 /* of 64 numbers: 16 KiB, half a first-level cache */
+#define TILE_VECTORS (TILE_KEYS / WIDTH)
 /* Queries and vectors of keys, rows and vectors of values whose sums are in registers together. */
-#define SCORE_ROWS 4
+#define SCORE_ROWS 6
 #define SCORE_VECTORS 2
 #define VALUE_ROWS 4
 #define VALUE_VECTORS 4
-#define WORTH_TRANSPOSING 10
-#define LEVELS 5
+/* Products of a score that are added one after the other: of long chains more is lost by rounding. */
+#define CHAIN 64
+#define LINE 64 /* bytes that memory delivers together */
 #define UNROLLED_BY_16 _Pragma("GCC unroll 16")
 
 /* How a block multiplies: FP32 and BF16 are types of the pool, whose numbers are widened. */
@@ -40,12 +43,14 @@ typedef struct {
     float scale, softcap;                                            /* softcap 0: none */
 } Attention;
 
-/* A query of a block: its context is first .. end. `q`: its numbers, in fp32 or as pairs. `weights`: its scores by position,
- * then its weights; as pairs they are the first half of the row. */
+/* A query of a block: its context is first .. end. `q`: its numbers, in fp32 or as pairs. `weights` [TILE_KEYS]: its scores with
+ * a tile of keys, then its weights; as pairs they are the first half. `highest`: of all scores so far. `sums`: of all weights
+ * so far, as they are if that score weighs 1; so is `out`. */
 typedef struct {
     int64_t first, end;
     const void *q;
-    float *weights, *out;
+    float *weights, *out, highest;
+    vec sums;
 } Query;
 
 /* WIDTH lanes of keys, values or queries from number `i` on, each a number or a pair. */
@@ -66,37 +71,6 @@ INLINE vec multiplied(vec a, vec b, vec sum, const int KIND)
     }
 #endif
     return fused(a, b, sum);
-}
-
-/* Sums over the lanes of WIDTH vectors, as one vector in their order: of neighbours, then of neighbouring sums. */
-INLINE vec lane_sums(vec *v)
-{
-#if VECTOR_BYTES == 64
-    const vec_of_int even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-#else
-    const vec_of_int even = {0, 2, 4, 6, 8, 10, 12, 14};
-#endif
-    UNROLLED_BY_16 for (int n = WIDTH / 2; n; n /= 2)
-        UNROLLED_BY_16 for (int i = 0; i < n; i++)
-            v[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], even) + __builtin_shuffle(v[2 * i], v[2 * i + 1], even + 1);
-    return v[0];
-}
-
-/* scores[position] = q . key for positions first .. end, WIDTH at a time; more are written up to a whole vector. */
-INLINE void scores_of(const Query *query, const void *keys, int64_t first, int64_t end, const int64_t D, const int KIND)
-{
-    const int64_t step = WIDTH * NUMBERS_OF_LANE(KIND), size = SIZE_OF(POOL_TYPE(KIND));
-    const int q_kind = KIND == IN_PAIRS ? IN_PAIRS : FP32;
-    for (int64_t position = first; position < end; position += WIDTH) {
-        vec sums[WIDTH];
-        UNROLLED_BY_16 for (int j = 0; j < WIDTH; j++) {
-            const char *key = (const char *)keys + smaller(position + j, end - 1) * D * size;
-            sums[j] = (vec){0};
-            UNROLLED_BY_16 for (int64_t d = 0; d < D; d += step)
-                sums[j] = multiplied(lanes_of(query->q, d, q_kind), lanes_of(key, d, KIND), sums[j], KIND);
-        }
-        store(query->weights + position, lane_sums(sums));
-    }
 }
 
 /* WIDTH vectors, transposed: four (three) times, the first half is interleaved with the second. */
@@ -134,59 +108,59 @@ INLINE void transpose_keys(vec *tile, const void *keys, int64_t first, int64_t e
         }
 }
 
-/* Scores of ROWS queries with a transposed tile. Products are summed as in `scores_of`: chains as many lanes apart, then
- * neighbours, then neighbouring sums. */
-INLINE void scores_of_tile(const Query *queries, const vec *tile, int64_t position, const int64_t D, const int ROWS,
-                           const int KIND)
+/* Scores of ROWS queries with transposed keys, from `place` of the tile on: sums of chains of products along the head. `ahead`: as
+ * many keys that are fetched meanwhile, or NULL. */
+INLINE void scores_of(const Query *queries, const vec *keys, int64_t place, const char *ahead, const int64_t D, const int ROWS,
+                      const int KIND)
 {
+    const int64_t step = SCORE_VECTORS * WIDTH * NUMBERS_OF_LANE(KIND) * SIZE_OF(POOL_TYPE(KIND));
     const int64_t lanes = D / NUMBERS_OF_LANE(KIND);
-    vec sums[LEVELS][SCORE_ROWS][SCORE_VECTORS];
-    UNROLLED_BY_16 for (int lane = 0; lane < WIDTH; lane++) {
-        vec found[SCORE_ROWS][SCORE_VECTORS];
+    vec sums[SCORE_ROWS][SCORE_VECTORS] = {0};
+    for (int64_t first = 0; first < lanes; first += CHAIN) {
+        vec chains[SCORE_ROWS][SCORE_VECTORS];
         UNROLLED_BY_16 for (int r = 0; r < ROWS; r++)
             UNROLLED_BY_16 for (int v = 0; v < SCORE_VECTORS; v++)
-                found[r][v] = (vec){0};
-        for (int64_t d = lane; d < lanes; d += WIDTH)
+                chains[r][v] = (vec){0};
+        for (int64_t d = first; d < smaller(first + CHAIN, lanes); d++) {
+            for (int64_t byte = 0; ahead && byte < step; byte += LINE)
+                __builtin_prefetch(ahead + d * step + byte);
             UNROLLED_BY_16 for (int r = 0; r < ROWS; r++) {
                 const vec q = all_lanes(((const float *)queries[r].q)[d]);
                 UNROLLED_BY_16 for (int v = 0; v < SCORE_VECTORS; v++)
-                    found[r][v] = multiplied(q, tile[d * SCORE_VECTORS + v], found[r][v], KIND);
+                    chains[r][v] = multiplied(q, keys[d * SCORE_VECTORS + v], chains[r][v], KIND);
             }
-        int level = 0;
-        UNROLLED_BY_16 for (; lane >> level & 1; level++)
-            UNROLLED_BY_16 for (int r = 0; r < ROWS; r++)
-                UNROLLED_BY_16 for (int v = 0; v < SCORE_VECTORS; v++)
-                    found[r][v] = sums[level][r][v] + found[r][v];
+        }
         UNROLLED_BY_16 for (int r = 0; r < ROWS; r++)
             UNROLLED_BY_16 for (int v = 0; v < SCORE_VECTORS; v++)
-                sums[level][r][v] = found[r][v];
+                sums[r][v] += chains[r][v];
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < SCORE_VECTORS; v++)
-            store(queries[r].weights + position + v * WIDTH, sums[LEVELS - 1 - (WIDTH == 8)][r][v]);
+    UNROLLED_BY_16 for (int r = 0; r < ROWS; r++)
+        UNROLLED_BY_16 for (int v = 0; v < SCORE_VECTORS; v++)
+            store(queries[r].weights + place + v * WIDTH, sums[r][v]);
 }
 
-/* Scores of a block's queries; `first` .. `end` are the positions that any of them sees. */
-INLINE void score(const Query *queries, int64_t num_queries, const void *keys, int64_t first, int64_t end, const int64_t D,
+/* Scores of queries with a tile of keys, of which some see those below `end`. Keys are transposed for few queries, too, so that a
+ * score is computed in one order only. */
+INLINE void score(const Query *queries, int64_t num_queries, const void *keys, int64_t tile, int64_t end, const int64_t D,
                   const int KIND)
 {
-    if (num_queries < WORTH_TRANSPOSING) {
-        for (int64_t tile = first; tile < end; tile += TILE_KEYS)
-            for (int64_t i = 0; i < num_queries; i++)
-                scores_of(&queries[i], keys, larger(queries[i].first, tile), smaller(queries[i].end, tile + TILE_KEYS), D,
-                          KIND);
-        return;
-    }
-    vec tile[D / NUMBERS_OF_LANE(KIND) * SCORE_VECTORS];
-    for (int64_t position = first; position < end; position += SCORE_VECTORS * WIDTH) {
+    const int64_t step = SCORE_VECTORS * WIDTH;
+    vec transposed[D / NUMBERS_OF_LANE(KIND) * SCORE_VECTORS];
+    for (int64_t position = larger(tile, queries[0].first / step * step); position < end; position += step) {
         int64_t i = 0;
-        while (queries[i].end <= position) /* sees nothing of the tile; contexts grow along a block */
+        while (queries[i].end <= position) /* contexts grow along a block */
             i++;
-        transpose_keys(tile, keys, position, end, D, KIND);
-        for (; i + SCORE_ROWS <= num_queries; i += SCORE_ROWS)
-            scores_of_tile(queries + i, tile, position, D, SCORE_ROWS, KIND);
-        for (; i < num_queries; i++)
-            scores_of_tile(queries + i, tile, position, D, 1, KIND);
+        transpose_keys(transposed, keys, position, end, D, KIND);
+        const char *ahead = (const char *)keys + (position + step) * D * SIZE_OF(POOL_TYPE(KIND));
+        for (; i < num_queries; i += SCORE_ROWS, ahead = NULL)
+            switch (smaller(num_queries - i, SCORE_ROWS)) {
+            case 1: scores_of(queries + i, transposed, position - tile, ahead, D, 1, KIND); break;
+            case 2: scores_of(queries + i, transposed, position - tile, ahead, D, 2, KIND); break;
+            case 3: scores_of(queries + i, transposed, position - tile, ahead, D, 3, KIND); break;
+            case 4: scores_of(queries + i, transposed, position - tile, ahead, D, 4, KIND); break;
+            case 5: scores_of(queries + i, transposed, position - tile, ahead, D, 5, KIND); break;
+            default: scores_of(queries + i, transposed, position - tile, ahead, D, 6, KIND);
+            }
     }
 }
 
@@ -202,53 +176,50 @@ INLINE void store_pairs(uint16_t *to, vec v, int count)
 INLINE void store_pairs(uint16_t *to, vec v, int count) {}
 #endif
 
-/* `count` weights from position `p` on, which come before the scores that are still to be read. */
-INLINE void store_weights(float *scores, int64_t p, vec weights, int count, const int KIND)
+/* Lanes of `v`, of places `place` and so on, that are first .. end; the others are `otherwise`. */
+INLINE vec lanes_between(vec v, int64_t place, int64_t first, int64_t end, float otherwise)
 {
-    if (KIND == IN_PAIRS)
-        store_pairs((uint16_t *)scores + p, weights, count);
-    else if (count == WIDTH)
-        store(scores + p, weights);
-    else
-        store_first(scores + p, weights, count);
+    const vec_of_int places = lane_numbers + (int32_t)place;
+    const vec_of_int is_seen = (places >= (int32_t)first) & (places < (int32_t)end);
+    return (vec)((is_seen & (vec_of_int)v) | (~is_seen & (vec_of_int)all_lanes(otherwise)));
 }
 
-/* Scores of a query become its weights, not yet divided by their sum, which is returned. A score that is NaN or infinite makes
- * the sum NaN, as the distance of infinity to itself is. Weights as pairs are stored over scores that have been read. */
-INLINE float weigh(const Query *query, float scale, float softcap, const int KIND)
+/* A query's scores with a tile become its weights. A score that is NaN or infinite makes their sum NaN, as the distance of
+ * infinity to itself is. */
+INLINE void weigh(Query *query, int64_t tile, float scale, float softcap, int64_t D, const int KIND)
 {
-    const int64_t first = query->first, end = query->end;
+    const int64_t first = larger(query->first - tile, 0), end = smaller(query->end - tile, TILE_KEYS);
+    const int sees_all = first == 0 && end == TILE_KEYS;
+    const float factor = scale * 1.44269504f; /* e^x = 2^(x / log 2) */
     float *scores = query->weights;
-    vec largest[4], sums = {0};
-    float lanes[WIDTH], highest = -INFINITY, sum = 0;
+    vec found[TILE_VECTORS], largest = all_lanes(-INFINITY);
     for (int64_t p = first; softcap != 0 && p < end; p++)
         scores[p] = softcap * tanhf(scores[p] * scale / softcap) / scale;
-    for (int i = 0; i < 4; i++)
-        largest[i] = (vec){0} - INFINITY;
-    int64_t p = first;
-    for (; p + 4 * WIDTH <= end; p += 4 * WIDTH)
-        for (int i = 0; i < 4; i++)
-            largest[i] = larger_lanes(largest[i], load(scores + p + i * WIDTH));
-    store(lanes, larger_lanes(larger_lanes(largest[0], largest[1]), larger_lanes(largest[2], largest[3])));
-    for (int i = 0; i < WIDTH; i++)
-        highest = lanes[i] > highest ? lanes[i] : highest;
-    for (; p < end; p++)
-        highest = scores[p] > highest ? scores[p] : highest;
-    for (p = first; p + WIDTH <= end; p += WIDTH) {
-        const vec weights = exponential((load(scores + p) - highest) * scale);
-        sums += weights;
-        store_weights(scores, p, weights, WIDTH, KIND);
+    UNROLLED_BY_16 for (int v = 0; v < TILE_VECTORS; v++) {
+        found[v] = load(scores + v * WIDTH);
+        if (!sees_all)
+            found[v] = lanes_between(found[v], v * WIDTH, first, end, -INFINITY);
+        largest = larger_lanes(found[v], largest);
     }
-    if (p < end) {
-        store_first(lanes, exponential((load_first(scores + p, (int)(end - p)) - highest) * scale), (int)(end - p));
-        const vec weights = load_first(lanes, (int)(end - p));
-        sums += weights;
-        store_weights(scores, p, weights, (int)(end - p), KIND);
+    UNROLLED_BY_16 for (int distance = WIDTH / 2; distance; distance /= 2)
+        largest = larger_lanes(largest, exchanged(largest, distance));
+    if (largest[0] > query->highest) {
+        const vec less = power_of_negative(all_lanes((query->highest - largest[0]) * factor));
+        query->highest = largest[0];
+        query->sums *= less;
+        for (int64_t d = 0; d < D; d += WIDTH)
+            store(query->out + d, load(query->out + d) * less);
     }
-    store(lanes, sums);
-    for (int i = 0; i < WIDTH; i++)
-        sum += lanes[i];
-    return sum;
+    UNROLLED_BY_16 for (int v = 0; v < TILE_VECTORS; v++) {
+        vec weights = power_of_negative(found[v] * factor - query->highest * factor);
+        if (!sees_all)
+            weights = lanes_between(weights, v * WIDTH, first, end, 0);
+        query->sums += weights;
+        if (KIND == IN_PAIRS)
+            store_pairs((uint16_t *)scores + v * WIDTH, weights, WIDTH);
+        else
+            store(scores + v * WIDTH, weights);
+    }
 }
 
 /* Of positions `p` and `p + 1`, WIDTH pairs of neighbours from column `column` on into two vectors. `last`: the second is not
@@ -266,8 +237,8 @@ INLINE void pairs_of_values(vec *pairs, const uint16_t *values, int64_t p, int64
 #endif
 }
 
-/* The block's out[row][VECTORS columns] += weight times value over positions first .. end, for ROWS rows. */
-INLINE void mix(const Query *queries, const void *values, int64_t column, int64_t first, int64_t end, int64_t D,
+/* out[row][VECTORS columns] += weight times value over positions first .. end of a tile, for ROWS rows. */
+INLINE void mix(const Query *queries, const void *values, int64_t column, int64_t tile, int64_t first, int64_t end, int64_t D,
                 const int ROWS, const int VECTORS, const int KIND)
 {
     const int GROUP = NUMBERS_OF_LANE(KIND);
@@ -282,7 +253,7 @@ INLINE void mix(const Query *queries, const void *values, int64_t column, int64_
             else
                 value[v] = lanes_of(values, p * D + column + v * WIDTH, KIND);
         UNROLLED_BY_16 for (int r = 0; r < ROWS; r++) {
-            const vec weight = all_lanes(queries[r].weights[p / GROUP]);
+            const vec weight = all_lanes(queries[r].weights[(p - tile) / GROUP]);
             UNROLLED_BY_16 for (int v = 0; v < VECTORS; v++)
                 sums[r][v] = multiplied(weight, value[v], sums[r][v], KIND);
         }
@@ -292,50 +263,58 @@ INLINE void mix(const Query *queries, const void *values, int64_t column, int64_
             store(queries[r].out + column + v * WIDTH, sums[r][v]);
 }
 
-INLINE void mix_rows(const Query *queries, const void *values, int64_t column, int64_t first, int64_t end, int64_t D, int rows,
-                     const int VECTORS, const int KIND)
+INLINE void mix_rows(const Query *queries, const void *values, int64_t column, int64_t tile, int64_t first, int64_t end,
+                     int64_t D, int rows, const int VECTORS, const int KIND)
 {
     switch (rows) {
-    case 1: mix(queries, values, column, first, end, D, 1, VECTORS, KIND); break;
-    case 2: mix(queries, values, column, first, end, D, 2, VECTORS, KIND); break;
-    case 3: mix(queries, values, column, first, end, D, 3, VECTORS, KIND); break;
-    default: mix(queries, values, column, first, end, D, 4, VECTORS, KIND);
+    case 1: mix(queries, values, column, tile, first, end, D, 1, VECTORS, KIND); break;
+    case 2: mix(queries, values, column, tile, first, end, D, 2, VECTORS, KIND); break;
+    case 3: mix(queries, values, column, tile, first, end, D, 3, VECTORS, KIND); break;
+    default: mix(queries, values, column, tile, first, end, D, 4, VECTORS, KIND);
     }
 }
 
-/* All values that a block sees into all columns of its rows, tile after tile. */
-INLINE void mix_block(const Query *queries, int64_t num_queries, const void *values, int64_t first, int64_t end, int64_t D,
-                      const int KIND)
+/* The values of a tile that queries see into all columns of their rows. */
+INLINE void mix_all(const Query *queries, int64_t num_queries, const void *values, int64_t tile, int64_t D, const int KIND)
 {
-    for (int64_t tile = first; tile < end; tile += TILE_KEYS)
-        for (int64_t i = 0; i < num_queries; i += VALUE_ROWS) {
-            const int rows = (int)smaller(num_queries - i, VALUE_ROWS);
-            const int64_t tile_end = smaller(smaller(end, queries[i + rows - 1].end), tile + TILE_KEYS);
-            int64_t d = 0;
-            for (; d + VALUE_VECTORS * WIDTH <= D; d += VALUE_VECTORS * WIDTH)
-                mix_rows(queries + i, values, d, tile, tile_end, D, rows, VALUE_VECTORS, KIND);
-            for (; d < D; d += NUMBERS_OF_LANE(KIND) * WIDTH)
-                mix_rows(queries + i, values, d, tile, tile_end, D, rows, NUMBERS_OF_LANE(KIND), KIND);
-        }
+    const int GROUP = NUMBERS_OF_LANE(KIND);
+    for (int64_t i = 0; i < num_queries; i += VALUE_ROWS) {
+        const int rows = (int)smaller(num_queries - i, VALUE_ROWS);
+        /* both of a pair, whichever of them is seen */
+        const int64_t first = larger(tile, queries[i].first / GROUP * GROUP);
+        const int64_t end = smaller(queries[i + rows - 1].end, tile + TILE_KEYS);
+        int64_t d = 0;
+        for (; d + VALUE_VECTORS * WIDTH <= D; d += VALUE_VECTORS * WIDTH)
+            mix_rows(queries + i, values, d, tile, first, end, D, rows, VALUE_VECTORS, KIND);
+        for (; d < D; d += GROUP * WIDTH)
+            mix_rows(queries + i, values, d, tile, first, end, D, rows, GROUP, KIND);
+    }
 }
 
-/* Tokens `token` .. `token_end` of a span at one key head. `scratch`: a row of `stride` numbers per query. */
-INLINE void block(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end, float *scratch,
-                  int64_t stride, const int KIND)
+/* Tokens `token` .. `token_end` of a span at one key head: tile of keys after tile, whose scores and weights stay in the first
+ * cache. A tile begins at a multiple of TILE_KEYS, wherever contexts do. */
+INLINE void block(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end, const int KIND)
 {
     const int64_t D = a->head_dim, head_stride = span->capacity_tokens * D, size = SIZE_OF(POOL_TYPE(KIND));
     const int64_t start = span->offset + (2 * a->layer * a->num_kv_heads + head) * head_stride;
     const char *keys = (const char *)a->pool + start * size;
     const char *values = keys + a->num_kv_heads * head_stride * size;
     const int64_t num_queries = (token_end - token) * a->per_kv, end = span->num_past + token_end;
+    const int64_t first = a->window ? larger(span->num_past + token + 1 - a->window, 0) : 0;
+    if (num_queries <= SCORE_ROWS) /* they wait for memory */
+        for (int64_t byte = first * D * size; byte < smaller(first + SCORE_VECTORS * WIDTH, end) * D * size; byte += LINE) {
+            __builtin_prefetch(keys + byte);
+            __builtin_prefetch(values + byte);
+        }
     Query queries[num_queries];
+    float weights[num_queries * TILE_KEYS];
     uint16_t pairs[KIND == IN_PAIRS ? num_queries * D : 1];
     for (int64_t i = 0; i < num_queries; i++) {
         int64_t t = token + i / a->per_kv, row = span->row_start + t, at = (head * a->per_kv + i % a->per_kv) * D;
         int64_t context = span->num_past + t + 1;
         const float *q = a->q + row * a->q_stride + at;
-        queries[i] = (Query){a->window ? larger(context - a->window, 0) : 0, context, q, scratch + i * stride,
-                             a->out + row * a->num_kv_heads * a->per_kv * D + at};
+        queries[i] = (Query){a->window ? larger(context - a->window, 0) : 0, context, q, weights + i * TILE_KEYS,
+                             a->out + row * a->num_kv_heads * a->per_kv * D + at, -INFINITY, {0}};
         memset(queries[i].out, 0, D * sizeof(float));
         if (KIND == IN_PAIRS) {
             queries[i].q = pairs + i * D;
@@ -343,34 +322,34 @@ INLINE void block(const Attention *a, const Span *span, int64_t head, int64_t to
                 store_pairs(pairs + i * D + d, load(q + d), WIDTH);
         }
     }
-    /* both of a pair, whichever of them is seen */
-    const int64_t first = queries[0].first / NUMBERS_OF_LANE(KIND) * NUMBERS_OF_LANE(KIND);
-    if (D == 64) /* the sizes of most models, with addresses known to the compiler */
-        score(queries, num_queries, keys, first, end, 64, KIND);
-    else if (D == 128)
-        score(queries, num_queries, keys, first, end, 128, KIND);
-    else
-        score(queries, num_queries, keys, first, end, D, KIND);
-    float totals[num_queries];
-    for (int64_t i = 0; i < num_queries; i++) {
-        const Query *query = &queries[i];
-        totals[i] = weigh(query, a->scale, a->softcap, KIND);
-        /* of positions that another query of the block sees */
-        const int64_t weight_size = KIND == IN_PAIRS ? 2 : 4, past = end + (KIND == IN_PAIRS ? end % 2 : 0);
-        memset((char *)query->weights + first * weight_size, 0, (query->first - first) * weight_size);
-        memset((char *)query->weights + query->end * weight_size, 0, (past - query->end) * weight_size);
+    int64_t from = 0, to = 0; /* queries that see something of the tile */
+    for (int64_t tile = first / TILE_KEYS * TILE_KEYS; tile < end; tile += TILE_KEYS) {
+        const int64_t tile_end = smaller(end, tile + TILE_KEYS);
+        while (queries[from].end <= tile)
+            from++;
+        while (to < num_queries && queries[to].first < tile_end)
+            to++;
+        if (D == 64) /* the sizes of most models, with addresses known to the compiler */
+            score(queries + from, to - from, keys, tile, tile_end, 64, KIND);
+        else if (D == 128)
+            score(queries + from, to - from, keys, tile, tile_end, 128, KIND);
+        else
+            score(queries + from, to - from, keys, tile, tile_end, D, KIND);
+        for (int64_t i = from; i < to; i++)
+            weigh(&queries[i], tile, a->scale, a->softcap, D, KIND);
+        mix_all(queries + from, to - from, values, tile, D, KIND);
     }
-    mix_block(queries, num_queries, values, first, end, D, KIND);
-    for (int64_t i = 0; i < num_queries; i++)
+    for (int64_t i = 0; i < num_queries; i++) {
+        const float total = lane_sum(queries[i].sums);
         for (int64_t d = 0; d < D; d++)
-            queries[i].out[d] /= totals[i];
+            queries[i].out[d] /= total;
+    }
 }
 
 #define BLOCK(NAME, KIND)                                                                                                      \
-    static void NAME(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end, float *scratch,     \
-                     int64_t stride)                                                                                           \
+    static void NAME(const Attention *a, const Span *span, int64_t head, int64_t token, int64_t token_end)                     \
     {                                                                                                                          \
-        block(a, span, head, token, token_end, scratch, stride, KIND);                                                         \
+        block(a, span, head, token, token_end, KIND);                                                                          \
     }
 BLOCK(block_fp32, FP32)
 BLOCK(block_bf16, BF16)
@@ -378,16 +357,13 @@ BLOCK(block_bf16, BF16)
 BLOCK(block_pairs, IN_PAIRS)
 #endif
 
-/* Attend all spans in blocks of `block_tokens`. `block_starts` [num_spans + 1]: number of blocks before each span. `scratch`:
- * per thread block_tokens * per_kv rows of `stride` numbers; stride: the longest context and SCORE_VECTORS vectors more. */
+/* Attend all spans in blocks of `block_tokens`. `block_starts` [num_spans + 1]: number of blocks before each span. */
 void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool, int64_t type, const Span *spans,
                   const int64_t *block_starts, int64_t num_spans, int64_t block_tokens, int64_t layer, int64_t num_kv_heads,
-                  int64_t per_kv, int64_t head_dim, int64_t window, float scale, float softcap, float *scratch,
-                  int64_t stride, int64_t num_threads)
+                  int64_t per_kv, int64_t head_dim, int64_t window, float scale, float softcap, int64_t num_threads)
 {
     Attention a = {out, q, pool, type, q_stride, layer, num_kv_heads, per_kv, head_dim, window, scale, softcap};
-    void (*attend)(const Attention *, const Span *, int64_t, int64_t, int64_t, float *, int64_t) =
-        type == FP32 ? block_fp32 : block_bf16;
+    void (*attend)(const Attention *, const Span *, int64_t, int64_t, int64_t) = type == FP32 ? block_fp32 : block_bf16;
 #if VECTOR_BYTES == 64
     if (type == BF16 && head_dim % (2 * WIDTH) == 0 && __builtin_cpu_supports("avx512bf16"))
         attend = block_pairs;
@@ -404,7 +380,6 @@ void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool
                 high = middle;
         }
         int64_t token = (number - block_starts[low]) * block_tokens, end = token + block_tokens;
-        attend(&a, &spans[low], item % num_kv_heads, token, smaller(end, spans[low].num_tokens),
-               scratch + omp_get_thread_num() * block_tokens * per_kv * stride, stride);
+        attend(&a, &spans[low], item % num_kv_heads, token, smaller(end, spans[low].num_tokens));
     }
 }

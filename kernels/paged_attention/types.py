@@ -34,7 +34,6 @@ class SpanTable:
     rows: NDArray[np.int64]
     block_tokens: int
     block_starts: NDArray[np.int64]
-    longest_context: int
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, int, int, int, int]], queries_per_key: int) -> SpanTable:
@@ -42,7 +41,7 @@ class SpanTable:
         rows = np.array(spans, dtype=np.int64)
         block_tokens = min(max(LEAST_BLOCK_TOKENS, BLOCK_ROWS // queries_per_key), int(rows[:, 1].max()))
         blocks = -(-rows[:, 1] // block_tokens)
-        return cls(rows, block_tokens, np.concatenate([[0], np.cumsum(blocks)]), int((rows[:, 1] + rows[:, 2]).max()))
+        return cls(rows, block_tokens, np.concatenate([[0], np.cumsum(blocks)]))
 
 
 @dataclass(frozen=True, slots=True)
