@@ -26,7 +26,7 @@ from .batching.policy import choose_batcher
 from .batching.prefix_sharing import CopiedPrefixes, NamedPrefixes, PrefixSharing
 from .config import EngineConfig, read_model_config
 from .errors import AdapterRefusedError, AdapterUnusableError
-from .memory.allocation import MemoryPlan, eraser_for, host_tier_bytes
+from .memory.allocation import MemoryPlan, eraser_for
 from .memory.limits import keeps_merged_copy
 from .memory.loader import AdapterLoader, HostTier
 from .memory.pool import PagePool
@@ -401,9 +401,9 @@ def _backend_maker(config: EngineConfig) -> MakeBackend:
     if config.tensor_parallel == 1:
         return choose_backend
     # what members of a group tell each other needs more libraries than an engine of one process
-    from .parallel.backend import GroupBackend
+    from .parallel.cpu_backend import choose_group
 
-    return GroupBackend
+    return choose_group
 
 
 def _running_batch(
@@ -419,7 +419,7 @@ def _running_batch(
     """An empty batch over `pools` [num_members, numbers of a pool], as the backend's kernels read them."""
     traits, pool, layout, model = backend.traits, PagePool(plan.num_pages), plan.layout, backend.model
     read = partial(registry.load_packed, in_panels=traits.has_lora_panels)
-    loader = AdapterLoader(read, HostTier(host_tier_bytes(config)), backend.loader_threads)
+    loader = AdapterLoader(read, HostTier(backend.host_tier_bytes), backend.loader_threads)
     residency = AdapterResidency(pool, pools[0], layout.page_elements, loader, backend.copies())
     prefixes: PrefixSharing | None = None
     if shares_prefixes(config, model, is_arithmetic_fixed=traits.is_arithmetic_fixed):

@@ -15,7 +15,7 @@ numbers come from its memory:
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import DEFAULT_BATCH_ROWS, DEFAULT_STEP_TOKENS, DeviceKind, EngineConfig, pool_format
 from ..model_config.model import PACKED_SITES, ModelConfig
@@ -68,21 +68,22 @@ class EngineLimits:
 
 
 def engine_limits(config: EngineConfig, model: ModelConfig, kind: DeviceKind, memory_bytes: int) -> EngineLimits:
-    """Limits of an engine on a device with so much memory: all of a GPU's, or of the machine.
+    """Limits of an engine on a device with so much memory: all of one GPU's, or of the machine. The pool is that of all
+    members of a group.
 
     An engine on a GPU measures what its weights leave; here that is estimated.
     """
     pool = pool_format(kind, config.dtype, config.base_quantization)
     if kind == "cpu" and model.head_dim % _COMPILED_HEADS:
         pool = "float32"  # torch attends
-    itemsize = ITEM_BYTES[pool]
+    itemsize, part = ITEM_BYTES[pool], Partition(model, config.tensor_parallel, 0).shard
     if kind == "cpu":
         steps, pool_bytes = cpu_limits(config), config.pool_bytes or default_cpu_pool_bytes(memory_bytes)
     else:
         linear_itemsize = itemsize if config.base_quantization == "none" else 1
-        left = _left_by_weights(memory_bytes, model, itemsize, linear_itemsize)
-        steps, pool_bytes = gpu_plan(left, config, model, itemsize)
-    part = Partition(model, config.tensor_parallel, 0).shard
+        left = _left_by_weights(memory_bytes, part, itemsize, linear_itemsize)
+        steps, pool_bytes = gpu_plan(left, config, replace(part, vocab_size=model.vocab_size), itemsize)
+        pool_bytes *= config.tensor_parallel
     token_bytes = 2 * model.num_layers * part.kv_size * itemsize * config.tensor_parallel
     return EngineLimits(
         steps.batch_rows, steps.step_tokens, pool_bytes, token_bytes, config.page_tokens, RUN_PAGES[kind]
@@ -130,12 +131,14 @@ def default_cpu_pool_bytes(host_bytes: int) -> int:
 
 
 def gpu_plan(free_bytes: int, config: EngineConfig, model: ModelConfig, itemsize: int) -> tuple[StepLimits, int]:
-    """Limits of a step and bytes of the pool on a GPU with `free_bytes` left by the weights."""
+    """Limits of a step and bytes of the pool on one GPU with `free_bytes` left by the weights. `model`: the part that
+    is there, with the whole vocabulary."""
 
     copy_bytes = live_weight_bytes(model, itemsize) if keeps_merged_copy(config) else 0
 
     def pool_bytes(limits: StepLimits) -> int:
-        return config.pool_bytes or gpu_pool_bytes(free_bytes, copy_bytes, limits, model, itemsize)
+        asked = (config.pool_bytes or 0) // config.tensor_parallel
+        return asked or gpu_pool_bytes(free_bytes, copy_bytes, limits, model, itemsize)
 
     def is_small(tokens: int) -> bool:
         return step_bytes(StepLimits(rows or _ROWS_STEP, tokens), model, itemsize) <= free_bytes * _STEP_SHARE

@@ -104,15 +104,22 @@ class PackedAdapter:
 
 
 def pack_for_group(
-    weights: AdapterWeights, partitions: Sequence[Partition], dtype: torch.dtype, *, in_panels: bool
+    weights: AdapterWeights,
+    partitions: Sequence[Partition],
+    dtype: torch.dtype,
+    *,
+    in_panels: bool,
+    device: torch.device,
 ) -> PackedAdapter:
-    """`pack_adapter` for each member of a group."""
-    pairs, device = weights.lora, torch.device("cpu")
+    """`pack_adapter` for each member of a group. `device`: of the leader's memory, and likewise of the others'."""
+    pairs, host = weights.lora, torch.device("cpu")
     packed = [
-        _pack(cut_pairs(pairs, partition), partition.shard, dtype, in_panels=in_panels, device=device)
+        _pack(cut_pairs(pairs, partition), partition.shard, dtype, in_panels=in_panels, device=host)
         for partition in partitions
     ]
-    return PackedAdapter(torch.stack([each.numbers for each in packed]), packed[0].layout)
+    num_elements = packed[0].numbers.numel()
+    numbers = empty_pinned(len(packed) * num_elements, dtype, device).view(len(packed), num_elements)
+    return PackedAdapter(torch.stack([each.numbers for each in packed], out=numbers), packed[0].layout)
 
 
 def pack_adapter(

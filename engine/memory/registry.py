@@ -120,17 +120,18 @@ class AdapterRegistry:
         return self._load(adapter_id, self._device)
 
     def load_packed(self, adapter_id: str, *, in_panels: bool) -> PackedAdapter:
-        """Read what the pool holds of an adapter to the host; random ones are made where they are to go. Raises
-        `AdapterUnusableError`. Any thread may call."""
+        """Read what the pool holds of an adapter to the host; random ones are made where they are to go, for a group on
+        the host. Raises `AdapterUnusableError`. Any thread may call."""
         place = self._device if adapter_id in self._dummy_ids else torch.device("cpu")
         weights = self._load(adapter_id, place)
         if self._partitions:
-            return pack_for_group(weights, self._partitions, self._dtype, in_panels=in_panels)
+            return pack_for_group(weights, self._partitions, self._dtype, in_panels=in_panels, device=self._device)
         return pack_adapter(weights, self._model, self._dtype, in_panels=in_panels, device=self._device)
 
     def _load(self, adapter_id: str, device: torch.device) -> AdapterWeights:
         if adapter_id in self._dummy_ids:
-            return dummy_adapter_weights(self._audits[adapter_id], self._dtype, device)
+            place = torch.device("cpu") if self._partitions and device.type == "cuda" else device
+            return dummy_adapter_weights(self._audits[adapter_id], self._dtype, place)
         try:
             return load_adapter(self._audits[adapter_id], device, adapter_id)
         except (AdapterRefusedError, OSError) as error:

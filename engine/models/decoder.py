@@ -27,7 +27,12 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Members(Protocol):
-    """The other members of a tensor-parallel group, each of which calls the same at the same places."""
+    """The other members of a tensor-parallel group, each of which calls the same at the same places.
+
+    `head_outputs`: outputs of the live head, of all members together.
+    """
+
+    head_outputs: int
 
     @property
     def first_token(self) -> int:
@@ -151,8 +156,11 @@ class Decoder:
             return table[token_ids]
         rows = token_ids - self._members.first_token
         is_here = (rows >= 0) & (rows < len(table))
-        x = torch.zeros(len(rows), table.shape[1], dtype=self.dtype)
-        x[is_here] = table[rows[is_here]].to(self.dtype)
+        # shapes do not depend on the tokens: a graph may be captured of this
+        if not len(table):
+            x = torch.zeros(len(rows), table.shape[1], dtype=self.dtype, device=table.device)
+        else:
+            x = table[rows.where(is_here, 0)].to(self.dtype).masked_fill_(~is_here[:, None], 0.0)
         return self._members.add_up(x)
 
     def _logits(self, x: Tensor) -> Tensor:

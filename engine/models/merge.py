@@ -74,7 +74,7 @@ class LiveWeights:
         is_set = overflow.is_set()
         self.switching_s += time.perf_counter() - began_s
         if is_set:
-            self._undo()
+            self.undo()
             raise _not_finite(overflow.adapter_name, self._decoder.dtype)
 
     def _switch(self, adapter_id: str, merge: Callable[[], None]) -> None:
@@ -87,12 +87,13 @@ class LiveWeights:
         try:
             merge()
         except Exception:
-            self._undo()
+            self.undo()
             raise
         self.switching_s += time.perf_counter() - began_s
 
-    def _undo(self) -> None:
-        """Weights merged by half would be neither the base's nor the adapter's."""
+    def undo(self) -> None:
+        """`restore`, and keep no memory for merged weights. (Merged by half they would be neither the base's nor the
+        adapter's.)"""
         self.restore()
         for _, linear in (*self._packed_linears(), *self._whole_linears()):
             linear.free_live()

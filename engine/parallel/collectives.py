@@ -22,7 +22,7 @@ from torch import Tensor
 
 # Of the first part of the memory, for each member: int64 numbers in a cache line of its own.
 _LINE_NUMBERS = 8
-_BEAT, _WIDTH = range(2)
+_BEAT, _WIDTH, _COPIED = range(3)
 _HEAD_BYTES = 4096
 _SETS = 2
 # Numbers of a buffer at most; larger tensors come in parts.
@@ -109,6 +109,18 @@ class Collectives:
     def last_beat_ns(self, member: int) -> int:
         """When a member last gave a sign of life, 0 for never."""
         return self._head[member * _LINE_NUMBERS + _BEAT]
+
+    def note_copied(self, num_copies: int) -> None:
+        """Note how many copies of adapters this member has made."""
+        self._head[self._member * _LINE_NUMBERS + _COPIED] = num_copies
+
+    def least_copied(self) -> int:
+        """What the other member has noted that has made the fewest copies. Any thread may ask."""
+        return min(self._head[other * _LINE_NUMBERS + _COPIED] for other in self._others)
+
+    def any_of(self, is_so: bool) -> bool:
+        """Whether something is so on any member."""
+        return bool(self.add_up(torch.tensor([float(is_so)])).item())
 
     def lose(self, error: Exception) -> None:
         """Have this member raise an error instead of waiting for others, for good. Any thread may call."""

@@ -23,32 +23,37 @@ import torch
 from ..config import read_model_config
 from ..errors import AdapterRefusedError, EngineError
 from ..memory.registry import AdapterRegistry
-from ..model_config.partition import Partition
-from ..models.step_batch import build_step
+from ..model_config.partition import group_of
+from ..models.part import PartOfModel
+from ..runner.backend import choose_backend
 from ..server.codec import MessageError
 from ..server.frames import write_frame
 from ..server.process import HEARTBEAT_INTERVAL_S, claim_stdout, is_out_of_memory, read_messages
-from .collectives import Collectives, Counters, mapped
+from .collectives import Collectives, Counters
+from .device_sums import DeviceSums
+from .member_steps import ComputesSteps, steps_over
 from .messages import (
     FROM_MEMBER,
     TO_MEMBER,
+    Connect,
+    Connected,
     FromMember,
     MemberFailed,
     MemberReady,
     MergeAdapter,
     Merged,
-    PlaceAdapter,
     RestoreBase,
     StartMember,
-    Step,
     ToMember,
+    UseDevicePool,
     UsePool,
 )
-from .shard import ShardBackend
-from .steps import StepDecoder
+from .shard import sums_of
 
 # Of prctl(2).
 _PR_SET_PDEATHSIG = 1
+# Between looks at copies in flight.
+_LOOK_S = 0.001
 Inbox = queue.SimpleQueue[ToMember | MessageError]
 
 
@@ -57,51 +62,57 @@ class Member:
 
     def __init__(self, start: StartMember) -> None:
         config, folder = start.config, Path(start.model)
-        counters = Counters(start.counters)
+        assert config.member_threads is not None, "members share the threads of the engine out"
+        torch.set_num_threads(config.member_threads)
+        self._start = start
         self._collectives = Collectives(
-            start.member, config.tensor_parallel, start.memory, start.buffer_numbers, counters
+            start.member, config.tensor_parallel, start.memory, start.buffer_numbers, Counters(start.counters)
         )
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         whole = read_model_config(folder)
-        partition = Partition(whole, config.tensor_parallel, start.member)
-        self._backend = ShardBackend(folder, config, partition, self._collectives)
+        parts = group_of(whole, config.tensor_parallel)
+        partition = parts[start.member]
+        self._sums = sums_of(config, self._collectives, partition)
+        self._backend = choose_backend(folder, config, partition.shard, PartOfModel(partition, self._sums))
         self._live = self._backend.live_weights()
-        self._layout = self._backend.page_layout()
-        self._registry = AdapterRegistry(whole, self._backend.pool_dtype, self._backend.device)
-        self._pools = start.pools
-        self._memory = torch.empty(0)
-        self._steps = StepDecoder(self._memory)
+        self._registry = AdapterRegistry(whole, self._backend.pool_dtype, self._backend.device, parts)
+        self._steps: ComputesSteps | None = None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the base's tensors that this process has read."""
         return self._backend.weight_bytes
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether `settle` should be called before long."""
+        return self._steps is not None and self._steps.is_busy
+
+    def settle(self) -> None:
+        """Count what is done and was not waited for."""
+        if self._steps is not None:
+            self._steps.settle()
+
     def handle(self, message: ToMember) -> FromMember | None:
         """Do what a message asks; the reply, if there is one."""
         match message:
-            case UsePool():
-                self._use_pool(message)
-            case PlaceAdapter():
-                self._steps.place(message)
-            case Step():
-                decoder = self._backend.decoder
-                entries = self._steps.entries(message)
-                batch = build_step(entries, decoder.model, self._layout, self._memory.dtype)
-                decoder.forward(batch, self._memory)
+            case Connect():
+                assert isinstance(self._sums, DeviceSums), "members that share memory know one another"
+                self._sums.connect(self._start.rendezvous)
+                return Connected(self._backend.free_bytes())
+            case UsePool() | UseDevicePool():
+                self._steps = steps_over(message, self._start, self._backend, self._live, self._collectives)
             case MergeAdapter():
                 return self._merge(message)
             case RestoreBase():
-                self._live.restore()
+                if message.has_failed:
+                    self._live.undo()
+                else:
+                    self._live.restore()
             case _:
-                raise MessageError(f"{message!r}: not expected after the start")
+                if self._steps is None or not self._steps.handle(message):
+                    raise MessageError(f"{message!r}: not expected now")
         return None
-
-    def _use_pool(self, message: UsePool) -> None:
-        dtype = self._backend.pool_dtype
-        mapping = mapped(self._pools, message.num_elements * dtype.itemsize, message.first_byte)
-        self._memory = torch.frombuffer(mapping, dtype=dtype, count=message.num_elements)
-        self._steps = StepDecoder(self._memory)
 
     def _merge(self, message: MergeAdapter) -> Merged:
         # the leader has read it just now: what goes wrong here is no fault of the adapter
@@ -111,8 +122,8 @@ class Member:
             self._registry.register(message.adapter_id, Path(message.folder), message.name)
         try:
             self._live.merge(message.adapter_id, self._registry.load(message.adapter_id))
-        except AdapterRefusedError as error:
-            return Merged(str(error))
+        except (AdapterRefusedError, torch.OutOfMemoryError) as error:
+            return Merged(str(error), isinstance(error, torch.OutOfMemoryError))
         return Merged(None)
 
     def _beat(self) -> None:
@@ -135,10 +146,15 @@ def serve(inbox: Inbox, outlet: BinaryIO) -> int:
             member = Member(start)
             send(MemberReady(member.weight_bytes))
             while True:
-                message = inbox.get()
+                try:
+                    message = inbox.get(timeout=_LOOK_S if member.is_busy else None)
+                except queue.Empty:
+                    member.settle()
+                    continue
                 if isinstance(message, MessageError):
                     raise message
                 reply = member.handle(message)
+                member.settle()
                 if reply is not None:
                     send(reply)
     except Exception as error:

@@ -23,9 +23,12 @@ from ..errors import EngineError
 from ..server.codec import MessageError
 from ..server.frames import encode_frame, read_frame
 from .collectives import Collectives, Counters, MemberLostError, buffer_numbers, memory_bytes, shared_memory
+from .device_sums import DeviceSums
 from .messages import (
     FROM_MEMBER,
     TO_MEMBER,
+    Connect,
+    Connected,
     FromMember,
     MemberFailed,
     MemberReady,
@@ -41,9 +44,11 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _SILENCE_S = 5.0
 # While members import their libraries and read weights, a file system may hold up all of their threads.
 _START_SILENCE_S = 300.0
+# Until members that have loaded have found one another on their devices.
+_CONNECT_LIMIT_S = 300.0
 _LOOK_S = 1.0
 _LEAVING_S = 10.0
-ReplyT = TypeVar("ReplyT", MemberReady, Merged)
+ReplyT = TypeVar("ReplyT", MemberReady, Connected, Merged)
 
 
 class MemberProcess(Protocol):
@@ -67,21 +72,33 @@ StartProcess = Callable[[EngineConfig, Sequence[int]], MemberProcess]
 class GroupMembers:
     """The processes of all members but the leader, which is this one.
 
+    `configs`: of each member, the leader's first. `sum_numbers`: that a step adds up at once in memory. `pools_bytes`:
+    of the memory that `pools` describes, see `StartMember`, where it is known by now.
     `collectives`: of the leader. Every method raises `MemberLostError` once a member is gone. `close` ends them; so
     does the end of this process.
     """
 
-    def __init__(self, model_folder: Path, config: EngineConfig, hidden_size: int, start: StartProcess) -> None:
-        num_members = config.tensor_parallel
+    def __init__(
+        self,
+        model_folder: Path,
+        configs: Sequence[EngineConfig],
+        start: StartProcess,
+        *,
+        sum_numbers: int = 0,
+        pools_bytes: int = 0,
+    ) -> None:
+        num_members = len(configs)
         self._began_ns = time.monotonic_ns()
-        numbers = buffer_numbers(config.step_tokens * hidden_size)
+        numbers = buffer_numbers(sum_numbers)
         memory = shared_memory("group", memory_bytes(num_members, numbers))
-        self._pools = shared_memory("pools", 0)
+        self.pools = shared_memory("pools", pools_bytes)
+        self._rendezvous = shared_memory("rendezvous", 0)
         counters = Counters.create(num_members)
         self.collectives = Collectives(0, num_members, memory, numbers, counters)
         self._shared = _Shared(self.collectives, num_members)
-        inherited = (memory, self._pools, *counters.descriptors)
-        processes = [start(config, inherited) for _ in range(1, num_members)]
+        self._sending = threading.Lock()
+        inherited = (memory, self.pools, self._rendezvous, *counters.descriptors)
+        processes = [start(config, inherited) for config in configs[1:]]
         self._close = weakref.finalize(self, _end, processes, self._shared, inherited)
         self._processes = processes
         self._threads = [
@@ -90,11 +107,9 @@ class GroupMembers:
         ]
         for thread in self._threads:
             thread.start()
-        for member in range(1, num_members):
-            self._send(
-                member,
-                StartMember(str(model_folder), config, member, memory, numbers, counters.descriptors, self._pools),
-            )
+        for member, config in enumerate(configs[1:], 1):
+            mapped = memory, numbers, counters.descriptors, self.pools, self._rendezvous
+            self._send(member, StartMember(str(model_folder), config, member, *mapped))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -110,10 +125,39 @@ class GroupMembers:
         replies = self._replies(MemberReady, silence_s)
         return tuple(reply.weight_bytes for reply in replies)
 
+    def connect(self, sums: DeviceSums) -> tuple[int, ...]:
+        """Have members find one another on their devices, `sums` being the leader's. Free bytes of each other's device.
+
+        A library that waits for a member for ever holds up a thread and no more.
+        """
+        self._shared.sums = sums
+        self.send(Connect())
+        failed: list[Exception] = []
+
+        def meet() -> None:
+            try:
+                sums.connect(self._rendezvous)
+            except Exception as error:
+                failed.append(error)
+
+        meeting = threading.Thread(target=meet, name="connect", daemon=True)
+        meeting.start()
+        replies = self._replies(Connected, limit_s=_CONNECT_LIMIT_S)
+        meeting.join()  # all others have met
+        if failed:
+            raise failed[0]
+        return tuple(reply.free_bytes for reply in replies)
+
+    def check(self) -> None:
+        """Raise what the loss of a member is reported as, once one is lost. Any thread may call."""
+        self._shared.check()
+
     def send(self, message: ToMember) -> None:
-        """Send a message to all members, which does not wait for them to read it unless their pipes are full."""
-        for member in range(1, len(self._processes) + 1):
-            self._send(member, message)
+        """Send a message to all members, which does not wait for them to read it unless their pipes are full. Any
+        thread may call."""
+        with self._sending:
+            for member in range(1, len(self._processes) + 1):
+                self._send(member, message)
 
     def merged(self) -> tuple[Merged, ...]:
         """Every member's reply to `MergeAdapter`."""
@@ -124,10 +168,10 @@ class GroupMembers:
         num_members = len(self._processes) + 1
         page = mmap.ALLOCATIONGRANULARITY
         row_bytes = -(-num_elements * dtype.itemsize // page) * page
-        os.ftruncate(self._pools, num_members * row_bytes)
+        os.ftruncate(self.pools, num_members * row_bytes)
         for member in range(1, num_members):
             self._send(member, UsePool(num_elements, member * row_bytes))
-        mapping = mmap.mmap(self._pools, num_members * row_bytes)
+        mapping = mmap.mmap(self.pools, num_members * row_bytes)
         whole = torch.frombuffer(mapping, dtype=dtype).view(num_members, -1)
         return whole[:, :num_elements]
 
@@ -155,10 +199,18 @@ class GroupMembers:
             self._shared.lost.wait(_LEAVING_S)
         self._shared.check()
 
-    def _replies(self, kind: type[ReplyT], silence_s: float = _START_SILENCE_S) -> list[ReplyT]:
+    def _replies(
+        self, kind: type[ReplyT], silence_s: float = _START_SILENCE_S, limit_s: float = float("inf")
+    ) -> list[ReplyT]:
         """One reply of every member, in order."""
         replies: dict[int, ReplyT] = {}
+        ends_s = time.monotonic() + limit_s
         while len(replies) < len(self._processes):
+            if time.monotonic() > ends_s:
+                raise MemberLostError(
+                    f"the {len(self._processes) + 1} members of the tensor-parallel group have not found one another "
+                    f"within {limit_s:.0f} s (NCCL_DEBUG=INFO shows what they wait for)"
+                )
             try:
                 member, message = self._shared.inbox.get(timeout=_LOOK_S)
             except queue.Empty:
@@ -184,6 +236,8 @@ class _Shared:
     def __init__(self, collectives: Collectives, num_members: int) -> None:
         self._collectives = collectives
         self._num_members = num_members
+        #: Of the leader, where members have devices of their own.
+        self.sums: DeviceSums | None = None
         self.inbox: queue.SimpleQueue[tuple[int, FromMember | None]] = queue.SimpleQueue()
         self.lost = threading.Event()
         self._lock = threading.Lock()
@@ -196,6 +250,8 @@ class _Shared:
                 return
             self._error = self._error_of(member, failure, reason)
         self._collectives.lose(self._error)
+        if self.sums is not None:
+            self.sums.lose(self._error)
         self.inbox.put((member, None))
         self.lost.set()
 

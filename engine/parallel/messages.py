@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from ..config import EngineConfig
 from ..memory.packed import AdapterLayout
+from ..runner.gpu_graphs import GraphKey
 from ..server.codec import Codec
 
 
 @dataclass(frozen=True, slots=True)
 class StartMember:
     """To a member, first of all: load your part. The descriptors are open in its process: the group's memory with
-    buffers of `buffer_numbers`, the counters, and the memory of the page pools."""
+    buffers of `buffer_numbers`, the counters, and the memory of the page pools. Where members have devices of their
+    own that memory is of the slots through which adapters come, and `rendezvous` of the file by which they meet."""
 
     model: str
     config: EngineConfig
@@ -21,6 +24,12 @@ class StartMember:
     buffer_numbers: int
     counters: tuple[int, ...]
     pools: int
+    rendezvous: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """To a member with a device of its own, once all have loaded: find the others. `Connected` replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,31 @@ class UsePool:
 
     num_elements: int
     first_byte: int
+
+
+@dataclass(frozen=True, slots=True)
+class UseDevicePool:
+    """To a member with a device of its own: take a pool of `num_elements` numbers there, for steps within these limits.
+    `full_rows`: rows whose attention fills the leader's device, by which it plans."""
+
+    num_elements: int
+    batch_rows: int
+    step_tokens: int
+    full_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopySlot:
+    """To a member: copy `num_elements` numbers from a slot to the pool, from number `start` on."""
+
+    slot: int
+    start: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCopies:
+    """To a member: steps from now on see what was copied so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +79,20 @@ class PlaceAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """To a member: compute a step. `rows`: int64 [num_entries, 10], see `steps.py`; `token_ids`: int64, of all entries
-    one after the other."""
+    """To a member: compute a step; on a device of its own, plan it. `rows`: int64 [num_entries, `steps.COLUMNS`];
+    `token_ids`: int64, of all entries one after the other; `pages`: int64, see `steps.py`."""
 
     rows: bytes
     token_ids: bytes
+    pages: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchStep:
+    """To a member with a device of its own: launch the parts of the step planned last, each by its graph, or kernel by
+    kernel."""
+
+    graphs: tuple[GraphKey | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +108,9 @@ class MergeAdapter:
 
 @dataclass(frozen=True, slots=True)
 class RestoreBase:
-    """To a member: make the weights those of the base."""
+    """To a member: make the weights those of the base; after a merge that failed, keep no memory for others."""
+
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +121,19 @@ class MemberReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Connected:
+    """From a member: it has found the others. `free_bytes`: of the memory of its device, 0 for the host's."""
+
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Merged:
-    """From a member: whether an adapter is merged; `refusal` says why not, and the weights are the base's then."""
+    """From a member: whether an adapter is merged; `refusal` says why not, and the weights are the base's then.
+    `is_out_of_memory`: its device has no memory for merged weights."""
 
     refusal: str | None
+    is_out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +145,19 @@ class MemberFailed:
     is_out_of_memory: bool
 
 
-ToMember = StartMember | UsePool | PlaceAdapter | Step | MergeAdapter | RestoreBase
-FromMember = MemberReady | Merged | MemberFailed
-TO_MEMBER: Codec[ToMember] = Codec(StartMember, UsePool, PlaceAdapter, Step, MergeAdapter, RestoreBase)
-FROM_MEMBER: Codec[FromMember] = Codec(MemberReady, Merged, MemberFailed)
+ToMember = (
+    StartMember
+    | Connect
+    | UsePool
+    | UseDevicePool
+    | PlaceAdapter
+    | CopySlot
+    | JoinCopies
+    | Step
+    | LaunchStep
+    | MergeAdapter
+    | RestoreBase
+)
+FromMember = MemberReady | Connected | Merged | MemberFailed
+TO_MEMBER: Codec[ToMember] = Codec(*get_args(ToMember))
+FROM_MEMBER: Codec[FromMember] = Codec(*get_args(FromMember))

@@ -5,9 +5,12 @@ Pages have the same numbers on all members, so that a member builds the same `St
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import cast
+from itertools import chain, islice
+from typing import ClassVar, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
@@ -15,22 +18,31 @@ from torch import Tensor
 from ..memory.pool import PageRun
 from ..memory.residency import MergedShare, ResidentAdapter
 from ..models.step_batch import StepEntry
+from ..request import Request, SamplingParams
 from ..sequence import Sequence
 from .messages import PlaceAdapter, Step
 
-# Order of an adapter where there is none.
+# Order of an adapter where there is none, and the place of a pending token where none is.
 _NONE = -1
+#: Numbers of an entry.
+COLUMNS = 13
+_NO_PLACES: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class MirroredRow:
-    """A row as `build_step` sees it: what `Sequence` has of the same names. `new_tokens`: those of the step. `scored`:
-    places of its prompt whose log-probabilities are asked.
+    """A row as what plans a step sees it: what `Sequence` has of the same names. `new_tokens`: those of the step.
+    `scored`: places of its prompt whose log-probabilities are asked. How tokens are chosen is the leader's to know: its
+    own row takes the likeliest.
     """
+
+    request: ClassVar[Request] = Request("", (0,), None, SamplingParams())
+    asked_tokens: ClassVar[tuple[int, ...]] = ()
 
     num_stored: int
     prompt_tokens: int
     num_generated: int
+    num_pending: int
     new_tokens: list[int]
     scored: range
 
@@ -55,14 +67,19 @@ class MirroredRow:
         return known + [0] * (end - start - len(known))
 
 
-def encode_step(entries: Items[StepEntry]) -> Step:
-    """A step's message."""
-    rows, token_ids = [], []
+def encode_step(entries: Items[StepEntry], places: Mapping[int, int] = _NO_PLACES) -> Step:
+    """A step's message. `places`: for sequences (by their id()) with a pending token, where the step before left it on
+    the devices.
+
+    Pages of an entry's block table beside its run: those of the prefix cache, then start and length of what the run
+    was extended by.
+    """
+    rows, token_ids, pages = [], [], []
     for entry in entries:
         sequence, first = entry.sequence, entry.sequence.num_stored
-        assert not entry.shared, "no block tables here: shared pages are copied"
-        assert not entry.extensions, "no block tables here: runs are not extended"
-        token_ids += sequence.tokens(first, first + entry.num_tokens)
+        known = sequence.tokens(first, first + entry.num_tokens)
+        token_ids += known + [0] * (entry.num_tokens - len(known))
+        pages += [*entry.shared, *chain.from_iterable((run.start, run.num_pages) for run in entry.extensions)]
         scored = sequence.places_to_score(entry.num_tokens)
         rows.append(
             (
@@ -76,9 +93,42 @@ def encode_step(entries: Items[StepEntry]) -> Step:
                 _NONE if entry.minus is None else entry.minus.resident.order,
                 scored.start,
                 scored.stop,
+                places[id(sequence)] if sequence.num_pending else _NONE,
+                len(entry.shared),
+                len(entry.extensions),
             )
         )
-    return Step(np.array(rows, np.int64).tobytes(), np.array(token_ids, np.int64).tobytes())
+    return Step(*(np.array(numbers, np.int64).tobytes() for numbers in (rows, token_ids, pages)))
+
+
+class PlacedAdapters:
+    """Adapters whose places in the pool the members know. `send`: to all of them."""
+
+    def __init__(self, send: Callable[[PlaceAdapter], None]) -> None:
+        self._send = send
+        self._known: WeakValueDictionary[int, ResidentAdapter] = WeakValueDictionary()
+        self._named: set[int] = set()
+
+    def place(self, entries: Items[StepEntry]) -> None:
+        """Say where the adapters of a step lie, unless the members know."""
+        for entry in entries:
+            if entry.adapter is not None:
+                self._place(entry.adapter)
+            if entry.minus is not None:
+                self._place(entry.minus.resident)
+
+    def _place(self, resident: ResidentAdapter) -> None:
+        if resident.order in self._known:
+            return
+        gone = self._named - set(self._known)
+        numbers = resident.numbers
+        self._send(
+            PlaceAdapter(
+                resident.order, int(numbers.storage_offset()), numbers.numel(), resident.layout, tuple(sorted(gone))
+            )
+        )
+        self._named = (self._named - gone) | {resident.order}
+        self._known[resident.order] = resident
 
 
 class StepDecoder:
@@ -97,25 +147,30 @@ class StepDecoder:
         numbers = self._memory[message.start : message.start + message.num_elements]
         self._residents[message.order] = ResidentAdapter("", message.order, numbers, message.layout)
 
-    def entries(self, step: Step) -> list[StepEntry]:
-        """The entries that `encode_step` was given, as far as `build_step` asks."""
-        token_ids = np.frombuffer(step.token_ids, np.int64).tolist()
-        entries, start = [], 0
-        for num_tokens, num_stored, prompt, generated, page, pages, order, minus, *scored in (
-            np.frombuffer(step.rows, np.int64).reshape(-1, 10).tolist()
+    def entries(self, step: Step) -> tuple[list[StepEntry], dict[int, int]]:
+        """The entries and the places that `encode_step` was given, as far as planning asks."""
+        token_ids = iter(np.frombuffer(step.token_ids, np.int64).tolist())
+        pages = iter(np.frombuffer(step.pages, np.int64).tolist())
+        entries, places = [], {}
+        for num_tokens, num_stored, prompt, generated, start, length, order, minus, *scored, place, shared, runs in (
+            np.frombuffer(step.rows, np.int64).reshape(-1, COLUMNS).tolist()
         ):
-            row = MirroredRow(num_stored, prompt, generated, token_ids[start : start + num_tokens], range(*scored))
-            start += num_tokens
+            new_tokens = list(islice(token_ids, num_tokens))
+            row = MirroredRow(num_stored, prompt, generated, int(place != _NONE), new_tokens, range(*scored))
+            if place != _NONE:
+                places[id(row)] = place
             entries.append(
                 StepEntry(
                     cast("Sequence", row),
                     num_tokens,
-                    PageRun(page, pages),
+                    PageRun(start, length),
                     None if order == _NONE else self._residents[order],
                     None if minus == _NONE else self._share(minus),
+                    tuple(islice(pages, shared)),
+                    tuple(PageRun(next(pages), next(pages)) for _ in range(runs)),
                 )
             )
-        return entries
+        return entries, places
 
     def _share(self, order: int) -> MergedShare:
         """The same object in every step: what is prepared for one step serves the next."""

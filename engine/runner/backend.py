@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,25 +20,26 @@ from torch import Tensor
 from ...kernels.launch import is_interpreted
 from ...kernels.layouts.heads import HeadLayout
 from ...kernels.packed_weight import Products, can_multiply
-from ...kernels.packed_weight.panels import has_panels
+from ...kernels.packed_weight.panels import StoredWeight, has_panels
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.libraries import PromptAttention, choose_prompt_attention
 from ...kernels.paged_attention.types import AttentionRule
 from ...scheduler.cost import CPU_SMOLLM2_135M, H200_LLAMA_3_8B, CostModel
 from ..config import EngineConfig, dtype_on, pool_format
 from ..errors import DeviceError
-from ..memory.allocation import MemoryPlan, plan_pool, zeroed_memory
+from ..memory.allocation import MemoryPlan, host_tier_bytes, plan_pool, zeroed_memory
 from ..memory.copies import AdapterCopies, CopiesAtOnce, CopyStream
 from ..memory.limits import RUN_PAGES, cpu_limits, default_cpu_pool_bytes, gpu_plan, total_host_bytes
 from ..memory.pool import PageLayout
 from ..model_config.model import ModelConfig
 from ..model_config.partition import Partition
-from ..models.decoder import Decoder
+from ..models.decoder import Decoder, Members
 from ..models.exact import ExactDecoder, check_exact_promise, is_arithmetic_fixed
 from ..models.gguf.blocks import Weight
 from ..models.gpu_decoder import GpuDecoder
 from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
+from ..models.part import PartOfModel, PartWeights
 from ..models.weight_cache import Packed, WeightCache
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
@@ -66,19 +67,23 @@ class KernelTraits:
 
 
 class Backend(ABC):
-    """A decoder on its device, and what steps over it need.
+    """A decoder on its device, and what steps over it need. `model`: what it computes, of which `part` is of a whole.
 
     Constructing one loads the weights, so that free memory afterwards means what is left for the pool. Raises
     `ModelFilesError`, and `ExactModeError` where mode `exact` could promise nothing.
     """
 
     decoder: Decoder
-    #: Parts of a group's members, the first of which this process has; none where it has the whole model.
+    #: Parts of a group's members, the first of which this process has; none where it leads no group.
     partitions: tuple[Partition, ...] = ()
 
-    def __init__(self, model_folder: Path, config: EngineConfig, model: ModelConfig) -> None:
+    def __init__(
+        self, model_folder: Path, config: EngineConfig, model: ModelConfig, part: PartOfModel | None = None
+    ) -> None:
         self.config = config
         self.model = model
+        self.part = part
+        self._partition = None if part is None else part.partition
         self.device, self.dtype, self.products, pool = choose_arithmetic(config)
         #: Of keys, values and adapters. Where torch attends it is that of queries.
         self.pool_dtype = pool if can_attend_compiled(model.head_dim, pool) else self.dtype
@@ -86,11 +91,23 @@ class Backend(ABC):
             torch.cuda.set_device(self.device)  # where kernels are launched
         if config.mode == "exact":
             check_exact_promise(model, self.device)
-        self.decoder = self.build_decoder(*self.load(model_folder))
+        weights, packed = self.load(model_folder)
+        #: Bytes of the base's tensors that this process has read, or mapped where they were packed before.
+        self.weight_bytes = _tensor_bytes(weights, packed)
+        self.decoder = self.build_decoder(weights, packed)
+
+    @property
+    def whole(self) -> ModelConfig:
+        """The whole model, where this has a part of it."""
+        return self.model if self._partition is None else self._partition.whole
+
+    @property
+    def _members(self) -> Members | None:
+        return None if self.part is None else self.part.members
 
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """Weights, and linear layers that are packed already."""
-        return load_weights(model_folder, self.model, self.config, self.device, self.dtype), {}
+        return load_weights(model_folder, self.whole, self.config, self.device, self.dtype, self._partition), {}
 
     @abstractmethod
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> Decoder:
@@ -102,9 +119,10 @@ class Backend(ABC):
         """How the kernels read the pool."""
 
     def plan_memory(self) -> MemoryPlan:
-        """Size of the pool and limits of a step, here for a pool in host memory. Raises `PoolExhaustedError` when not
-        even one page fits."""
+        """Size of this process's pool and limits of a step, here for a pool in host memory. Raises
+        `PoolExhaustedError` when not even one page fits."""
         pool_bytes = self.config.pool_bytes or default_cpu_pool_bytes(total_host_bytes())
+        pool_bytes //= self.config.tensor_parallel
         return plan_pool(self.page_layout(), self.pool_dtype.itemsize, cpu_limits(self.config), pool_bytes)
 
     @abstractmethod
@@ -119,6 +137,10 @@ class Backend(ABC):
         """Cost model of a machine of this kind, for mode `auto` without a measured one."""
         return CPU_SMOLLM2_135M if self.device.type == "cpu" else H200_LLAMA_3_8B
 
+    def free_bytes(self) -> int:
+        """Memory of a device of its own that weights leave; 0 where that is the host."""
+        return 0
+
     def copies(self) -> AdapterCopies:
         """How adapters move between host memory and the pool."""
         return CopiesAtOnce()
@@ -129,12 +151,17 @@ class Backend(ABC):
         return 1
 
     def allocate(self, num_elements: int) -> Tensor:
-        """Pools of all members of a group, [num_members, num_elements], all zero; the first is this process's."""
+        """The pools that this process writes to, [number of pools, num_elements], all zero; the first is its own."""
         return torch.zeros(1, num_elements, dtype=self.pool_dtype, device=self.device)
 
     def live_weights(self) -> LiveWeights:
         """What merges adapters into the decoder."""
-        return LiveWeights(self.decoder)
+        return LiveWeights(self.decoder) if self.part is None else PartWeights(self.decoder, self.part)
+
+    @property
+    def host_tier_bytes(self) -> int:
+        """Host memory for adapters that had to leave the pool."""
+        return host_tier_bytes(self.config)
 
     @property
     def hung_process(self) -> str | None:
@@ -155,8 +182,8 @@ class CpuBackend(Backend):
     def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
         """See `Backend`."""
         if self.config.load_format == "auto" and self.products is not None and has_panels():
-            cached = self.weight_cache().weights(model_folder, self.model, self.products)
-            return cached or (stored_weights(model_folder, self.model), {})
+            cached = self.weight_cache().weights(model_folder, self.whole, self.products, self._partition)
+            return cached or (stored_weights(model_folder, self.whole, self._partition), {})
         return super().load(model_folder)
 
     def weight_cache(self) -> WeightCache:
@@ -165,8 +192,10 @@ class CpuBackend(Backend):
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> Decoder:
         """See `Backend`."""
-        decoder = ExactDecoder if self.config.mode == "exact" else Decoder
-        return decoder(self.model, weights, self.dtype, products=self.products, packed=packed)
+        if self.config.mode == "exact":
+            assert self.part is None, "what parts add up rounds otherwise than the whole"
+            return ExactDecoder(self.model, weights, self.dtype, products=self.products, packed=packed)
+        return Decoder(self.model, weights, self.dtype, products=self.products, packed=packed, members=self._members)
 
     @property
     def traits(self) -> KernelTraits:
@@ -204,7 +233,7 @@ class GpuBackend(Backend):
 
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
         """See `Backend`."""
-        decoder = GpuDecoder(self.model, weights, self.dtype, products=None)
+        decoder = GpuDecoder(self.model, weights, self.dtype, products=None, members=self._members)
         if self.config.base_quantization != "none":
             decoder.quantize()
         return decoder
@@ -213,10 +242,17 @@ class GpuBackend(Backend):
         """See `Backend`."""
         if self.device.type != "cuda":
             return super().plan_memory()
-        torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        limits, pool_bytes = gpu_plan(free_bytes, self.config, self.model, self.pool_dtype.itemsize)
+        # the logits of a part are joined
+        model = replace(self.model, vocab_size=self.whole.vocab_size)
+        limits, pool_bytes = gpu_plan(self.free_bytes(), self.config, model, self.pool_dtype.itemsize)
         return plan_pool(self.page_layout(), self.pool_dtype.itemsize, limits, pool_bytes)
+
+    def free_bytes(self) -> int:
+        """See `Backend`."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()  # what loading the weights used for a while counts as free
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def copies(self) -> AdapterCopies:
         """See `Backend`."""
@@ -224,11 +260,12 @@ class GpuBackend(Backend):
 
     @property
     def loader_threads(self) -> int:
-        """Half of this GPU's share of the host's cores, at most 8: reading, checking and packing an adapter of an 8B
+        """Half of this engine's share of the host's cores, at most 8: reading, checking and packing an adapter of an 8B
         takes a core longer than ten of its rows take the GPU."""
         if self.device.type != "cuda":
             return super().loader_threads
-        return max(1, min(8, len(os.sched_getaffinity(0)) // (2 * torch.cuda.device_count())))
+        num_gpus = torch.cuda.device_count() / self.config.tensor_parallel
+        return max(1, min(8, int(len(os.sched_getaffinity(0)) / (2 * num_gpus))))
 
     def runner(
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
@@ -259,9 +296,11 @@ class GpuBackend(Backend):
 MakeBackend = Callable[[Path, EngineConfig, ModelConfig], Backend]
 
 
-def choose_backend(model_folder: Path, config: EngineConfig, model: ModelConfig) -> Backend:
+def choose_backend(
+    model_folder: Path, config: EngineConfig, model: ModelConfig, part: PartOfModel | None = None
+) -> Backend:
     """The backend of the configured device and kernels. Raises what `Backend` and `backend_type` do."""
-    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model)
+    return backend_type(config, choose_arithmetic(config).device)(model_folder, config, model, part)
 
 
 def backend_type(config: EngineConfig, device: torch.device) -> type[Backend]:
@@ -314,6 +353,12 @@ def choose_arithmetic(config: EngineConfig) -> Arithmetic:
         return Arithmetic(device, dtypes[asked], None, dtypes[asked])
     pool = pool_format("cpu", config.dtype, config.base_quantization)
     return Arithmetic(device, torch.float32, _cpu_products(config, asked), dtypes[pool])
+
+
+def _tensor_bytes(weights: Mapping[str, Weight], packed: Packed) -> int:
+    tensors = [weight for weight in weights.values() if isinstance(weight, Tensor)]
+    tensors += [weight.numbers for weight in packed.values() if isinstance(weight, StoredWeight)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def check_fp8(config: EngineConfig, device: torch.device, dtype: str) -> None:

@@ -16,7 +16,7 @@ launched kernel by kernel; the steps between are as usual.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -110,7 +110,8 @@ class CopiedPrompts:
 
 class GpuRunner:
     """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`.
-    `prompts`: a library that computes attention in steps with prompts (None: our kernel)."""
+    `prompts`: a library that computes attention in steps with prompts (None: our kernel). `share`: what gives the
+    leader's tokens to the members of its group."""
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class GpuRunner:
         executor: StepExecutor,
         first: FirstSizes | None = None,
         prompts: PromptAttention | None = None,
+        share: Callable[[Tensor], None] | None = None,
     ) -> None:
         model, device = decoder.model, memory.device
         self.steps_ahead = steps_ahead(model, config)
@@ -132,6 +134,7 @@ class GpuRunner:
         self._weight_addresses = decoder.weight_addresses()
         self._executor = executor
         self._prompt_attention = prompts
+        self._share = share
         first = first or FirstSizes.of(config, model, len(memory))
         self._adapters = GpuAdapters(memory, model, first.num_residents, first.num_chunks)
         self._num_pages = len(memory) // layout.page_elements
@@ -141,7 +144,7 @@ class GpuRunner:
         is_exact = config.mode == "exact"
         self._num_programs = 1 if is_exact else programs
         attention_programs = num_persistent_programs(device, _ATTENTION_PROGRAMS)
-        self._full_rows = None if is_exact else -(-2 * attention_programs // model.num_kv_heads)
+        self.full_rows = None if is_exact else -(-2 * attention_programs // model.num_kv_heads)
         rows = bucket_of(config.batch_rows)
         self._memory = GpuMemory.allocate(
             model, self._adapters.table, first.scratch_rows, self._attention_items(rows), layout.page_tokens
@@ -163,28 +166,48 @@ class GpuRunner:
 
     def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
         """See `StepRunner`."""
+        parts = self._planned(entries)
+        return self._launch_parts(parts, self._graphs_for(parts))
+
+    def _planned(self, entries: Items[StepEntry]) -> list[PlannedStep]:
+        """The step's parts, for which there is room."""
         # all of the step at once: what one part needs must not make the other's adapters leave the table
         rows = self._table_rows(entries)
         parts = [self._plan(part, rows) for part in _parts(entries)]
         for planned in parts:
             self._make_room(planned)
+        if self._live.num_switches != self._seen_switches:
+            self._seen_switches = self._live.num_switches
+            if self._have_moved():
+                self._executor.forget()
+        return parts
+
+    def _graphs_for(self, parts: Items[PlannedStep]) -> list[GraphKey | None]:
+        """By which graph each part is run: the first one only may have one, since graphs put their tokens at the
+        beginning."""
+        planned = parts[0]
+        bucket = None if planned.needs_host else self._bucket(planned)
+        others = [None] * (len(parts) - 1)
+        if bucket is None:
+            return [None, *others]
+        kind = planned.has_lora, planned.wants_logprobs, planned.draws, planned.split_keys > 0
+        return [self._executor.choose(GraphKey(bucket, *kind)), *others]
+
+    def _launch_parts(self, parts: Items[PlannedStep], graphs: Items[GraphKey | None]) -> LaunchedStep:
+        """Launch parts by these graphs, or kernel by kernel."""
         sampled: tuple[Sequence, ...] = ()
         self._asked.clear()
         self._scored = []
-        for planned in parts:
-            self._launch_part(planned, first=len(sampled), may_replay=planned is parts[0])
+        for planned, key in zip(parts, graphs, strict=True):
+            self._launch_part(planned, len(sampled), key)
             sampled += planned.sampled
         self._places = {id(sequence): place for place, sequence in enumerate(sampled)}
         num_top = max(planned.num_top for planned in parts)
         return self._launched(sampled, any(planned.wants_logprobs for planned in parts), num_top)
 
-    def _launch_part(self, planned: PlannedStep, first: int, *, may_replay: bool) -> None:
-        """Launch one part; its tokens stand from place `first` on. Graphs put theirs at the beginning."""
-        bucket = self._bucket(planned) if may_replay and not planned.needs_host else None
-        key = None
-        if bucket is not None:
-            kind = planned.has_lora, planned.wants_logprobs, planned.draws, planned.split_keys > 0
-            key = self._executor.choose(GraphKey(bucket, *kind))
+    def _launch_part(self, planned: PlannedStep, first: int, key: GraphKey | None) -> None:
+        """Launch one part; its tokens stand from place `first` on."""
+        if key is not None:
             sizes = self._bucket_sizes(key.bucket, planned.split_keys)
         else:
             sizes = planned.exact_sizes(len(self._memory.scratch))
@@ -212,7 +235,8 @@ class GpuRunner:
             self._executor.run(key, work)
 
     def compute(self, step: GpuStep, planned: PlannedStep) -> None:
-        """Launch the device's part: forward pass and sampling; the tokens stay on the device for the next step."""
+        """Launch the device's part: forward pass and sampling; the tokens stay on the device for the next step, on
+        every member of a group."""
         fed = self._tokens.index_select(0, step.sources.clamp(min=0)).to(torch.int32)
         token_ids = torch.where(step.sources >= 0, fed, step.token_ids)
         logits = self._decoder.forward_step(replace(step, token_ids=token_ids), self._memory)
@@ -220,6 +244,12 @@ class GpuRunner:
         count = len(step.sampled_rows) - planned.num_scored
         if not len(step.sampled_rows):
             return
+        self._choose_tokens(logits, step, planned, count)
+        if self._share is not None:
+            self._share(self._tokens[step.first_place : step.first_place + count])
+
+    def _choose_tokens(self, logits: Tensor, step: GpuStep, planned: PlannedStep, count: int) -> None:
+        """Choose the tokens of `count` rows, and find what is asked beside them."""
         whole = logits.float().logsumexp(-1) if step.wants_logprobs else None
         raw = logits.clone() if step.wants_logprobs else logits
         _withhold_(logits, step.withheld)
@@ -284,11 +314,11 @@ class GpuRunner:
             for adapters in (plus, minus)
         )
         heads, dtype = self._memory.heads, self._memory.table.pool.dtype
-        geometry = StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self._full_rows)
+        geometry = StepGeometry(self._adapters.chunk_counts, heads, dtype, self._num_programs, self.full_rows)
         return PlannedStep(entries, plus_rows, minus_rows, geometry, self._rules.stop_tokens)
 
     def _make_room(self, planned: PlannedStep) -> None:
-        """Grow scratch to what the step needs (ranks have no limit), and drop graphs whose weights have moved."""
+        """Grow scratch to what the step needs (ranks have no limit)."""
         memory, device = self._memory, self._memory.scratch.device
         if planned.scratch_rows > len(memory.scratch):
             shape = (rounded(2 * planned.scratch_rows), memory.scratch.shape[1])
@@ -300,12 +330,12 @@ class GpuRunner:
             partials = Partials.allocate(2 * planned.num_partials, model.num_heads, model.head_dim, device)
             self._memory = replace(memory, partials=partials)
             self._forget_addresses()
-        if self._live.num_switches != self._seen_switches:
-            self._seen_switches = self._live.num_switches
-            addresses = self._decoder.weight_addresses()
-            if addresses != self._weight_addresses:
-                self._weight_addresses = addresses
-                self._executor.forget()
+
+    def _have_moved(self) -> bool:
+        """Whether weights are where they were not when this was asked last, on any member of a group: all drop graphs
+        that read them, and capture new ones at the same time."""
+        before, self._weight_addresses = self._weight_addresses, self._decoder.weight_addresses()
+        return before != self._weight_addresses
 
     def _forget_addresses(self) -> None:
         self._buffers.clear()

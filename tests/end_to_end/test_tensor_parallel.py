@@ -6,20 +6,26 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from echo_job import Watcher, processes_of
+from echo_job import Watcher, processes_of, wait_until
 from peft_oracle import make_engine, register_all
 
-from lorabatch.engine.request import Request, SamplingParams
+from lorabatch.engine.config import EngineConfig
+from lorabatch.engine.request import ExportedRow, Request, SamplingParams
 from lorabatch.jobs.errors import JobRequestError
 from lorabatch.jobs.record import JobState
 from lorabatch.jobs.spec import JobSpec
+from lorabatch.pipeline.messages import EngineSettings, WorkerReport
 from lorabatch.pipeline.run import run
+from lorabatch.pipeline.supervisor.health import HealthLimits
+from lorabatch.pipeline.supervisor.supervisor import EngineSupervisor
 
 NAMES = (None, "rank1", "rank8", "rank20", "rank64")
 
@@ -99,6 +105,43 @@ def test_a_member_that_is_lost_in_mid_job_costs_no_row(
         assert "member 1 of 2 of the tensor-parallel group ended: it was killed by signal 9" in logs
     else:
         assert "it sent no heartbeat for 15 s" in logs
+
+
+@pytest.mark.long
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_group_on_devices_of_its_own_is_replaced_when_a_member_is_lost(
+    make_model: Callable[..., Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    """In Triton's interpreter, where members add up by gloo: the leader waits for the sum of one that is gone, or that
+    hangs."""
+    base = make_model(tmp_path / "base", hidden_size=32, intermediate_size=40, num_hidden_layers=1)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    rows = [Request(f"{i}", (5 + i, 6, 7), None, sampling) for i in range(6)]
+    expected = {result.request_id: result.text for result in make_engine(base).run(rows)}
+    config = EngineConfig(
+        tensor_parallel=2, num_threads=2, device="cpu", kernels="triton", mode="unmerged", max_batch_rows=2,
+        max_step_tokens=16, pool_bytes=1 << 20,
+    )  # fmt: skip
+    supervisor = EngineSupervisor(
+        EngineSettings(str(base), config), lambda: base, tmp_path, "tcp://worker", HealthLimits(silence_s=4.0)
+    )
+    reports: list[WorkerReport] = []
+    try:
+        shard = supervisor.join("run", reports.append).open(0, map(ExportedRow, rows), [])
+        wait_until(lambda: any(report.running_rows > 0 for report in reports))
+        (member,) = processes_of(os.getpid(), "member")
+        os.kill(member.pid, number)
+        assert shard.num_unfinished
+        wait_until(lambda: not shard.num_unfinished)
+        found = [row.result for row in shard.take(timeout_s=1)]
+        assert {result.request_id: result.text for result in found} == expected
+        assert len(found) == len(rows), "a row is there twice"
+        words = "ended: it was killed by signal 9" if number == signal.SIGKILL else "it sent no heartbeat for 4 s"
+        assert any(words in str(report.error) for report in reports)
+        assert not psutil.pid_exists(member.pid)
+    finally:
+        supervisor.close(10)
 
 
 def test_models_that_are_not_split_are_refused_before_any_work(

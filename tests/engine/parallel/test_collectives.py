@@ -88,6 +88,20 @@ def test_a_member_that_waits_for_a_lost_one_is_told() -> None:
     assert in_group(2, 32, work) == ["told", "gone"]
 
 
+@pytest.mark.parametrize("so_on", [(), (2,), (0, 1, 2)])
+def test_all_know_what_is_so_on_any(so_on: tuple[int, ...]) -> None:
+    assert in_group(3, 32, lambda member, group: group.any_of(member in so_on)) == [bool(so_on)] * 3
+
+
+def test_the_leader_knows_the_fewest_copies_of_any_other_member() -> None:
+    def work(member: int, group: Collectives) -> int:
+        group.note_copied((0, 7, 4)[member])
+        group.any_of(False)
+        return group.least_copied()
+
+    assert in_group(3, 32, work)[0] == 4
+
+
 def test_buffers_have_bounds() -> None:
     assert buffer_numbers(1) == 1 << 16
     assert buffer_numbers(1 << 40) == 1 << 22

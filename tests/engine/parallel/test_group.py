@@ -365,7 +365,6 @@ def test_merging_takes_no_more_meetings_than_dora_needs(
     [
         ({"mode": "exact"}, ExactModeError, "tensor_parallel=2, mode='exact'"),
         ({"base_quantization": "fp8"}, DeviceError, "base_quantization='fp8': served on GPUs only"),
-        ({"kernels": "triton"}, DeviceError, "groups compute on CPUs only"),
         ({"tensor_parallel": 5}, UnsupportedModelError, "the model has 4 query heads"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_member_that_is_stopped_before_it_has_loaded_is_given_up(tiny_llama: P
         os.kill(process.pid, signal.SIGSTOP)
         return process
 
-    members = GroupMembers(tiny_llama, EngineConfig(tensor_parallel=2, num_threads=1), 64, start_stopped)
+    members = GroupMembers(tiny_llama, [EngineConfig(tensor_parallel=2, num_threads=1)] * 2, start_stopped)
     with pytest.raises(MemberLostError, match=r"member 1 of 2 .* gave no sign of life for 1 s"):
         members.wait_until_ready(silence_s=1.0)
     members.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.model_config.model import ModelConfig
+from lorabatch.engine.model_config.partition import Partition
+from lorabatch.engine.models.part import PartOfModel
+from lorabatch.engine.parallel.collectives import shared_memory
+from lorabatch.engine.parallel.device_sums import DeviceSums
 from lorabatch.engine.request import Request, Result, SamplingParams
 from lorabatch.engine.runner import gpu_runner
 from lorabatch.engine.runner.backend import GpuBackend, MakeBackend, choose_backend
@@ -58,6 +64,24 @@ def with_runner(kind: type[GpuRunner]) -> MakeBackend:
             return kind(self.decoder, live, memory, layout, config, stop_tokens, self.executor())
 
     return Backend
+
+
+def as_part(kind: type[GpuRunner]) -> MakeBackend:
+    """The same as the only member of a group, which adds up with itself."""
+
+    def make(folder: Path, config: EngineConfig, model: ModelConfig) -> GpuBackend:
+        partition = Partition(model, 1, 0)
+        sums = DeviceSums(partition, torch.device("cpu"))
+        sums.connect(shared_memory("rendezvous", 0))
+
+        class Backend(GpuBackend):
+            def runner(self, live: Any, memory: Any, layout: Any, config: Any, stop_tokens: Any) -> GpuRunner:
+                settings = self.decoder, live, memory, layout, config, stop_tokens, self.executor()
+                return kind(*settings, share=sums.share)
+
+        return Backend(folder, config, model, PartOfModel(partition, sums))
+
+    return make
 
 
 def rows(count: int, **sampling: Any) -> list[Request]:
@@ -272,8 +296,12 @@ class _DeviceOnly(TorchDispatchMode):
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="a GPU's graphs and copies are watched by the benchmark's own check")
+@pytest.mark.parametrize("make", [with_runner, as_part])
 def test_launching_waits_for_nothing(
-    tiny_llama: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path,
+    tiny_adapters: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[type[GpuRunner]], MakeBackend],
 ) -> None:
     """Prefill, decode, an adapter new to the device: no number comes back to the host before it is read."""
     launched: list[int] = []
@@ -284,7 +312,7 @@ def test_launching_waits_for_nothing(
                 launched.append(len(entries))
                 return super().launch(entries)
 
-    engine = device_engine(tiny_llama, make_backend=with_runner(Watched))
+    engine = device_engine(tiny_llama, make_backend=make(Watched))
     ids = [None, *register_all(engine, {name: tiny_adapters[name] for name in ("rank1", "rank20")}).values()]
     sampling = SamplingParams(max_tokens=200, min_tokens=200, logprobs=True, temperature=0.5, top_k=3)
     engine.add([Request(str(i), PROMPT, adapter_id, sampling) for i, adapter_id in enumerate(ids)])

@@ -1,0 +1,92 @@
+"""A member's part of a model in a tensor-parallel group, and how adapters merge into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..model_config.model import HEAD, PackedMember
+from ..model_config.partition import Partition
+from ..peft.cut import cut_adapter, needs_norms
+from ..peft.weights import AdapterWeights
+from .decoder import Decoder, Members
+from .layers import Linear
+from .merge import LiveWeights
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfModel:
+    """Which part of a model a process has, and those that have the others."""
+
+    partition: Partition
+    members: Members
+
+
+class PartWeights(LiveWeights):
+    """Merges a member's part of adapters into its part of the decoder. All members merge the same at the same time."""
+
+    def __init__(self, decoder: Decoder, part: PartOfModel) -> None:
+        super().__init__(decoder)
+        self._part = part
+
+    @property
+    def takes_packed(self) -> bool:
+        """See `LiveWeights`. Members read what they merge from its files, so that one that is not in the pool needs no
+        way to them."""
+        return False
+
+    def merge(self, adapter_id: str, adapter: AdapterWeights) -> None:
+        """See `LiveWeights`. `adapter`: the whole."""
+        if self.merged_adapter_id != adapter_id:
+            head = adapter.changes.get(f"{HEAD}.weight")
+            super().merge(adapter_id, self._with_norms(cut_adapter(adapter, self._part.partition)))
+            self._part.members.head_outputs = self._part.partition.whole.vocab_size if head is None else head.shape[0]
+
+    def restore(self) -> None:
+        """See `LiveWeights`. All members do at the same time."""
+        super().restore()
+        self._part.members.head_outputs = self._part.partition.whole.vocab_size
+
+    def _with_norms(self, adapter: AdapterWeights) -> AdapterWeights:
+        """Finds what DoRA divides by where a member has a part of it: their squares add up. Nothing that is found wrong
+        with an adapter later keeps a member from this one meeting."""
+        partition = self._part.partition
+        split, padded = needs_norms(adapter, partition)
+        if not split and not padded:
+            return adapter
+        places = dict(self._places())
+        squares = {name: adapter.row_squares(name, places[name]()) for name in split + padded}
+        if split:
+            sizes = [len(squares[name]) for name in split]
+            total = self._part.members.add_up(torch.cat([squares[name] for name in split]))
+            squares |= dict(zip(split, torch.split(total, sizes), strict=True))
+        norms = {name: value.sqrt() for name, value in squares.items()}
+        for name in padded:
+            # rows of zeros stay zeros
+            outputs = partition.linear(name.rpartition(".")[0]).outputs or ()
+            end = 0
+            for piece in outputs:
+                end += piece.end - piece.start
+                norms[name][end : end + piece.num_zeros] = 1.0
+                end += piece.num_zeros
+        return replace(adapter, norms=norms)
+
+    def _places(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Where the base's weights are, by parameter."""
+        for name, tensor in self._pristine_tensors.items():
+            yield name, partial(_same, tensor)
+        for members, linear in (*self._packed_linears(), *self._whole_linears()):
+            for member in members:
+                yield f"{member.module}.weight", partial(_rows_of, linear, member)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _rows_of(linear: Linear, member: PackedMember) -> Tensor:
+    return linear.pristine[member.start : member.end]

@@ -1,0 +1,98 @@
+"""The backend of a group's leader whose members share memory: their pools are in memory that the leader has mapped, so
+that it writes adapters and copies prefix pages for all of them, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig
+from ..memory.copies import AdapterCopies, Arrival, CopiesAtOnce
+from ..memory.pool import PageLayout
+from ..model_config.model import ModelConfig
+from ..models.decoder import Decoder
+from ..models.merge import LiveWeights
+from ..models.step_batch import StepEntry
+from ..runner.backend import CpuBackend
+from ..runner.runner import CpuRunner, LaunchedStep, StepRunner
+from ..runner.sampler import TokenRules
+from .backend import GroupBackend
+from .gpu_backend import GpuGroupBackend
+from .members import GroupMembers, StartProcess, start_process
+from .shard import uses_device_sums
+from .steps import PlacedAdapters, encode_step
+
+
+class CpuGroupBackend(GroupBackend, CpuBackend):
+    """The leader of a group on CPUs."""
+
+    def __init__(
+        self, model_folder: Path, config: EngineConfig, model: ModelConfig, start: StartProcess = start_process
+    ) -> None:
+        super().__init__(model_folder, config, model, start)
+        self._pools = torch.empty(0)
+
+    def allocate(self, num_elements: int) -> Tensor:
+        """See `Backend`: the pools of all members."""
+        self._pools = self.members.allocate(num_elements, self.pool_dtype)
+        return self._pools
+
+    def copies(self) -> AdapterCopies:
+        """See `Backend`."""
+        return CopiesToAll(self._pools)
+
+    def runner(
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
+    ) -> StepRunner:
+        """See `Backend`."""
+        return GroupRunner(self.decoder, memory, layout, rules, self.members)
+
+
+def choose_group(
+    model_folder: Path, config: EngineConfig, model: ModelConfig, start: StartProcess = start_process
+) -> GroupBackend:
+    """The backend of a group's leader on the configured device, with its kernels."""
+    if uses_device_sums(config):
+        return GpuGroupBackend(model_folder, config, model, start)
+    return CpuGroupBackend(model_folder, config, model, start)
+
+
+class CopiesToAll(CopiesAtOnce):
+    """Copies adapters, [num_members, numbers of each], to the same place in `pools`, of which the first is the one that
+    is named."""
+
+    def __init__(self, pools: Tensor) -> None:
+        self._pools = pools
+
+    def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
+        """See `AdapterCopies`."""
+        return super().to_pool(numbers, self._in_all(target))
+
+    def to_host(self, source: Tensor) -> Tensor:
+        """See `AdapterCopies`."""
+        return super().to_host(self._in_all(source))
+
+    def _in_all(self, part: Tensor) -> Tensor:
+        start = int(part.storage_offset())
+        return self._pools[:, start : start + part.numel()]
+
+
+class GroupRunner(CpuRunner):
+    """Runs the leader's part of every step while the members run theirs."""
+
+    def __init__(
+        self, decoder: Decoder, memory: Tensor, layout: PageLayout, rules: TokenRules, members: GroupMembers
+    ) -> None:
+        super().__init__(decoder, memory, layout, rules)
+        self._members = members
+        self._placed = PlacedAdapters(members.send)
+
+    def launch(self, entries: Items[StepEntry]) -> LaunchedStep:
+        """See `StepRunner`."""
+        self._placed.place(entries)
+        self._members.send(encode_step(entries))
+        return super().launch(entries)

@@ -1,0 +1,175 @@
+"""Brings adapters to the pools of members on their own devices, through slots of memory that the leader shares.
+
+    leader   to_pool ── its part: a copy of its own ──────────────────────────────────────────▶ arrived
+             a thread: parts of the others into a slot, say so, into the next …              ▲
+    member                                     copy from the slot to the pool, count it ───────┘
+
+The thread waits for slots and copies, so that steps do not. What it says comes behind the steps launched so far, and
+`join` lets no later step be launched before all is said. Members copy as an engine alone does (`memory.copies`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..memory.copies import AdapterCopies, Arrival
+from .collectives import Collectives, mapped
+from .members import GroupMembers
+from .messages import CopySlot, JoinCopies
+
+SLOTS = 4
+#: Of one member in one slot: a multiple of what any number takes.
+SLOT_BYTES = 8 << 20
+_LOOK_S = 0.0005
+_WAIT_S = 0.5
+
+
+def slots_bytes(num_members: int) -> int:
+    """Of the memory of all slots."""
+    return SLOTS * (num_members - 1) * SLOT_BYTES
+
+
+class Slots:
+    """The slots' memory as tensors [slots, members but the leader, numbers of one]."""
+
+    def __init__(self, descriptor: int, num_members: int, dtype: torch.dtype) -> None:
+        num_bytes = os.fstat(descriptor).st_size
+        self._mapping: mmap.mmap = mapped(descriptor, num_bytes)
+        numbers = torch.frombuffer(self._mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
+        self.numbers = numbers.view(SLOTS, num_members - 1, -1)
+
+    def pin(self) -> None:
+        """Make copies to a GPU run beside the host. (Where that fails they are right too.)"""
+        numbers = self.numbers
+        torch.cuda.cudart().cudaHostRegister(numbers.data_ptr(), numbers.nbytes, 0)  # type: ignore[no-untyped-call]
+
+
+class CopiesToMembers:
+    """Copies adapters, [num_members, numbers of each], to the same place in the pools of all members. `own`: copies to
+    the leader's."""
+
+    are_aside = True
+
+    def __init__(self, own: AdapterCopies, slots: Slots, members: GroupMembers) -> None:
+        self._own = own
+        self._slots = slots
+        self._members = members
+        self._num_sent = 0
+        self._coming: queue.SimpleQueue[_ToMembers | None] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._feed, name="adapters-to-members", daemon=True).start()
+
+    def to_pool(self, numbers: Tensor, target: Tensor) -> Arrival:
+        """See `AdapterCopies`."""
+        arrival = _ToMembers(
+            self._own.to_pool(numbers[0], target), numbers[1:], int(target.storage_offset()), self._members
+        )
+        self._coming.put(arrival)
+        return arrival
+
+    def to_host(self, source: Tensor) -> Tensor:
+        """Not served: members would have to send their parts back. The tier below the pool keeps nothing."""
+        raise NotImplementedError("what leaves the pools of a group on devices is read from its files again")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+        self._coming.put(None)
+
+    def _feed(self) -> None:
+        while (arrival := self._coming.get()) is not None:
+            try:
+                self._send(arrival)
+            except Exception as error:
+                arrival.error = error
+            finally:
+                arrival.is_sent.set()
+
+    def _send(self, arrival: _ToMembers) -> None:
+        size = self._slots.numbers.shape[2]
+        for first in range(0, arrival.numbers.shape[1], size):
+            part = arrival.numbers[:, first : first + size]
+            while self._num_sent - self._members.collectives.least_copied() >= SLOTS:
+                self._members.check()
+                if self._is_closed.is_set():
+                    return
+                time.sleep(_LOOK_S)
+            slot = self._num_sent % SLOTS
+            self._slots.numbers[slot, :, : part.shape[1]].copy_(part)
+            self._members.send(CopySlot(slot, arrival.start + first, part.shape[1]))
+            self._num_sent += 1
+        arrival.last_copy = self._num_sent
+
+
+class _ToMembers:
+    """A copy to the pools of all members in flight. `last_copy`: how many copies members have made when it is done."""
+
+    def __init__(self, own: Arrival, numbers: Tensor, start: int, members: GroupMembers) -> None:
+        self._own = own
+        self.numbers = numbers
+        self.start = start
+        self._members = members
+        self.is_sent = threading.Event()
+        self.last_copy = 0
+        self.error: Exception | None = None
+
+    def is_done(self) -> bool:
+        """See `Arrival`."""
+        if self.error is not None:
+            raise self.error
+        is_copied = self.is_sent.is_set() and self._members.collectives.least_copied() >= self.last_copy
+        return is_copied and self._own.is_done()
+
+    def join(self) -> None:
+        """See `Arrival`."""
+        self._own.join()
+        while not self.is_sent.wait(_WAIT_S):
+            self._members.check()
+        if self.error is not None:
+            raise self.error
+        self._members.send(JoinCopies())
+
+
+class CopiesFromLeader:
+    """A member's copies from the slots to its pool, `memory`."""
+
+    def __init__(
+        self, member: int, slots: Slots, memory: Tensor, copies: AdapterCopies, collectives: Collectives
+    ) -> None:
+        self._slots = slots.numbers[:, member - 1]
+        self._memory = memory
+        self._copies = copies
+        self._note_copied: Callable[[int], None] = collectives.note_copied
+        self._arriving: deque[Arrival] = deque()
+        self._num_copied = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy is in flight, as far as `settle` has seen."""
+        return bool(self._arriving)
+
+    def begin(self, message: CopySlot) -> None:
+        """Copy what the leader has put into a slot."""
+        target = self._memory[message.start : message.start + message.num_elements]
+        self._arriving.append(self._copies.to_pool(self._slots[message.slot, : message.num_elements], target))
+
+    def join(self) -> None:
+        """Have steps launched from now on see all that was begun."""
+        for arrival in self._arriving:
+            arrival.join()
+
+    def settle(self) -> None:
+        """Count the copies that are done: their slots may be used again."""
+        while self._arriving and self._arriving[0].is_done():
+            self._arriving.popleft()
+            self._num_copied += 1
+            self._note_copied(self._num_copied)

@@ -1,0 +1,78 @@
+"""The backend of a group's leader whose members have a GPU each, or run the Triton kernels in their interpreter.
+
+Each has a pool on its own device, which nobody else writes to. See `gpu_runners` for steps, and `device_copies` for how
+adapters come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from pathlib import Path
+
+from torch import Tensor
+
+from ..config import EngineConfig
+from ..memory.copies import AdapterCopies
+from ..memory.pool import PageLayout
+from ..model_config.model import ModelConfig
+from ..models.merge import LiveWeights
+from ..runner.backend import GpuBackend
+from ..runner.runner import StepRunner
+from ..runner.sampler import TokenRules
+from .backend import GroupBackend
+from .device_copies import CopiesToMembers, Slots, slots_bytes
+from .device_sums import DeviceSums
+from .gpu_runners import LeadingRunner
+from .members import GroupMembers, StartProcess
+from .messages import UseDevicePool
+
+
+class GpuGroupBackend(GroupBackend, GpuBackend):
+    """The leader of a group whose members have devices of their own."""
+
+    #: What has left the pools is read from its files again: members would have to send their parts back.
+    host_tier_bytes = 0
+    sums: DeviceSums
+
+    def start_members(
+        self, model_folder: Path, configs: Items[EngineConfig], model: ModelConfig, start: StartProcess
+    ) -> None:
+        """See `GroupBackend`."""
+        self._copies: CopiesToMembers | None = None
+        self.members = GroupMembers(model_folder, configs, start, pools_bytes=slots_bytes(len(configs)))
+
+    def connect(self) -> None:
+        """See `GroupBackend`."""
+        self._free_bytes_of = self.members.connect(self.sums)
+
+    def free_bytes(self) -> int:
+        """Memory that weights leave on the GPU that has the least."""
+        return min(super().free_bytes(), *self._free_bytes_of)
+
+    def copies(self) -> AdapterCopies:
+        """See `Backend`."""
+        slots = Slots(self.members.pools, len(self.partitions), self.pool_dtype)
+        self._copies = CopiesToMembers(super().copies(), slots, self.members)
+        return self._copies
+
+    def runner(
+        self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
+    ) -> StepRunner:
+        """See `Backend`."""
+        prompts = self.prompt_attention(layout, config)
+        runner = LeadingRunner(
+            *(self.decoder, live, memory, layout, config, rules, self.executor()),
+            prompts=prompts,
+            share=self.sums.share,
+            members=self.members,
+        )
+        full_rows = runner.full_rows
+        assert full_rows is not None, "mode exact is refused"
+        self.members.send(UseDevicePool(len(memory), config.batch_rows, config.step_tokens, full_rows))
+        return runner
+
+    def close(self) -> None:
+        """See `Backend`."""
+        if self._copies is not None:
+            self._copies.close()
+        super().close()

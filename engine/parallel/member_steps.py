@@ -1,0 +1,136 @@
+"""How a member computes the steps of its leader: in memory that both have mapped, or on a device of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..memory.pool import PageLayout
+from ..models.decoder import Decoder
+from ..models.merge import LiveWeights
+from ..models.step_batch import build_step
+from ..runner.backend import Backend, GpuBackend
+from .collectives import Collectives, mapped
+from .device_copies import CopiesFromLeader, Slots
+from .device_sums import DeviceSums
+from .gpu_runners import NO_RULES, FollowingRunner
+from .messages import (
+    CopySlot,
+    JoinCopies,
+    LaunchStep,
+    PlaceAdapter,
+    StartMember,
+    Step,
+    ToMember,
+    UseDevicePool,
+    UsePool,
+)
+from .steps import StepDecoder
+
+
+class ComputesSteps(Protocol):
+    """Computes the steps of one pool."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is in flight that `settle` counts."""
+
+    def settle(self) -> None:
+        """Count what is done."""
+
+    def handle(self, message: ToMember) -> bool:
+        """Do what a message asks; False for one that does not concern steps."""
+
+
+class StepsInMemory:
+    """Steps on a CPU: computed when they are told."""
+
+    is_busy = False
+
+    def __init__(self, decoder: Decoder, memory: Tensor, layout: PageLayout) -> None:
+        self._decoder = decoder
+        self._memory = memory
+        self._layout = layout
+        self._steps = StepDecoder(memory)
+
+    def settle(self) -> None:
+        """See `ComputesSteps`."""
+
+    def handle(self, message: ToMember) -> bool:
+        """See `ComputesSteps`."""
+        match message:
+            case PlaceAdapter():
+                self._steps.place(message)
+            case Step():
+                entries, _ = self._steps.entries(message)
+                batch = build_step(entries, self._decoder.model, self._layout, self._memory.dtype)
+                self._decoder.forward(batch, self._memory)
+            case _:
+                return False
+        return True
+
+
+class StepsOnDevice:
+    """Steps on a device: planned when they are told, launched when it is known by which graphs."""
+
+    def __init__(self, runner: FollowingRunner, memory: Tensor, copies: CopiesFromLeader) -> None:
+        self._runner = runner
+        self._copies = copies
+        self._steps = StepDecoder(memory)
+
+    @property
+    def is_busy(self) -> bool:
+        """See `ComputesSteps`."""
+        return self._copies.is_busy
+
+    def settle(self) -> None:
+        """See `ComputesSteps`."""
+        self._copies.settle()
+
+    def handle(self, message: ToMember) -> bool:
+        """See `ComputesSteps`."""
+        match message:
+            case PlaceAdapter():
+                self._steps.place(message)
+            case CopySlot():
+                self._copies.begin(message)
+            case JoinCopies():
+                self._copies.join()
+            case Step():
+                self._runner.plan(*self._steps.entries(message))
+            case LaunchStep():
+                self._runner.launch_planned(message.graphs)
+            case _:
+                return False
+        return True
+
+
+def steps_over(
+    message: UsePool | UseDevicePool, start: StartMember, backend: Backend, live: LiveWeights, collectives: Collectives
+) -> ComputesSteps:
+    """What computes steps over the pool that a message names."""
+    layout = backend.page_layout()
+    if isinstance(message, UsePool):
+        mapping = mapped(start.pools, message.num_elements * backend.pool_dtype.itemsize, message.first_byte)
+        memory = torch.frombuffer(mapping, dtype=backend.pool_dtype, count=message.num_elements)
+        return StepsInMemory(backend.decoder, memory, layout)
+    assert isinstance(backend, GpuBackend)
+    assert backend.part is not None
+    assert isinstance(backend.part.members, DeviceSums)
+    memory = backend.allocate(message.num_elements)[0]
+    slots = Slots(start.pools, start.config.tensor_parallel, memory.dtype)
+    if memory.is_cuda:
+        slots.pin()
+    copies = CopiesFromLeader(start.member, slots, memory, backend.copies(), collectives)
+    config = replace(start.config, max_batch_rows=message.batch_rows, max_step_tokens=message.step_tokens)
+    runner = FollowingRunner(
+        *(backend.decoder, live, memory, layout, config, NO_RULES, backend.executor()),
+        prompts=backend.prompt_attention(layout, config),
+        share=backend.part.members.share,
+        full_rows=message.full_rows,
+        collectives=collectives,
+    )
+    return StepsOnDevice(runner, memory, copies)
