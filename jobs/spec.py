@@ -188,7 +188,8 @@ class JobSpec(_SamplingFields):
     device: str = _option("auto", "Device of the engines: auto, cpu or cuda.", min_length=1)
     tensor_parallel: int = _option(
         1,
-        "Processes of an engine, each with its part of the model, for models that do not fit into one; on CPUs.",
+        "Processes of an engine, each with its part of the model, for models that do not fit into one. On GPUs each "
+        "takes one.",
         ge=1,
     )
     load_format: Literal["auto", "dummy"] = _option("auto", "How weights are read; dummy makes random ones.")
@@ -257,8 +258,11 @@ class JobSpec(_SamplingFields):
     def _unserved_problems(self) -> list[str]:
         """What may be asked of a job and is not served yet."""
         problems = []
-        if self.tensor_parallel != 1:
-            problems += self._group_problems()
+        if self.tensor_parallel != 1 and self.mode == "exact":
+            problems.append(
+                f"tensor_parallel={self.tensor_parallel}, mode={self.mode!r}: what parts add up rounds otherwise than "
+                "the whole. Use mode auto, unmerged or merged, or tensor_parallel 1."
+            )
         if self.device == "cpu" and self.dtype == "float16":
             problems.append(f"dtype={self.dtype!r}: CPUs multiply in float32 or bfloat16. Use dtype auto.")
         if self.base_quantization != "none" and self.mode == "merged":
@@ -273,28 +277,6 @@ class JobSpec(_SamplingFields):
         problem = policy_problem(self.policy, self.mode)
         if problem is not None:
             problems.append(problem)
-        return problems
-
-    def _group_problems(self) -> list[str]:
-        """What engines of several processes do not do."""
-        asked = f"tensor_parallel={self.tensor_parallel}"
-        problems = []
-        if self.device not in ("auto", "cpu") or self.cluster == "local-cuda":
-            name = "device" if self.device != "auto" else "cluster"
-            problems.append(
-                f"{asked}, {name}={getattr(self, name)!r}: models are split among processes on CPUs only. Use "
-                "tensor_parallel 1, or device cpu on a cluster without GPUs."
-            )
-        if self.base_quantization == "fp8":
-            problems.append(
-                f"{asked}, base_quantization='fp8': CPUs, on which models are split, multiply in 8 bits as int8. Use "
-                "base_quantization int8, or tensor_parallel 1 on a GPU."
-            )
-        if self.mode == "exact":
-            problems.append(
-                f"{asked}, mode={self.mode!r}: what parts add up rounds otherwise than the whole. Use mode auto, "
-                "unmerged or merged, or tensor_parallel 1."
-            )
         return problems
 
     @property

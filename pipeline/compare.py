@@ -84,9 +84,9 @@ def compare(
 def _device_kind(spec: JobSpec, client: Client | None) -> DeviceKind:
     """What the job's engines run on."""
     if client is None and spec.is_embedded:
-        return find_device(spec.device).kind
+        return find_device(spec.device, spec.tensor_parallel).kind
     with connected(spec, client) as dask:
-        return find_device_of_workers(dask, spec.device).kind
+        return find_device_of_workers(dask, spec.device, spec.tensor_parallel).kind
 
 
 def _small_job(spec: JobSpec, folder: str, name: str, changes: Mapping[str, str]) -> JobSpec:

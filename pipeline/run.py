@@ -158,7 +158,11 @@ def _launch(client: Client, job: OpenedJob, rows: EarlyCheck, engine_factory: st
     count_losses(client)
     num_workers = count_workers(client)
     spec = job.spec
-    device = find_device(spec.device) if spec.is_embedded else find_device_of_workers(client, spec.device)
+    device = (
+        find_device(spec.device, spec.tensor_parallel)
+        if spec.is_embedded
+        else find_device_of_workers(client, spec.device, spec.tensor_parallel)
+    )
     settings = RunSettings.of(job, num_workers, device)
     model_sha256 = job.record.model.sha256
     engines = EngineSettings(spec.model, settings.engine, engine_factory, spec.storage_options, model_sha256)

@@ -14,7 +14,7 @@ from ..jobs.spec import JobSpec
 from ..jobs.storage.redaction import redacted_url
 from .cluster.background import background_client
 from .cluster.background_state import state_file
-from .cluster.connect import connected, num_embedded_workers
+from .cluster.connect import connected, gpus_each, num_embedded_workers
 from .cluster.versions import check_versions
 from .coordinator.task import finished_before, has_finished
 from .messages import ENGINE_FACTORY
@@ -78,7 +78,7 @@ def submit(
 def _cluster_of(spec: JobSpec, cluster_file: Path, client: Client | None) -> Iterator[tuple[Client, str, str]]:
     """A client of its own, the cluster's address and that of its dashboard, "" when unknown."""
     if client is None and spec.is_embedded:
-        with background_client(cluster_file, num_embedded_workers(spec)) as (found, own):
+        with background_client(cluster_file, num_embedded_workers(spec), gpus_each(spec)) as (found, own):
             check_versions(own)
             yield own, found.address, found.dashboard
         return

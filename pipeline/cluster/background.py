@@ -31,15 +31,15 @@ _CONNECT_TIMEOUT = "5s"
 
 
 @contextmanager
-def background_client(path: Path, num_workers: int) -> Iterator[tuple[BackgroundCluster, Client]]:
-    """The cluster of a state file and a client of it; one is started when none answers.
+def background_client(path: Path, num_workers: int, gpus_each: int = 1) -> Iterator[tuple[BackgroundCluster, Client]]:
+    """The cluster of a state file and a client of it; one is started when none answers, with workers of `gpus_each`.
 
     Commands at the same moment find the same one, and it does not end between being found and being connected to.
     Raises `JobFailedError` when it does not start.
     """
     with ExitStack() as connection:
         with file_lock(_lock_file(path)):
-            found = find_cluster(path) or start_cluster(path, num_workers)
+            found = find_cluster(path) or start_cluster(path, num_workers, gpus_each)
             client = connection.enter_context(existing(found.address, found.security))
         yield found, client
 
@@ -54,14 +54,14 @@ def find_cluster(path: Path) -> BackgroundCluster | None:
         return None
 
 
-def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
+def start_cluster(path: Path, num_workers: int, gpus_each: int = 1) -> BackgroundCluster:
     """Start one and wait until it is ready. Raises `JobFailedError` when it does not start."""
     make_private(path.parent)
     path.unlink(missing_ok=True)
     log_path = path.with_suffix(".log")
     with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(path), str(num_workers)],
+            [sys.executable, "-m", __name__, str(path), str(num_workers), str(gpus_each)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -79,9 +79,9 @@ def start_cluster(path: Path, num_workers: int) -> BackgroundCluster:
     raise JobFailedError(f"cluster='local': the background cluster did not start; {log_path} says why.")
 
 
-def serve(path: Path, num_workers: int, idle_limit_s: float = IDLE_LIMIT_S) -> None:
+def serve(path: Path, num_workers: int, gpus_each: int = 1, idle_limit_s: float = IDLE_LIMIT_S) -> None:
     """Run the cluster until it has been idle for `idle_limit_s`."""
-    with embedded(num_workers) as client:
+    with embedded(num_workers, gpus_each=gpus_each) as client:
         security = client.security
         found = BackgroundCluster(
             address=client.scheduler_info(n_workers=0)["address"],
@@ -127,4 +127,4 @@ def _is_busy(dask_scheduler: Any, own_client: str) -> bool:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

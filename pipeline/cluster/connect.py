@@ -24,7 +24,7 @@ from .devices import device_kind
 from .embedded_cluster import EmbeddedCluster
 from .security import security_of
 from .versions import check_versions
-from .worker_process import SPARE_THREADS, VISIBLE_DEVICES, visible_gpus
+from .worker_process import GPUS_EACH, SPARE_THREADS, VISIBLE_DEVICES, visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
     if client is None and spec.is_embedded:
         num_workers = num_embedded_workers(spec)
         spare_threads = threads_per_engine(spec, num_workers) if has_spares else None
-        with embedded(num_workers, spare_threads=spare_threads) as own:
+        with embedded(num_workers, spare_threads=spare_threads, gpus_each=gpus_each(spec)) as own:
             yield own
         return
     connection: AbstractContextManager[Client]
@@ -138,10 +138,10 @@ def connected(spec: JobSpec, client: Client | None = None, *, has_spares: bool =
 
 
 def num_embedded_workers(spec: JobSpec) -> int:
-    """Workers of a cluster of our own: as asked, else one per GPU, else two.
+    """Workers of a cluster of our own: as asked, else one for each engine that the GPUs make, else two.
 
     Raises `JobRequestError` for `local-cuda` on a machine without GPUs, and for more workers than GPUs: an engine takes
-    the whole memory of one.
+    the whole memory of one, or of as many as it has processes.
     """
     gpus = visible_gpus(os.environ)
     if spec.cluster == "local-cuda" and not gpus:
@@ -149,12 +149,25 @@ def num_embedded_workers(spec: JobSpec) -> int:
             f"cluster={spec.cluster!r}: this machine shows no NVIDIA GPU (/dev/nvidia*, {VISIBLE_DEVICES}). Take "
             "--cluster local for engines on its processor."
         )
-    if gpus and device_kind(spec.device) == "cuda" and (spec.workers or 0) > len(gpus):
+    each = gpus_each(spec)
+    if gpus and device_kind(spec.device) == "cuda" and (spec.workers or 1) * each > len(gpus):
+        shown = f"this machine shows {len(gpus)} GPU{'s' * (len(gpus) > 1)}"
+        if each > len(gpus):
+            raise JobRequestError(
+                f"tensor_parallel={each}: {shown}, and each process of an engine takes one. Take at most "
+                f"--tensor-parallel {len(gpus)}, or --device cpu."
+            )
+        memory = "the memory of a whole one" if each == 1 else f"{each} of them (tensor_parallel={each})"
         raise JobRequestError(
-            f"workers={spec.workers}: this machine shows {len(gpus)} GPU{'s' * (len(gpus) > 1)}, and an engine takes "
-            f"the memory of a whole one. Take at most --workers {len(gpus)}, or --device cpu."
+            f"workers={spec.workers}: {shown}, and an engine takes {memory}. Take at most --workers "
+            f"{len(gpus) // each}, or --device cpu."
         )
-    return spec.workers or len(gpus) or DEFAULT_WORKERS
+    return spec.workers or len(gpus) // each or DEFAULT_WORKERS
+
+
+def gpus_each(spec: JobSpec) -> int:
+    """GPUs of each worker of a cluster of our own, where it has any."""
+    return spec.tensor_parallel if device_kind(spec.device) == "cuda" else 1
 
 
 def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
@@ -168,13 +181,17 @@ def threads_per_engine(spec: JobSpec, num_workers: int) -> int | None:
 
 @contextmanager
 def embedded(
-    num_workers: int, worker_start_limit_s: float = WORKER_START_LIMIT_S, spare_threads: int | None = None
+    num_workers: int,
+    worker_start_limit_s: float = WORKER_START_LIMIT_S,
+    spare_threads: int | None = None,
+    gpus_each: int = 1,
 ) -> Iterator[Client]:
     """A cluster that lives as long as the block. `spare_threads`: of the spare engine process that each worker starts;
-    None for no such process. Raises `JobFailedError` when it cannot be started.
+    None for no such process. `gpus_each`: GPUs of a worker, where there are any. Raises `JobFailedError` when it cannot
+    be started.
     """
     parent = scratch_folder(dask.config.get("temporary-directory"))
-    settings = dask.config.set(_settings(spare_threads))
+    settings = dask.config.set(_settings(spare_threads) | {GPUS_EACH: gpus_each})
     with settings, _environment(_WORKER_LOGGING), temporary_folder(parent) as folder:
         before = _child_pids()
         cluster = start_local_cluster(EmbeddedCluster, num_workers, worker_start_limit_s, folder)

@@ -37,8 +37,9 @@ _SLOW_KERNELS = (
 @dataclass(frozen=True, slots=True)
 class Device:
     """What an engine runs on. `memory_bytes`: of a GPU, or of the machine. `assumption`: a sentence, when it was not
-    found but assumed. `lacks_compiled_kernels`, `instructions`: of a CPU, see `kernels`. `uuid`: of a GPU.
-    `num_sharing`: workers that have named the GPU that most of them have named.
+    found but assumed. `lacks_compiled_kernels`, `instructions`: of a CPU, see `kernels`. `uuids`: of the GPUs of an
+    engine, of which `name` and `memory_bytes` are those with the least memory. `num_sharing`: workers that have named
+    the GPU that most of them have named, `shared_uuid`.
     """
 
     kind: DeviceKind
@@ -47,8 +48,9 @@ class Device:
     assumption: str = ""
     lacks_compiled_kernels: bool = False
     instructions: tuple[str, ...] = ()
-    uuid: str = ""
+    uuids: tuple[str, ...] = ()
     num_sharing: int = 1
+    shared_uuid: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -56,10 +58,16 @@ class Device:
         notes = [_SLOW_KERNELS] if self.lacks_compiled_kernels else []
         if self.num_sharing > 1:
             notes.append(
-                f"{self.num_sharing} workers use one GPU, {self.uuid}: the engine that starts last finds the memory "
-                "that others leave. Start one worker for each GPU, with CUDA_VISIBLE_DEVICES or dask-cuda"
+                f"{self.num_sharing} workers use one GPU, {self.shared_uuid}: the engine that starts last finds the "
+                f"memory that others leave. {self._advice}"
             )
         return tuple(notes)
+
+    @property
+    def _advice(self) -> str:
+        if len(self.uuids) > 1:
+            return f"Start each worker with {len(self.uuids)} GPUs of its own, with CUDA_VISIBLE_DEVICES"
+        return "Start one worker for each GPU, with CUDA_VISIBLE_DEVICES or dask-cuda"
 
     @property
     def title(self) -> str:
@@ -75,21 +83,25 @@ def device_kind(asked: str) -> DeviceKind:
     return "cuda" if _NVIDIA_DRIVER.exists() else "cpu"
 
 
-def find_device(asked: str) -> Device:
-    """The device of this machine's engines, as `--device` asks. Runs on workers too."""
+def find_device(asked: str, num_gpus: int = 1) -> Device:
+    """The device of this machine's engines, as `--device` asks, `num_gpus` of which an engine takes, or as many as
+    there are. Runs on workers too."""
     if device_kind(asked) == "cpu":
         return Device("cpu", "CPU", total_host_bytes(), "", lacks_compiled_kernels(), cpu_instructions())
-    found = _gpu(asked)
-    if found is not None:
-        return found
-    return _assumed_gpu("no NVIDIA driver answers here")
+    _, _, number = asked.partition(":")
+    first = int(number) if number.isdecimal() else 0
+    found = [gpu for place in range(first, first + num_gpus) if (gpu := _gpu(place)) is not None]
+    if not found:
+        return _assumed_gpu("no NVIDIA driver answers here")
+    least = min(found, key=lambda gpu: gpu.memory_bytes)
+    return replace(least, uuids=tuple(uuid for gpu in found for uuid in gpu.uuids))
 
 
-def find_device_of_workers(client: Client, asked: str) -> Device:
-    """The device of a cluster's workers; of several kinds, that with the least memory."""
+def find_device_of_workers(client: Client, asked: str, num_gpus: int = 1) -> Device:
+    """The device of a cluster's workers; of several kinds, that with the least memory. `num_gpus`: of an engine."""
     try:
         replies: dict[str, Any] = client.sync(
-            client._run, find_device, asked, on_error="return", callback_timeout=_ANSWER_LIMIT_S
+            client._run, find_device, asked, num_gpus, on_error="return", callback_timeout=_ANSWER_LIMIT_S
         )
     except TimeoutError:
         logger.warning("some workers did not reply with their device within %.0f s", _ANSWER_LIMIT_S)
@@ -98,13 +110,15 @@ def find_device_of_workers(client: Client, asked: str) -> Device:
 
 
 def least_device(found: Iterable[Device], asked: str) -> Device:
-    """Of the devices that workers have named, one with the least memory, of such one without compiled kernels; an
-    assumption where none was named. It says which GPU several workers have named.
+    """Of the devices that workers have named, one with the fewest GPUs and the least memory, of such one without
+    compiled kernels; an assumption where none was named. It says which GPU several workers have named.
     """
-    devices = sorted(found, key=lambda d: (bool(d.assumption), d.memory_bytes, not d.lacks_compiled_kernels))
+    devices = sorted(
+        found, key=lambda d: (bool(d.assumption), len(d.uuids), d.memory_bytes, not d.lacks_compiled_kernels)
+    )
     if devices:
-        times = Counter(device.uuid for device in devices if device.uuid).most_common(1)
-        return replace(devices[0], uuid=times[0][0], num_sharing=times[0][1]) if times else devices[0]
+        times = Counter(uuid for device in devices for uuid in device.uuids).most_common(1)
+        return replace(devices[0], shared_uuid=times[0][0], num_sharing=times[0][1]) if times else devices[0]
     reason = "no worker of the cluster has named its device"
     if device_kind(asked) == "cuda":
         return _assumed_gpu(reason)
@@ -122,11 +136,9 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def _gpu(asked: str) -> Device | None:
-    """The GPU `cuda:N` of those that this process may use, by NVML; None where it cannot be asked."""
+def _gpu(place: int) -> Device | None:
+    """The GPU at a place among those that this process may use, by NVML; None where it cannot be asked."""
     visible = visible_gpus(os.environ)
-    _, _, number = asked.partition(":")
-    place = int(number) if number.isdecimal() else 0
     if place >= len(visible):
         return None
     try:
@@ -150,4 +162,4 @@ def _gpu(asked: str) -> Device | None:
     if problem:
         return None
     shown = name.value.decode(errors="replace")
-    return Device("cuda", shown, int(memory.total), uuid=uuid.value.decode(errors="replace"))
+    return Device("cuda", shown, int(memory.total), uuids=(uuid.value.decode(errors="replace"),))

@@ -24,6 +24,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal
 
+import dask
 from distributed import Nanny, Worker
 from distributed.protocol.pickle import dumps
 
@@ -33,6 +34,8 @@ from ...jobs.input.without_pandas import leave_out_pandas
 logger = logging.getLogger(__name__)
 # In Dask's configuration of workers that start a spare engine process (`worker/spare.py`): its threads.
 SPARE_THREADS = "lorabatch.spare-engine-threads"
+# Likewise: GPUs of each worker, as many as an engine has processes.
+GPUS_EACH = "lorabatch.gpus-each"
 # How long a worker may take to end in order, which keeps its finished rows. By default 5 s, too little where many
 # processes want the cores.
 _END_LIMIT_S = 20.0
@@ -48,13 +51,13 @@ def worker_log_path(worker: Worker) -> Path:
 
 
 def dask_setup(worker: Worker) -> None:
-    """Write to a log file instead of the terminal, leave Ctrl-C to the command, keep to one GPU, and be light."""
+    """Write to a log file instead of the terminal, leave Ctrl-C to the command, keep to its own GPUs, and be light."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_out_pandas()
     worker.http_server.stop()  # it has no key, and nothing to show: see `_SETTINGS` of `connect`
-    gpu = gpu_of_worker(int(worker.name), visible_gpus(os.environ))
-    if gpu is not None:
-        os.environ[VISIBLE_DEVICES] = gpu  # the engine is a child of this process
+    gpus = gpus_of_worker(int(worker.name), visible_gpus(os.environ), dask.config.get(GPUS_EACH, 1))
+    if gpus:
+        os.environ[VISIBLE_DEVICES] = ",".join(gpus)  # the engine is a child of this process
     path: Path = worker_log_path(worker)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -149,9 +152,10 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     return tuple(str(i) for i, _ in enumerate(match for match in found if match))
 
 
-def gpu_of_worker(number: int, gpus: tuple[str, ...]) -> str | None:
-    """The one GPU of an embedded worker; workers beyond the GPUs share them in turn. None without any."""
-    return gpus[number % len(gpus)] if gpus else None
+def gpus_of_worker(number: int, gpus: tuple[str, ...], num_each: int) -> tuple[str, ...]:
+    """The GPUs of an embedded worker, `num_each` if there are as many; workers beyond the GPUs share them in turn."""
+    first = number % max(1, len(gpus) // num_each) * num_each
+    return gpus[first : first + num_each]
 
 
 def leave_on_sigterm(worker: Worker) -> None:

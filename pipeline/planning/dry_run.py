@@ -103,9 +103,9 @@ def dry_run(values: Mapping[str, Any], job_file: Path | None = None, speeds: str
 def _workers(spec: JobSpec) -> tuple[int, Device]:
     """How many there will be, and what their engines run on."""
     if spec.is_embedded:
-        return num_embedded_workers(spec), find_device(spec.device)
+        return num_embedded_workers(spec), find_device(spec.device, spec.tensor_parallel)
     with connected(spec) as client:
-        return spec.workers or count_workers(client), find_device_of_workers(client, spec.device)
+        return spec.workers or count_workers(client), find_device_of_workers(client, spec.device, spec.tensor_parallel)
 
 
 def _index(job: OpenedJob) -> IndexTotals:

@@ -121,10 +121,12 @@ class RunSettings:
     def of(cls, job: OpenedJob, num_workers: int, device: Device) -> RunSettings:
         """For a job on so many workers. Raises `JobRequestError` for a cost model that cannot be read."""
         spec, model = job.spec, read_model_config(job.model_folder)
-        if spec.tensor_parallel > 1 and device.kind != "cpu":
+        num_gpus = len(device.uuids)
+        if device.kind == "cuda" and not device.assumption and num_gpus < spec.tensor_parallel > 1:
             raise JobRequestError(
-                f"tensor_parallel={spec.tensor_parallel}: engines would compute on {device.title}, and models are "
-                "split on CPUs only. Use --device cpu, or tensor_parallel 1."
+                f"tensor_parallel={spec.tensor_parallel}: a worker sees {num_gpus} GPU{'s' * (num_gpus != 1)}, "
+                "expected one for each process of its engine. Lower it, or start workers that see as many "
+                "(CUDA_VISIBLE_DEVICES)."
             )
         threads = threads_per_engine(spec, num_workers)
         chosen = choose_cost(spec, job.record.model.sha256, model, device.kind, threads)
@@ -210,7 +212,8 @@ class RunSettings:
         if self.engine.tensor_parallel > 1:
             threads = self.engine.member_threads
             each = f", each with {threads} {'thread' if threads == 1 else 'threads'}" if threads else ""
-            notes.append(f"an engine is {self.engine.tensor_parallel} processes that share the model{each}")
+            gpus = " and take a GPU each" if self.device.kind == "cuda" else ""
+            notes.append(f"an engine is {self.engine.tensor_parallel} processes that share the model{gpus}{each}")
         if self.products != dtype_on(self.device.kind, "auto"):
             notes.append(f"linear layers multiply in {self.products} ({self.device.title})")
             notes += [self.rounding] if self.rounding else []
@@ -458,7 +461,7 @@ def some_of(slowness: Sequence[float], count: int) -> list[float]:
 
 def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path) -> Mode:
     """The mode of engines. `auto` merges nothing into a base held in few bits, since merged weights are held in 32, nor
-    on a GPU without room for merged ones.
+    on a GPU without room for merged ones, nor among several GPUs, where each reads what it merges from files.
     """
     if spec.mode != "auto":
         return spec.mode
@@ -468,7 +471,8 @@ def _mode(spec: JobSpec, device: Device, model: ModelConfig, model_folder: Path)
         return "auto"
     if device.kind == "cuda":
         itemsize = ITEM_BYTES[pool_format(device.kind, spec.dtype, spec.base_quantization)]
-        return "auto" if has_room_to_merge(device.memory_bytes, model, itemsize) else "unmerged"
+        has_room = has_room_to_merge(device.memory_bytes, model, itemsize)
+        return "auto" if has_room and spec.tensor_parallel == 1 else "unmerged"
     is_widened = products_format(device.kind, spec.dtype, spec.base_quantization) != "float32"
     return "unmerged" if has_blocks(model_folder) and not is_widened else "auto"
 

@@ -25,7 +25,8 @@ _CPU_FORMATS = {"bfloat16": 0.6, "int8": 0.45}
 # Of the time in bfloat16, by arithmetic: half the bytes of the linear weights, and products at twice the rate.
 _GPU_FORMATS = {"fp8": 0.7}
 _GPU_PRESET_PARAMETERS = 8.0e9
-# Of a tensor-parallel group, for each of its processes: they meet twice in a layer, at the embedding and the head.
+# Of a tensor-parallel group on a CPU, for each of its processes: they meet twice in a layer, at the embedding and the
+# head. What sums among GPUs take was never measured.
 _MEETING_S = 30e-6
 
 
@@ -50,7 +51,9 @@ def choose_cost(
     if path.exists():
         return ChosenCost(read_profile(path).cost, f"measured on this machine, {path}")
     preset = _preset(model, spec.tensor_parallel, kind, products, threads)
-    meetings_s = _MEETING_S * spec.tensor_parallel * (2 * model.num_layers + 2) if spec.tensor_parallel > 1 else 0.0
+    if spec.tensor_parallel == 1 or kind != "cpu":
+        return preset
+    meetings_s = _MEETING_S * spec.tensor_parallel * (2 * model.num_layers + 2)
     return replace(preset, cost=replace(preset.cost, step_s=preset.cost.step_s + meetings_s))
 
 
@@ -63,8 +66,9 @@ def _preset(model: ModelConfig, num_members: int, kind: DeviceKind, products: st
         factor = parameters / _CPU_PRESET_PARAMETERS * _CPU_PRESET_THREADS / (threads or _CPU_PRESET_THREADS)
         factor *= _CPU_FORMATS.get(products, 1.0)
         return ChosenCost(CPU_SMOLLM2_135M.scaled(factor), f"a guess from a 135M model, one core each; {advice}", True)
-    factor = parameters / _GPU_PRESET_PARAMETERS * _GPU_FORMATS.get(products, 1.0)
-    return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200; {advice}", True)
+    factor = parameters / num_members / _GPU_PRESET_PARAMETERS * _GPU_FORMATS.get(products, 1.0)
+    sums = f", without what sums among {num_members} GPUs take" if num_members > 1 else ""
+    return ChosenCost(H200_LLAMA_3_8B.scaled(factor), f"a guess from an 8B model on an H200{sums}; {advice}", True)
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> Mapping[str, Any]:

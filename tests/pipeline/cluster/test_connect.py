@@ -25,6 +25,7 @@ from lorabatch.jobs.spec import JobSpec
 from lorabatch.pipeline.cluster.connect import (
     embedded,
     existing,
+    gpus_each,
     num_embedded_workers,
     open_client,
     scheduler_loss_reported,
@@ -53,6 +54,17 @@ def test_engines_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_embedded_workers(make_spec(device="cpu", workers=5)) == 5
     with pytest.raises(JobRequestError, match=r"workers=3: this machine shows 2 GPUs.*at most --workers 2"):
         num_embedded_workers(make_spec(device="cuda", workers=3))
+
+
+def test_engines_of_several_processes_have_as_many_gpus_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,4,5,6")
+    pairs = make_spec(device="cuda", tensor_parallel=2)
+    assert (num_embedded_workers(pairs), gpus_each(pairs)) == (2, 2)
+    assert gpus_each(make_spec(device="cpu", tensor_parallel=2)) == 1
+    with pytest.raises(JobRequestError, match=r"workers=3: this machine shows 5 GPUs, and an engine takes 2 of them"):
+        num_embedded_workers(make_spec(device="cuda", tensor_parallel=2, workers=3))
+    with pytest.raises(JobRequestError, match=r"tensor_parallel=6: this machine shows 5 GPUs.*--tensor-parallel 5"):
+        num_embedded_workers(make_spec(device="cuda", tensor_parallel=6))
 
 
 def test_an_embedded_cluster_shares_the_cores_and_other_clusters_decide_for_themselves() -> None:

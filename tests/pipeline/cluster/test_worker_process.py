@@ -17,7 +17,7 @@ from distributed import Worker, WorkerPlugin
 
 from lorabatch.pipeline.cluster import worker_process
 from lorabatch.pipeline.cluster.connect import embedded
-from lorabatch.pipeline.cluster.worker_process import gpu_of_worker, visible_gpus
+from lorabatch.pipeline.cluster.worker_process import gpus_of_worker, visible_gpus
 
 
 def test_every_device_file_is_a_gpu_and_control_files_are_none(tmp_path: Path) -> None:
@@ -39,8 +39,13 @@ def test_what_the_environment_allows_counts_more_than_what_is_there(
 
 
 def test_workers_take_gpus_in_turn() -> None:
-    assert [gpu_of_worker(i, ("4", "7")) for i in range(3)] == ["4", "7", "4"]
-    assert gpu_of_worker(0, ()) is None
+    assert [gpus_of_worker(i, ("4", "7"), 1) for i in range(3)] == [("4",), ("7",), ("4",)]
+    assert gpus_of_worker(0, (), 1) == gpus_of_worker(1, (), 2) == ()
+
+
+def test_a_worker_has_a_gpu_for_each_process_of_its_engine() -> None:
+    gpus = ("4", "7", "5", "6", "1")
+    assert [gpus_of_worker(i, gpus, 2) for i in range(3)] == [("4", "7"), ("5", "6"), ("4", "7")]
 
 
 def test_workers_do_not_import_the_main_module_also_when_they_start_again() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lorabatch.console.plan_tables import plan_json, print_plan
 from lorabatch.engine.config import BLOCKS_KEY, read_model_config
 from lorabatch.engine.memory.limits import live_weight_bytes, weight_bytes
 from lorabatch.jobs.errors import ErrorBudgetError, JobRequestError
+from lorabatch.pipeline.cluster.devices import Device
 from lorabatch.pipeline.planning.dry_run import dry_run
 
 NAMES = (None, "rank1", "rank8", "rank20")
@@ -75,6 +77,23 @@ def test_nothing_is_merged_on_a_gpu_that_would_lose_its_pool_to_merged_weights(
         on_gpu = options | {"device": "cuda:77", "pool_bytes": 1 << 20}
         modes = {mode: dry_run(on_gpu | {"mode": mode}).settings.engine.mode for mode in ("auto", "merged", "unmerged")}
         assert modes == {"auto": expected, "merged": "merged", "unmerged": "unmerged"}
+
+
+def test_groups_on_gpus_take_as_many_as_they_have_processes(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Device("cuda", "H100", 2 << 30, uuids=("a", "b"))
+    monkeypatch.setattr("lorabatch.pipeline.planning.dry_run.find_device", lambda asked, num_gpus: gpu)
+    pair, alone = (dry_run(options | {"tensor_parallel": n}).settings for n in (2, 1))
+    assert pair.notes[0].startswith("an engine is 2 processes that share the model and take a GPU each")
+    assert (pair.engine.mode, alone.engine.mode) == ("unmerged", "auto")
+    assert "without what sums among 2 GPUs take" in pair.cost_origin
+    assert pair.cost.decode_row_s < alone.cost.decode_row_s
+    assert pair.limits.pool_bytes > 2 * alone.limits.pool_bytes, "two GPUs, and half of the weights on each"
+    assert pair.limits.token_bytes == alone.limits.token_bytes
+    gpu = replace(gpu, uuids=("a",))
+    with pytest.raises(JobRequestError, match="tensor_parallel=2: a worker sees 1 GPU, expected one for each"):
+        dry_run(options | {"tensor_parallel": 2})
 
 
 def test_lengths_are_known_when_the_stop_token_is_ignored(options: dict[str, Any]) -> None:

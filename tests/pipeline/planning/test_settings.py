@@ -174,11 +174,21 @@ def test_of_several_workers_the_smallest_device_counts(asked: str) -> None:
 
 
 def test_workers_that_share_a_gpu_are_noticed() -> None:
-    one, other = (Device("cuda", "H100", 80 << 30, uuid=f"GPU-{i}") for i in range(2))
+    one, other = (Device("cuda", "H100", 80 << 30, uuids=(f"GPU-{i}",)) for i in range(2))
     assert least_device([one, other], "cuda").notes == ()
     [note] = least_device([one, other, other, one, other], "cuda").notes
     assert note.startswith("3 workers use one GPU, GPU-1:")
     assert "CUDA_VISIBLE_DEVICES" in note
+
+
+def test_workers_whose_engines_share_one_of_their_gpus_are_noticed() -> None:
+    first, second, third = (
+        Device("cuda", "H100", 80 << 30, uuids=uuids) for uuids in (("a", "b"), ("b", "c"), ("d", "e"))
+    )
+    assert least_device([first, third], "cuda").notes == ()
+    [note] = least_device([first, second, third], "cuda").notes
+    assert note.startswith("2 workers use one GPU, b:")
+    assert "Start each worker with 2 GPUs of its own" in note
 
 
 def test_some_workers_stand_for_all_of_them() -> None:
