@@ -36,9 +36,11 @@ class Recorder:
         forward = type(self.engine.backend.decoder).forward.__get__(self.engine.backend.decoder)
 
         def record(batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
-            everywhere = forward(replace(batch, sampled_rows=torch.arange(len(batch.token_ids))), pool)
+            rows = torch.arange(len(batch.token_ids))
+            everywhere = forward(replace(batch, asked=None, sampled_rows=rows), pool)
             self.logits = dict(zip(batch.positions.tolist(), everywhere, strict=True)) | self.logits
-            return everywhere[batch.sampled_rows]
+            asked = rows if batch.asked is None else batch.asked.rows
+            return everywhere[asked[batch.sampled_rows]]
 
         self.engine.backend.decoder.forward = record  # type: ignore[method-assign]
 
