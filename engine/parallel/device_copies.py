@@ -77,8 +77,10 @@ class CopiesToMembers:
         return arrival
 
     def to_host(self, source: Tensor) -> Tensor:
-        """Not served: members would have to send their parts back. The tier below the pool keeps nothing."""
-        raise NotImplementedError("what leaves the pools of a group on devices is read from its files again")
+        """See `AdapterCopies`. Only of an adapter without numbers: the tier below these pools keeps nothing else, since
+        members would have to send their parts back."""
+        assert not source.numel(), "what leaves the pools of a group on devices is read from its files again"
+        return torch.empty(1 + self._slots.numbers.shape[1], 0, dtype=source.dtype)
 
     def close(self) -> None:
         """End the thread."""
