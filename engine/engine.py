@@ -34,7 +34,7 @@ from .memory.prefix_cache import shares_prefixes
 from .memory.registry import AdapterRegistry
 from .memory.residency import AdapterResidency
 from .model_config.model import ModelConfig
-from .models.rope import restarts_at
+from .models.rope import restart_lengths
 from .models.step_batch import StepEntry
 from .request import ExportedRow, Request, Result, ServedMode, TopLogprobs
 from .runner.backend import Backend, MakeBackend, choose_backend
@@ -80,6 +80,7 @@ class Engine:
             shows_memory=cost.mixed_step_s > 0,
             merges_packed=self._live.takes_packed,
         )
+        self._restart_lengths = restart_lengths(self.model.layer_ropes)
         self._lengths = LengthEstimator()
         #: Chooses the rows and the mode of each step.
         self.batcher = batcher or choose_batcher(
@@ -383,7 +384,7 @@ class Engine:
             self._lengths.finished(len(sequence.token_ids))
             self._batch.finished(sequence)
             return self._finish(sequence, result)
-        if restarts_at(self.model.layer_ropes, sequence.total_tokens):
+        if sequence.total_tokens in self._restart_lengths:
             sequence.num_stored = 0
         return None
 

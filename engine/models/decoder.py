@@ -18,8 +18,9 @@ from ...kernels.paged_attention.types import AttentionPlan
 from ...kernels.rotary import rotate_and_store_
 from ...kernels.segment_lora import LoraSpan, PreparedLora
 from ..model_config.model import HEAD, PACKED_SITES, LayerNorms, ModelConfig, PackedSite, RopeConfig, packed_members
+from .compiled_layers import CompiledLayers
 from .gguf.blocks import Weight, joined, looked_up, pack_joined, plain
-from .layers import Linear, activation_of, norm_of
+from .layers import DecoderLayer, Linear, activation_of, norm_of
 from .rope import Rope
 from .step_batch import AdapterSpan, StepBatch
 
@@ -43,16 +44,6 @@ class Members(Protocol):
 
     def join_logits(self, x: Tensor) -> Tensor:
         """On the leader the columns of all members side by side; on others what they give."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer: packed linear layers by site, full names of its norms, and which of the ropes turns its heads."""
-
-    index: int
-    linears: dict[PackedSite, Linear]
-    norms: LayerNorms
-    rope: int | None
 
 
 class Decoder:
@@ -111,6 +102,8 @@ class Decoder:
         self.tensors = {name: plain(w, None if name in tables else dtype) for name, w in weights.items()}
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
+        #: All but the last layer in one call (or that, too), where that can be; None: each by itself.
+        self.compiled_layers = CompiledLayers.of(model, self.layers, self.tensors) if members is None else None
         self._lora_spans: tuple[AdapterSpan, ...] = ()
         self._lora = PreparedLora([])
         # rounded to the dtype first, as the families that scale define it
@@ -120,13 +113,15 @@ class Decoder:
         """Logits of the sampled rows, [num_sampled, vocab_size]; stores the step's keys and values in `pool`."""
         x = self._embed(batch.token_ids, batch.positions)  # [T, hidden]
         rotaries = [rope.tables(batch.positions, batch.row_lengths, self.dtype) for rope in self._ropes]
-        kv_rows = batch.kv_rows.clone()
         spans = batch.spans
-        for layer in self.layers:
+        num_done = 0
+        if self.compiled_layers is not None:
+            num_done = self.compiled_layers.forward_(x, batch, pool, rotaries, self._lora_of(spans))
+        for layer in self.layers[num_done:]:
             norms, plan = layer.norms, batch.attention[self.model.sliding_windows[layer.index]]
             h = self._norm(x, norms.before_attention)
             rotary = None if layer.rope is None else rotaries[layer.rope]
-            q = self._queries(h, layer, batch, pool, rotary, kv_rows)
+            q = self._queries(h, layer, batch, pool, rotary)
             if batch.asked is not None and layer is self.layers[-1]:
                 x, q = x.index_select(0, batch.asked.rows), q.index_select(0, batch.asked.rows)
                 spans, plan = batch.asked.spans, batch.asked.attention
@@ -137,7 +132,6 @@ class Decoder:
             h = self._norm(x, norms.before_mlp)
             x += self._norm(self._mlp(h, layer, spans), norms.mlp_output)
             x = self._norm(x, norms.after_mlp)
-            kv_rows += batch.kv_layer_stride
         return self._logits(x.index_select(0, batch.sampled_rows))
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -176,9 +170,7 @@ class Decoder:
     def _norm(self, x: Tensor, module: str | None) -> Tensor:
         return x if module is None else self._norm_of_kind(x, module)
 
-    def _queries(
-        self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotary: Rotary | None, kv_rows: Tensor
-    ) -> Tensor:
+    def _queries(self, h: Tensor, layer: DecoderLayer, batch: StepBatch, pool: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries of all rows, [T, H, D]; stores their keys and values."""
         model, num_heads, num_kv_heads = self.model, self.model.num_heads, self.model.num_kv_heads
         qkv = self._with_lora(layer, "qkv", h, batch.spans).view(len(h), num_heads + 2 * num_kv_heads, model.head_dim)
@@ -186,7 +178,7 @@ class Decoder:
             q, k = qkv[:, :num_heads], qkv[:, num_heads:-num_kv_heads]
             q.copy_(self._norm(q, layer.norms.query))
             k.copy_(self._norm(k, layer.norms.key))
-        rotate_and_store_(qkv, rotary, pool, kv_rows, num_heads)
+        rotate_and_store_(qkv, rotary, pool, batch.key_places, layer.index, num_heads)
         return qkv[:, :num_heads]
 
     def _attend(

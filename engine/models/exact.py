@@ -22,9 +22,9 @@ from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.segment_lora import LoraSegment, add_lora_
 from ..errors import ExactModeError
 from ..model_config.model import ModelConfig, PackedSite
-from .decoder import Decoder, DecoderLayer
+from .decoder import Decoder
 from .gguf.blocks import Weight
-from .layers import Activate
+from .layers import Activate, DecoderLayer
 from .step_batch import AdapterSpan
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ from ...kernels.lora_shrink import lora_shrink
 from ...kernels.paged_attention import AttentionRule, Partials, attend_pages
 from ...kernels.rms_norm.fused import add_rms_norm
 from ..model_config.model import PACKED_SITES, ModelConfig, PackedSite
-from .decoder import Decoder, DecoderLayer
+from .decoder import Decoder
 from .gpu_step import GpuStep
+from .layers import DecoderLayer
 
 _SITE_NUMBERS = {site: number for number, site in enumerate(PACKED_SITES)}
 _FUSED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}

@@ -9,6 +9,7 @@ first replacement, then with a live buffer of a fixed address.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from ...kernels.packed_weight.blocks import BlockWeight
 from ...kernels.packed_weight.fp8 import Fp8Weight, can_be_fp8
 from ...kernels.packed_weight.panels import StoredWeight
 from ...kernels.rms_norm import rms_norm, rms_norm_from_zero
-from ..model_config.model import Activation, ModelConfig
+from ..model_config.model import Activation, LayerNorms, ModelConfig, PackedSite
 
 # Stands for the plain weight of a packed layer.
 _NO_WEIGHT = torch.empty(0)
@@ -151,6 +152,16 @@ class Linear:
         """Compute with the pristine weight again, and keep no buffer for merged ones."""
         self.restore()
         self._live = self._plain_pristine
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: packed linear layers by site, full names of its norms, and which of the ropes turns its heads."""
+
+    index: int
+    linears: dict[PackedSite, Linear]
+    norms: LayerNorms
+    rope: int | None
 
 
 def activation_of(model: ModelConfig) -> Activate:

@@ -6,7 +6,7 @@ Legend: T tokens of the step, F = rotary_size / 2 frequencies.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,14 +64,10 @@ class Rope:
         return torch.reciprocal(torch.pow(theta[:, None], self._exponents))
 
 
-def restarts_at(ropes: tuple[RopeConfig | None, ...], num_tokens: int) -> bool:
-    """Whether a row that has just reached `num_tokens` must be computed anew, because all its angles change."""
-    return any(
-        rope is not None
-        and rope.kind == "longrope"
-        and num_tokens == rope.scaling["original_max_position_embeddings"] + 1
-        for rope in ropes
-    )
+def restart_lengths(ropes: Iterable[RopeConfig | None]) -> frozenset[int]:
+    """Tokens of a row that has just reached so many must be computed anew, because all its angles change."""
+    long = (rope for rope in ropes if rope is not None and rope.kind == "longrope")
+    return frozenset(rope.scaling["original_max_position_embeddings"] + 1 for rope in long)
 
 
 def _plain(exponents: Tensor, config: RopeConfig) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...kernels.paged_attention.compiled import can_attend_compiled
 from ...kernels.paged_attention.types import AttentionPlan, DecodeGroup, PrefillChunk, SpanTable
+from ...kernels.rotary import KeyPlaces
 from ..memory.pool import PageLayout, PageRun
 from ..memory.residency import MergedShare, ResidentAdapter
 from ..model_config.model import ModelConfig
@@ -90,16 +91,14 @@ class AskedRows:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Tensors and plans of one step. `kv_rows` [T, 2K]: rows of D elements in the pool for layer 0;
-    `kv_layer_stride` [T, 1]: distance to the next layer, in rows. `row_lengths`: only where angles depend on them.
+    """Tensors and plans of one step. `key_places`: of its T tokens. `row_lengths`: only where angles depend on them.
     `asked`: None where logits are asked of all rows. `sampled_rows`: of `sampled`, then of the places of `scored`,
     counted among those of `asked`.
     """
 
     token_ids: Tensor
     positions: Tensor
-    kv_rows: Tensor
-    kv_layer_stride: Tensor
+    key_places: KeyPlaces
     spans: tuple[AdapterSpan, ...]
     attention: dict[int | None, AttentionPlan]
     asked: AskedRows | None
@@ -144,8 +143,7 @@ def build_step(
     return StepBatch(
         token_ids=torch.tensor([t for e in ordered for t in _token_ids(e)]),
         positions=positions,
-        kv_rows=kv_rows,
-        kv_layer_stride=capacity * (2 * model.num_kv_heads),
+        key_places=KeyPlaces(kv_rows, capacity * (2 * model.num_kv_heads)),
         spans=_adapter_spans(chunks),
         attention={
             window: _attention_plan(chunks, model, layout, window, dtype, is_exact)

@@ -2,9 +2,9 @@
 #include "../native/vector.h"
 
 /* packed [num_tokens, 2 * inner], gate beside up, to out [num_tokens, inner]. */
-void silu_gate(float *out, const float *packed, int64_t num_tokens, int64_t inner)
+static void team_silu_gate(float *out, const float *packed, int64_t num_tokens, int64_t inner)
 {
-#pragma omp parallel for schedule(static)
+#pragma omp for schedule(static)
     for (int64_t t = 0; t < num_tokens; t++) {
         const float *gate = packed + t * 2 * inner, *up = gate + inner;
         for (int64_t i = 0; i < inner; i += WIDTH) {
@@ -17,4 +17,10 @@ void silu_gate(float *out, const float *packed, int64_t num_tokens, int64_t inne
             store_first(out + t * inner + i, g * factor * load_first(up + i, count), count);
         }
     }
+}
+
+void silu_gate(float *out, const float *packed, int64_t num_tokens, int64_t inner)
+{
+#pragma omp parallel
+    team_silu_gate(out, packed, num_tokens, inner);
 }

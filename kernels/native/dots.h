@@ -11,7 +11,7 @@
 #include "panels.h"
 #include "segments.h"
 
-enum { IN_BF16, IN_INT8 };
+enum { IN_BF16, IN_INT8, IN_FP32 };
 #define WEIGHT_OFFSET 128
 #define NUMBERS_OF(KIND) ((KIND) == IN_INT8 ? 4 : 2)
 

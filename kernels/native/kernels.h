@@ -11,5 +11,7 @@
 #include "../token_mask/cpu.c"
 #include "../token_penalties/cpu.c"
 
+#include "../decoder_layers/cpu.c" /* calls those above */
+
 /* Which arguments the functions of this library take; see __init__.py. */
-int lorabatch_kernels_version(void) { return 14; }
+int lorabatch_kernels_version(void) { return 15; }

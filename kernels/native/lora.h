@@ -63,20 +63,19 @@ typedef struct {
 
 INLINE int is_by_dots(const Site *site) { return site->type == BF16_PAIRS && dots_of_processor() >> IN_BF16 & 1; }
 
-/* `scratch`: of each row up to the last segment's end shrunk_stride numbers, the largest rank of a segment's site at least, and
- * in_features / 2 more. */
-static Lora lora_of(float *y, int64_t y_stride, const float *x, int64_t in_features, const Segment *segments,
-                    int64_t num_segments, float *scratch, int64_t shrunk_stride)
+/* `scratch`: of each row up to the last segment's end as many numbers as the largest rank, and in_features / 2 more. */
+static Lora lora_of(float *y, int64_t y_stride, const float *x, int64_t in_features, Segments segments, float *scratch)
 {
-    const int64_t num_rows = num_segments ? segments[num_segments - 1].end : 0;
-    Lora lora = {y, x, segments, num_segments, y_stride, in_features, shrunk_stride, 0, 0, 0, scratch,
-                 (uint16_t *)(scratch + num_rows * shrunk_stride)};
-    for (int64_t s = 0; s < num_segments; s++) {
-        const Site *site = segments[s].site;
+    const Segment *first = segments.first;
+    const int64_t num_rows = segments.count ? first[segments.count - 1].end : 0;
+    Lora lora = {y, x, first, segments.count, y_stride, in_features, segments.largest_rank, 0, 0, 0, scratch,
+                 (uint16_t *)(scratch + num_rows * segments.largest_rank)};
+    for (int64_t s = 0; s < segments.count; s++) {
+        const Site *site = first[s].site;
         if (!site)
             continue;
-        lora.coded_rows = is_by_dots(site) ? segments[s].end : lora.coded_rows;
-        const int64_t rows = segments[s].end - segments[s].start;
+        lora.coded_rows = is_by_dots(site) ? first[s].end : lora.coded_rows;
+        const int64_t rows = first[s].end - first[s].start;
         lora.shrink_work += work_of(rows, in_features, site->rank);
         for (int64_t m = 0; m < site->num_members; m++) {
             const Member *member = &site->members[m];

@@ -25,6 +25,12 @@ typedef struct {
     const Site *site; /* NULL: the adapter leaves this layer alone */
 } Segment;
 
+/* All segments of a step at one packed layer. */
+typedef struct {
+    const Segment *first;
+    int64_t count, largest_rank; /* 0: none has anything to add */
+} Segments;
+
 /* Where a tile fetches from at its first step along the depth, and how many bytes further at each of the others. */
 typedef struct {
     const char *from;

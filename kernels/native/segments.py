@@ -54,6 +54,12 @@ class SiteRecord(ctypes.Structure):
         return cls(a.data_ptr(), num_bytes, rank, panels_type, len(records), (MemberRecord * MAX_MEMBERS)(*records))
 
 
+class SegmentsRecord(ctypes.Structure):
+    """`Segments` of `segments.h`."""
+
+    _fields_ = (("first", ADDRESS), ("count", COUNT), ("largest_rank", COUNT))
+
+
 class SiteSegments(NamedTuple):
     """The segments of a step at one packed layer, for one compiled call.
 
@@ -65,6 +71,11 @@ class SiteSegments(NamedTuple):
     num_segments: int
     num_rows: int
     largest_rank: int
+
+    @property
+    def record(self) -> SegmentsRecord:
+        """What compiled kernels read."""
+        return SegmentsRecord(self.address, self.num_segments, self.largest_rank)
 
     def num_scratch(self, in_features: int) -> int:
         """Numbers of scratch: what rows shrink to; and the rows in bf16, where they are multiplied so."""

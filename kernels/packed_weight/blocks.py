@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..native import native_number
-from ..native.segments import SiteSegments
-from .panels import StoredWeight, multiply_panels, unpack
+from .panels import StoredWeight, unpack
 
 _OFFSETS = {4: 8, 8: 128}
 # The type's number in vector.h, and bits for what panels.h calls the coding.
@@ -111,9 +110,10 @@ class BlockWeight(StoredWeight):
         packed._type = int.from_bytes(numbers[-_TYPE_BYTES:].numpy().tobytes(), "little")
         return packed
 
-    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
-        """See `PackedWeight`."""
-        return multiply_panels(self.numbers, self._type, self.shape, x, bias, lora)
+    @property
+    def panels_type(self) -> int:
+        """See `StoredWeight`."""
+        return self._type
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""

@@ -1,4 +1,5 @@
 /* Linear layers on weights in panels (see ../native/panels.h), and the way into that layout and back. */
+#include "../native/linear.h"
 #include "../native/lora.h"
 
 /* Below so many multiplications threads take longer to meet than to compute. */
@@ -134,18 +135,15 @@ static void multiply_share_of_panels(const Product *product, int64_t num_rows)
     }
 }
 
-/* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias + LoRA of the segments, which may be none. `scratch`: see `lora_of`. */
-void linear_panels(float *y, const float *x, int64_t num_rows, const void *panels, const float *bias,
-                   int64_t num_columns, int64_t depth, int64_t type, const Segment *segments, int64_t num_segments,
-                   float *scratch, int64_t shrunk_stride)
+/* See `linear`; `scratch`: see `lora_of`. */
+static void linear_panels(float *y, const float *x, int64_t num_rows, const Linear *l, Segments segments, float *scratch)
 {
-    const Product product = {y, x, panels, bias, num_columns, depth, depth, num_columns, 1, 0, (int)type};
-    const Lora lora = lora_of(y, num_columns, x, depth, segments, num_segments, scratch, shrunk_stride);
-#pragma omp parallel if (num_rows * num_columns * depth > WORTH_A_TEAM)
-    {
-        multiply_share_of_panels(&product, num_rows);
-        if (num_segments)
-            add_all(&lora);
+    const Product product = {y,        x,        l->w,           l->bias, l->num_columns,
+                             l->depth, l->depth, l->num_columns, 1,       0, (int)l->type};
+    multiply_share_of_panels(&product, num_rows);
+    if (segments.count) {
+        const Lora lora = lora_of(y, l->num_columns, x, l->depth, segments, scratch);
+        add_all(&lora);
     }
 }
 

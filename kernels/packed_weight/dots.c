@@ -1,4 +1,5 @@
 /* Linear layers by dot products of groups, see ../native/dots.h. A call encodes the rows first. */
+#include "../native/linear.h"
 #include "../native/lora.h"
 
 #define MOST_CODE 127.0f
@@ -82,39 +83,53 @@ HAS_DOTS static void multiply_in_int8(const Dots *p, int64_t num_rows, const Lor
     multiply_share(p, num_rows, lora, IN_INT8);
 }
 
-/* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias + LoRA of the segments, which may be none. `scales` (of columns):
- * only in 8 bits. `codes`: scratch of num_rows * (groups + 2) numbers, and of what `lora_of` says behind them. */
-void linear_dots(float *y, const float *x, int64_t num_rows, const int32_t *w, const float *scales, const float *bias,
-                 int64_t num_columns, int64_t depth, int64_t kind, int32_t *codes, const Segment *segments,
-                 int64_t num_segments, int64_t shrunk_stride)
+/* See `linear`; `codes`: scratch of num_rows * (groups + 2) numbers, and of what `lora_of` says behind them. */
+static void linear_dots(float *y, const float *x, int64_t num_rows, const Linear *l, Segments segments, int32_t *codes)
 {
+    const int64_t kind = l->kind, depth = l->depth, num_columns = l->num_columns;
     const int64_t groups = (depth + NUMBERS_OF(kind) - 1) / NUMBERS_OF(kind);
     Row *const rows = (Row *)(codes + num_rows * groups);
-    const Dots dots = {y,     num_columns, (const char *)codes, groups * 4, rows,  w,
-                       scales, bias,        groups,              num_columns, 1.0f, STORED};
-    Lora lora = lora_of(y, num_columns, x, depth, segments, num_segments, (float *)(rows + num_rows), shrunk_stride);
+    const Dots dots = {y,         num_columns, (const char *)codes, groups * 4,  rows, l->w,
+                       l->scales, l->bias,     groups,              num_columns, 1.0f, STORED};
+    Lora lora = lora_of(y, num_columns, x, depth, segments, (float *)(rows + num_rows));
     if (kind == IN_BF16) /* the depth of its pairs is even: rows have the same codes */
         lora.codes = (uint16_t *)codes;
-#pragma omp parallel if (num_rows * num_columns * depth > DOTS_WORTH_A_TEAM)
-    {
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < num_rows; r++) {
-            if (kind == IN_BF16)
-                encode_pairs((uint16_t *)(codes + r * groups), x + r * depth, depth);
-            else
-                rows[r] = encode_quads(codes + r * groups, x + r * depth, depth, groups);
-            if (kind == IN_INT8 && r < lora.coded_rows)
-                encode_pairs(lora.codes + r * depth, x + r * depth, depth);
-        }
-        if (kind == IN_INT8)
-            multiply_in_int8(&dots, num_rows, &lora);
-        else if (DOTS_OF_BUILD >> IN_BF16 & 1)
-            multiply_in_bf16(&dots, num_rows, &lora);
-        if (num_segments) {
-            shrink_all(&lora);
+    for (int64_t r = 0; r < num_rows; r++) {
+        if (kind == IN_BF16)
+            encode_pairs((uint16_t *)(codes + r * groups), x + r * depth, depth);
+        else
+            rows[r] = encode_quads(codes + r * groups, x + r * depth, depth, groups);
+        if (kind == IN_INT8 && r < lora.coded_rows)
+            encode_pairs(lora.codes + r * depth, x + r * depth, depth);
+    }
+    if (kind == IN_INT8)
+        multiply_in_int8(&dots, num_rows, &lora);
+    else if (DOTS_OF_BUILD >> IN_BF16 & 1)
+        multiply_in_bf16(&dots, num_rows, &lora);
+    if (segments.count) {
+        shrink_all(&lora);
 #pragma omp barrier
-            expand_all(&lora);
-        }
+        expand_all(&lora);
     }
 }
+#else
+static void linear_dots(float *y, const float *x, int64_t num_rows, const Linear *l, Segments segments, int32_t *codes) {}
 #endif
+
+/* y [num_rows, num_columns] = x [num_rows, depth] W^T + bias + LoRA of the segments, which may be none. `scratch`: as many
+ * numbers as StoredWeight.multiply gives. Threads of a team do not meet at the end. */
+static void team_linear(float *y, const float *x, int64_t num_rows, const Linear *l, Segments segments, void *scratch)
+{
+    if (l->kind == IN_FP32)
+        linear_panels(y, x, num_rows, l, segments, scratch);
+    else
+        linear_dots(y, x, num_rows, l, segments, scratch);
+}
+
+void linear(float *y, const float *x, int64_t num_rows, const Linear *l, const Segments *segments, void *scratch)
+{
+    const int64_t least = l->kind == IN_FP32 ? WORTH_A_TEAM : DOTS_WORTH_A_TEAM;
+#pragma omp parallel if (num_rows * l->num_columns * l->depth > least)
+    team_linear(y, x, num_rows, l, *segments, scratch);
+}

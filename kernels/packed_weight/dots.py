@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..native import ADDRESS, COUNT, native_function, native_number
-from ..native.segments import NO_SEGMENTS, SiteSegments
+from ..native import native_number
 from .panels import PANEL_TYPES, StoredWeight, unpack
 
 _MOST_CODE = 127
 _OFFSET = 128
 # A sum of so many products of 8 bits fits in 32.
 _MOST_INPUTS = 65536
-_KINDS = {"bfloat16": 0, "int8": 1}  # as in dots.c
+_KINDS = {"bfloat16": 0, "int8": 1}  # as in dots.h
+# Behind a row's codes: its scale and their sum.
+_SCALE_NUMBERS = 2
 
 
 def has_dots(products: Literal["bfloat16", "int8"]) -> bool:
@@ -31,14 +32,16 @@ def has_dots(products: Literal["bfloat16", "int8"]) -> bool:
 class Bf16Weight(StoredWeight):
     """See `PackedWeight`. The weight is rounded to bf16."""
 
+    kind = _KINDS["bfloat16"]
+
     def __init__(self, weight: Tensor) -> None:
         plain = weight.to(torch.bfloat16)
         self.shape = (plain.shape[0], plain.shape[1])
         self.numbers = _panels(pad(plain, (0, plain.shape[1] % 2)).contiguous().view(torch.int32)).view(torch.bfloat16)
 
-    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
-        """See `PackedWeight`."""
-        return _linear(x, self.numbers, None, bias, lora, self.shape, "bfloat16")
+    def num_codes(self, num_rows: int) -> int:
+        """See `StoredWeight`."""
+        return num_rows * (-(-self.shape[1] // 2) + _SCALE_NUMBERS)
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
@@ -49,8 +52,12 @@ class Bf16Weight(StoredWeight):
 class Int8Weight(StoredWeight):
     """See `PackedWeight`. The weight is `code * scale`, codes -127 .. 127, a scale for each output.
 
+    A row with a number that is not finite gives NaN.
+
     `numbers`: codes above zero by an offset, then scales in fp32, as bytes.
     """
+
+    kind = _KINDS["int8"]
 
     def __init__(self, weight: Tensor) -> None:
         wide = weight.float()
@@ -61,37 +68,24 @@ class Int8Weight(StoredWeight):
         self.shape = (wide.shape[0], wide.shape[1])
         self.numbers = torch.cat([_panels(groups).view(torch.uint8), scales.view(torch.uint8)])
 
-    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
-        """See `PackedWeight`. A row with a number that is not finite gives NaN."""
-        return _linear(x, self.numbers, self._scales, bias, lora, self.shape, "int8")
+    def num_codes(self, num_rows: int) -> int:
+        """See `StoredWeight`."""
+        return num_rows * (-(-self.shape[1] // 4) + _SCALE_NUMBERS)
+
+    @property
+    def panels_type(self) -> int:
+        """See `StoredWeight`: bytes are not multiplied in fp32."""
+        return 0
 
     def dense(self) -> Tensor:
         """See `PackedWeight`: what the codes stand for."""
         codes = _rows(self.numbers[: -4 * self.shape[0]].view(torch.int32), self.shape[0]).view(torch.uint8)
-        return (codes[:, : self.shape[1]].float() - _OFFSET) * self._scales[:, None]
+        return (codes[:, : self.shape[1]].float() - _OFFSET) * self.scales[:, None]
 
     @property
-    def _scales(self) -> Tensor:
+    def scales(self) -> Tensor:
+        """See `StoredWeight`."""
         return self.numbers[-4 * self.shape[0] :].view(torch.float32)
-
-
-def _linear(
-    x: Tensor, w: Tensor, scales: Tensor | None, bias: Tensor | None, lora: SiteSegments | None, shape: tuple[int, int],
-    products: Literal["bfloat16", "int8"],
-) -> Tensor:  # fmt: skip
-    x, lora = x.contiguous(), lora or NO_SEGMENTS
-    y = torch.empty(len(x), shape[0])
-    num_codes = len(x) * (-(-shape[1] // (4 if products == "int8" else 2)) + 2)  # and each row's scale
-    scratch = torch.empty(num_codes + lora.num_scratch(shape[1]), dtype=torch.int32)
-    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, ADDRESS, ADDRESS, COUNT, COUNT)
-    linear_dots = native_function("linear_dots", *places)
-    assert linear_dots is not None, "compiled kernels are not there"
-    linear_dots(
-        y.data_ptr(), x.data_ptr(), len(x), w.data_ptr(), None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(), *shape, _KINDS[products], scratch.data_ptr(),
-        lora.address, lora.num_segments, lora.largest_rank,
-    )  # fmt: skip
-    return y
 
 
 def _panels(groups: Tensor) -> Tensor:

@@ -6,13 +6,15 @@ as wide as two vectors of the processor, so what one machine packs is not for an
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
+from ..native.linears import LinearRecord
 from ..native.segments import NO_SEGMENTS, SiteSegments
 
 #: Number formats of weights in panels, and their numbers in vector.h: bf16 in pairs.
@@ -34,6 +36,8 @@ class StoredWeight(ABC):
     `numbers`: flat, in the layout and the type of its class; `shape`: [out_features, in_features].
     """
 
+    #: How it is multiplied, as in dots.h.
+    kind: ClassVar[int] = 2
     numbers: Tensor
     shape: tuple[int, int]
 
@@ -44,9 +48,35 @@ class StoredWeight(ABC):
         packed.numbers, packed.shape = numbers, shape
         return packed
 
-    @abstractmethod
+    @property
+    def panels_type(self) -> int:
+        """Of panels that are multiplied in fp32, as in vector.h."""
+        return PANEL_TYPES[self.numbers.dtype]
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Of its outputs, fp32, where it has codes of 8 bits."""
+        return None
+
+    def record(self, bias: Tensor | None) -> LinearRecord:
+        """What compiled kernels read."""
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self.scales, bias))
+        return LinearRecord(self.numbers.data_ptr(), *addresses, *self.shape, self.kind, self.panels_type)
+
+    def num_codes(self, num_rows: int) -> int:
+        """Numbers of 32 bits that rows become before they are multiplied."""
+        return 0
+
     def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
         """See `PackedWeight`. `lora`: is added to the product."""
+        x, lora = x.contiguous(), lora or NO_SEGMENTS
+        y = torch.empty(len(x), self.shape[0])
+        scratch = torch.empty(self.num_codes(len(x)) + lora.num_scratch(self.shape[1]))
+        linear = native_function("linear", ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS)
+        assert linear is not None, "compiled kernels are not there"
+        layer, segments = ctypes.byref(self.record(bias)), ctypes.byref(lora.record)
+        linear(y.data_ptr(), x.data_ptr(), len(x), layer, segments, scratch.data_ptr())
+        return y
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -64,12 +94,8 @@ class PanelWeight(StoredWeight):
             plain = plain.float()
         pack_weight = native_function("pack_weight", ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT)
         assert pack_weight is not None, "compiled kernels are not there"
-        panels_type, plain_type = PANEL_TYPES[self.numbers.dtype], _ROW_TYPES[plain.dtype]
-        pack_weight(self.numbers.data_ptr(), panels_type, plain.data_ptr(), *plain.shape, plain_type)
-
-    def multiply(self, x: Tensor, bias: Tensor | None, lora: SiteSegments | None = None) -> Tensor:
-        """See `PackedWeight`."""
-        return multiply_panels(self.numbers, PANEL_TYPES[self.numbers.dtype], self.shape, x, bias, lora)
+        plain_type = _ROW_TYPES[plain.dtype]
+        pack_weight(self.numbers.data_ptr(), self.panels_type, plain.data_ptr(), *plain.shape, plain_type)
 
     def add_product_(self, y: Tensor, x: Tensor, scaling: float) -> None:
         """`y += scaling * x W^T`, y [num_rows, out_features] contiguous, all in fp32."""
@@ -84,7 +110,7 @@ class PanelWeight(StoredWeight):
 
     def dense(self) -> Tensor:
         """See `PackedWeight`."""
-        return unpack(self.numbers, PANEL_TYPES[self.numbers.dtype], self.shape)
+        return unpack(self.numbers, self.panels_type, self.shape)
 
 
 def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
@@ -92,24 +118,6 @@ def panels_dtype(dtype: torch.dtype, depth: int) -> torch.dtype:
     kernel."""
     is_served = dtype in PANEL_TYPES and not (dtype == torch.bfloat16 and depth % 2)
     return dtype if is_served else torch.float32
-
-
-def multiply_panels(
-    panels: Tensor, panels_type: int, shape: tuple[int, int], x: Tensor, bias: Tensor | None, lora: SiteSegments | None
-) -> Tensor:
-    """`x W^T + bias` and LoRA in fp32, with the weight of `shape` in panels of a type."""
-    x = x.contiguous()
-    y = torch.empty(len(x), shape[0])
-    places = (ADDRESS, ADDRESS, COUNT, ADDRESS, ADDRESS, COUNT, COUNT, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
-    linear_panels = native_function("linear_panels", *places)
-    assert linear_panels is not None, "compiled kernels are not there"
-    lora = lora or NO_SEGMENTS
-    scratch = torch.empty(lora.num_scratch(shape[1]))
-    linear_panels(
-        y.data_ptr(), x.data_ptr(), len(x), panels.data_ptr(), None if bias is None else bias.data_ptr(), *shape,
-        panels_type, lora.address, lora.num_segments, scratch.data_ptr(), lora.largest_rank,
-    )  # fmt: skip
-    return y
 
 
 def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:

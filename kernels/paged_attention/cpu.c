@@ -358,20 +358,19 @@ BLOCK(block_pairs, IN_PAIRS)
 #endif
 
 /* Attend all spans in blocks of `block_tokens`. `block_starts` [num_spans + 1]: number of blocks before each span. */
-void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool, int64_t type, const Span *spans,
-                  const int64_t *block_starts, int64_t num_spans, int64_t block_tokens, int64_t layer, int64_t num_kv_heads,
-                  int64_t per_kv, int64_t head_dim, int64_t window, float scale, float softcap, int64_t num_threads)
+static void team_attend(const Attention *a, const Span *spans, const int64_t *block_starts, int64_t num_spans,
+                        int64_t block_tokens)
 {
-    Attention a = {out, q, pool, type, q_stride, layer, num_kv_heads, per_kv, head_dim, window, scale, softcap};
-    void (*attend)(const Attention *, const Span *, int64_t, int64_t, int64_t) = type == FP32 ? block_fp32 : block_bf16;
+    void (*attend)(const Attention *, const Span *, int64_t, int64_t, int64_t) =
+        a->type == FP32 ? block_fp32 : block_bf16;
 #if VECTOR_BYTES == 64
-    if (type == BF16 && head_dim % (2 * WIDTH) == 0 && __builtin_cpu_supports("avx512bf16"))
+    if (a->type == BF16 && a->head_dim % (2 * WIDTH) == 0 && __builtin_cpu_supports("avx512bf16"))
         attend = block_pairs;
 #endif
 /* Backwards, since the last blocks of a prompt have the longest contexts. */
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t item = block_starts[num_spans] * num_kv_heads - 1; item >= 0; item--) {
-        int64_t low = 0, high = num_spans, number = item / num_kv_heads;
+#pragma omp for schedule(dynamic)
+    for (int64_t item = block_starts[num_spans] * a->num_kv_heads - 1; item >= 0; item--) {
+        int64_t low = 0, high = num_spans, number = item / a->num_kv_heads;
         while (high - low > 1) {
             int64_t middle = (low + high) / 2;
             if (block_starts[middle] <= number)
@@ -380,6 +379,15 @@ void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool
                 high = middle;
         }
         int64_t token = (number - block_starts[low]) * block_tokens, end = token + block_tokens;
-        attend(&a, &spans[low], item % num_kv_heads, token, smaller(end, spans[low].num_tokens));
+        attend(a, &spans[low], item % a->num_kv_heads, token, smaller(end, spans[low].num_tokens));
     }
+}
+
+void attend_spans(float *out, const float *q, int64_t q_stride, const void *pool, int64_t type, const Span *spans,
+                  const int64_t *block_starts, int64_t num_spans, int64_t block_tokens, int64_t layer, int64_t num_kv_heads,
+                  int64_t per_kv, int64_t head_dim, int64_t window, float scale, float softcap, int64_t num_threads)
+{
+    const Attention a = {out, q, pool, type, q_stride, layer, num_kv_heads, per_kv, head_dim, window, scale, softcap};
+#pragma omp parallel num_threads(num_threads)
+    team_attend(&a, spans, block_starts, num_spans, block_tokens);
 }

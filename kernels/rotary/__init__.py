@@ -5,12 +5,23 @@ With `x = [x1, x2]` along a head: `y1 = x1 cos - x2 sin`, `y2 = x2 cos + x1 sin`
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, POOL_TYPES, native_function
 
-_COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, COUNT, COUNT)
+_COMPILED_ARGUMENTS = (ADDRESS, ADDRESS, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, ADDRESS, *(COUNT,) * 5)
+
+
+class KeyPlaces(NamedTuple):
+    """Where keys and values of a step's tokens go in a flat pool, in rows of head_dim numbers: `rows` [num_tokens, 2 K]
+    in layer 0, `layer_stride` [num_tokens, 1] further in each of the next.
+    """
+
+    rows: Tensor
+    layer_stride: Tensor
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -24,34 +35,35 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate_and_store_(
-    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, pool: Tensor, kv_rows: Tensor, num_heads: int
+    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, pool: Tensor, places: KeyPlaces, layer: int, num_heads: int
 ) -> None:
     """Rotate query and key heads of `qkv` [num_tokens, num_heads + 2 K, head_dim] in place, then copy its key and
-    value heads into `pool` (flat), rows `kv_rows` [num_tokens, 2 K] of head_dim numbers, rounded to its number format.
-    `rotary`: cosine and sine, or None for layers that do not rotate."""
-    tensors = (qkv, pool, kv_rows, *(rotary or ()))
+    value heads to their places in `pool` (flat), rounded to its number format. `rotary`: cosine and sine, or None for
+    layers that do not rotate."""
+    tensors = (qkv, pool, *places, *(rotary or ()))
     is_served = all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) and qkv.dtype == torch.float32
     compiled = native_function("rotate_and_store", *_COMPILED_ARGUMENTS) if is_served else None
     if compiled is None:
-        rotate_and_store_by_torch_(qkv, rotary, pool, kv_rows, num_heads)
+        rotate_and_store_by_torch_(qkv, rotary, pool, places, layer, num_heads)
         return
     num_tokens, num_all_heads, head_dim = qkv.shape
     cosine, sine, half = (None, None, 0) if rotary is None else (*(t.data_ptr() for t in rotary), rotary[0].shape[-1])
     num_kv_heads = (num_all_heads - num_heads) // 2
     compiled(
-        qkv.data_ptr(), cosine, sine, half, pool.data_ptr(), POOL_TYPES[pool.dtype], kv_rows.data_ptr(), num_tokens,
-        num_heads, num_kv_heads, head_dim,
+        qkv.data_ptr(), cosine, sine, half, pool.data_ptr(), POOL_TYPES[pool.dtype], places.rows.data_ptr(),
+        places.layer_stride.data_ptr(), layer, num_tokens, num_heads, num_kv_heads, head_dim,
     )  # fmt: skip
 
 
 def rotate_and_store_by_torch_(
-    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, pool: Tensor, kv_rows: Tensor, num_heads: int
+    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, pool: Tensor, places: KeyPlaces, layer: int, num_heads: int
 ) -> None:
     """`rotate_and_store_` for every device and dtype."""
-    num_rotated, head_dim = num_heads + kv_rows.shape[1] // 2, qkv.shape[-1]
+    rows = places.rows + layer * places.layer_stride
+    num_rotated, head_dim = num_heads + rows.shape[1] // 2, qkv.shape[-1]
     if rotary is not None:
         rotate_(qkv[:, :num_rotated, : 2 * rotary[0].shape[-1]], *rotary)
-    pool.view(-1, head_dim).index_copy_(0, kv_rows.reshape(-1), qkv[:, num_heads:].reshape(-1, head_dim).to(pool.dtype))
+    pool.view(-1, head_dim).index_copy_(0, rows.reshape(-1), qkv[:, num_heads:].reshape(-1, head_dim).to(pool.dtype))
 
 
 def rotary_tables(angles: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,11 @@ class PreparedLora:
                 self._tables.append(SegmentTable(spans[first:i], served[first:i]))
                 first = i
 
+    @property
+    def tables(self) -> Sequence[SegmentTable] | None:
+        """What compiled kernels add, one table after the other; None where matrices are not in panels."""
+        return self._tables if self._tables or not self._spans else None
+
     def of_product(self, site: int) -> SiteSegments | None:
         """What a compiled product (`StoredWeight.multiply`) adds by itself at the packed layer number `site` of
         adapters: spans up to the first that lies over another. None: nothing, and `add_rest_` adds all."""

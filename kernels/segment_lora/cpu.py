@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -30,11 +31,21 @@ class SegmentTable:
         self._table[:, :, 0] = [span.start for span in spans]
         self._table[:, :, 1] = [span.end for span in spans]
         self._table[:, :, 2] = addresses.T
+        self._ranks = ranks.max(0)
         first, size = self._table.ctypes.data, self._table[0].nbytes
         places = range(first, first + len(self._table) * size, size)
-        columns = zip(places, repeat(len(spans)), repeat(spans[-1].end), ranks.max(0).tolist(), strict=False)
+        columns = zip(places, repeat(len(spans)), repeat(spans[-1].end), self._ranks.tolist(), strict=False)
         #: By packed layer.
         self.sites = [SiteSegments._make(of_site) for of_site in columns]
+
+    @property
+    def record(self) -> tuple[int, int, int]:
+        """All packed layers as compiled kernels read them: addresses of segments and of ranks, segments of each."""
+        return self._table.ctypes.data, self._ranks.ctypes.data, self._table.shape[1]
+
+    def num_scratch(self, in_features: int) -> int:
+        """`SiteSegments.num_scratch` of the layer that needs most."""
+        return max(site.num_scratch(in_features) for site in self.sites)
 
     def add_(self, y: Tensor, x: Tensor, site: int) -> None:
         """Add to y [num_tokens, out_features] what the segments make of x [num_tokens, in_features], both fp32."""
@@ -44,10 +55,8 @@ class SegmentTable:
         x = x.contiguous()
         assert y.is_contiguous(), "compiled kernels add to dense rows"
         assert y.dtype == x.dtype == torch.float32, "compiled kernels take fp32"
-        lora_add = native_function("lora_add", ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
+        lora_add = native_function("lora_add", ADDRESS, COUNT, ADDRESS, COUNT, ADDRESS, ADDRESS)
         assert lora_add is not None, "compiled kernels are not there"
         scratch = torch.empty(segments.num_scratch(x.shape[1]))
-        lora_add(
-            y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], segments.address, segments.num_segments,
-            scratch.data_ptr(), segments.largest_rank,
-        )  # fmt: skip
+        record = ctypes.byref(segments.record)
+        lora_add(y.data_ptr(), y.shape[1], x.data_ptr(), x.shape[1], record, scratch.data_ptr())

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from lorabatch.kernels.native import native_build
-from lorabatch.kernels.rotary import rotary_tables, rotate_and_store_, rotate_and_store_by_torch_
+from lorabatch.kernels.rotary import KeyPlaces, rotary_tables, rotate_and_store_, rotate_and_store_by_torch_
 
 TOKENS, HEADS, KV_HEADS = 5, 4, 2
+# Tokens lie in runs of different sizes, so that layers are not equally far apart.
+LAYER, STRIDES = 3, torch.tensor([2, 0, 5, 1, 2])[:, None]
+
+
+def places_before(kv_rows: torch.Tensor) -> KeyPlaces:
+    """Places whose rows in the layer are `kv_rows`."""
+    return KeyPlaces(kv_rows - LAYER * STRIDES, STRIDES)
 
 
 @pytest.mark.parametrize("form", [rotate_and_store_, rotate_and_store_by_torch_])
@@ -31,7 +38,7 @@ def test_queries_and_keys_turn_and_keys_and_values_find_their_places(
         expected[:, : HEADS + KV_HEADS, rotated // 2 : rotated] = second * cos + first * sin
     kv_rows = torch.randperm(40)[: TOKENS * 2 * KV_HEADS].view(TOKENS, 2 * KV_HEADS)
     pool = torch.full((40 * head_dim,), 7.0)
-    form(qkv, rotary, pool, kv_rows, HEADS)
+    form(qkv, rotary, pool, places_before(kv_rows), LAYER, HEADS)
     assert (qkv.double() - expected).abs().max() < 1e-6
     places = pool.view(40, head_dim)
     assert torch.equal(places[kv_rows], qkv[:, HEADS:])
@@ -49,7 +56,7 @@ def test_keys_and_values_are_rounded_to_a_pool_in_bf16(head_dim: int) -> None:
     qkv[1, HEADS, :2] = torch.tensor([0x7FFFFFFF, 0x7F800001]).to(torch.int32).view(torch.float32)
     kv_rows = torch.randperm(40)[: TOKENS * 2 * KV_HEADS].view(TOKENS, 2 * KV_HEADS)
     pool = torch.full((40 * head_dim,), 7.0, dtype=torch.bfloat16)
-    rotate_and_store_(qkv, None, pool, kv_rows, HEADS)
+    rotate_and_store_(qkv, None, pool, places_before(kv_rows), LAYER, HEADS)
     assert torch.allclose(pool.view(40, head_dim)[kv_rows], qkv[:, HEADS:].bfloat16(), rtol=0, atol=0, equal_nan=True)
     untouched = torch.ones(40, dtype=torch.bool)
     untouched[kv_rows.flatten()] = False

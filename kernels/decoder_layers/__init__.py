@@ -1,0 +1,75 @@
+"""Computes decoder layers of the Llama families in one compiled call (`cpu.c`).
+
+A layer is norm, attention, residual sum, norm, gated MLP and residual sum. With a small model an interpreter takes as
+long to call their kernels one by one as the kernels of a step of few rows take.
+
+Legend: T tokens of the step, H query heads, K key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..native import ADDRESS, COUNT, POOL_TYPES, native_function
+from ..paged_attention.types import SpanTable
+from ..rotary import KeyPlaces
+from ..segment_lora.cpu import SegmentTable
+from .types import LayerParts, LayerRecord, LayerShape, RotaryRecord, ShapeRecord, StepRecord, TableRecord
+
+__all__ = ["DecoderLayers", "LayerParts", "LayerShape"]
+
+
+class DecoderLayers:
+    """Layers of one shape that follow each other, the first of them number 0."""
+
+    def __init__(self, shape: LayerShape, layers: Sequence[LayerParts]) -> None:
+        self._layers = tuple(layers)  # hold what the addresses name
+        self._shape = shape
+        self._shape_record = ShapeRecord.of(shape)
+        self._records = (LayerRecord * len(layers))(*(LayerRecord.of(i, layer) for i, layer in enumerate(layers)))
+        weights = [weight for layer in layers for weight, _ in layer.linears]
+        self._most_inputs = max(weight.shape[1] for weight in weights)
+        self._codes_of_row = max(weight.num_codes(1) for weight in weights)
+        self._memory = torch.empty(0)
+
+    def forward_(
+        self,
+        x: Tensor,
+        num_layers: int,
+        rotaries: Sequence[tuple[Tensor, Tensor]],
+        pool: Tensor,
+        places: KeyPlaces,
+        spans: SpanTable,
+        tables: Sequence[SegmentTable],
+    ) -> None:
+        """Take `x` [T, hidden] (fp32) through the first `num_layers` layers, in place, and store their keys and values.
+
+        `rotaries`: cosine and sine by number, each [T, 1, half of what is rotated]. `tables`: LoRA of all packed
+        layers, in the order in which it is added.
+        """
+        assert x.dtype == torch.float32, "compiled kernels take fp32"
+        named = (x, *places, *(tensor for rotary in rotaries for tensor in rotary))
+        assert all(tensor.is_contiguous() for tensor in named), "compiled kernels take dense tensors"
+        num_activations = len(x) * self._shape.num_activations
+        num_scratch = len(x) * self._codes_of_row
+        num_scratch += max((table.num_scratch(self._most_inputs) for table in tables), default=0)
+        if len(self._memory) < num_activations + num_scratch:
+            # kept: to write to fresh memory takes longer than to what was in use
+            self._memory = torch.empty(num_activations + num_scratch)
+        rotary_records = [RotaryRecord(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in rotaries]
+        of_rotaries = (RotaryRecord * len(rotary_records))(*rotary_records)
+        of_tables = (TableRecord * len(tables))(*(TableRecord(*table.record) for table in tables))
+        step = StepRecord(
+            x.data_ptr(), len(x), ctypes.addressof(of_rotaries), pool.data_ptr(), POOL_TYPES[pool.dtype],
+            places.rows.data_ptr(), places.layer_stride.data_ptr(), spans.rows.ctypes.data,
+            spans.block_starts.ctypes.data, len(spans.rows), spans.block_tokens, torch.get_num_threads(),
+            ctypes.addressof(of_tables), len(of_tables), self._memory.data_ptr(),
+            self._memory.data_ptr() + num_activations * self._memory.element_size(),
+        )  # fmt: skip
+        compiled = native_function("decoder_layers", ADDRESS, COUNT, ADDRESS, ADDRESS)
+        assert compiled is not None, "compiled kernels are not there"
+        compiled(self._records, num_layers, ctypes.byref(self._shape_record), ctypes.byref(step))

@@ -1,0 +1,123 @@
+"""Decoder layers in terms of tensors, and as compiled kernels read them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..native import ADDRESS, COUNT, NUMBER
+from ..native.linears import LinearRecord
+from ..packed_weight.panels import StoredWeight
+
+_NONE = -1
+
+
+class LayerShape(NamedTuple):
+    """What layers have in common. `inner`: features between the two products of the MLP."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inner: int
+    norm_eps: float
+    attention_scale: float
+    attention_softcap: float | None
+
+    @property
+    def num_activations(self) -> int:
+        """Numbers of a token that live between the kernels of a layer."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.hidden + max(2 * (queries + keys), 3 * self.inner)
+
+
+class LayerParts(NamedTuple):
+    """One layer. `linears`: weights and biases of queries with keys and values, of attention's output, of gate with up,
+    of the MLP's output. `rotary`: number among a step's. `window`: latest tokens that it attends to, None for all.
+    """
+
+    linears: Sequence[tuple[StoredWeight, Tensor | None]]
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    rotary: int | None
+    window: int | None
+
+
+class LayerRecord(ctypes.Structure):
+    """`Layer` of `cpu.c`."""
+
+    _fields_ = (
+        ("linears", LinearRecord * 4),
+        ("norms", ADDRESS * 4),
+        ("number", COUNT),
+        ("rotary", COUNT),
+        ("window", COUNT),
+    )
+
+    @classmethod
+    def of(cls, number: int, layer: LayerParts) -> LayerRecord:
+        """Valid as long as the tensors that `layer` names."""
+        linears = (LinearRecord * 4)(*(weight.record(bias) for weight, bias in layer.linears))
+        norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+        addresses = (ADDRESS * 4)(*(None if norm is None else norm.data_ptr() for norm in norms))
+        return cls(linears, addresses, number, _NONE if layer.rotary is None else layer.rotary, layer.window or 0)
+
+
+class ShapeRecord(ctypes.Structure):
+    """`LayerShape` of `cpu.c`."""
+
+    _fields_ = (
+        ("hidden", COUNT),
+        ("num_heads", COUNT),
+        ("num_kv_heads", COUNT),
+        ("head_dim", COUNT),
+        ("inner", COUNT),
+        ("norm_eps", NUMBER),
+        ("attention_scale", NUMBER),
+        ("attention_softcap", NUMBER),
+    )
+
+    @classmethod
+    def of(cls, shape: LayerShape) -> ShapeRecord:
+        """Without a cap: 0."""
+        return cls(*shape[:-1], shape.attention_softcap or 0.0)
+
+
+class RotaryRecord(ctypes.Structure):
+    """`Rotary` of `cpu.c`."""
+
+    _fields_ = (("cosine", ADDRESS), ("sine", ADDRESS), ("half", COUNT))
+
+
+class TableRecord(ctypes.Structure):
+    """`Table` of `cpu.c`."""
+
+    _fields_ = (("segments", ADDRESS), ("ranks", ADDRESS), ("num_segments", COUNT))
+
+
+class StepRecord(ctypes.Structure):
+    """`LayerStep` of `cpu.c`."""
+
+    _fields_ = (
+        ("x", ADDRESS),
+        ("num_tokens", COUNT),
+        ("rotaries", ADDRESS),
+        ("pool", ADDRESS),
+        ("pool_type", COUNT),
+        ("kv_rows", ADDRESS),
+        ("kv_strides", ADDRESS),
+        ("spans", ADDRESS),
+        ("block_starts", ADDRESS),
+        ("num_spans", COUNT),
+        ("block_tokens", COUNT),
+        ("num_threads", COUNT),
+        ("tables", ADDRESS),
+        ("num_tables", COUNT),
+        ("activations", ADDRESS),
+        ("scratch", ADDRESS),
+    )
