@@ -2,8 +2,8 @@
 `python -m lorabatch.benchmarks.engine.agreement [--rows 100] [--model FOLDER …] [--save FILE]`.
 
 Held-out prompts of the demo's four tasks are answered greedily by real jobs, one for each model and format. Each answer
-is compared with that of float32. The demo's base, the default, answers with its trained adapters, and each answer is
-judged by its task's headline measure; other models answer without adapters.
+is compared with that of float32, and judged by its task's headline measure. The demo's base, the default, answers with
+its trained adapters; other models answer without adapters (`task_model` trains small ones on these tasks).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Answers = dict[str, dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class TaskAgreement:
     """One model's answers to one task in one format. `right`: share of prompts for which the task's headline measure
-    holds, None where no adapter was trained for it."""
+    holds."""
 
     model: str
     task: str
-    right: float | None
+    right: float
     agreement: Agreement
 
 
@@ -76,7 +76,7 @@ def _of_model(model: Path, scratch: Path, num_rows: int) -> Iterator[TaskAgreeme
     for products in filter(can_multiply, FORMAT_OPTIONS):
         answers = _answers(model, scratch, products, DEMO_FOLDER / "adapters" if is_adapted else None)
         reference = reference or answers
-        yield from _compared(model.name, products, answers, reference, is_judged=is_adapted)
+        yield from _compared(model.name, products, answers, reference)
 
 
 def _answers(model: Path, scratch: Path, products: Products, adapters: Path | None) -> Answers:
@@ -95,9 +95,7 @@ def _answers(model: Path, scratch: Path, products: Products, adapters: Path | No
     return {row["id"]: row for row in lorabatch.Job(output).to_arrow().to_pylist()}
 
 
-def _compared(
-    model: str, products: Products, answers: Answers, reference: Answers, *, is_judged: bool
-) -> Iterator[TaskAgreement]:
+def _compared(model: str, products: Products, answers: Answers, reference: Answers) -> Iterator[TaskAgreement]:
     num_rows = len(answers) // len(TASKS)
     for name, task in TASKS.items():
         holds = next(iter(task.measures.values()))
@@ -105,7 +103,7 @@ def _compared(
         rows = [(answers[f"{name} {i}"], reference[f"{name} {i}"]) for i in range(num_rows)]
         judged = [bool(holds(ours["completion"], e)) for (ours, _), e in zip(rows, examples, strict=True)]
         pairs = [(_answer(ours), _answer(theirs)) for ours, theirs in rows]
-        yield TaskAgreement(model, name, mean(judged) if is_judged else None, Agreement.of(name, products, pairs))
+        yield TaskAgreement(model, name, mean(judged), Agreement.of(name, products, pairs))
 
 
 def _answer(row: Mapping[str, Any]) -> Answer:
@@ -118,10 +116,9 @@ def _table(found: list[TaskAgreement]) -> Table:
         table.add_column(column, justify="left" if column in ("model", "format", "task") else "right")
     for one in found:
         agreed = one.agreement
-        right = "-" if one.right is None else f"{one.right:.1%}"
         shares = (f"{share:.1%}" for share in (agreed.num_equal / agreed.num_rows, agreed.leading_share))
         distance = "-" if agreed.logprob_distance is None else f"{agreed.logprob_distance:.4f}"
-        table.add_row(one.model, agreed.products, one.task, str(agreed.num_rows), right, *shares, distance)
+        table.add_row(one.model, agreed.products, one.task, str(agreed.num_rows), f"{one.right:.1%}", *shares, distance)
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from torch import Tensor
@@ -41,10 +41,16 @@ class CompiledLayers:
         return cls(model, layers, tensors) if is_known else None
 
     def forward_(
-        self, x: Tensor, batch: StepBatch, pool: Tensor, rotaries: Sequence[tuple[Tensor, Tensor]], lora: PreparedLora
+        self,
+        x: Tensor,
+        batch: StepBatch,
+        pool: Tensor,
+        rotaries: Sequence[tuple[Tensor, Tensor]],
+        lora: PreparedLora,
+        add_up: Callable[[Tensor], Tensor] | None,
     ) -> int:
         """Take `x` [T, hidden] through the first layers, in place; returns how many: all, or all but the last where it
-        goes on with fewer rows.
+        goes on with fewer rows. `add_up`: the sum of what members of a group give.
         """
         spans, tables = batch.attention[self._model.sliding_windows[0]].spans, lora.tables
         if spans is None or tables is None:
@@ -53,7 +59,7 @@ class CompiledLayers:
         if compiled is None:
             return 0
         num_layers = len(self._layers) - (batch.asked is not None)
-        compiled.forward_(x, num_layers, rotaries, pool, batch.key_places, spans, tables)
+        compiled.forward_(x, num_layers, rotaries, pool, batch.key_places, spans, tables, add_up)
         return num_layers
 
     def _with_live_weights(self) -> DecoderLayers | None:

@@ -103,7 +103,7 @@ class Decoder:
         self._norm_of_kind = norm_of(model, self.tensors)
         self._activation = activation_of(model)
         #: All but the last layer in one call (or that, too), where that can be; None: each by itself.
-        self.compiled_layers = CompiledLayers.of(model, self.layers, self.tensors) if members is None else None
+        self.compiled_layers = CompiledLayers.of(model, self.layers, self.tensors)
         self._lora_spans: tuple[AdapterSpan, ...] = ()
         self._lora = PreparedLora([])
         # rounded to the dtype first, as the families that scale define it
@@ -116,7 +116,8 @@ class Decoder:
         spans = batch.spans
         num_done = 0
         if self.compiled_layers is not None:
-            num_done = self.compiled_layers.forward_(x, batch, pool, rotaries, self._lora_of(spans))
+            add_up = None if self._members is None else self._members.add_up
+            num_done = self.compiled_layers.forward_(x, batch, pool, rotaries, self._lora_of(spans), add_up)
         for layer in self.layers[num_done:]:
             norms, plan = layer.norms, batch.attention[self.model.sliding_windows[layer.index]]
             h = self._norm(x, norms.before_attention)

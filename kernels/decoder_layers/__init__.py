@@ -9,7 +9,7 @@ Legend: T tokens of the step, H query heads, K key/value heads, D head_dim.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,21 +45,26 @@ class DecoderLayers:
         places: KeyPlaces,
         spans: SpanTable,
         tables: Sequence[SegmentTable],
+        add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Take `x` [T, hidden] (fp32) through the first `num_layers` layers, in place, and store their keys and values.
 
         `rotaries`: cosine and sine by number, each [T, 1, half of what is rotated]. `tables`: LoRA of all packed
-        layers, in the order in which it is added.
+        layers, in the order in which it is added. `add_up`: makes of what an attention or an MLP gives, [T, hidden],
+        what is added to `x`; it may overwrite it.
         """
         assert x.dtype == torch.float32, "compiled kernels take fp32"
         named = (x, *places, *(tensor for rotary in rotaries for tensor in rotary))
         assert all(tensor.is_contiguous() for tensor in named), "compiled kernels take dense tensors"
-        num_activations = len(x) * self._shape.num_activations
         num_scratch = len(x) * self._codes_of_row
         num_scratch += max((table.num_scratch(self._most_inputs) for table in tables), default=0)
-        if len(self._memory) < num_activations + num_scratch:
+        end_of_y = x.numel()
+        end_of_activations = end_of_y + len(x) * self._shape.num_activations
+        if len(self._memory) < end_of_activations + num_scratch:
             # kept: to write to fresh memory takes longer than to what was in use
-            self._memory = torch.empty(num_activations + num_scratch)
+            self._memory = torch.empty(end_of_activations + num_scratch)
+        y = self._memory[:end_of_y].view(x.shape)
+        activations, scratch = self._memory[end_of_y:], self._memory[end_of_activations:]
         rotary_records = [RotaryRecord(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in rotaries]
         of_rotaries = (RotaryRecord * len(rotary_records))(*rotary_records)
         of_tables = (TableRecord * len(tables))(*(TableRecord(*table.record) for table in tables))
@@ -67,9 +72,16 @@ class DecoderLayers:
             x.data_ptr(), len(x), ctypes.addressof(of_rotaries), pool.data_ptr(), POOL_TYPES[pool.dtype],
             places.rows.data_ptr(), places.layer_stride.data_ptr(), spans.rows.ctypes.data,
             spans.block_starts.ctypes.data, len(spans.rows), spans.block_tokens, torch.get_num_threads(),
-            ctypes.addressof(of_tables), len(of_tables), self._memory.data_ptr(),
-            self._memory.data_ptr() + num_activations * self._memory.element_size(),
+            ctypes.addressof(of_tables), len(of_tables), y.data_ptr(), activations.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
-        compiled = native_function("decoder_layers", ADDRESS, COUNT, ADDRESS, ADDRESS)
+        compiled = native_function("decoder_layers", ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS)
         assert compiled is not None, "compiled kernels are not there"
-        compiled(self._records, num_layers, ctypes.byref(self._shape_record), ctypes.byref(step))
+        of_shape, of_step = ctypes.byref(self._shape_record), ctypes.byref(step)
+        if add_up is None:
+            compiled(self._records, 0, 2 * num_layers, of_shape, of_step)
+        else:
+            for half in range(2 * num_layers):
+                compiled(self._records, half, half + 1, of_shape, of_step)
+                y.copy_(add_up(y))
+        if num_layers:
+            x += y

@@ -1,5 +1,8 @@
 /* Decoder layers of the Llama families in one call: norm, attention, residual sum, norm, gated MLP, residual sum. These are the
- * kernels that the engine otherwise calls one by one, in the same order: results have the same bits. */
+ * kernels that the engine otherwise calls one by one, in the same order: results have the same bits.
+ *
+ * Half 2 i is the attention of layer i, half 2 i + 1 its MLP. A half begins with the residual sum of the one before it: members of a
+ * group add up what their halves give before that. */
 
 /* Written by LayerRecord in types.py, as all structures here. */
 typedef struct {
@@ -37,22 +40,21 @@ typedef struct {
     int64_t num_spans, block_tokens, num_threads;
     const Table *tables;
     int64_t num_tables;
-    float *activations; /* [num_tokens, hidden + the larger of queries, keys, values and queries, and 3 inner] */
+    float *y;           /* [num_tokens, hidden]: what a half gives */
+    float *activations; /* [num_tokens, the larger of queries, keys, values and queries, and of 3 inner] */
     float *scratch;     /* of products */
 } LayerStep;
 
-/* x += y; then, where there is a weight, out = norm(x). */
-static void team_add_and_norm(float *x, const float *y, float *out, const float *weight, const LayerStep *s,
-                              const LayerShape *shape)
+/* x += y, then y = norm(x). */
+static void team_add_and_norm(const float *weight, const LayerStep *s, const LayerShape *shape)
 {
     const int64_t size = shape->hidden;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < s->num_tokens; row++) {
-        float *to = x + row * size;
+        float *x = s->x + row * size, *y = s->y + row * size;
         for (int64_t i = 0; i < size; i++)
-            to[i] += y[row * size + i]; /* `out` may be `y`: it is written afterwards */
-        if (weight)
-            normalize(out + row * size, to, weight, size, shape->norm_eps);
+            x[i] += y[i];
+        normalize(y, x, weight, size, shape->norm_eps);
     }
 }
 
@@ -89,45 +91,53 @@ static void team_norm_heads(float *heads, int64_t stride, int64_t num_heads, con
         }
 }
 
-/* One layer, by a team. `h`: the norm of x before it; afterwards before the next, where there is one. */
-static void team_layer(const Layer *l, const Layer *next, float *h, const LayerShape *shape, const LayerStep *s)
+/* y = attention(y) */
+static void team_attention(const Layer *l, const LayerShape *shape, const LayerStep *s)
 {
     const int64_t queries = shape->num_heads * shape->head_dim, keys = shape->num_kv_heads * shape->head_dim;
-    const int64_t stride = queries + 2 * keys, site = 4 * l->number;
-    float *wide = h + s->num_tokens * shape->hidden;
-    float *attended = wide + s->num_tokens * stride, *active = wide + s->num_tokens * 2 * shape->inner;
+    const int64_t stride = queries + 2 * keys;
+    float *heads = s->activations, *attended = heads + s->num_tokens * stride;
     const Rotary rotary = l->rotary < 0 ? (Rotary){0} : s->rotaries[l->rotary];
     const Attention attention = {
-        .out = attended, .q = wide, .q_stride = stride, .pool = s->pool, .type = s->pool_type, .layer = l->number,
+        .out = attended, .q = heads, .q_stride = stride, .pool = s->pool, .type = s->pool_type, .layer = l->number,
         .num_kv_heads = shape->num_kv_heads, .per_kv = shape->num_heads / shape->num_kv_heads,
         .head_dim = shape->head_dim, .window = l->window, .scale = shape->attention_scale,
         .softcap = shape->attention_softcap};
-    team_linear_of_step(wide, h, &l->qkv, site, s);
+    team_linear_of_step(heads, s->y, &l->qkv, 4 * l->number, s);
     if (l->query_norm) {
-        team_norm_heads(wide, stride, shape->num_heads, l->query_norm, s, shape);
-        team_norm_heads(wide + queries, stride, shape->num_kv_heads, l->key_norm, s, shape);
+        team_norm_heads(heads, stride, shape->num_heads, l->query_norm, s, shape);
+        team_norm_heads(heads + queries, stride, shape->num_kv_heads, l->key_norm, s, shape);
     }
-    team_rotate_and_store(wide, rotary.cosine, rotary.sine, rotary.half, s->pool, s->pool_type, s->kv_rows,
+    team_rotate_and_store(heads, rotary.cosine, rotary.sine, rotary.half, s->pool, s->pool_type, s->kv_rows,
                           s->kv_strides, l->number, s->num_tokens, shape->num_heads, shape->num_kv_heads,
                           shape->head_dim);
     team_attend(&attention, s->spans, s->block_starts, s->num_spans, s->block_tokens);
-    team_linear_of_step(h, attended, &l->o, site + 1, s);
-    team_add_and_norm(s->x, h, h, l->mlp_norm, s, shape);
-    team_linear_of_step(wide, h, &l->gate_up, site + 2, s);
-    team_silu_gate(active, wide, s->num_tokens, shape->inner);
-    team_linear_of_step(h, active, &l->down, site + 3, s);
-    team_add_and_norm(s->x, h, h, next ? next->attention_norm : 0, s, shape);
+    team_linear_of_step(s->y, attended, &l->o, 4 * l->number + 1, s);
 }
 
-/* The step after `num_layers` layers. One team for all: to meet takes it less time than to form. */
-void decoder_layers(const Layer *layers, int64_t num_layers, const LayerShape *shape, const LayerStep *s)
+/* y = mlp(y) */
+static void team_mlp(const Layer *l, const LayerShape *shape, const LayerStep *s)
 {
-    float *h = s->activations;
+    float *gate_up = s->activations, *active = gate_up + s->num_tokens * 2 * shape->inner;
+    team_linear_of_step(gate_up, s->y, &l->gate_up, 4 * l->number + 2, s);
+    team_silu_gate(active, gate_up, s->num_tokens, shape->inner);
+    team_linear_of_step(s->y, active, &l->down, 4 * l->number + 3, s);
+}
+
+/* Halves first .. end of the layers, of which the last leaves y. One team for all: to meet takes it less time than to form. */
+void decoder_layers(const Layer *layers, int64_t first, int64_t end, const LayerShape *shape, const LayerStep *s)
+{
 #pragma omp parallel num_threads(s->num_threads)
-    for (int64_t i = 0; i < num_layers; i++) {
-        if (i == 0)
-            team_rms_norm(h, s->x, shape->hidden, layers->attention_norm, s->num_tokens, shape->hidden,
-                          shape->norm_eps);
-        team_layer(layers + i, i + 1 < num_layers ? layers + i + 1 : 0, h, shape, s);
+    for (int64_t half = first; half < end; half++) {
+        const Layer *l = layers + half / 2;
+        const float *norm = half % 2 ? l->mlp_norm : l->attention_norm;
+        if (half == 0)
+            team_rms_norm(s->y, s->x, shape->hidden, norm, s->num_tokens, shape->hidden, shape->norm_eps);
+        else
+            team_add_and_norm(norm, s, shape);
+        if (half % 2)
+            team_mlp(l, shape, s);
+        else
+            team_attention(l, shape, s);
     }
 }

@@ -31,7 +31,7 @@ class LayerShape(NamedTuple):
     def num_activations(self) -> int:
         """Numbers of a token that live between the kernels of a layer."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden + max(2 * (queries + keys), 3 * self.inner)
+        return max(2 * (queries + keys), 3 * self.inner)
 
 
 class LayerParts(NamedTuple):
@@ -118,6 +118,7 @@ class StepRecord(ctypes.Structure):
         ("num_threads", COUNT),
         ("tables", ADDRESS),
         ("num_tables", COUNT),
+        ("y", ADDRESS),
         ("activations", ADDRESS),
         ("scratch", ADDRESS),
     )
