@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 
@@ -21,7 +22,8 @@ class CompiledLayers:
     def __init__(self, model: ModelConfig, layers: Sequence[DecoderLayer], tensors: Mapping[str, Tensor]) -> None:
         self._model, self._layers, self._tensors = model, layers, tensors
         self._norms = [f"{norm}.weight" for layer in layers for norm in _norms_of(layer.norms) if norm]
-        self._weights: list[object] = []
+        # Weak: weights that are replaced are freed at once, layer by layer.
+        self._weights: list[ReferenceType[object] | None] = []
         self._compiled: DecoderLayers | None = None
 
     @classmethod
@@ -66,8 +68,10 @@ class CompiledLayers:
         linears = [linear for layer in self._layers for linear in layer.linears.values()]
         weights: list[object] = [part for linear in linears for part in (linear.packed, linear.bias)]
         weights += [self._tensors[name] for name in self._norms]
-        if len(weights) != len(self._weights) or any(a is not b for a, b in zip(weights, self._weights, strict=True)):
-            self._weights, self._compiled = weights, self._made()
+        known = [None if reference is None else reference() for reference in self._weights]
+        if len(weights) != len(known) or any(a is not b for a, b in zip(weights, known, strict=True)):
+            self._weights = [None if weight is None else ref(weight) for weight in weights]
+            self._compiled = self._made()
         return self._compiled
 
     def _made(self) -> DecoderLayers | None:

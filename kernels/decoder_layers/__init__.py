@@ -24,10 +24,9 @@ __all__ = ["DecoderLayers", "LayerParts", "LayerShape"]
 
 
 class DecoderLayers:
-    """Layers of one shape that follow each other, the first of them number 0."""
+    """Layers of one shape that follow each other, the first of them number 0; valid as long as their tensors."""
 
     def __init__(self, shape: LayerShape, layers: Sequence[LayerParts]) -> None:
-        self._layers = tuple(layers)  # hold what the addresses name
         self._shape = shape
         self._shape_record = ShapeRecord.of(shape)
         self._records = (LayerRecord * len(layers))(*(LayerRecord.of(i, layer) for i, layer in enumerate(layers)))

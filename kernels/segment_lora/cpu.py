@@ -45,7 +45,7 @@ class SegmentTable:
 
     def num_scratch(self, in_features: int) -> int:
         """`SiteSegments.num_scratch` of the layer that needs most."""
-        return max(site.num_scratch(in_features) for site in self.sites)
+        return self.sites[0]._replace(largest_rank=int(self._ranks.max())).num_scratch(in_features)
 
     def add_(self, y: Tensor, x: Tensor, site: int) -> None:
         """Add to y [num_tokens, out_features] what the segments make of x [num_tokens, in_features], both fp32."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -114,6 +115,18 @@ def test_weights_that_are_replaced_are_those_of_the_next_step(
     _, in_one, one_by_one, layers = both(lambda: make_engine(tiny_llama, "merged"), tiny_adapters, monkeypatch)
     assert in_one == one_by_one
     assert layers
+
+
+def test_weights_that_are_replaced_are_freed_before_the_next_step(
+    tiny_llama: Path, tiny_adapters: dict[str, Path]
+) -> None:
+    engine = make_engine(tiny_llama, "merged")
+    first, second = list(register_all(engine, tiny_adapters).values())[:2]
+    serve(engine, [Request("row", (5, 6, 7), first, SamplingParams(max_tokens=3, ignore_eos=True))])
+    layer = engine.backend.decoder.layers[0].linears["qkv"]
+    merged = ref(layer.packed)
+    engine.switch_weights(second)
+    assert merged() is None, "two adapters' merged weights would be in memory at once"
 
 
 def test_threads_change_nothing(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
