@@ -68,6 +68,7 @@ def quantize_by_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     """The plain twin of the kernel."""
     finite = torch.where(x.isfinite(), x.float(), 0.0)
     largest = finite.abs().amax(1, keepdim=True)
-    factors = torch.where(largest > 0, _LARGEST / largest, 1.0)
+    # a number over a tensor is the number times the reciprocal in torch, rounded twice
+    factors = torch.where(largest > 0, torch.tensor(_LARGEST, device=x.device) / largest, 1.0)
     scaled = torch.where(x.isfinite(), (finite * factors).clamp(-_LARGEST, _LARGEST), torch.nan)
     return scaled.to(torch.float8_e4m3fn), torch.where(largest > 0, largest * (1 / _LARGEST), 1.0)

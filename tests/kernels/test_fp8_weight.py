@@ -12,6 +12,7 @@ from lorabatch.kernels.packed_weight.fp8 import Fp8Weight, quantize_by_torch, qu
 
 @pytest.mark.parametrize("num_columns", [16, 48, 1000])
 def test_rows_become_what_torch_rounds_them_to(num_columns: int, device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(200)  # in fp16, numbers in the middle of two codes
     x = torch.randn(9, num_columns, device=device) * torch.logspace(-30, 8, 9, base=2, device=device)[:, None]
     x[0] = 0
     x[1, ::2] = 0
