@@ -68,8 +68,7 @@ class CompiledLayers:
         linears = [linear for layer in self._layers for linear in layer.linears.values()]
         weights: list[object] = [part for linear in linears for part in (linear.packed, linear.bias)]
         weights += [self._tensors[name] for name in self._norms]
-        known = [None if reference is None else reference() for reference in self._weights]
-        if len(weights) != len(known) or any(a is not b for a, b in zip(weights, known, strict=True)):
+        if len(weights) != len(self._weights) or not all(map(_is_still, self._weights, weights)):
             self._weights = [None if weight is None else ref(weight) for weight in weights]
             self._compiled = self._made()
         return self._compiled
@@ -94,6 +93,11 @@ class CompiledLayers:
             model.norm_eps, model.attention_scale, model.attention_softcap,
         )  # fmt: skip
         return DecoderLayers(shape, layers)
+
+
+def _is_still(reference: ReferenceType[object] | None, weight: object) -> bool:
+    """Whether the weight is what it was. One that is gone was not None."""
+    return weight is None if reference is None else weight is not None and reference() is weight
 
 
 def _norms_of(norms: LayerNorms) -> tuple[str | None, ...]:

@@ -129,6 +129,17 @@ def test_weights_that_are_replaced_are_freed_before_the_next_step(
     assert merged() is None, "two adapters' merged weights would be in memory at once"
 
 
+def test_a_bias_that_is_gone_is_not_read(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, "unmerged")
+    linear = engine.backend.decoder.layers[0].linears["o"]
+    found = []
+    for value in (None, 0.5, None):
+        linear.bias = None if value is None else torch.full((linear.shape[0],), value)
+        found.append(bits(answers(engine, {})))
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
 def test_threads_change_nothing(tiny_llama: Path, tiny_adapters: dict[str, Path]) -> None:
     num_threads, found = torch.get_num_threads(), []
     try:
