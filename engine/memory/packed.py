@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned
 from ...kernels.native import adapter_type
-from ...kernels.packed_weight.panels import pack_rows_
-from ...kernels.segment_lora import LoraMember, LoraSiteWeights
+from ...kernels.native.segments import moved, record_table
+from ...kernels.packed_weight.panels import MatrixRows, pack_matrices_
+from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights
 from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
 from ..model_config.partition import Partition
 from ..peft.cut import cut_pairs
 from ..peft.weights import AdapterWeights, LoraPair
 
+# Layouts that are remembered: the adapters of a job have few shapes.
+_MAX_LAYOUTS = 32
 Sites = tuple[dict[str, LoraSiteWeights], ...]  # per layer, by packed site
 
 
@@ -53,15 +59,26 @@ class AdapterLayout:
     """Where an adapter's matrices lie in a flat tensor, counted in numbers from where the adapter begins.
 
     `layers`: by packed site. `in_panels`: as compiled CPU kernels read them; otherwise rows of A and of B's transpose,
-    one by one.
+    one by one. `num_elements`: numbers of all matrices.
     """
 
     layers: tuple[dict[str, SiteLayout], ...] = ()
     in_panels: bool = False
+    num_elements: int = 0
 
     def sites(self, numbers: Tensor) -> Sites:
         """The matrices as views of `numbers` (flat), the adapter and nothing else."""
         return tuple({name: self._site(site, numbers) for name, site in layer.items()} for layer in self.layers)
+
+    def all_sites(self, numbers: Tensor) -> AdapterSites:
+        """`sites` in one row, layer after layer, in the order of `PACKED_SITES`; compiled kernels read `numbers` by
+        address."""
+
+        def in_order() -> list[LoraSiteWeights | None]:
+            return [of_layer.get(site) for of_layer in self.sites(numbers) for site in PACKED_SITES]
+
+        table = moved(_records_from_zero(self, numbers.dtype), numbers.data_ptr()) if self.in_panels else None
+        return AdapterSites(in_order, table)
 
     def negated(self) -> AdapterLayout:
         """The same matrices with negative scaling: added to merged weights they leave those of the base model."""
@@ -70,7 +87,7 @@ class AdapterLayout:
             return replace(site, pairs=tuple(replace(pair, scaling=-pair.scaling) for pair in site.pairs))
 
         layers = ({name: negated(site) for name, site in layer.items()} for layer in self.layers)
-        return AdapterLayout(tuple(layers), self.in_panels)
+        return AdapterLayout(tuple(layers), self.in_panels, self.num_elements)
 
     def _site(self, site: SiteLayout, numbers: Tensor) -> LoraSiteWeights:
         members = []
@@ -88,6 +105,14 @@ class AdapterLayout:
         if self.in_panels:
             return numbers.as_strided((num_rows * width,), (1,), start)
         return numbers.as_strided((num_rows, width), (width, 1), start)
+
+
+@lru_cache(maxsize=_MAX_LAYOUTS)
+def _records_from_zero(layout: AdapterLayout, dtype: torch.dtype) -> NDArray[np.int64]:
+    """What compiled kernels would read of an adapter whose numbers begin at address 0."""
+    unread = torch.empty(layout.num_elements, dtype=dtype)
+    sites = (of_layer.get(site) for of_layer in layout.sites(unread) for site in PACKED_SITES)
+    return moved(record_table([None if site is None else site.record for site in sites]), -unread.data_ptr())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,22 +161,27 @@ def pack_adapter(
 def _pack(
     pairs: Mapping[str, LoraPair], model: ModelConfig, dtype: torch.dtype, *, in_panels: bool, device: torch.device
 ) -> PackedAdapter:
-    num_elements = sum(pair.a.numel() + pair.b.numel() for pair in pairs.values())
     some = next(iter(pairs.values()), None)
+    shapes = ((module, pair.rank, pair.a.shape[1], pair.b.shape[0], pair.scaling) for module, pair in pairs.items())
+    layout = _lay_out(frozenset(shapes), model, in_panels)
     if some is None or some.a.device.type == "cpu":
-        numbers = empty_pinned(num_elements, dtype, device)
+        numbers = empty_pinned(layout.num_elements, dtype, device)
     else:
-        numbers = torch.empty(num_elements, dtype=dtype, device=some.a.device)
-    layout, size = _lay_out(pairs, model, in_panels)
-    assert size == num_elements, f"packed {size} of {num_elements} numbers"
+        numbers = torch.empty(layout.num_elements, dtype=dtype, device=some.a.device)
+    if in_panels:
+        places, modules = _places(layout, dtype)
+        pack_matrices_(numbers, places, [part for m in modules for part in (pairs[m].a, pairs[m].b)])
+        return PackedAdapter(numbers, layout)
     for of_layer, views in zip(layout.layers, layout.sites(numbers), strict=True):
         for name, site in of_layer.items():
             _fill(views[name], [pairs[pair.module] for pair in site.pairs])
     return PackedAdapter(numbers, layout)
 
 
-def _lay_out(pairs: Mapping[str, LoraPair], model: ModelConfig, in_panels: bool) -> tuple[AdapterLayout, int]:
-    """The layout, and how many numbers it takes."""
+@lru_cache(maxsize=_MAX_LAYOUTS)
+def _lay_out(shapes: frozenset[tuple[str, int, int, int, float]], model: ModelConfig, in_panels: bool) -> AdapterLayout:
+    """`shapes`: module, rank, inputs, outputs and scaling of each pair. Adapters of the same ones have one layout."""
+    pairs = {module: (rank, inputs, outputs, scaling) for module, rank, inputs, outputs, scaling in shapes}
     layers: list[dict[str, SiteLayout]] = []
     cursor = 0
     for layer in range(model.num_layers):
@@ -160,26 +190,36 @@ def _lay_out(pairs: Mapping[str, LoraPair], model: ModelConfig, in_panels: bool)
             members = [m for m in packed_members(model, layer, site) if m.module in pairs]
             if not members:
                 continue
-            a_start, in_features = cursor, pairs[members[0].module].a.shape[1]
-            cursor += in_features * sum(pairs[m.module].rank for m in members)
+            a_start, in_features = cursor, pairs[members[0].module][1]
+            cursor += in_features * sum(pairs[m.module][0] for m in members)
             packed, rank_start = [], 0
             for m in members:
-                pair = pairs[m.module]
-                rank_end = rank_start + pair.rank
-                packed.append(PairLayout(m.module, rank_start, rank_end, m.start, m.end, cursor, pair.scaling))
-                cursor, rank_start = cursor + pair.b.numel(), rank_end
+                rank, _, out_features, scaling = pairs[m.module]
+                packed.append(PairLayout(m.module, rank_start, rank_start + rank, m.start, m.end, cursor, scaling))
+                cursor, rank_start = cursor + rank * out_features, rank_start + rank
             of_layer[site] = SiteLayout(a_start, in_features, tuple(packed))
         layers.append(of_layer)
-    return AdapterLayout(tuple(layers), in_panels), cursor
+    size = sum(rank * (inputs + outputs) for _, rank, inputs, outputs, _ in shapes)
+    assert size == cursor, f"laid out {cursor} of {size} numbers"
+    return AdapterLayout(tuple(layers), in_panels, cursor)
+
+
+@lru_cache(maxsize=_MAX_LAYOUTS)
+def _places(layout: AdapterLayout, dtype: torch.dtype) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Where A and B of each module go, int64 [2 * num_modules, 4], and the modules in that order."""
+    places: list[MatrixRows] = []
+    modules: list[str] = []
+    for site in (site for of_layer in layout.layers for site in of_layer.values()):
+        kind = adapter_type(dtype, (site.in_features, *(pair.rank_end - pair.rank_start for pair in site.pairs)))
+        for pair in site.pairs:
+            modules.append(pair.module)
+            places.append(MatrixRows(site.a_start, kind, pair.rank_start, site.rank))
+            out_features = pair.column_end - pair.column_start
+            places.append(MatrixRows(pair.b_start, kind, 0, out_features))
+    return np.array(places, dtype=np.int64).reshape(-1, 4), tuple(modules)
 
 
 def _fill(site: LoraSiteWeights, pairs: list[LoraPair]) -> None:
-    stacked_rank = sum(pair.rank for pair in pairs)
-    kind = adapter_type(site.a.dtype, (pairs[0].a.shape[1], *(p.rank for p in pairs))) if site.in_panels else 0
     for member, pair in zip(site.members, pairs, strict=True):
-        if site.in_panels:
-            pack_rows_(site.a, kind, member.rank_start, stacked_rank, pair.a)
-            pack_rows_(member.b, kind, 0, pair.b.shape[0], pair.b)
-        else:
-            site.a[member.rank_start : member.rank_end].copy_(pair.a)
-            member.b.copy_(pair.b.t())
+        site.a[member.rank_start : member.rank_end].copy_(pair.a)
+        member.b.copy_(pair.b.t())

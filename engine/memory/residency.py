@@ -16,7 +16,6 @@ from functools import cached_property
 from torch import Tensor
 
 from ...kernels.segment_lora import AdapterSites
-from ..model_config.model import PACKED_SITES
 from .copies import AdapterCopies, Arrival
 from .loader import AdapterLoader
 from .packed import AdapterLayout, PackedAdapter, Sites
@@ -44,8 +43,8 @@ class ResidentAdapter:
 
     @cached_property
     def all_sites(self) -> AdapterSites:
-        """`sites` in one row, layer after layer, in the order of `PACKED_SITES`."""
-        return AdapterSites([of_layer.get(site) for of_layer in self.sites for site in PACKED_SITES])
+        """The same for kernels that read addresses, see `AdapterLayout.all_sites`."""
+        return self.layout.all_sites(self.numbers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,7 +41,7 @@ class RopeConfig:
     theta: float = 10_000.0
     kind: RopeKind = "default"
     attention_factor: float = 1.0
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ModuleNames:
     `sites`: packed site -> its linear layers below `<layers>.N.`, in the order of their outputs.
     """
 
-    sites: Mapping[PackedSite, tuple[str, ...]]
+    sites: Mapping[PackedSite, tuple[str, ...]] = field(hash=False)
     norms: LayerNorms = LayerNorms()
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"

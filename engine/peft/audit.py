@@ -7,23 +7,34 @@ gives audits as rows of text, for tables in a terminal or a document.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterRefusedError
 from ..model_config.model import ModelConfig
-from ..untrusted import STOPS, printable, shown_name
+from ..untrusted import MALFORMED, STOPS, printable, shown_name
 from .config import AdapterConfig, judge_keys, read_adapter_config
 from .content import Changes, ParameterChange, check_all_values, find_changes
 from .findings import Ledger, Verdict
-from .folder import CONFIG_NAME, AdapterFolder, check_links, open_folder, read_config_json, tokenizer_sha256
+from .folder import (
+    CONFIG_NAME,
+    AdapterFolder,
+    check_links,
+    open_folder,
+    parse_config,
+    read_config,
+    tokenizer_sha256,
+)
 from .names import LORA_ROLES, BaseLayout, Renaming, TensorName, base_layout, choose_renaming, parse_name
 from .parameters import resized_shapes
 from .sites import Contents, LoraSite, find_sites
-from .tensor_file import FLOAT_TYPES, TensorEntry
+from .tensor_file import FLOAT_TYPES, MAX_SHARED, MAX_SHARED_BYTES, Header, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +88,8 @@ class AdapterAudit:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready object with every field."""
-        return asdict(self) | {"folder": str(self.folder)}
+        uses = {"key_uses": dict(sorted(self.key_uses.items())), "tensor_uses": dict(sorted(self.tensor_uses.items()))}
+        return asdict(self) | uses | {"folder": str(self.folder)}
 
 
 def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: bool = True) -> AdapterAudit:
@@ -85,72 +97,129 @@ def audit_adapter(folder: Path, model: ModelConfig, name: str, *, check_values: 
 
     With `check_values` every weight is read once (NaN, infinity, no effect, content hash); without, headers only.
     """
-    folder = Path(folder)
-    ledger = Ledger(name)
-    layout = base_layout(model)
-    found = _Found(layout.vocab_size)
+    folder, layout = Path(folder), base_layout(model)
+    read = _read(folder)
+    judged = _judge(read, layout)
+    ledger = read.ledger | judged.ledger
+    content_sha256 = None
+    if check_values and read.files is not None and not ledger.is_refused:
+        of_values = Ledger()
+        with _refusing(of_values, folder):
+            content_sha256 = check_all_values(folder, judged.changes, read.files.entries, of_values)
+        ledger |= of_values
+    return AdapterAudit(
+        name=name,
+        folder=folder,
+        verdict=ledger.verdict,
+        reasons=ledger.reasons(name),
+        notes=tuple(map(printable, ledger.notes)),
+        content_sha256=None if ledger.is_refused else content_sha256,
+        sites=judged.sites,
+        changes=judged.changes.by_parameter,
+        key_uses=ledger.key_uses,
+        tensor_uses=ledger.tensor_uses,
+        max_rank=max((site.rank for site in judged.sites), default=0),
+        weight_bytes=read.files.weight_bytes if read.files else 0,
+        vocab_size=judged.vocab_size,
+        unties_embeddings=layout.is_tied and judged.changes.unties(layout.embedding),
+        tokenizer_sha256=read.tokenizer_sha256,
+    )
+
+
+@contextmanager
+def _refusing(ledger: Ledger, folder: Path | None = None) -> Iterator[None]:
+    """Enter whatever bad data makes its readers raise as a reason to refuse the adapter."""
     try:
-        _examine(folder, layout, found, ledger, check_values=check_values)
+        yield
     except AdapterRefusedError as error:
         ledger.refuse(str(error))
     except STOPS:
         raise
     except BaseException as error:
         # Also what no rule above has foreseen is this folder's own, and costs no other adapter anything.
-        logger.debug("audit of %s", folder, exc_info=True)
+        logger.debug("audit of %s", folder or "an adapter", exc_info=True)
         what = f"cannot be audited ({type(error).__name__}: {shown_name(str(error))}). Save the adapter again"
         ledger.refuse(what)
-    return AdapterAudit(
-        name=name,
-        folder=folder,
-        verdict=ledger.verdict,
-        reasons=ledger.reasons(),
-        notes=tuple(map(printable, ledger.notes)),
-        content_sha256=None if ledger.is_refused else found.content_sha256,
-        sites=found.sites,
-        changes=found.changes.by_parameter,
-        key_uses=dict(sorted(ledger.key_uses.items())),
-        tensor_uses=dict(sorted(ledger.tensor_uses.items())),
-        max_rank=max((site.rank for site in found.sites), default=0),
-        weight_bytes=found.weight_bytes,
-        vocab_size=found.vocab_size,
-        unties_embeddings=layout.is_tied and found.changes.unties(layout.embedding),
-        tokenizer_sha256=found.tokenizer_sha256,
-    )
 
 
 @dataclass(slots=True)
-class _Found:
-    """What an audit has found so far."""
+class _Read:
+    """What was read of a folder, as far as it can be read; `ledger` says what cannot."""
 
-    vocab_size: int
-    sites: tuple[LoraSite, ...] = ()
-    changes: Changes = field(default_factory=lambda: Changes((), ()))
-    content_sha256: str | None = None
-    weight_bytes: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    config: bytes | None = None
+    files: AdapterFolder | None = None
     tokenizer_sha256: str = ""
 
 
-def _examine(folder: Path, layout: BaseLayout, found: _Found, ledger: Ledger, *, check_values: bool) -> None:
-    """Read the folder as far as it can be read. Raises whatever bad data can make the readers raise."""
-    check_links(folder)
-    raw, files = _read(folder, ledger)
-    config = AdapterConfig()
-    if raw is not None:
+def _read(folder: Path) -> _Read:
+    read = _Read()
+    with _refusing(read.ledger, folder):
+        check_links(folder)
+        with _refusing(read.ledger, folder):
+            read.config = read_config(folder)
+        if folder.is_dir():
+            with _refusing(read.ledger, folder):
+                read.files = open_folder(folder)
+        read.tokenizer_sha256 = tokenizer_sha256(folder)
+    return read
+
+
+@dataclass(slots=True)
+class _Judged:
+    """What configuration and headers say of an adapter. Adapters that have the same ones may share this: it does not
+    change once it is returned.
+    """
+
+    vocab_size: int
+    ledger: Ledger = field(default_factory=Ledger)
+    sites: tuple[LoraSite, ...] = ()
+    changes: Changes = field(default_factory=lambda: Changes((), ()))
+
+
+def _judge(read: _Read, layout: BaseLayout) -> _Judged:
+    if read.config is None or read.files is None:
+        return _judgement(read.config, (), (), layout)
+    is_shared = read.files.is_shared and len(read.config) <= MAX_SHARED_BYTES
+    judgement = _shared_judgement if is_shared else _judgement
+    return judgement(_in_order(read.config), read.files.headers, read.files.notes, layout)
+
+
+def _in_order(content: bytes) -> bytes:
+    """A configuration with its target modules in order: PEFT writes a set, which has another order in each process."""
+    with suppress(AdapterRefusedError, *MALFORMED):
+        raw = parse_config(content)
+        targets = raw.get("target_modules")
+        if isinstance(targets, list) and all(isinstance(name, str) for name in targets):
+            return json.dumps(raw | {"target_modules": sorted(targets)}).encode()
+    return content
+
+
+def _judgement(
+    content: bytes | None, headers: tuple[Header, ...], notes: tuple[str, ...], layout: BaseLayout
+) -> _Judged:
+    """`content`: of the configuration; None if there is none. `headers`: none where the files cannot be read."""
+    judged = _Judged(layout.vocab_size)
+    ledger = judged.ledger
+    with _refusing(ledger):
+        if content is None:
+            return judged
+        raw = parse_config(content)
         config = read_adapter_config(raw, ledger)
         judge_keys(raw, ledger)
-    found.weight_bytes = files.weight_bytes if files else 0
-    found.tokenizer_sha256 = tokenizer_sha256(folder)
-    if raw is None or files is None:
-        return
-    ledger.notes.extend(files.notes)
-    contents = _contents(config, layout, files, ledger)
-    found.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
-    found.sites = find_sites(contents, ledger)
-    found.changes = find_changes(contents, found.sites, ledger)
-    _check_all_used(contents, found.changes, ledger)
-    if check_values and not ledger.is_refused:
-        found.content_sha256 = check_all_values(found.changes, files.entries, ledger)
+        if not headers:
+            return judged
+        ledger.notes.extend(notes)
+        contents = _contents(config, layout, AdapterFolder(headers, notes).entries, ledger)
+        judged.vocab_size = contents.shapes[f"{layout.embedding}.weight"][0]
+        judged.sites = find_sites(contents, ledger)
+        judged.changes = find_changes(contents, judged.sites, ledger)
+        _check_all_used(contents, judged.changes, ledger)
+    return judged
+
+
+# The adapters of a job are most often trained alike: one model, one configuration, one form of the files.
+_shared_judgement = lru_cache(maxsize=MAX_SHARED)(_judgement)
 
 
 def find_adapters(root: Path) -> dict[str, Path]:
@@ -162,30 +231,17 @@ def find_adapters(root: Path) -> dict[str, Path]:
     }
 
 
-def _read(folder: Path, ledger: Ledger) -> tuple[dict[str, Any] | None, AdapterFolder | None]:
-    """Configuration and weight headers, each as far as it can be read."""
-    raw, files = None, None
-    try:
-        raw = read_config_json(folder)
-    except AdapterRefusedError as error:
-        ledger.refuse(str(error))
-    if folder.is_dir():
-        try:
-            files = open_folder(folder)
-        except AdapterRefusedError as error:
-            ledger.refuse(str(error))
-    return raw, files
-
-
-def _contents(config: AdapterConfig, layout: BaseLayout, files: AdapterFolder, ledger: Ledger) -> Contents:
-    names = _parse_names(files.entries, ledger)
+def _contents(
+    config: AdapterConfig, layout: BaseLayout, entries: Mapping[str, TensorEntry], ledger: Ledger
+) -> Contents:
+    names = _parse_names(entries, ledger)
     adaptable = frozenset(layout.adaptable)
     renaming = choose_renaming((n.module for n in names if n.role in LORA_ROLES), adaptable)
     _check_one_to_one(names, renaming, ledger)
     if renaming.note:
         ledger.notes.append(renaming.note)
-    draft = Contents(config, layout, renaming, names, files.entries, layout.parameters)
-    return Contents(config, layout, renaming, names, files.entries, resized_shapes(draft, ledger))
+    draft = Contents(config, layout, renaming, names, entries, layout.parameters)
+    return Contents(config, layout, renaming, names, entries, resized_shapes(draft, ledger))
 
 
 def _parse_names(entries: Mapping[str, TensorEntry], ledger: Ledger) -> tuple[TensorName, ...]:

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -134,12 +135,12 @@ def _judge_sites(contents: Contents, sites: tuple[LoraSite, ...], ledger: Ledger
         ledger.merge_only("lora_bias=True: biases change, so it runs as its own merged wave", "lora_bias")
 
 
-def check_all_values(changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:
+def check_all_values(folder: Path, changes: Changes, entries: Mapping[str, TensorEntry], ledger: Ledger) -> str | None:
     """Read every value once: enter what is wrong, return the content hash (None when refused)."""
     of_twins = {key for twins in changes.twins for key in (twins.first, twins.second)}
     largest: dict[str, int] = {}
     kept: dict[str, TensorData] = {}
-    with TensorReader() as reader:
+    with TensorReader(folder) as reader:
 
         def read_and_check(key: str) -> TensorData:
             data = reader.read(entries[key])
@@ -166,11 +167,11 @@ def content_sha256(
     `read` gives the bytes of a tensor by its key. It is called once for each tensor, so that the caller can check or
     keep the bytes on their way.
     """
-    changes = tuple(changes)
-    uses_left = Counter(key for change in changes for key in change.keys)
+    keys_of = [(change, change.keys) for change in changes]
+    uses_left = Counter(key for _, keys in keys_of for key in keys)
     kept: dict[str, TensorData] = {}
     digest = hashlib.sha256(HASH_FORMAT)
-    for change in changes:
+    for change, keys in keys_of:
         site = change.site
         facts = {
             "parameter": change.parameter,
@@ -179,10 +180,10 @@ def content_sha256(
             "rows": change.rows,
             "scaling": site.scaling.hex() if site else None,
             "is_dora": bool(site and site.magnitude_key),
-            "tensors": [(entries[key].dtype, entries[key].shape) for key in change.keys],
+            "tensors": [(entries[key].dtype, entries[key].shape) for key in keys],
         }
         digest.update(_FACTS.encode(facts).encode() + b"\n")
-        for key in change.keys:
+        for key in keys:
             data = kept.pop(key) if key in kept else read(key)
             digest.update(data.data)
             uses_left[key] -= 1

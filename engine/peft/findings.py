@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ..untrusted import printable, shown, shown_name
@@ -16,13 +16,30 @@ OTHER_BASE = "The adapter belongs to another base; use the one it was trained on
 class Ledger:
     """Collects findings. A refusal of many tensors for one cause becomes one reason with a count."""
 
-    def __init__(self, adapter: str) -> None:
-        self.adapter = adapter
+    def __init__(self) -> None:
         self.key_uses: dict[str, str] = {}
         self.tensor_uses: dict[str, str] = {}
         self.notes: list[str] = []
         self._refusals: dict[str, list[str]] = {}
         self._merges: dict[str, list[str]] = {}
+
+    def __or__(self, later: Ledger) -> Ledger:
+        """The findings of both, which stay as they are; where one has none, this is the other."""
+        if not later._is_anything:
+            return self
+        if not self._is_anything:
+            return later
+        both = Ledger()
+        both.key_uses = self.key_uses | later.key_uses
+        both.tensor_uses = self.tensor_uses | later.tensor_uses
+        both.notes = self.notes + later.notes
+        both._refusals = _joined_lists(self._refusals, later._refusals)
+        both._merges = _joined_lists(self._merges, later._merges)
+        return both
+
+    @property
+    def _is_anything(self) -> bool:
+        return bool(self.key_uses or self.tensor_uses or self.notes or self._refusals or self._merges)
 
     @property
     def is_refused(self) -> bool:
@@ -73,10 +90,10 @@ class Ledger:
         """A tensor that does not matter at inference."""
         self.tensor_uses[key] = f"irrelevant: {why}"
 
-    def reasons(self) -> tuple[str, ...]:
+    def reasons(self, adapter: str) -> tuple[str, ...]:
         """Why the verdict is not `exact`: all refusals, or what asks for merging. Each names the adapter."""
         groups = self._refusals or self._merges
-        return tuple(reason(self.adapter, _joined(messages)) for messages in groups.values())
+        return tuple(reason(adapter, _joined(messages)) for messages in groups.values())
 
 
 def reason(adapter: str, what: str) -> str:
@@ -87,3 +104,7 @@ def reason(adapter: str, what: str) -> str:
 def _joined(messages: list[str]) -> str:
     others = len(messages) - 1
     return messages[0] if not others else f"{messages[0]} (and {others} more like it)"
+
+
+def _joined_lists(first: Mapping[str, list[str]], later: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return {cause: first.get(cause, []) + later.get(cause, []) for cause in (*first, *later)}

@@ -6,7 +6,7 @@ Nothing of the folder is executed or unpickled, and neither an index file nor a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import AdapterRefusedError
 from ..untrusted import parse_object, read_regular, shown, shown_name
-from .tensor_file import TensorEntry, read_header
+from .tensor_file import Header, TensorEntry, read_header
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 8 << 20
@@ -39,8 +39,20 @@ BYSTANDERS: Mapping[str, str] = {"value_head.safetensors": "a value head for rei
 class AdapterFolder:
     """The weights as listed by the files' headers; `notes` name files that take no part."""
 
-    entries: Mapping[str, TensorEntry]
+    headers: tuple[Header, ...]
     notes: tuple[str, ...]
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """All tensors by key."""
+        if len(self.headers) == 1:
+            return self.headers[0].tensors
+        return {key: entry for header in self.headers for key, entry in header.tensors.items()}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether adapters with the same headers have these very ones."""
+        return all(header.is_shared for header in self.headers)
 
     @property
     def weight_bytes(self) -> int:
@@ -93,13 +105,12 @@ def tokenizer_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_config_json(path: Path) -> dict[str, Any]:
-    """The JSON object of `adapter_config.json`. Raises `AdapterRefusedError` if missing, malformed or ambiguous."""
-    file = path / CONFIG_NAME
+def read_config(path: Path) -> bytes:
+    """The content of `adapter_config.json`. Raises `AdapterRefusedError` if there is none or it cannot be read."""
     if not path.is_dir():
         raise AdapterRefusedError(f"{path}: not a folder. Name the folder that holds {CONFIG_NAME}.")
     try:
-        return parse_object(read_regular(file, MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        return read_regular(path / CONFIG_NAME, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise AdapterRefusedError(
             f"{CONFIG_NAME}: missing. Without it rank and scaling are unknown; save the adapter with "
@@ -107,6 +118,12 @@ def read_config_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise AdapterRefusedError(f"{CONFIG_NAME}: cannot be read ({error.strerror}).") from None
+
+
+def parse_config(content: bytes) -> dict[str, Any]:
+    """The JSON object of `adapter_config.json`. Raises `AdapterRefusedError` if it is malformed or ambiguous."""
+    try:
+        return parse_object(content.decode("utf-8-sig"))
     except ValueError as error:
         raise AdapterRefusedError(
             f"{CONFIG_NAME}: not a valid JSON object ({error}). Save the adapter again."
@@ -125,14 +142,14 @@ def open_folder(path: Path) -> AdapterFolder:
             f"{WEIGHTS_NAME} and {INDEX_NAME}: two sets of weights, unclear which one is meant. Remove one."
         )
     if index.is_file():
-        entries = _sharded(path, index)
+        headers = _sharded(path, index)
     elif single.is_file():
-        entries = {entry.key: entry for entry in read_header(single)}
+        headers = {single.name: read_header(single)}
     else:
         raise AdapterRefusedError(_why_no_weights(path))
-    if not entries:
+    if not any(header.tensors for header in headers.values()):
         raise AdapterRefusedError(f"{WEIGHTS_NAME}: holds no tensors. Save the adapter again.")
-    return AdapterFolder(entries, _bystanders(path, {entry.file for entry in entries.values()}))
+    return AdapterFolder(tuple(headers.values()), _bystanders(path, headers.keys()))
 
 
 def _why_no_weights(path: Path) -> str:
@@ -148,27 +165,27 @@ def _why_no_weights(path: Path) -> str:
     return f"{WEIGHTS_NAME}: missing. Save the adapter with save_pretrained and name the folder that holds this file."
 
 
-def _sharded(path: Path, index: Path) -> dict[str, TensorEntry]:
-    """Tensors of all shards named by an index file; index and headers must agree exactly."""
+def _sharded(path: Path, index: Path) -> dict[str, Header]:
+    """Headers of all shards named by an index file; index and headers must agree exactly."""
     weight_map = _weight_map(index)
-    entries: dict[str, TensorEntry] = {}
+    headers: dict[str, Header] = {}
     for shard in sorted(set(weight_map.values())):
         if not (path / shard).is_file():
             raise AdapterRefusedError(f"{INDEX_NAME}: names {shard}, which is missing. Copy the adapter again.")
-        for entry in read_header(path / shard):
-            if weight_map.get(entry.key) != shard:
+        headers[shard] = read_header(path / shard)
+        for key in headers[shard].tensors:
+            if weight_map.get(key) != shard:
                 raise AdapterRefusedError(
-                    f"{shard}: holds {entry.key!r}, which {INDEX_NAME} places in {weight_map.get(entry.key)}. "
+                    f"{shard}: holds {key!r}, which {INDEX_NAME} places in {weight_map.get(key)}. "
                     "Copy the adapter again."
                 )
-            entries[entry.key] = entry
-    missing = sorted(weight_map.keys() - entries.keys())
+    missing = sorted(weight_map.keys() - {key for header in headers.values() for key in header.tensors})
     if missing:
         raise AdapterRefusedError(
             f"{INDEX_NAME}: names {len(missing)} tensors that no shard holds, first {shown(missing[0])}. "
             "Copy the adapter again."
         )
-    return entries
+    return headers
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -191,11 +208,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def _bystanders(path: Path, read: set[Path]) -> tuple[str, ...]:
+def _bystanders(path: Path, read: Collection[str]) -> tuple[str, ...]:
     """Notes on files left aside. Raises `AdapterRefusedError` for tensors that nothing accounts for."""
     notes = []
     for file in sorted(path.glob("*.safetensors")):
-        if file in read:
+        if file.name in read:
             continue
         if file.name not in BYSTANDERS:
             raise AdapterRefusedError(

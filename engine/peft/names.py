@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from ..model_config.model import ModelConfig
@@ -116,9 +117,10 @@ def choose_renaming(modules: Iterable[str], base_modules: Collection[str]) -> Re
     return max(RENAMINGS, key=lambda renaming: found[renaming])  # the first of equals
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BaseLayout:
-    """Names and shapes of a base. A tied head is listed as a parameter of its own, with the embedding's shape.
+    """Names and shapes of a base. A tied head is listed as a parameter of its own, with the embedding's shape. One base
+    has one layout, which is compared by identity.
 
     `batched` are the linear layers whose pairs the engine applies unmerged.
     """
@@ -146,6 +148,7 @@ class BaseLayout:
         return (self.embedding, *self.linear)
 
 
+@lru_cache(maxsize=8)
 def base_layout(model: ModelConfig) -> BaseLayout:
     """The layout of one base model, from its configuration alone."""
     return BaseLayout(

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,10 @@ MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 120_000
 MAX_NAME_CHARACTERS = 512
 MAX_DIMENSIONS = 8
+#: What is found in headers and configurations of up to this size is remembered. Headers of 80 layers have 200 KB.
+MAX_SHARED_BYTES = 512 << 10
+#: For so many of them.
+MAX_SHARED = 32
 # Bytes per element; only the float types of FLOAT_TYPES can hold adapter weights.
 ELEMENT_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
@@ -40,53 +46,76 @@ FLOAT_TYPES = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Place of one tensor: `num_bytes` bytes from absolute position `start` of `file`."""
+    """Place of one tensor: `num_bytes` bytes from absolute position `start` of the file of that name."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    file: Path
+    file_name: str
     start: int
     num_bytes: int
 
 
-def read_header(path: Path) -> tuple[TensorEntry, ...]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """The tensors of one file, by key. `is_shared`: files of that name, size and header have this very object, so that
+    what is found for one adapter of a job holds for the others that were trained alike.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    is_shared: bool
+
+
+def read_header(path: Path) -> Header:
     """All tensors of one file, without reading their values. Raises `AdapterRefusedError` for a damaged file."""
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise _damaged(path, f"only {file_bytes} bytes long")
+                raise _damaged(path.name, f"only {file_bytes} bytes long")
             (header_bytes,) = struct.unpack("<Q", prefix)
             if header_bytes > file_bytes - 8:
-                raise _damaged(path, f"its header claims {header_bytes} bytes of a file of {file_bytes}")
+                raise _damaged(path.name, f"its header claims {header_bytes} bytes of a file of {file_bytes}")
             if header_bytes > MAX_HEADER_BYTES:
-                raise _damaged(path, f"its header has {header_bytes} bytes, expected at most {MAX_HEADER_BYTES}")
+                raise _damaged(path.name, f"its header has {header_bytes} bytes, expected at most {MAX_HEADER_BYTES}")
             text = file.read(header_bytes)
-            # Seen before the parser makes objects of them.
-            _check_count(path, text.count(b'"dtype"'))
-            header = parse_object(text)
     except OSError as error:
         raise AdapterRefusedError(f"{path.name}: cannot be read ({error.strerror}). Check its permissions.") from None
+    if len(text) <= MAX_SHARED_BYTES:
+        return _shared(path.name, text, file_bytes)
+    return Header(_tensors(path.name, text, file_bytes), is_shared=False)
+
+
+@lru_cache(maxsize=MAX_SHARED)
+def _shared(file_name: str, text: bytes, file_bytes: int) -> Header:
+    return Header(_tensors(file_name, text, file_bytes), is_shared=True)
+
+
+def _tensors(file_name: str, text: bytes, file_bytes: int) -> Mapping[str, TensorEntry]:
+    """The tensors that a header describes. `file_bytes`: of its file."""
+    # Seen before the parser makes objects of them.
+    _check_count(file_name, text.count(b'"dtype"'))
+    try:
+        header = parse_object(text)
     except ValueError as error:
-        raise _damaged(path, f"its header is not a JSON object ({error})") from None
+        raise _damaged(file_name, f"its header is not a JSON object ({error})") from None
     header.pop("__metadata__", None)
-    _check_count(path, len(header))
-    data_start = 8 + header_bytes
-    entries = tuple(_entry(path, key, value, data_start) for key, value in header.items())
-    _check_cover(path, entries, data_start, file_bytes)
-    return entries
+    _check_count(file_name, len(header))
+    data_start = 8 + len(text)
+    entries = tuple(_entry(file_name, key, value, data_start) for key, value in header.items())
+    _check_cover(file_name, entries, data_start, file_bytes)
+    return MappingProxyType({entry.key: entry for entry in entries})
 
 
-def _check_count(path: Path, num_tensors: int) -> None:
+def _check_count(file_name: str, num_tensors: int) -> None:
     if num_tensors > MAX_TENSORS:
-        raise _damaged(path, f"it lists {num_tensors} tensors, expected at most {MAX_TENSORS}")
+        raise _damaged(file_name, f"it lists {num_tensors} tensors, expected at most {MAX_TENSORS}")
 
 
-def _entry(path: Path, key: str, value: Any, data_start: int) -> TensorEntry:
+def _entry(file_name: str, key: str, value: Any, data_start: int) -> TensorEntry:
     if len(key) > MAX_NAME_CHARACTERS:
-        raise _damaged(path, f"{shown(key)} has {len(key)} characters, expected at most {MAX_NAME_CHARACTERS}")
+        raise _damaged(file_name, f"{shown(key)} has {len(key)} characters, expected at most {MAX_NAME_CHARACTERS}")
     try:
         dtype, shape = value["dtype"], tuple(value["shape"])
         begin, end = value["data_offsets"]
@@ -94,52 +123,73 @@ def _entry(path: Path, key: str, value: Any, data_start: int) -> TensorEntry:
             raise ValueError
         num_bytes = math.prod(shape) * ELEMENT_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
-        raise _damaged(path, f"its header entry for {shown(key)} is malformed: {shown(value)}") from None
+        raise _damaged(file_name, f"its header entry for {shown(key)} is malformed: {shown(value)}") from None
     if end - begin != num_bytes:
         raise _damaged(
-            path, f"{shown(key)} of shape {shown(list(shape))} {dtype} has {end - begin} bytes, not {num_bytes}"
+            file_name, f"{shown(key)} of shape {shown(list(shape))} {dtype} has {end - begin} bytes, not {num_bytes}"
         )
-    return TensorEntry(key, dtype, shape, path, data_start + begin, num_bytes)
+    return TensorEntry(key, dtype, shape, file_name, data_start + begin, num_bytes)
 
 
-def _check_cover(path: Path, entries: tuple[TensorEntry, ...], data_start: int, file_bytes: int) -> None:
+def _check_cover(file_name: str, entries: tuple[TensorEntry, ...], data_start: int, file_bytes: int) -> None:
     """The tensors must fill the file exactly: no hole, no overlap, no missing tail."""
     position = data_start
     for entry in sorted(entries, key=lambda e: (e.start, e.num_bytes)):
         if entry.start != position:
-            raise _damaged(path, f"{shown(entry.key)} starts at byte {entry.start}, expected {position}")
+            raise _damaged(file_name, f"{shown(entry.key)} starts at byte {entry.start}, expected {position}")
         position += entry.num_bytes
     if position != file_bytes:
-        raise _damaged(path, f"its tensors end at byte {position} but the file has {file_bytes}")
+        raise _damaged(file_name, f"its tensors end at byte {position} but the file has {file_bytes}")
 
 
-def _damaged(path: Path, what: str) -> AdapterRefusedError:
+def _damaged(file_name: str, what: str) -> AdapterRefusedError:
     return AdapterRefusedError(
-        f"{path.name}: not a whole safetensors file, {what}. Copy or download the adapter again."
+        f"{file_name}: not a whole safetensors file, {what}. Copy or download the adapter again."
     )
 
 
 class TensorReader:
-    """Reads tensors' bytes into memory of their own; a context manager that keeps each file open."""
+    """Reads tensors' bytes out of the files of a folder; a context manager that keeps each file open."""
 
-    def __init__(self) -> None:
-        self._files: dict[Path, FileIO] = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, FileIO] = {}
 
     def read(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
-        """The bytes of one tensor, uint8 [num_bytes]. Raises `AdapterRefusedError` when the file has become shorter."""
+        """The bytes of one tensor, uint8 [num_bytes], in memory of their own. Raises `AdapterRefusedError` when the
+        file has become shorter.
+        """
         data = np.empty(entry.num_bytes, np.uint8)
-        if entry.num_bytes == 0:
-            return data
-        if entry.file not in self._files:
-            # Tensors are read one by one, most of them small: a buffer would only be filled and thrown away.
-            self._files[entry.file] = entry.file.open("rb", buffering=0)
-        file, found_bytes = self._files[entry.file], 0
-        while found_bytes < entry.num_bytes:
-            found = os.preadv(file.fileno(), [data.data[found_bytes:]], entry.start + found_bytes)
-            if not found:
-                raise _damaged(entry.file, f"{shown(entry.key)} has {found_bytes} of its {entry.num_bytes} bytes")
-            found_bytes += found
+        self._fill(data, entry.file_name, entry.start, [entry])
         return data
+
+    def read_all(self, entries: Iterable[TensorEntry]) -> dict[str, npt.NDArray[np.uint8]]:
+        """The bytes of tensors by key. Those that lie side by side are read at once and share their memory, where each
+        is aligned for its numbers. Raises what `read` raises.
+        """
+        found: dict[str, npt.NDArray[np.uint8]] = {}
+        for run in _runs(entries):
+            first, last = run[0], run[-1]
+            data = np.empty(last.start + last.num_bytes - first.start, np.uint8)
+            self._fill(data, first.file_name, first.start, run)
+            for entry in run:
+                begin = entry.start - first.start
+                found[entry.key] = data[begin : begin + entry.num_bytes]
+        return found
+
+    def _fill(self, data: npt.NDArray[np.uint8], file_name: str, start: int, entries: Sequence[TensorEntry]) -> None:
+        """Read as many bytes as `data` has from a position of a file. `entries`: which tensors these are, in order."""
+        if file_name not in self._files:
+            # Tensors are read as they lie: a buffer would only be filled and thrown away.
+            self._files[file_name] = (self._folder / file_name).open("rb", buffering=0)
+        file, found_bytes = self._files[file_name], 0
+        while found_bytes < len(data):
+            found = os.preadv(file.fileno(), [data.data[found_bytes:]], start + found_bytes)
+            if not found:
+                cut = next(e for e in entries if e.start + e.num_bytes > start + found_bytes)
+                read_bytes = start + found_bytes - cut.start
+                raise _damaged(file_name, f"{shown(cut.key)} has {read_bytes} of its {cut.num_bytes} bytes")
+            found_bytes += found
 
     def __enter__(self) -> TensorReader:
         return self
@@ -148,3 +198,20 @@ class TensorReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _runs(entries: Iterable[TensorEntry]) -> list[list[TensorEntry]]:
+    """Tensors that lie side by side in one file, in order."""
+    runs: list[list[TensorEntry]] = []
+    for entry in sorted(entries, key=lambda e: (e.file_name, e.start, e.num_bytes)):
+        if runs and _goes_on(runs[-1], entry):
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    return runs
+
+
+def _goes_on(run: Sequence[TensorEntry], entry: TensorEntry) -> bool:
+    first, last = run[0], run[-1]
+    is_next = (last.file_name, last.start + last.num_bytes) == (entry.file_name, entry.start)
+    return is_next and (entry.start - first.start) % ELEMENT_BYTES[entry.dtype] == 0

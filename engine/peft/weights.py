@@ -166,23 +166,19 @@ def load_adapter(audit: AdapterAudit, device: torch.device | str, identity_sha25
     if expected is None:
         raise AdapterRefusedError(f"adapter {audit.name!r}: its values were not audited. Use check_values=True.")
     entries = open_folder(audit.folder).entries
-    missing = sorted(key for change in audit.changes for key in change.keys if key not in entries)
+    used = dict.fromkeys(key for change in audit.changes for key in change.keys)
+    missing = sorted(used.keys() - entries.keys())
     if missing:
         raise AdapterRefusedError(f"adapter {audit.name!r}: {missing[0]} is gone since the audit. Start again.")
-    stored: dict[str, Tensor] = {}
-    with TensorReader() as reader:
-
-        def read(key: str) -> TensorData:
-            data = reader.read(entries[key])
-            stored[key] = _tensor(entries[key], data).to(device)
-            return data
-
-        found = audit.identity_of(content_sha256(audit.changes, entries, read))
+    with TensorReader(audit.folder) as reader:
+        data = reader.read_all(entries[key] for key in used)
+    found = audit.identity_of(content_sha256(audit.changes, entries, data.__getitem__))
     if found != expected:
         raise AdapterRefusedError(
             f"adapter {audit.name!r}: {audit.folder} holds content {found[:12]}, expected {expected[:12]}. "
             "Its files have changed since they were audited. Run the job again, and its rows are planned anew."
         )
+    stored = {key: _tensor(entries[key], data[key]).to(device) for key in used}
     pairs = {
         site.module: LoraPair(stored[site.a_key], stored[site.b_key], site.scaling)
         for site in audit.sites

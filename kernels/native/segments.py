@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import ADDRESS, COUNT, adapter_type
@@ -52,6 +54,41 @@ class SiteRecord(ctypes.Structure):
             end += b.nbytes if b.data_ptr() == end else 0
         panels_type, num_bytes = adapter_type(a.dtype, depths), end - a.data_ptr()
         return cls(a.data_ptr(), num_bytes, rank, panels_type, len(records), (MemberRecord * MAX_MEMBERS)(*records))
+
+
+#: Numbers of 8 bytes in a `SiteRecord`, and those of them that are addresses.
+RECORD_NUMBERS = ctypes.sizeof(SiteRecord) // 8
+_FIELDS = (*(name for name, _ in SiteRecord._fields_[:-1]), "members")
+_OF_MEMBER = [name for name, _ in MemberRecord._fields_]
+_ADDRESSES = [
+    _FIELDS.index("a"),
+    *(_FIELDS.index("members") + i * len(_OF_MEMBER) + _OF_MEMBER.index("b") for i in range(MAX_MEMBERS)),
+]
+_RANK = _FIELDS.index("rank")
+
+
+def record_table(records: Sequence[SiteRecord | None]) -> NDArray[np.int64]:
+    """The records' bytes, int64 [num_records, RECORD_NUMBERS]; zeros for None."""
+    table = np.zeros((len(records), RECORD_NUMBERS), dtype=np.int64)
+    for row, record in zip(table, records, strict=True):
+        if record is not None:
+            row[:] = np.frombuffer(bytes(record), dtype=np.int64)
+    return table
+
+
+def moved(table: NDArray[np.int64], num_bytes: int) -> NDArray[np.int64]:
+    """The records of a `record_table` with all matrices so many bytes further on in memory."""
+    table = table.copy()
+    table[:, _ADDRESSES] += num_bytes
+    return table
+
+
+def addresses_and_ranks(table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[num_records, 2]: where each record of a `record_table` lies, as long as the table does, and its rank; both 0 for
+    none."""
+    ranks = table[:, _RANK]
+    addresses = table.ctypes.data + np.arange(len(table)) * (RECORD_NUMBERS * 8)
+    return np.stack([np.where(ranks > 0, addresses, 0), ranks], axis=1)
 
 
 class SegmentsRecord(ctypes.Structure):

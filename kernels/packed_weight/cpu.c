@@ -59,9 +59,8 @@ INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t
     }
 }
 
-/* `panels_type`: fp32, bf16 or what x is in. In the thread that calls: adapters are read beside steps, and a second
- * team of threads would make OpenMP put the steps' own to sleep between loops. */
-void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t total, const void *x, int64_t num_rows,
+/* `panels_type`: fp32, bf16 or what x is in. */
+static void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t total, const void *x, int64_t num_rows,
                int64_t depth, int64_t type)
 {
 #define CASE(PANELS_TYPE, TYPE)                                                                                        \
@@ -70,6 +69,22 @@ void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t tot
     CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16_PAIRS, BF16)
     CASE(BF16_PAIRS, FP32) CASE(BF16_PAIRS, FP16) CASE(BF16, FP32) CASE(BF16, BF16) CASE(BF16, FP16)
 #undef CASE
+}
+
+/* Rows of a matrix of `total` rows in panels that begin with number `start`. */
+typedef struct {
+    int64_t start, panels_type, first_row, total;
+    const void *x;
+    int64_t num_rows, depth, type;
+} Rows;
+
+/* Rows of many matrices, in the thread that calls: adapters are read beside steps, and a second team of threads would
+ * make OpenMP put the steps' own to sleep between loops. */
+void pack_matrices(void *numbers, const Rows *rows, int64_t count)
+{
+    for (const Rows *r = rows; r < rows + count; r++)
+        pack_rows((char *)numbers + r->start * SIZE_OF(r->panels_type), r->panels_type, r->first_row, r->total, r->x,
+                  r->num_rows, r->depth, r->type);
 }
 
 /* All rows of a weight, by all threads. */

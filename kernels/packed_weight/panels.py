@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..native import ADDRESS, COUNT, NUMBER, native_build, native_function
@@ -129,18 +132,38 @@ def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
     return plain
 
 
-def pack_rows_(panels: Tensor, panels_type: int, first_row: int, num_rows: int, rows: Tensor) -> None:
-    """Write `rows` [n, in_features] as rows `first_row` and so on of a weight of `num_rows` rows in panels of the page
-    pool (flat). `panels_type`: see `native.adapter_type`.
-
-    It takes one thread and no lock of the interpreter: made for threads that prepare adapters while others step.
+class MatrixRows(NamedTuple):
+    """Where rows go that are packed: `first_row` and so on of a matrix of `num_rows` rows, in panels that begin with
+    number `start` of some memory. `panels_type`: see `native.adapter_type`.
     """
-    plain = rows.contiguous()
-    if plain.dtype not in _ROW_TYPES:
-        plain = plain.to(panels.dtype)
-    assert panels.numel() == num_rows * plain.shape[1], f"{panels.numel()} numbers for {num_rows} rows of {plain.shape}"
-    assert first_row + len(plain) <= num_rows, f"rows {first_row} to {first_row + len(plain)} of {num_rows}"
-    pack_rows = native_function("pack_rows", ADDRESS, COUNT, COUNT, COUNT, ADDRESS, COUNT, COUNT, COUNT)
-    assert pack_rows is not None, "compiled kernels are not there"
-    plain_type = _ROW_TYPES[plain.dtype]
-    pack_rows(panels.data_ptr(), panels_type, first_row, num_rows, plain.data_ptr(), *plain.shape, plain_type)
+
+    start: int
+    panels_type: int
+    first_row: int
+    num_rows: int
+
+
+def pack_matrices_(memory: Tensor, places: NDArray[np.int64], rows: Sequence[Tensor]) -> None:
+    """Write each of `rows` [n, in_features] to its place in `memory` (flat, in a format of the page pool).
+
+    `places`: int64 [num_rows, 4], a `MatrixRows` each. It takes one thread and no lock of the interpreter: made for
+    threads that prepare adapters while others step.
+    """
+    plain = [_as_rows(each, memory.dtype) for each in rows]
+    sources = np.array(
+        [(each.data_ptr(), *each.shape, _ROW_TYPES[each.dtype]) for each in plain], dtype=np.int64
+    ).reshape(-1, 4)
+    start, _, first_row, num_rows = places.T
+    _, rows_of_each, depths, _ = sources.T
+    ends = start + num_rows * depths
+    assert (ends <= memory.numel()).all(), f"matrices end at {ends.max()} of {memory.numel()} numbers"
+    assert (first_row + rows_of_each <= num_rows).all(), f"{rows_of_each} rows from {first_row} of {num_rows}"
+    pack_matrices = native_function("pack_matrices", ADDRESS, ADDRESS, COUNT)
+    assert pack_matrices is not None, "compiled kernels are not there"
+    records = np.concatenate([places, sources], axis=1)
+    pack_matrices(memory.data_ptr(), records.ctypes.data, len(records))
+
+
+def _as_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same, dense, in a format that is packed; others are turned into `dtype`."""
+    return rows.contiguous() if rows.dtype in _ROW_TYPES else rows.to(dtype).contiguous()

@@ -39,7 +39,7 @@ class PreparedLora:
     """
 
     def __init__(self, spans: Sequence[LoraSpan]) -> None:
-        self._spans = spans = [span for span in spans if any(span.adapter.sites)]
+        self._spans = spans = [span for span in spans if not span.adapter.is_empty]
         served = [records for span in spans if (records := span.adapter.records) is not None]
         assert len(served) in (0, len(spans)), "some matrices are in panels and some are not"
         self._tables: list[SegmentTable] = []
@@ -78,7 +78,7 @@ class PreparedLora:
 
 def add_lora_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:
     """`PreparedLora`, used once."""
-    PreparedLora([LoraSpan(s.start, s.end, AdapterSites([s.site])) for s in segments]).add_(y, x, 0)
+    PreparedLora([LoraSpan(s.start, s.end, AdapterSites.of([s.site])) for s in segments]).add_(y, x, 0)
 
 
 def add_lora_by_torch_(y: Tensor, x: Tensor, segments: Sequence[LoraSegment]) -> None:

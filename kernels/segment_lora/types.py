@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..native.segments import SiteRecord
+from ..native.segments import SiteRecord, addresses_and_ranks, record_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +48,38 @@ class LoraSiteWeights:
 
 
 class AdapterSites:
-    """One adapter at the packed layers of a model, in an order that all adapters share; None where it leaves a layer
-    alone."""
+    """One adapter at the packed layers of a model, in an order that all adapters share.
 
-    def __init__(self, sites: Sequence[LoraSiteWeights | None]) -> None:
-        self.sites = tuple(sites)
+    `table`: what compiled kernels read, a `native.segments.record_table` (None: matrices are not in panels). `sites`:
+    the matrices as views, None where the adapter leaves a layer alone; made when they are asked for.
+    """
 
-    @cached_property
-    def records(self) -> NDArray[np.int64] | None:
-        """[num_sites, 2]: address of the site's record and its rank, both 0 where there is none. None: matrices are not
-        in panels."""
-        in_panels = {site.in_panels for site in self.sites if site is not None}
+    def __init__(
+        self, sites: Callable[[], Sequence[LoraSiteWeights | None]], table: NDArray[np.int64] | None = None
+    ) -> None:
+        self._sites = sites
+        self._table = table
+        #: [num_sites, 2]: address of the site's record and its rank, both 0 where there is none. None: not in panels.
+        self.records = None if table is None else addresses_and_ranks(table)
+
+    @classmethod
+    def of(cls, sites: Sequence[LoraSiteWeights | None]) -> AdapterSites:
+        """These sites, all in panels or none."""
+        in_panels = {site.in_panels for site in sites if site is not None}
         assert len(in_panels) < 2, "some matrices are in panels and some are not"
         if False in in_panels:
-            return None
-        records = [None if site is None else site.record for site in self.sites]
-        numbers = [(0, 0) if record is None else (ctypes.addressof(record), record.rank) for record in records]
-        return np.array(numbers, dtype=np.int64).reshape(-1, 2)
+            return cls(lambda: sites)
+        return cls(lambda: sites, record_table([None if site is None else site.record for site in sites]))
+
+    @cached_property
+    def sites(self) -> Sequence[LoraSiteWeights | None]:
+        """See above."""
+        return tuple(self._sites())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the adapter leaves all layers alone."""
+        return not any(self.sites) if self.records is None else not self.records.any()
 
 
 class LoraSpan(NamedTuple):

@@ -157,8 +157,8 @@ def _read_template(folder: Path) -> Iterator[str]:
 
 
 def _read_safetensors(folder: Path) -> Iterator[str]:
-    entries = read_header(folder / "x.safetensors")
-    with TensorReader() as reader:
+    entries = read_header(folder / "x.safetensors").tensors.values()
+    with TensorReader(folder) as reader:
         for entry in entries:
             reader.read(entry)
             yield repr(entry.key)

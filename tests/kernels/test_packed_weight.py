@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+import numpy as np
 import pytest
 import torch
 
 from lorabatch.kernels.native import adapter_type
 from lorabatch.kernels.packed_weight import PackedWeight, Products, can_multiply, pack
 from lorabatch.kernels.packed_weight.onednn import OneDnnWeight, has_onednn
-from lorabatch.kernels.packed_weight.panels import PanelWeight, has_panels, pack_rows_, unpack
+from lorabatch.kernels.packed_weight.panels import MatrixRows, PanelWeight, has_panels, pack_matrices_, unpack
 
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 Layout = type[PanelWeight] | type[OneDnnWeight]
@@ -185,10 +188,9 @@ def test_parts_of_a_weight_are_packed_one_by_one_whatever_type_they_have(
     panels_type = adapter_type(pool, [depth])
     parts = [(random(size, depth) * 10.0 ** torch.randint(-7, 4, (size, depth))).to(stored) for size in sizes]
     around = torch.full((sum(sizes) * depth + 8,), torch.nan, dtype=pool)
-    first = 0
-    for part in parts:
-        pack_rows_(around[4:-4], panels_type, first, sum(sizes), part)
-        first += len(part)
+    firsts = accumulate(sizes[:-1], initial=0)
+    places = np.array([MatrixRows(0, panels_type, first, sum(sizes)) for first in firsts])
+    pack_matrices_(around[4:-4], places, parts)
     assert unpack(around[4:-4], panels_type, (sum(sizes), depth)).equal(torch.cat(parts).to(pool).float())
     assert around[:4].isnan().all()
     assert around[-4:].isnan().all()
@@ -201,14 +203,26 @@ def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype) ->
     ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
     rows = torch.tensor([ties], dtype=stored)
     panels = torch.empty(8, dtype=torch.bfloat16)
-    pack_rows_(panels, adapter_type(panels.dtype, [1]), 0, 1, rows)
+    pack_matrices_(panels, np.array([MatrixRows(0, adapter_type(panels.dtype, [1]), 0, 1)]), [rows])
     assert panels.isnan().equal(rows[0].isnan())
     assert panels[:-1].view(torch.int16).equal(rows.to(torch.bfloat16)[0, :-1].view(torch.int16))
 
 
 @needs_library
 def test_rows_that_do_not_fit_are_a_mistake_of_ours() -> None:
-    with pytest.raises(AssertionError, match="35 numbers for 5 rows"):
-        pack_rows_(torch.empty(35), 0, 0, 5, torch.empty(2, 8))
-    with pytest.raises(AssertionError, match="rows 4 to 6 of 5"):
-        pack_rows_(torch.empty(40), 0, 4, 5, torch.empty(2, 8))
+    with pytest.raises(AssertionError, match="matrices end at 40 of 35 numbers"):
+        pack_matrices_(torch.empty(35), np.array([MatrixRows(0, 0, 0, 5)]), [torch.empty(2, 8)])
+    with pytest.raises(AssertionError, match=r"\[2\] rows from \[4\] of \[5\]"):
+        pack_matrices_(torch.empty(40), np.array([MatrixRows(0, 0, 4, 5)]), [torch.empty(2, 8)])
+
+
+@needs_library
+def test_matrices_lie_where_their_places_begin() -> None:
+    first, second = random(5, 8), random(20, 12)
+    memory = torch.full((4 + 40 + 240 + 4,), torch.nan, dtype=torch.bfloat16)
+    kind = adapter_type(memory.dtype, [8, 12])
+    pack_matrices_(memory, np.array([MatrixRows(4, kind, 0, 5), MatrixRows(44, kind, 0, 20)]), [first, second])
+    assert unpack(memory[4:44], kind, (5, 8)).equal(first.bfloat16().float())
+    assert unpack(memory[44:-4], kind, (20, 12)).equal(second.bfloat16().float())
+    assert memory[:4].isnan().all()
+    assert memory[-4:].isnan().all()

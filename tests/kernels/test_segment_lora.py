@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 
 from lorabatch.kernels.native import adapter_type, native_number
 from lorabatch.kernels.packed_weight import Products, can_multiply, pack
 from lorabatch.kernels.packed_weight.blocks import Blocks, BlockWeight
-from lorabatch.kernels.packed_weight.panels import StoredWeight, has_panels, pack_rows_
+from lorabatch.kernels.packed_weight.panels import MatrixRows, StoredWeight, has_panels, pack_matrices_
 from lorabatch.kernels.segment_lora import (
     AdapterSites,
     LoraMember,
@@ -32,10 +33,10 @@ def in_panels(site: LoraSiteWeights, dtype: torch.dtype = torch.float32) -> Lora
     """The same adapter as compiled kernels read it."""
     a, members = torch.empty(site.a.numel(), dtype=dtype), []
     panels_type = adapter_type(dtype, [site.a.shape[1], *(len(member.b) for member in site.members)])
-    pack_rows_(a, panels_type, 0, len(site.a), site.a)
+    pack_matrices_(a, np.array([MatrixRows(0, panels_type, 0, len(site.a))]), [site.a])
     for member in site.members:
         b = torch.empty(member.b.numel(), dtype=dtype)
-        pack_rows_(b, panels_type, 0, member.b.shape[1], member.b.t())
+        pack_matrices_(b, np.array([MatrixRows(0, panels_type, 0, member.b.shape[1])]), [member.b.t()])
         members.append(replace(member, b=b))
     return LoraSiteWeights(a, tuple(members), in_panels=True)
 
@@ -139,7 +140,7 @@ def test_spans_are_prepared_once_for_all_layers(layout: Layout) -> None:
     ]
     spans = [(0, 3), (3, 20), (20, 22)]
     laid = [[s and layout(s) for s in of_adapter] for of_adapter in sites]
-    prepared = PreparedLora([LoraSpan(*cut, AdapterSites(of)) for cut, of in zip(spans, laid, strict=True)])
+    prepared = PreparedLora([LoraSpan(*cut, AdapterSites.of(of)) for cut, of in zip(spans, laid, strict=True)])
     for place in (2, 0, 1, 3, 0):
         x, y = torch.randn(22, IN), torch.randn(22, sum(OUTS))
         segments = [LoraSegment(*cut, of[place]) for cut, of in zip(spans, sites, strict=True)]
@@ -234,7 +235,7 @@ def test_a_product_with_lora_has_the_bits_of_one_after_the_other(
     starts = list(accumulate(sizes, initial=3))
     ranks = [(8, 20, 64), (2, None, 34), (6, 4, 3), (None, None, 16)]
     spans = [
-        LoraSpan(start, start + size, AdapterSites([None, panels(site(r, seed, depth, outs))]))
+        LoraSpan(start, start + size, AdapterSites.of([None, panels(site(r, seed, depth, outs))]))
         for seed, (start, size, r) in enumerate(zip(starts, sizes, ranks, strict=False))
     ]
     x, bias = torch.randn(starts[-1] + 2, depth), torch.randn(sum(outs))

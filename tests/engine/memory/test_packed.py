@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from lorabatch.engine.model_config.model import ModelConfig, packed_members
 from lorabatch.engine.peft import audit_adapter
 from lorabatch.engine.peft.weights import AdapterWeights, load_adapter
 from lorabatch.kernels.native import adapter_type
+from lorabatch.kernels.native.segments import SiteRecord
 from lorabatch.kernels.packed_weight.panels import has_panels, unpack
 
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
@@ -71,3 +73,40 @@ def test_the_pool_around_an_adapter_is_left_alone(tiny_adapters: dict[str, Path]
     copied(packed, memory, 10)
     assert not memory[:10].any()
     assert not memory[10 + size :].any()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_records_of_a_whole_adapter_are_those_of_its_sites(
+    tiny_adapters: dict[str, Path], model: ModelConfig, dtype: torch.dtype
+) -> None:
+    """The second adapter's are made from those of the first, which has the same layout elsewhere in memory."""
+    weights = read(tiny_adapters["rank20"], model)
+    for _ in range(2):
+        packed = pack_adapter(weights, model, dtype, in_panels=True, device=torch.device("cpu"))
+        found = packed.layout.all_sites(packed.numbers)
+        expected = [None if site is None else site.record for site in found.sites]
+        assert any(expected)
+        assert found.records is not None
+        for (address, rank), record in zip(found.records.tolist(), expected, strict=True):
+            assert rank == (0 if record is None else record.rank)
+            if record is not None:
+                moved = SiteRecord.from_address(address)
+                assert (moved.a, moved.num_bytes, moved.type) == (record.a, record.num_bytes, record.type)
+                assert moved.num_members == record.num_members
+                for i in range(record.num_members):
+                    assert bytes(moved.members[i]) == bytes(record.members[i])
+
+
+def test_adapters_of_the_same_shapes_have_one_layout(tiny_adapters: dict[str, Path], model: ModelConfig) -> None:
+    weights = read(tiny_adapters["rank8"], model)
+    other = replace(weights, pairs={name: replace(p, a=p.a + 1) for name, p in weights.pairs.items()})
+    scaled = replace(weights, pairs={name: replace(p, scaling=3.0) for name, p in weights.pairs.items()})
+    first, second, third = (
+        pack_adapter(each, model, torch.float32, in_panels=False, device=torch.device("cpu"))
+        for each in (weights, other, scaled)
+    )
+    assert first.layout is second.layout
+    assert first.layout is not third.layout
+    assert not first.numbers.equal(second.numbers)
+    assert first.numbers.equal(third.numbers)

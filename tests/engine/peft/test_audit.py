@@ -6,6 +6,7 @@ Audits as rows of text.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -364,3 +365,40 @@ def test_every_tensor_has_its_use(plain: Any) -> None:
     audit = plain.audit()
     assert audit.key_uses["lora_dropout"] == "irrelevant: only acts during training"
     assert audit.tensor_uses.keys() == plain.tensors().keys()
+
+
+def test_adapters_that_are_alike_are_judged_once_and_each_by_its_own_values(plain: Any, tmp_path: Path) -> None:
+    plain.write(plain.tensors())  # as the others are written
+    other = replace(plain, folder=tmp_path / "other")
+    shutil.copytree(plain.folder, other.folder)
+    other.configure(
+        target_modules=json.loads((plain.folder / "adapter_config.json").read_text())["target_modules"][::-1]
+    )
+    other.write({key: 2 * value for key, value in plain.tensors().items()})
+    bad = replace(plain, folder=tmp_path / "bad")
+    shutil.copytree(plain.folder, bad.folder)
+    bad.write({key: value * np.nan for key, value in plain.tensors().items()})
+    first, second, third = (
+        audit_adapter(trained.folder, plain.base.config, trained.folder.name) for trained in (plain, other, bad)
+    )
+    assert first.sites is second.sites is third.sites
+    assert first.tensor_uses is second.tensor_uses
+    assert (first.verdict, second.verdict, third.verdict) == ("exact", "exact", "refused")
+    assert None is not first.content_sha256 != second.content_sha256 is not None
+    assert third.content_sha256 is None
+    assert all(reason.startswith("adapter 'bad': ") for reason in third.reasons)
+    # what was found of one stays with it
+    assert first.reasons == second.reasons == ()
+    assert set(audit_adapter(other.folder, plain.base.config, "other").tensor_uses.values()) == {"used"}
+
+
+def test_another_configuration_or_base_is_judged_anew(plain: Any, tmp_path: Path, bases: Any) -> None:
+    other = replace(plain, folder=tmp_path / "other")
+    shutil.copytree(plain.folder, other.folder)
+    other.configure(lora_alpha=1)
+    assert {site.scaling for site in other.audit().sites} != {site.scaling for site in plain.audit().sites}
+    other.configure(r=3)
+    assert "has rank" in only_reason(other)
+    foreign = audit_adapter(plain.folder, bases("qwen2", False).config, "foreign")
+    assert foreign.sites is not plain.audit().sites
+    assert plain.audit().verdict == "exact"

@@ -38,7 +38,7 @@ PATTERNS = [
 
 
 def read(**raw: Any) -> tuple[AdapterConfig, Ledger]:
-    ledger = Ledger("zoo")
+    ledger = Ledger()
     return read_adapter_config(raw, ledger), ledger
 
 
@@ -117,14 +117,14 @@ def test_a_malformed_value_is_refused_by_name(key: str, value: Any, expected: st
     _, ledger = read(**{key: value})
     assert ledger.is_refused
     assert ledger.key_uses[key].startswith("refused: expected ")
-    (reason,) = [reason for reason in ledger.reasons() if expected in reason]
+    (reason,) = [reason for reason in ledger.reasons("zoo") if expected in reason]
     assert reason.startswith(f"adapter 'zoo': {key}={value!r}: expected ")
     assert "save the adapter again" in reason
 
 
 def test_all_problems_are_reported_at_once() -> None:
     _, ledger = read(r=0, lora_alpha="x", bias="some")
-    assert len(ledger.reasons()) == 3
+    assert len(ledger.reasons("zoo")) == 3
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_an_absent_or_null_list_is_empty() -> None:
 
 
 def judge(**raw: Any) -> Ledger:
-    ledger = Ledger("zoo")
+    ledger = Ledger()
     judge_keys({"peft_type": "LORA"} | raw, ledger)
     return ledger
 
@@ -175,7 +175,7 @@ def test_a_fresh_peft_configuration_is_accepted_whole() -> None:
 @pytest.mark.parametrize("key", sorted(REFUSED_WHEN_SET))
 def test_an_exotic_variant_is_refused_by_name_and_says_what_to_do(key: str) -> None:
     ledger = judge(**{key: [1, 2]})
-    (reason,) = ledger.reasons()
+    (reason,) = ledger.reasons("zoo")
     assert reason.startswith(f"adapter 'zoo': {key}=[1, 2]: ")
     assert "expected" in reason
     assert ledger.key_uses[key].startswith("refused: ")
@@ -191,19 +191,19 @@ def test_a_variant_that_is_not_set_is_irrelevant(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("peft_type", [kind.value for kind in PeftType if kind != PeftType.LORA] + [None, "lora"])
 def test_every_other_method_is_refused_by_name(peft_type: Any) -> None:
-    (reason,) = judge(peft_type=peft_type).reasons()
+    (reason,) = judge(peft_type=peft_type).reasons("zoo")
     assert reason.startswith(f"adapter 'zoo': peft_type={peft_type!r}: expected 'LORA'")
 
 
 def test_a_missing_method_is_refused() -> None:
-    ledger = Ledger("zoo")
+    ledger = Ledger()
     judge_keys({}, ledger)
     assert ledger.is_refused
 
 
 @pytest.mark.parametrize("task", ["SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"])
 def test_an_adapter_for_another_task_is_refused(task: str) -> None:
-    (reason,) = judge(task_type=task).reasons()
+    (reason,) = judge(task_type=task).reasons("zoo")
     assert f"task_type={task!r}: expected 'CAUSAL_LM'" in reason
 
 
@@ -219,18 +219,18 @@ def test_a_start_that_leaves_the_base_alone_is_irrelevant(start: Any) -> None:
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga"])
 def test_a_start_that_changed_the_base_is_refused_until_converted(start: str) -> None:
-    (reason,) = judge(init_lora_weights=start).reasons()
+    (reason,) = judge(init_lora_weights=start).reasons("zoo")
     assert f"init_lora_weights={start!r}" in reason
     assert "path_initial_model_for_weight_conversion" in reason
 
 
 @pytest.mark.parametrize("start", ["magic", 1, ["eva"]])
 def test_an_unknown_start_is_refused(start: Any) -> None:
-    assert "expected true, false or one of 'gaussian'" in judge(init_lora_weights=start).reasons()[0]
+    assert "expected true, false or one of 'gaussian'" in judge(init_lora_weights=start).reasons("zoo")[0]
 
 
 def test_an_unknown_key_that_is_set_is_refused_by_name() -> None:
-    (reason,) = judge(lora_warp_factor=9).reasons()
+    (reason,) = judge(lora_warp_factor=9).reasons("zoo")
     assert reason.startswith("adapter 'zoo': lora_warp_factor=9: this key is not known")
 
 

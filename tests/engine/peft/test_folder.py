@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from lorabatch.engine.errors import AdapterRefusedError
-from lorabatch.engine.peft.folder import has_own_tokenizer, open_folder, read_config_json
+from lorabatch.engine.peft.folder import has_own_tokenizer, open_folder, parse_config, read_config
 
 INDEX = "adapter_model.safetensors.index.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -24,6 +24,10 @@ def refusal(call: Callable[..., Any], *arguments: Any) -> str:
     with pytest.raises(AdapterRefusedError) as caught:
         call(*arguments)
     return str(caught.value)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return parse_config(read_config(folder))
 
 
 def tensors(*keys: str) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def write_shards(folder: Path, weight_map: Any) -> None:
 def test_shards_named_by_an_index_are_read_as_one(tmp_path: Path) -> None:
     write_shards(tmp_path, {"a": ONE, "b": ONE, "c": TWO})
     folder = open_folder(tmp_path)
-    assert {key: found.file.name for key, found in folder.entries.items()} == {"a": ONE, "b": ONE, "c": TWO}
+    assert {key: found.file_name for key, found in folder.entries.items()} == {"a": ONE, "b": ONE, "c": TWO}
     assert folder.weight_bytes == 3 * 16
 
 
@@ -144,19 +148,19 @@ def test_a_value_head_takes_no_part_in_generation(tmp_path: Path) -> None:
 )
 def test_a_malformed_configuration_is_refused(tmp_path: Path, text: bytes, what: str) -> None:
     (tmp_path / "adapter_config.json").write_bytes(text)
-    message = refusal(read_config_json, tmp_path)
+    message = refusal(config_of, tmp_path)
     assert message.startswith("adapter_config.json: ")
     assert what in message
 
 
 def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(b'\xef\xbb\xbf{"r": 8}')
-    assert read_config_json(tmp_path) == {"r": 8}
+    assert config_of(tmp_path) == {"r": 8}
 
 
 def test_a_missing_configuration_or_folder_is_refused(tmp_path: Path) -> None:
-    assert refusal(read_config_json, tmp_path).startswith("adapter_config.json: missing")
-    assert refusal(read_config_json, tmp_path / "nowhere").endswith(
+    assert refusal(config_of, tmp_path).startswith("adapter_config.json: missing")
+    assert refusal(config_of, tmp_path / "nowhere").endswith(
         "not a folder. Name the folder that holds adapter_config.json."
     )
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from lorabatch.engine.errors import AdapterRefusedError
-from lorabatch.engine.peft.tensor_file import TensorReader, read_header
+from lorabatch.engine.peft.tensor_file import MAX_SHARED_BYTES, TensorReader, read_header
 from lorabatch.engine.untrusted import parse_object
 
 
@@ -40,8 +40,8 @@ def test_shapes_types_and_bytes_are_those_the_library_reads(tmp_path: Path) -> N
         "scalar": np.array(3, np.int64),
     }
     save_file(arrays, path, metadata={"format": "pt"})
-    entries = {e.key: e for e in read_header(path)}
-    with safe_open(path, "np") as library, TensorReader() as reader:
+    entries = read_header(path).tensors
+    with safe_open(path, "np") as library, TensorReader(path.parent) as reader:
         assert entries.keys() == set(library.keys()) == arrays.keys()
         for key, found in entries.items():
             expected = library.get_tensor(key)
@@ -53,10 +53,60 @@ def test_shapes_types_and_bytes_are_those_the_library_reads(tmp_path: Path) -> N
 def test_a_file_that_became_shorter_is_refused_when_its_tensor_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": np.arange(4, dtype=np.float32)}, path)
-    (found,) = read_header(path)
+    (found,) = read_header(path).tensors.values()
     path.write_bytes(path.read_bytes()[:-2])
-    with TensorReader() as reader, pytest.raises(AdapterRefusedError, match="'a' has 14 of its 16 bytes"):
+    with TensorReader(path.parent) as reader, pytest.raises(AdapterRefusedError, match="'a' has 14 of its 16 bytes"):
         reader.read(found)
+
+
+def test_tensors_that_are_read_together_are_those_that_are_read_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    arrays = {
+        "a": np.arange(5, dtype=np.float16),  # ends where no number of four bytes may begin
+        "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "c": np.zeros((0, 3), np.float32),
+        "d": np.arange(3, dtype=np.float32),
+        "e": np.arange(8, dtype=np.float16),
+    }
+    save_file(arrays, path)
+    tensors = read_header(path).tensors
+    with TensorReader(tmp_path) as reader:
+        for keys in ("abcde", "aced", "b", "da", ""):
+            found = reader.read_all(tensors[key] for key in keys)
+            assert {key: data.tobytes() for key, data in found.items()} == {key: arrays[key].tobytes() for key in keys}
+            sizes = {key: arrays[key].itemsize for key in keys if arrays[key].size}
+            assert all(found[key].ctypes.data % size == 0 for key, size in sizes.items())
+
+
+def test_a_file_that_became_shorter_is_refused_by_the_first_tensor_that_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({key: np.arange(4, dtype=np.float32) for key in "abc"}, path)
+    tensors = read_header(path).tensors
+    path.write_bytes(path.read_bytes()[:-18])
+    with TensorReader(tmp_path) as reader, pytest.raises(AdapterRefusedError, match="'b' has 14 of its 16 bytes"):
+        reader.read_all(tensors.values())
+
+
+def test_equal_headers_are_one_object_and_others_are_not(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "three", "four")]
+    arrays = [{"a": np.full(4, n, np.float32)} for n in range(3)] + [{"a": np.zeros((2, 2), np.float32)}]
+    for folder, array in zip(folders, arrays, strict=True):
+        folder.mkdir()
+        save_file(array, folder / ("y.safetensors" if folder.name == "three" else "x.safetensors"))
+    one, two, three, four = (read_header(next(folder.iterdir())) for folder in folders)
+    assert one is two
+    assert one.is_shared
+    assert three is not one  # a file of another name
+    assert four is not one
+    with TensorReader(folders[1]) as reader:
+        assert reader.read(one.tensors["a"]).view(np.float32).tolist() == [1.0] * 4
+
+
+def test_large_headers_are_not_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": np.zeros(1, np.float32)}, path, metadata={"note": "x" * MAX_SHARED_BYTES})
+    assert read_header(path) is not read_header(path)
+    assert not read_header(path).is_shared
 
 
 @pytest.mark.parametrize(
