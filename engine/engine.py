@@ -200,6 +200,8 @@ class Engine:
         pool = self._batch.pool
         return EngineTelemetry(
             num_running=self._batch.num_running,
+            num_prefilling=self._batch.num_prefilling,
+            prefill_tokens_left=self._batch.prefill_tokens_left,
             resident_adapter_ids=self._batch.residency.resident_ids,
             mode=self._mode(),
             pages_used=pool.num_pages - pool.num_free,

@@ -12,7 +12,9 @@ from .request import ServedMode
 class EngineTelemetry:
     """A snapshot between two steps.
 
-    `num_running` sequences are in the batch. `running_tokens`: what they have generated so far. Token and step counts
+    `num_running` sequences are in the batch, of which `num_prefilling` have no token yet. `prefill_tokens_left`: prompt
+    tokens of unfinished rows, and tokens that came with them, that are not computed yet. `running_tokens`: what running
+    ones have generated so far. Token and step counts
     are totals since the engine started, so that a reader may take differences at any interval. `prompt_tokens`
     are computed, `reused_prompt_tokens` were copied from rows whose prompts begin alike. `num_step_rows` adds up the
     rows of all steps: per step, they are the occupancy of the batch. `busy_s`: spent in steps, as the process counts.
@@ -22,6 +24,8 @@ class EngineTelemetry:
     """
 
     num_running: int = 0
+    num_prefilling: int = 0
+    prefill_tokens_left: int = 0
     resident_adapter_ids: tuple[str, ...] = ()
     mode: ServedMode = "base"
     pages_used: int = 0
@@ -39,6 +43,11 @@ class EngineTelemetry:
     num_switches: int = 0
     switching_s: float = 0.0
     steps: StepTotals = field(default_factory=StepTotals)
+
+    @property
+    def computing_s(self) -> float:
+        """`busy_s` without merges and waits for adapters."""
+        return self.busy_s - self.switching_s - self.adapter_stall_s
 
     @property
     def prefix_hit_rate(self) -> float:

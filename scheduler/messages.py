@@ -139,14 +139,15 @@ class ShardFailed(Event):
 class Progress(Event):
     """A replica's report of its state, about once a second. It is also the replica's heartbeat.
 
-    `open_rows`: unfinished rows of the shards open there; `running_rows`: those decoding now. `open_shards`:
-    (shard id, unfinished rows) of each open shard. `finished`: (adapter name or "", rows, output tokens) completed
-    since the last report. `mode`: how its latest step served its rows, for reports only. `running_tokens`: what the
-    running rows have generated so far. `lent_shards`: (shard id, rows that other replicas work on); `incoming_rows`:
-    unfinished rows of other replicas' shards.
+    `open_rows`: unfinished rows of the shards open there; `running_rows`: those in its batch, of which
+    `prefilling_rows` have no token yet. `prefill_tokens_left`: that rows there, waiting ones too, compute before they
+    decode. `open_shards`: (shard id, unfinished rows) of each open shard. `finished`: (adapter name or "", rows, output
+    tokens) completed since the last report. `mode`: how its latest step served its rows, for reports only.
+    `running_tokens`: what the running rows have generated so far. `lent_shards`: (shard id, rows that other replicas
+    work on); `incoming_rows`: unfinished rows of other replicas' shards.
 
-    Totals since the replica's engine started: `engine_s` seconds in steps, `num_steps`, `prompt_tokens` computed, and
-    `generated_tokens`.
+    Totals since the replica's engine started: `engine_s` seconds in steps, without merges and waits for adapters, and
+    what these steps did, the fields of `StepTotals` in order.
     """
 
     replica_id: str
@@ -161,9 +162,9 @@ class Progress(Event):
     lent_shards: tuple[tuple[int, int], ...] = ()
     incoming_rows: int = 0
     engine_s: float = 0.0
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
+    steps: tuple[float, ...] = ()
+    prefilling_rows: int = 0
+    prefill_tokens_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

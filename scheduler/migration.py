@@ -119,7 +119,7 @@ class TailMigration:
             self._look(replicas)
         if not replicas[replica_id].rows_left:
             self._with_room[replica_id] = None
-        helpers = self._helpers(replicas)
+        helpers = self._helpers(replicas, open_shards)
         if not helpers:
             return ()
         for owner in [replica_id] if replicas[replica_id].rows_left else self._owners:
@@ -155,7 +155,7 @@ class TailMigration:
             del self._reports[owner]
         return moves
 
-    def _helpers(self, replicas: Mapping[str, ReplicaState]) -> dict[str, Pace]:
+    def _helpers(self, replicas: Mapping[str, ReplicaState], open_shards: OpenShards) -> dict[str, Pace]:
         """Replicas that have room, the fastest first. None is much slower than the fastest of all: rows that have moved
         do not move again, and some of them turn out to be long.
         """
@@ -163,11 +163,33 @@ class TailMigration:
         found = []
         for name in self._with_room:
             rows, slowness = self.rows_at_work(replicas[name]), self._paces.slowness(name)
-            pace = Pace(replicas[name].batch_rows, slowness, rows)
-            if pace.free_rows > 0 and slowness <= limit and name not in self._given:
-                found.append((round(slowness, 1), rows, name, pace))
+            is_known = name in self._reports or not rows
+            if is_known and rows < replicas[name].batch_rows and slowness <= limit and name not in self._given:
+                found.append((round(slowness, 1), rows, name))
         # One more than needed: the owner may be among them.
-        return {name: pace for _, _, name, pace in sorted(found)[: _MAX_HELPERS + 1]}
+        return {name: self._helper(replicas[name], open_shards) for *_, name in sorted(found)[: _MAX_HELPERS + 1]}
+
+    def _helper(self, replica: ReplicaState, open_shards: OpenShards) -> Pace:
+        """A replica with what it has to do itself."""
+        report, rows, pace = self._reports.get(replica.replica_id), self.rows_at_work(replica), self._pace(replica)
+        if report is None or not rows:
+            return pace
+        shards = [shard for shard in open_shards(replica) if shard.has_engine_work]
+        _, tokens_left = self._tokens_of(report, shards)
+        return replace(pace, own_rows=rows, own_prefill_tokens=report.prefill_tokens_left, own_tokens_left=tokens_left)
+
+    def _tokens_of(self, report: Progress, shards: Sequence[Shard]) -> tuple[float, float]:
+        """Of the reporting replica's rows: tokens that those which wait will generate, and what those which decode have
+        left; 0 without shards.
+        """
+        if not shards:
+            return 0.0, 0.0
+        left = rows_here(report)
+        weight = sum(left.get(shard.shard_id, 0) for shard in shards)
+        output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
+        generated = report.running_tokens / max(1, report.running_rows - report.prefilling_rows)
+        planned = sum(shard.predicted_output_tokens for shard in shards) / sum(shard.num_rows for shard in shards)
+        return output, self._lengths.left(generated, planned / PRIOR_SHARE)
 
     def _look(self, replicas: Mapping[str, ReplicaState]) -> None:
         """Find the fastest replicas with most room and those with most left, among all."""
@@ -202,16 +224,12 @@ class TailMigration:
         report = replace(report, open_shards=tuple(entry for entry in report.open_shards if entry[0] in ids))
         left = rows_here(report)
         weight = sum(left.get(shard.shard_id, 0) for shard in shards)
-        output = sum(left.get(shard.shard_id, 0) * self._output_tokens(shard) for shard in shards) / max(1, weight)
-        waits = weight > report.running_rows
+        waits = weight > report.running_rows - report.prefilling_rows
         # More helpers than rows are of no use.
         mine = self._pace(replicas[owner])
         chosen = [name for name, pace in helpers.items() if name != owner and _may_help(pace, mine, waits=waits)]
         paces = {name: helpers[name] for name in chosen[: min(weight, _MAX_HELPERS)]}
-        generated = report.running_tokens / max(1, report.running_rows)
-        planned = sum(shard.predicted_output_tokens for shard in shards) / sum(shard.num_rows for shard in shards)
-        tokens_left = self._lengths.left(generated, planned / PRIOR_SHARE)
-        rows = tail_rows(report, shards, output, tokens_left)
+        rows = tail_rows(report, shards, *self._tokens_of(report, shards))
         return lend(report, shards, rows, mine, paces, self._cost, self._settings)
 
     def _output_tokens(self, shard: Shard) -> float:
@@ -246,16 +264,17 @@ class _Alike(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TailRows:
-    """Unfinished rows of one replica: those that run, and those that wait for a place. Tokens are means of a row.
+    """Unfinished rows of one replica: those that decode, and those whose prompts are not computed, in its batch or not.
+    Tokens are means of a row.
 
-    `generated_tokens`: of running rows, so far; `tokens_left`: what they are expected to generate still.
-    `output_tokens`: of rows that wait.
+    `context_tokens`: prompt and answer of rows that decode, so far; `tokens_left`: what they are expected to generate
+    still. `prompt_tokens`, `output_tokens`: of rows that wait.
     """
 
     num_running: int
     num_waiting: int
+    context_tokens: float
     prompt_tokens: float
-    generated_tokens: float
     output_tokens: float
     tokens_left: float
 
@@ -275,7 +294,7 @@ class TailRows:
         return self._waiting(waiting), self._running(share - waiting)
 
     def _running(self, num_rows: int) -> _Alike:
-        return _Alike(num_rows, self.tokens_left, self.prompt_tokens + self.generated_tokens)
+        return _Alike(num_rows, self.tokens_left, self.context_tokens)
 
     def _waiting(self, num_rows: int) -> _Alike:
         return _Alike(num_rows, self.output_tokens, self.prompt_tokens)
@@ -285,12 +304,15 @@ class TailRows:
 class Pace:
     """How a replica works off rows: so many together, in steps that take `slowness` times what the model says.
 
-    `own_rows`: of its own shards, which run beside incoming rows and keep their places.
+    `own_rows`: of its own shards, which run beside incoming rows and keep their places. `own_prefill_tokens`: of their
+    prompts, computed before those of incoming rows. `own_tokens_left`: that each is expected to generate still.
     """
 
     batch_rows: int
     slowness: float = 1.0
     own_rows: int = 0
+    own_prefill_tokens: int = 0
+    own_tokens_left: float = 0.0
 
     @property
     def free_rows(self) -> int:
@@ -361,9 +383,13 @@ def tail_rows(progress: Progress, open_shards: Sequence[Shard], output_tokens: f
     if not total or left <= 0:
         return TailRows(0, 0, 0.0, 0.0, 0.0, 0.0)
     prompt = sum(shard.prompt_tokens for shard in open_shards) / total
-    running = min(progress.running_rows, left)
-    generated = progress.running_tokens / max(1, progress.running_rows)
-    return TailRows(running, left - running, prompt, generated, output_tokens, tokens_left)
+    num_decoding = progress.running_rows - progress.prefilling_rows
+    num_waiting = left + progress.incoming_rows - num_decoding
+    running = min(num_decoding, left)
+    context = prompt + progress.running_tokens / max(1, num_decoding)
+    if progress.prefill_tokens_left:
+        prompt = progress.prefill_tokens_left / max(1, num_waiting)
+    return TailRows(running, left - running, context, prompt, output_tokens, tokens_left)
 
 
 def rows_to_lend(
@@ -373,10 +399,10 @@ def rows_to_lend(
 
     The split with the soonest end wins, fewer rows on ties.
     """
-    stay_s = _work_s(rows.kept(0), owner, cost)
+    stay_s = _kept_s(rows, 0, owner, cost)
     best_s = min(stay_s * (1 - settings.least_gain), stay_s - settings.least_gain_s)
     best = [0] * len(helpers)
-    hop_s = settings.hop_s + _step_s(min(rows.num_rows, owner.batch_rows), rows.prompt_tokens, cost) * owner.slowness
+    hop_s = settings.hop_s + _step_s(min(rows.num_rows, owner.batch_rows), rows.context_tokens, cost) * owner.slowness
     if hop_s >= best_s:
         return best
     # The last row goes too: a slow owner is better rid of it. Rows that only wait may be what should move.
@@ -386,13 +412,17 @@ def rows_to_lend(
         shares = _shares(num_lent, helpers)
         if sum(shares) < num_lent:
             continue
-        end_s = _work_s(rows.kept(num_lent), owner, cost)
+        end_s = _kept_s(rows, num_lent, owner, cost)
         if end_s > best_s:
             continue
         # Once for helpers that are alike.
         for share, helper in set(zip(shares, helpers, strict=True)):
             moved = rows.lent(num_lent, share)
-            end_s = max(end_s, hop_s + _prefill_s(moved, helper, cost) + _work_s(moved, helper, cost))
+            begins_s = cost.prefill_token_s * helper.own_prefill_tokens * helper.slowness
+            begins_s += hop_s + _prefill_s(*moved, pace=helper, cost=cost)
+            # Its own rows run in a larger batch.
+            step_s = _step_s(share + helper.own_rows, rows.context_tokens, cost) * helper.slowness
+            end_s = max(end_s, begins_s + max(_work_s(moved, helper, cost), helper.own_tokens_left * step_s))
         if end_s <= best_s and end_s < stay_s:
             best_s, best = end_s, shares
     return best
@@ -433,9 +463,18 @@ def _work_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
     return seconds * pace.slowness
 
 
-def _prefill_s(groups: Sequence[_Alike], pace: Pace, cost: CostModel) -> float:
-    tokens = sum(group.num_rows * group.context_tokens for group in groups)
-    return (cost.step_s + cost.prefill_token_s * tokens) * pace.slowness
+def _kept_s(rows: TailRows, num_lent: int, owner: Pace, cost: CostModel) -> float:
+    """Seconds until an owner has ended what stays when so many rows leave."""
+    running, waiting = rows.kept(num_lent)
+    return _prefill_s(waiting, pace=owner, cost=cost) + _work_s((running, waiting), owner, cost)
+
+
+def _prefill_s(*groups: _Alike, pace: Pace, cost: CostModel) -> float:
+    """Seconds to compute the tokens that these rows have so far."""
+    seconds = 0.0
+    for num_rows, _, tokens in groups:
+        seconds += num_rows * tokens * (cost.prefill_token_s + cost.prefill_pair_s * tokens / 2)
+    return (cost.step_s + seconds) * pace.slowness if seconds else 0.0
 
 
 def _step_s(num_rows: int, context_tokens: float, cost: CostModel) -> float:

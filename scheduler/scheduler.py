@@ -6,6 +6,7 @@ numbers: the same events give the same commands, so that `events.jsonl` replays 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
@@ -44,11 +45,14 @@ from .messages import (
 )
 from .migration import MigrationRule, ReplicaMemory, TailMigration, TailSettings
 from .planning.waves import Shard
+from .shares import Share, WorkShares
 
 # Kind of the line with which a scheduler's part of `events.jsonl` begins.
 BEGINNING = "SchedulerStarted"
 #: Of the events and commands in `events.jsonl`. Runs of another version are not replayed.
-EVENTS_VERSION = 5
+EVENTS_VERSION = 6
+# Rows move away from a replica that has more than so many times what it should.
+_RELIEVED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,6 @@ class Scheduler:
         self._num_uncommitted = len(self._shards)
         # Queued ones with engine work that failed twice: also for replicas that get nothing else.
         self._failing: set[int] = set()
-        self._open_rows = 0
         self._replicas: dict[str, ReplicaState] = {}
         # Replicas whose engine cannot be kept alive -> why.
         self._failed: dict[str, str] = {}
@@ -122,8 +125,8 @@ class Scheduler:
         rows = mean_row(shards)
         self._lengths.asked(round(rows.num_rows * rows.output_tokens / PRIOR_SHARE), rows.num_rows)
         self._paces = PaceEstimator(settings.cost, rows)
-        # Shards bound by loads -> what a row counts; None until the first replica has joined.
-        self._load_weights: dict[int, float] | None = None
+        batches, num_replicas = settings.open_batches, settings.expected_replicas
+        self._shares = WorkShares(batches, num_replicas, self._queue, self._paces, self._lengths)
         self._migration = migration
         if migration is None and settings.tail and settings.cost:
             self._migration = TailMigration(settings.cost, settings.tail, self._lengths, self._paces)
@@ -161,10 +164,10 @@ class Scheduler:
         commands = self._absorb(event)
         if not self._is_over:
             candidates = self._maybe_hungry(event, commands)
-            wanted = self._wanted_rows(candidates) if self._queue else {}
+            shares = self._shares.of(candidates, self._replicas) if self._queue else {}
             if isinstance(event, Progress) and self._queue:
-                commands += self._relieve(event.replica_id, event.time_s, wanted)
-            commands += self._dispatch(candidates, wanted)
+                commands += self._relieve(event.replica_id, event.time_s, shares)
+            commands += self._dispatch(candidates, shares)
             if isinstance(event, ReplicaJoined | Progress | ShardCommitted):
                 commands += self._migrate(event.replica_id, event.time_s)
         if not self._is_over and self._num_uncommitted == 0:
@@ -211,10 +214,13 @@ class Scheduler:
         self._liveness.heard(replica_id, heard_s)
         replica = self._replicas.setdefault(replica_id, ReplicaState(replica_id, batch_rows))
         replica.batch_rows = batch_rows
-        if self._load_weights is None:
+        if not self._shares.are_weighed:
             shards = [state.shard for state in self._shards.values()]
-            self._load_weights = self._paces.load_weights(shards, batch_rows)
+            self._shares.weigh(shards, self._queued_shards(), batch_rows)
         return replica
+
+    def _queued_shards(self) -> list[Shard]:
+        return [state.shard for state in self._shards.values() if state.status is ShardStatus.QUEUED]
 
     def _adopt(self, event: ReplicasFound) -> list[Command]:
         """Join replicas of a scheduler before this one; the shards that they have open go on there."""
@@ -304,6 +310,7 @@ class Scheduler:
                 return
             case ShardStatus.QUEUED:
                 self._queue_of(state).discard(state.shard.shard_id)
+                self._shares.taken(state.shard)
                 self._failing.discard(state.shard.shard_id)
             case ShardStatus.OPEN:
                 self._close(state)
@@ -327,6 +334,7 @@ class Scheduler:
         state.move(ShardStatus.QUEUED)
         state.attempt += 1
         self._queue_of(state).put_back(state.shard.shard_id)
+        self._shares.queued(state.shard)
         if state.failures > 1 and state.shard.has_engine_work:
             self._failing.add(state.shard.shard_id)
 
@@ -334,6 +342,7 @@ class Scheduler:
         """Assign a shard that has left the queue; the command that has it run."""
         shard = state.shard
         state.move(ShardStatus.OPEN, replica.replica_id)
+        self._shares.taken(shard)
         self._failing.discard(shard.shard_id)
         self._set_rows_left(replica, shard.shard_id, shard.num_rows if shard.has_engine_work else 0)
         self._queue_of(state).opened(shard.shard_id, replica.replica_id)
@@ -348,7 +357,7 @@ class Scheduler:
     def _close(self, state: ShardState) -> None:
         assert state.owner is not None, f"shard {state.shard.shard_id} has no owner"
         replica = self._replicas[state.owner]
-        self._open_rows -= replica.rows_left[state.shard.shard_id]
+        self._shares.opened(state.shard, -replica.rows_left[state.shard.shard_id])
         replica.close(state.shard.shard_id)
         self._queue_of(state).closed(state.shard.shard_id, state.owner)
 
@@ -356,7 +365,7 @@ class Scheduler:
         return self._queue if state.shard.has_engine_work else self._idle_queue
 
     def _set_rows_left(self, replica: ReplicaState, shard_id: int, rows: int) -> None:
-        self._open_rows += rows - replica.rows_left.get(shard_id, 0)
+        self._shares.opened(self._shards[shard_id].shard, rows - replica.rows_left.get(shard_id, 0))
         replica.set_rows_left(shard_id, rows)
 
     def _progress(self, event: Progress) -> list[Command]:
@@ -393,57 +402,35 @@ class Scheduler:
         state = self._shards[shard_id]
         return state.status is ShardStatus.QUEUED and state.attempt == 0 and state.shard.has_engine_work
 
-    def _dispatch(self, candidates: list[ReplicaState], wanted: Mapping[str, int]) -> list[Command]:
+    def _dispatch(self, candidates: list[ReplicaState], shares: Mapping[str, Share]) -> list[Command]:
         """Open shards until every candidate holds what it should."""
         commands: list[Command] = []
-        hungry = {r.replica_id: r for r in candidates if self._load(r) < wanted.get(r.replica_id, 0)}
+        hungry = {r.replica_id: r for r in candidates if self._has_room(r, shares)}
         while hungry and self._queue:
-            replica = min(hungry.values(), key=lambda r: (self._load(r) / r.batch_rows, r.replica_id))
+            replica = min(hungry.values(), key=lambda r: (self._work_at(r) / r.batch_rows, r.replica_id))
             command = self._open_next(replica, self._queue)
             commands += command
-            if not command or self._load(replica) >= wanted[replica.replica_id]:
+            if not command or not self._has_room(replica, shares):
                 del hungry[replica.replica_id]
         for replica in candidates:
-            if self._failing and replica.replica_id not in wanted and not replica.rows_left:
+            if self._failing and replica.replica_id not in shares and not replica.rows_left:
                 commands += self._open_next(replica, self._queue, self._failing)
             if self._idle_queue and not any(rows == 0 for rows in replica.rows_left.values()):
                 commands += self._open_next(replica, self._idle_queue)
         return commands
 
+    def _has_room(self, replica: ReplicaState, shares: Mapping[str, Share]) -> bool:
+        share = shares.get(replica.replica_id)
+        return share is not None and share.has_room(self._rows_at_work(replica), self._work_at(replica))
+
     def _rows_at_work(self, replica: ReplicaState) -> int:
         """Unfinished rows that the replica has to work on itself: of its shards, and of others that moved there."""
         return replica.open_rows if self._migration is None else self._migration.rows_at_work(replica)
 
-    def _load(self, replica: ReplicaState) -> float:
-        """Rows at work, those of shards bound by loads as so many rows as would take as long as the loads."""
-        weights, rows = self._load_weights or {}, self._rows_at_work(replica)
-        if not weights:
-            return rows
-        return rows + sum((weights.get(shard_id, 1.0) - 1.0) * left for shard_id, left in replica.rows_left.items())
-
-    def _wanted_rows(self, candidates: list[ReplicaState]) -> dict[str, int]:
-        """Unfinished rows that each candidate should have open: two batches, or its share by pace of what is left.
-
-        A replica that would not finish a row begun now before faster ones have finished the job gets none. Until its
-        pace is known it gets one batch. Shards that are a replica's own are not shared by pace.
-        """
-        if not self._queue.is_shared:
-            return {r.replica_id: max(1, round(self._settings.open_batches * r.batch_rows)) for r in candidates}
-        paces = self._paces.compare(self._replicas.keys())
-        num_missing = max(0, self._settings.expected_replicas - len(self._replicas))
-        speed = num_missing + paces.speed
-        rows_left = self._queue.num_rows + self._open_rows
-        wanted = {}
-        for replica in candidates:
-            factor = paces.factors[replica.replica_id]
-            each_s, alone_s = self._paces.row_seconds(self._lengths.mean(), replica.batch_rows)
-            if factor > 1.0 and factor * alone_s > rows_left * each_s / speed + alone_s:
-                continue
-            batches = self._settings.open_batches if self._paces.is_known(replica.replica_id) else 1.0
-            # At least one: an idle replica always opens something.
-            share = -(-rows_left // (speed * factor))
-            wanted[replica.replica_id] = max(1, min(round(batches * replica.batch_rows), int(share)))
-        return wanted
+    def _work_at(self, replica: ReplicaState) -> float:
+        """`_rows_at_work` in mean rows of the job. A row that has moved there counts as one."""
+        own = sum(self._shares.work(self._shards[i].shard, num_rows) for i, num_rows in replica.rows_left.items())
+        return own + self._rows_at_work(replica) - replica.open_rows
 
     def _open_next(
         self, replica: ReplicaState, queue: DispatchRule, among: Collection[int] | None = None
@@ -462,17 +449,19 @@ class Scheduler:
         """
         if not state.shard.has_engine_work or state.failures > 1:
             return self._replicas.keys()
-        return self._wanted_rows(list(self._replicas.values())).keys()
+        return self._shares.of(list(self._replicas.values()), self._replicas).keys()
 
-    def _relieve(self, replica_id: str, time_s: float, wanted: Mapping[str, int]) -> Sequence[Command]:
+    def _relieve(self, replica_id: str, time_s: float, shares: Mapping[str, Share]) -> Sequence[Command]:
         """Move rows away from a replica that turns out to be so slow that it holds more than twice its share."""
         replica = self._replicas.get(replica_id)
         if self._migration is None or replica is None or not self._paces.is_known(replica_id):
             return ()
-        share, num_rows = wanted.get(replica_id, 0), self._rows_at_work(replica)
-        if num_rows <= 2 * share:
+        num_rows, share = self._rows_at_work(replica), shares.get(replica_id)
+        excess = math.inf if share is None else share.excess(num_rows, self._work_at(replica))
+        if not num_rows or excess <= _RELIEVED:
             return ()
-        return self._migration.relieve(replica_id, num_rows - share, time_s, self._replicas, self._open_shards)
+        num_moved = num_rows - int(num_rows / excess)
+        return self._migration.relieve(replica_id, num_moved, time_s, self._replicas, self._open_shards)
 
     def _migrate(self, replica_id: str, time_s: float) -> Sequence[Command]:
         """Move rows to replicas that have nothing to do, once no shard is queued."""
@@ -497,6 +486,7 @@ class Scheduler:
         assert uncommitted == self._num_uncommitted, f"{uncommitted} uncommitted, counted {self._num_uncommitted}"
         open_rows = [sum(r.rows_left.values()) for r in self._replicas.values()]
         assert open_rows == [r.open_rows for r in self._replicas.values()], f"open rows are {open_rows}"
-        assert sum(open_rows) == self._open_rows, f"{sum(open_rows)} open rows, counted {self._open_rows}"
+        opened = ((self._shards[i].shard, n) for r in self._replicas.values() for i, n in r.rows_left.items())
+        self._shares.check_integrity(self._queued_shards(), opened)
         self._queue.check_integrity()
         self._idle_queue.check_integrity()

@@ -370,6 +370,11 @@ class WaitingRows:
         """Whether a row of the adapter waits."""
         return adapter_id in self._num_of
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, prompt and generated."""
+        return sum(self._prompt_tokens.values()) + sum(self._generated_tokens.values())
+
     def adapter_codes(self, code_of: dict[str | None, int]) -> NDArray[np.int32]:
         """Adapter of every row as an integer, [num_waiting], in order of arrival."""
         return np.fromiter((code_of[s.request.adapter_id] for s in self), np.int32, len(self))

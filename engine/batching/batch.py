@@ -71,6 +71,17 @@ class RunningBatch:
         return len(self._running)
 
     @property
+    def num_prefilling(self) -> int:
+        """Running rows that do not decode yet: their prompts, and what came with them, are being computed."""
+        return sum(not sequence.is_decoding for sequence in self._running.values())
+
+    @property
+    def prefill_tokens_left(self) -> int:
+        """Tokens that are to be computed before all unfinished rows decode."""
+        running = sum(s.total_tokens - s.num_stored for s in self._running.values() if not s.is_decoding)
+        return running + self._waiting.num_tokens
+
+    @property
     def running_tokens(self) -> int:
         """Tokens that running rows have generated so far."""
         return sum(sequence.num_generated for sequence in self._running.values())

@@ -16,7 +16,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import inf
 from typing import Any
 
@@ -179,7 +179,7 @@ class Coordinator:
         self._monitor.reported(report, is_tail=not self._scheduler.num_queued)
         self.batch_rows = max(self.batch_rows, report.batch_rows)
         done = report.telemetry
-        self.costs.reported(report.worker, done.steps, done.busy_s - done.switching_s - done.adapter_stall_s)
+        self.costs.reported(report.worker, done.steps, done.computing_s)
         worker, takes_part = report.worker, self._scheduler.has_replica(report.worker)
         match report.state:
             case "ready" if not takes_part:
@@ -329,6 +329,8 @@ def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str
         replica_id=report.worker,
         open_rows=report.open_rows,
         running_rows=report.telemetry.num_running,
+        prefilling_rows=report.telemetry.num_prefilling,
+        prefill_tokens_left=report.telemetry.prefill_tokens_left,
         tokens_per_s=report.tokens_per_s,
         resident_adapters=tuple(map(adapter_name, report.telemetry.resident_adapter_ids)),
         open_shards=report.open_shards,
@@ -339,10 +341,8 @@ def progress_of(report: WorkerReport, time_s: float, adapter_name: Callable[[str
         running_tokens=report.telemetry.running_tokens,
         lent_shards=report.lent_shards,
         incoming_rows=report.incoming_rows,
-        engine_s=report.telemetry.busy_s,
-        num_steps=report.telemetry.num_steps,
-        prompt_tokens=report.telemetry.prompt_tokens,
-        generated_tokens=report.telemetry.generated_tokens,
+        engine_s=report.telemetry.computing_s,
+        steps=astuple(report.telemetry.steps),
     )
 
 

@@ -78,6 +78,8 @@ class EngineMeter:
             telemetry=replace(
                 telemetry,
                 num_running=round(share * telemetry.num_running),
+                num_prefilling=round(share * telemetry.num_prefilling),
+                prefill_tokens_left=round(share * telemetry.prefill_tokens_left),
                 running_tokens=round(share * telemetry.running_tokens),
             ),
             tokens_per_s=share * latest.tokens_per_s,

@@ -7,11 +7,15 @@ were prefill. Old steps count less and less, so that a replica whose machine bec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..cost import CostModel, StepLoad
-from ..messages import Progress
+from ..messages import Progress, StepTotals
 from ..planning.waves import Shard
+from .step_costs import coefficients, units
 
 # Seconds of steps after which earlier ones count half.
 _HALF_LIFE_S = 20.0
@@ -33,9 +37,7 @@ class _Steps:
     """Of one replica: its totals in the last report, and seconds of its steps, as they were and as predicted."""
 
     engine_s: float = 0.0
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
+    totals: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(fields(StepTotals))))
     taken_s: float = 0.0
     predicted_s: float = 0.0
 
@@ -75,6 +77,7 @@ class PaceEstimator:
 
     def __init__(self, cost: CostModel | None, row: MeanRow) -> None:
         self._cost = cost
+        self._prices = None if cost is None else coefficients(cost)
         self._row = row
         self._steps: dict[str, _Steps] = {}
         # Of all replicas together: seconds of steps, as they were and as predicted.
@@ -85,23 +88,17 @@ class PaceEstimator:
 
     def reported(self, report: Progress) -> None:
         """Take in a report. Totals that have become smaller are those of an engine that was started again."""
-        if self._cost is None:
+        if self._prices is None:
             return
-        steps = self._steps.setdefault(report.replica_id, _Steps())
-        since = report.num_steps - steps.num_steps
-        if since > 0 and report.engine_s > steps.engine_s:
-            taken_s = report.engine_s - steps.engine_s
-            prompt_tokens = report.prompt_tokens - steps.prompt_tokens
-            generated_tokens = report.generated_tokens - steps.generated_tokens
-            predicted_s = (
-                self._cost.step_s * since
-                + self._cost.prefill_token_s * prompt_tokens
-                + (self._cost.decode_row_s + self._cost.context_token_s * self._context_tokens) * generated_tokens
-            )
+        steps, totals = self._steps.setdefault(report.replica_id, _Steps()), np.array(report.steps, dtype=np.float64)
+        if not len(totals):
+            return
+        taken_s, did = report.engine_s - steps.engine_s, totals - steps.totals
+        if taken_s > 0 and did[0] > 0:
+            predicted_s = float(self._prices @ units(did))
             kept = 0.5 ** (taken_s / _HALF_LIFE_S)
             self._count(steps, kept * steps.taken_s + taken_s, kept * steps.predicted_s + predicted_s)
-        steps.engine_s, steps.num_steps = report.engine_s, report.num_steps
-        steps.prompt_tokens, steps.generated_tokens = report.prompt_tokens, report.generated_tokens
+        steps.engine_s, steps.totals = report.engine_s, totals
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""
@@ -165,21 +162,27 @@ class PaceEstimator:
         step = StepLoad(decode_rows=batch_rows, context_tokens=batch_rows * self._context_tokens)
         return each_s, output_tokens * float(self._cost.step_seconds(step))
 
-    def load_weights(self, shards: Sequence[Shard], batch_rows: int) -> dict[int, float]:
-        """By shard of several adapters whose loads take longer than its rows: how many times as long.
+    def row_weights(self, shards: Sequence[Shard], batch_rows: int) -> dict[int, float]:
+        """By shard with engine work: seconds of its rows over those of as many mean rows of the job. 1 without a cost
+        model.
 
-        A replica finds the adapter of other shards in its memory, most of the time.
+        Where the loads of several adapters take longer than the rows, they count instead. A replica finds the adapter
+        of other shards in its memory, most of the time.
         """
-        if self._cost is None:
-            return {}
+        shards = [shard for shard in shards if shard.has_engine_work]
         each_s, _ = self.row_seconds(self._row.output_tokens, batch_rows)
+        if self._cost is None or not each_s:
+            return dict.fromkeys((shard.shard_id for shard in shards), 1.0)
+        num_rows = np.array([shard.num_rows for shard in shards])
+        prompt = np.array([shard.prompt_tokens for shard in shards]) / num_rows
+        output = np.array([shard.predicted_output_tokens for shard in shards]) / num_rows
+        seconds = num_rows * self._cost.row_seconds(prompt, output, batch_rows=batch_rows)
         weights = {}
-        for shard in shards:
+        for shard, rows_s in zip(shards, seconds.tolist(), strict=True):
             if len(shard.adapters) > 1:
                 mean_bytes = shard.adapter_bytes / len(shard.adapters)
-                load_s = len(shard.adapters) * self._cost.load_seconds(mean_bytes, "storage")
-                if load_s > shard.num_rows * each_s:
-                    weights[shard.shard_id] = load_s / (shard.num_rows * each_s)
+                rows_s = max(rows_s, len(shard.adapters) * self._cost.load_seconds(mean_bytes, "storage"))
+            weights[shard.shard_id] = rows_s / (shard.num_rows * each_s)
         return weights
 
 

@@ -111,6 +111,9 @@ class ShardLimits:
     prompt_token_weight: float = 0.1
 
 
+_FEW_ROWS = 4
+
+
 def plan_shards(
     workload: Workload,
     *,
@@ -145,8 +148,9 @@ def shard_rows(num_rows: int, batch_rows: int, num_replicas: int, limits: ShardL
     limits = limits or ShardLimits()
     wanted = -(-num_rows // (num_replicas * limits.shards_per_replica))
     largest = max(limits.max_batches * batch_rows, -(-num_rows // limits.max_shards))
-    # A handful of rows is still spread: every replica gets two shards before `min_rows` counts.
-    smallest = max(1, min(limits.min_rows, num_rows // (2 * num_replicas)))
+    # A handful of rows is still spread: every replica gets four shards before `min_rows` counts, or two of a few rows.
+    few = max(num_rows // (4 * num_replicas), min(_FEW_ROWS, num_rows // (2 * num_replicas)))
+    smallest = max(1, min(limits.min_rows, few))
     return min(max(wanted, smallest), largest)
 
 

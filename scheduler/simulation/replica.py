@@ -14,23 +14,25 @@ ends when the first row ends. A coarse replica always leaps `leap_steps` passes;
 place empty until its end, so it overstates time slightly and runs many times faster.
 
 True lengths come from the workload, and so does the part of a prompt that need not be computed; a replica that meets
-a shared prefix first does not pay for it again. `Passes` are the forward passes of one step and their seconds.
+a shared prefix first does not pay for it again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..batching import MOST_SCORED_PLACES, Batcher, BatchView, FreeMemory, StepPlan, all_unmerged, without_vain_merge
-from ..cost import AdapterSource, CostModel, StepLoad, lora_load, prompt_pairs
+from ..cost import AdapterSource, CostModel, StepLoad
 from ..estimates.lengths import LengthEstimator, LengthsByPrompt, expected_tokens, tokens_to_hold
 from ..estimates.pace import StepBudget
+from ..messages import StepTotals
 from ..workload import Workload
 from .memory import SimulatedMemory, SimulatedPages
+from .passes import Passes
 from .timeline import Timeline
 
 # Adapters that are read before their rows can enter (`engine.memory.loader.MAX_AHEAD`).
@@ -116,6 +118,7 @@ class SimulatedReplica:
             workload, settings.kv_tokens, settings.page_tokens, settings.run_pages, settings.token_bytes
         )
         self._pinned_pages = 0
+        self._totals = np.zeros(len(fields(StepTotals)))
         self._budget = StepBudget(settings.max_step_tokens)
 
     @property
@@ -127,6 +130,22 @@ class SimulatedReplica:
     def resident(self) -> list[int]:
         """Adapters in its memory."""
         return self._memory.resident
+
+    @property
+    def totals(self) -> tuple[float, ...]:
+        """What its steps have done, the fields of `StepTotals` in order."""
+        return tuple(self._totals.tolist())
+
+    @property
+    def num_prefilling(self) -> int:
+        """Running rows whose prompts are being computed."""
+        return int((self._unstored > 0).sum())
+
+    @property
+    def prefill_tokens_left(self) -> int:
+        """Tokens that are to be computed before all rows decode."""
+        prompts = int(self._workload.computed_of(self.waiting).sum())
+        return prompts + sum(self._brought.values()) + int(self._unstored[self._unstored > 0].sum())
 
     @property
     def running_tokens(self) -> int:
@@ -439,7 +458,9 @@ class SimulatedReplica:
         drawn = 0 if self._workload.is_drawn is None else int(tokens[self._workload.is_drawn[rows]].sum())
         scored = 0 if self._workload.is_scored is None else int(chunk[self._workload.is_scored[rows]].sum())
         done = Passes(num_passes, self._workload.adapter_index[rows], tokens, stored, chunk, drawn, scored)
-        seconds = overhead_s + done.seconds(self._cost, self._ranks, self._merged)
+        load = done.load(self._cost, self._ranks, self._merged)
+        self._totals += done.totals(load)
+        seconds = overhead_s + done.seconds(load, self._cost)
         self._budget.took(int(chunk.sum()) + int((~is_prompt).sum()), seconds / num_passes)
         self._remaining[served] -= tokens
         self._total[served] += tokens
@@ -478,44 +499,3 @@ class SimulatedReplica:
         assert len(both) == 0, f"rows {both[:5]} wait and run"
         held, limit = int(self._held.sum()), self._pages.num_pages
         assert limit is None or held <= limit or len(self.running) == 1, f"{held} pages held of {limit}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Passes:
-    """`number` forward passes of one batch, by row `[num_rows]`: `adapter`; `tokens` that it generates; `stored`, its
-    tokens with keys and values before; `chunk`, how much of its prompt is computed, 0 of a row that decodes.
-    `drawn_tokens`, `scored_tokens`: of all rows.
-    """
-
-    number: int
-    adapter: NDArray[np.int32]
-    tokens: NDArray[np.int64]
-    stored: NDArray[np.int64]
-    chunk: NDArray[np.int64]
-    drawn_tokens: int = 0
-    scored_tokens: int = 0
-
-    def seconds(self, cost: CostModel, ranks: NDArray[np.float64], merged: int | None) -> float:
-        """All passes together; the cost model is linear, so sums are enough."""
-        is_prompt = self.chunk > 0
-        after = self.stored + self.chunk
-        # The first token of a row comes out of its prompt.
-        decoded = self.tokens - (is_prompt & (self.tokens > 0))
-        load = lora_load(
-            self.adapter,
-            self.chunk + decoded,
-            ranks,
-            merged_adapter=merged,
-            kernel=cost.kernel,
-            prefill_tokens=float(self.chunk.sum()),
-            prefill_pairs=float(prompt_pairs(self.chunk, self.stored).sum()),
-            decode_rows=float(decoded.sum()),
-            drawn_tokens=float(self.drawn_tokens),
-            scored_tokens=float(self.scored_tokens),
-            context_tokens=float(after[is_prompt].sum() + (after * decoded + decoded * (decoded + 1) / 2).sum()),
-        )
-        seconds = float(cost.step_seconds(load))
-        if self.number > 1:
-            again = StepLoad(num_adapters=load.num_adapters, rank_sum=load.rank_sum)
-            seconds += float(cost.step_seconds(again)) * (self.number - 1)
-        return seconds

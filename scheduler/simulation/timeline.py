@@ -62,10 +62,9 @@ class Timeline:
             peak_adapters=np.zeros(num_replicas, np.int64),
         )
 
-    def totals(self, replica: int) -> tuple[float, int, int, int]:
-        """Of one replica: seconds in steps, steps, prompt tokens computed, tokens generated."""
-        num_steps, prompt_tokens = int(self.num_steps[replica]), int(self.prompt_tokens[replica])
-        return float(self.busy_s[replica]), num_steps, prompt_tokens, int(self.row_steps[replica])
+    def computing_s(self, replica: int) -> float:
+        """Seconds in steps of one replica, without merges and waits for adapters."""
+        return float(self.busy_s[replica] - self.switch_s[replica] - self.load_s[replica])
 
     def forget(self, rows: NDArray[np.int64]) -> None:
         """What these rows had done is lost; they start again."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined
+from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, StepTotals
 from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, rows_to_lend, tail_rows
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -57,12 +57,12 @@ def test_a_slow_helper_gets_less_than_a_fast_one():
 
 def test_more_helpers_take_fewer_rows_each():
     settings = TailSettings(hop_s=0.05)
-    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE], CPU, settings) == [12]
+    assert rows_to_lend(running(24, 100, 1000), PACE, [PACE], CPU, settings) == [11]
     assert rows_to_lend(running(24, 100, 1000), PACE, [PACE] * 3, CPU, settings) == [6, 6, 6]
 
 
 def test_a_helper_with_rows_of_its_own_gets_no_more_than_its_free_places():
-    waiting, slow = TailRows(8, 18, 20, 30, 60, 30), Pace(8, slowness=4.0)
+    waiting, slow = TailRows(8, 18, 50, 20, 60, 30), Pace(8, slowness=4.0)
     (lent,) = rows_to_lend(waiting, slow, [Pace(8, own_rows=5)], CPU, SETTINGS)
     assert 0 < lent <= 3
     idle, busy = rows_to_lend(waiting, slow, [Pace(8), Pace(8, own_rows=5)], CPU, SETTINGS)
@@ -76,15 +76,15 @@ def test_a_gain_of_too_few_seconds_is_none():
 
 
 def test_rows_that_wait_behind_a_batch_leave_and_the_batch_stays():
-    rows = TailRows(8, 8, 20, 30, 60, 30)
+    rows = TailRows(8, 8, 50, 20, 60, 30)
     assert rows_to_lend(rows, Pace(8), [Pace(8)], CPU, SETTINGS)[0] in (7, 8)
     assert rows_to_lend(rows, Pace(8, slowness=2.0), [Pace(8)], CPU, SETTINGS) == [8]
 
 
 def test_how_far_running_rows_have_come_decides_whether_they_leave_a_slow_owner():
     slow, helper = Pace(8, slowness=4.0), [Pace(8)]
-    assert rows_to_lend(TailRows(8, 0, 20, 5, 60, 55), slow, helper, CPU, SETTINGS)[0] >= 6
-    assert rows_to_lend(TailRows(8, 0, 20, 59, 60, 1), slow, helper, CPU, replace(SETTINGS, hop_s=1.0)) == [0]
+    assert rows_to_lend(TailRows(8, 0, 25, 20, 60, 55), slow, helper, CPU, SETTINGS)[0] >= 6
+    assert rows_to_lend(TailRows(8, 0, 79, 20, 60, 1), slow, helper, CPU, replace(SETTINGS, hop_s=1.0)) == [0]
 
 
 def make_progress(open_shards, running=16, lent=(), tokens=0):
@@ -97,10 +97,29 @@ def lent_by(report, shards, owner, helpers, output_tokens=600):
     return lend(report, shards, rows, owner, helpers, CPU, SETTINGS)
 
 
+def test_prompts_that_are_not_computed_leave_for_an_idle_helper_although_they_are_in_the_batch():
+    """Computed or not decides what a move costs: rows of long prompts and short answers, all admitted at once."""
+    shards = [Shard(0, 0, "unmerged", ("x",), 20, 20 * 400, 20 * 10)]
+    begun = replace(make_progress(((0, 20),), running=20, tokens=2), prefilling_rows=18, prefill_tokens_left=18 * 400)
+    assert tail_rows(begun, shards, 10, 9) == TailRows(2, 18, 401, 400, 10, 9)
+    (move,) = lent_by(begun, shards, PACE, {"idle": PACE}, output_tokens=10)
+    assert move.num_rows in (9, 10)
+    computed = replace(begun, prefilling_rows=0, prefill_tokens_left=0)
+    assert lent_by(computed, shards, PACE, {"idle": PACE}, output_tokens=10) == ()
+
+
+def test_a_helper_that_has_prompts_of_its_own_to_compute_is_none():
+    rows = TailRows(2, 18, 401, 400, 10, 9)
+    assert rows_to_lend(rows, PACE, [Pace(64, own_rows=2)], CPU, SETTINGS)[0] >= 8
+    assert rows_to_lend(rows, PACE, [Pace(64, own_rows=20, own_prefill_tokens=20 * 400)], CPU, SETTINGS) == [0]
+    (few,) = rows_to_lend(rows, PACE, [Pace(64, own_rows=8, own_prefill_tokens=8 * 400)], CPU, SETTINGS)
+    assert 0 < few <= 6
+
+
 def test_rows_on_loan_are_not_here_and_those_that_do_not_run_wait():
     shards = [Shard(i, 0, "unmerged", ("x",), 20, 400, 1200) for i in range(2)]
     report = make_progress(((0, 10), (1, 18)), running=8, lent=((1, 5),), tokens=80)
-    assert tail_rows(report, shards, 60, 50) == TailRows(8, 15, 20, 10, 60, 50)
+    assert tail_rows(report, shards, 60, 50) == TailRows(8, 15, 30, 20, 60, 50)
 
 
 def test_the_shard_opened_last_is_shared_first_and_rows_lent_before_stay_lent():
@@ -139,7 +158,7 @@ def after_reports(slowness):
     commands = []
     for shard_id, name, factor in ((first.shard_id, "fast", 1.0), (second.shard_id, "slow", slowness)):
         report = Progress(5.0, name, 16, 16, 0.0, (), ((shard_id, 16),), running_tokens=160)
-        totals = {"engine_s": 1000 * factor * STEP_S, "num_steps": 1000, "generated_tokens": 16000}
+        totals = {"engine_s": 1000 * factor * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
         commands = scheduler.handle(replace(report, **totals))
     return scheduler, commands
 
@@ -164,6 +183,6 @@ def test_rows_move_to_no_replica_that_is_much_slower_than_the_fastest():
     moved = []
     for name, factor, rows in (("idle", 2.0, ()), ("fast", 1.0, ((1, 16),)), ("slow", 6.0, ((0, 16),))):
         report = Progress(5.0, name, 16 * len(rows), 16 * len(rows), 0.0, (), rows, running_tokens=160 * len(rows))
-        totals = {"engine_s": 1000 * factor * STEP_S, "num_steps": 1000, "generated_tokens": 16000}
+        totals = {"engine_s": 1000 * factor * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
         moved += [c.to_replica_id for c in scheduler.handle(replace(report, **totals)) if isinstance(c, MigrateRows)]
     assert "idle" not in moved

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from lorabatch.scheduler.messages import (
     RunShard,
     ShardCommitted,
     ShardFailed,
+    StepTotals,
     Tick,
     WorkersSeen,
 )
@@ -334,8 +337,8 @@ def worked(name, slowness, *, open_shards=(), time_s=5.0):
     """A report of a replica that has made a thousand steps of ten rows."""
     step_s = CPU.step_s + 10 * (CPU.decode_row_s + 150 * CPU.context_token_s)
     left = sum(rows for _, rows in open_shards)
-    totals = {"engine_s": slowness * step_s * 1000, "num_steps": 1000, "generated_tokens": 10_000}
-    return Progress(time_s, name, left, 0, 0.0, (), open_shards, **totals)
+    steps = astuple(StepTotals(1000, decode_rows=10_000, context_tokens=1_500_000))
+    return Progress(time_s, name, left, 0, 0.0, (), open_shards, engine_s=slowness * step_s * 1000, steps=steps)
 
 
 def make_paced(num_shards, *, replicas=("fast", "slow")):
@@ -343,6 +346,27 @@ def make_paced(num_shards, *, replicas=("fast", "slow")):
     scheduler = Scheduler(make_shards(num_shards, rows=8), settings=settings)
     given = [opened(scheduler.handle(ReplicaJoined(0.0, name, 64))) for name in replicas]
     return scheduler, given
+
+
+def test_long_prompts_count_for_what_they_take_and_not_as_rows():
+    shards = [
+        Shard(0, 0, "unmerged", ("a",), 8, 8 * 2000, 8 * 10),
+        *(Shard(i, 0, "unmerged", ("a",), 8, 8 * 20, 8 * 10) for i in range(1, 5)),
+    ]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, cost=CPU))
+    first, second = (opened(scheduler.handle(ReplicaJoined(0.0, name, 64))) for name in ("a", "b"))
+    assert [shard_id for shard_id, *_ in first] == [0]
+    assert [shard_id for shard_id, *_ in second] == [1, 2, 3, 4]
+    scheduler.check_integrity()
+
+
+def test_while_others_are_to_come_a_replica_stops_near_its_share():
+    shards = [Shard(i, 0, "unmerged", ("a",), 8, 800, 80) for i in range(7)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=3, cost=CPU))
+    given = [opened(scheduler.handle(ReplicaJoined(0.0, name, 64))) for name in "abc"]
+    assert [len(shards) for shards in given] == [2, 2, 3]
+    alone = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, cost=CPU))
+    assert len(opened(alone.handle(ReplicaJoined(0.0, "a", 64)))) == 7
 
 
 def test_a_replica_gets_one_batch_until_its_pace_is_known():

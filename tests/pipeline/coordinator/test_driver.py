@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from lorabatch.jobs.errors import StorageError
 from lorabatch.jobs.store import JobStore
 from lorabatch.pipeline.coordinator.driver import EventLog, latest_reports, progress_of
 from lorabatch.pipeline.messages import FinishedRows, WorkerReport
-from lorabatch.scheduler.messages import FinishJob, Tick
+from lorabatch.scheduler.messages import Event, FinishJob, StepTotals, Tick
 
 
 def report(worker: str, running_rows: int = 0) -> WorkerReport:
@@ -43,6 +44,23 @@ def test_adapters_in_a_report_have_names() -> None:
     assert (event.time_s, event.replica_id, event.open_shards) == (7.0, "a", ((1, 5), (2, 6)))
     assert event.resident_adapters == ("x",)
     assert event.finished == (("x", 3, 30), ("", 1, 4))
+
+
+def test_merges_and_waits_for_adapters_are_no_seconds_of_steps() -> None:
+    steps = StepTotals(4, prefill_tokens=50, decode_rows=6)
+    telemetry = EngineTelemetry(
+        num_running=5,
+        num_prefilling=2,
+        prefill_tokens_left=70,
+        busy_s=9.0,
+        switching_s=3.0,
+        adapter_stall_s=1.0,
+        steps=steps,
+    )
+    event = progress_of(WorkerReport("a", "ready", 8, telemetry=telemetry), 7.0, {}.__getitem__)
+    assert (event.running_rows, event.prefilling_rows, event.prefill_tokens_left) == (5, 2, 70)
+    assert (event.engine_s, event.steps) == (5.0, astuple(steps))
+    assert Event.from_json(event.to_json()) == event
 
 
 BEGINNING = {"kind": "SchedulerStarted"}

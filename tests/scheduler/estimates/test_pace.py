@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.estimates.pace import MeanRow, PaceEstimator, StepBudget, mean_row
-from lorabatch.scheduler.messages import Progress
+from lorabatch.scheduler.messages import Progress, StepTotals
 from lorabatch.scheduler.planning.waves import Shard
 
 ROW = MeanRow(100, 40.0, 20.0)
@@ -16,19 +16,10 @@ ROW = MeanRow(100, 40.0, 20.0)
 STEP_S = CPU.step_s + 10 * (CPU.decode_row_s + 50 * CPU.context_token_s)
 
 
-def report(name: str, *, num_steps: int, engine_s: float, prompt_tokens: int = 0) -> Progress:
-    return Progress(
-        1.0,
-        name,
-        0,
-        0,
-        0.0,
-        (),
-        engine_s=engine_s,
-        num_steps=num_steps,
-        prompt_tokens=prompt_tokens,
-        generated_tokens=10 * num_steps,
-    )
+def report(name: str, *, num_steps: int, engine_s: float, **others: float) -> Progress:
+    """A report of steps of ten decoding rows. `others`: further totals."""
+    totals = StepTotals(num_steps, decode_rows=10 * num_steps, context_tokens=500 * num_steps)
+    return Progress(1.0, name, 0, 0, 0.0, (), engine_s=engine_s, steps=astuple(replace(totals, **others)))
 
 
 def test_a_replica_that_takes_three_times_as_long_is_three_times_as_slow() -> None:
@@ -44,7 +35,17 @@ def test_a_replica_that_takes_three_times_as_long_is_three_times_as_slow() -> No
 def test_prompts_do_not_make_a_replica_look_slow() -> None:
     paces = PaceEstimator(CPU, ROW)
     prompt_s = 5000 * CPU.prefill_token_s
-    paces.reported(report("a", num_steps=100, engine_s=100 * STEP_S + prompt_s, prompt_tokens=5000))
+    paces.reported(report("a", num_steps=100, engine_s=100 * STEP_S + prompt_s, prefill_tokens=5000))
+    assert paces.slowness("a") == pytest.approx(1.0)
+
+
+def test_adapters_and_long_prompts_do_not_make_a_replica_look_slow() -> None:
+    paces = PaceEstimator(CPU, ROW)
+    lora_s = 100 * (CPU.lora_step_s + 8 * CPU.adapter_s) + 1000 * (CPU.lora_token_s + 16 * CPU.rank_token_s)
+    did = {"num_lora_steps": 100, "num_adapters": 800, "lora_tokens": 1000, "rank_tokens": 16_000.0}
+    pairs = {"prefill_pairs": 2e6}
+    seconds = 100 * STEP_S + lora_s + 2e6 * CPU.prefill_pair_s
+    paces.reported(report("a", num_steps=100, engine_s=seconds, **did, **pairs))
     assert paces.slowness("a") == pytest.approx(1.0)
 
 
@@ -137,5 +138,18 @@ def test_rows_whose_adapters_take_longer_to_load_than_they_run_count_more() -> N
         Shard(1, 0, "unmerged", ("c", "d"), 10, 400, 200, adapter_bytes=int(0.5e9 * rows_s)),
         Shard(2, 1, "unmerged", ("e",), 10, 400, 200, adapter_bytes=int(3e9 * rows_s)),
     ]
-    assert paces.load_weights(shards, 16) == {0: pytest.approx(3.0, rel=1e-3)}
-    assert PaceEstimator(None, ROW).load_weights(shards, 16) == {}
+    weights = paces.row_weights(shards, 16)
+    assert weights == {0: pytest.approx(3.0, rel=1e-3), 1: pytest.approx(1.0), 2: pytest.approx(1.0)}
+    assert PaceEstimator(None, ROW).row_weights(shards, 16) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_rows_with_long_prompts_count_more_and_those_without_engine_work_nothing() -> None:
+    shards = [
+        Shard(0, 0, "unmerged", ("a",), 10, 4000, 200),
+        Shard(1, 0, "unmerged", ("a",), 10, 400, 200),
+        Shard(2, 1, "none", (), 10, 0, 0),
+    ]
+    weights = PaceEstimator(CPU, ROW).row_weights(shards, 16)
+    each_s, _ = PaceEstimator(CPU, ROW).row_seconds(20.0, 16)
+    assert weights == {0: pytest.approx(float(CPU.row_seconds(400.0, 20.0, batch_rows=16)) / each_s), 1: 1.0}
+    assert weights[0] > 5

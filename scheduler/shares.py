@@ -1,0 +1,115 @@
+"""What each replica should have open of the work that is left.
+
+Work is counted in mean rows of the job: a row of a shard counts what the cost model gives to it over what it gives to
+one of mean prompt and answer (`PaceEstimator.row_weights`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .dispatch import DispatchRule, ReplicaState
+from .estimates.lengths import LengthEstimator
+from .estimates.pace import PaceEstimator
+from .planning.waves import Shard
+
+# Of a job without any work left.
+_LEAST_WORK = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a replica should have open at most. With less than `spare` below `work` it opens no further shard."""
+
+    num_rows: int
+    work: float = math.inf
+    spare: float = 0.0
+
+    def has_room(self, num_rows: int, work: float) -> bool:
+        """Whether a replica that works on so much should open a shard: at least one."""
+        return num_rows < self.num_rows and (not num_rows or work < self.work - self.spare)
+
+    def excess(self, num_rows: int, work: float) -> float:
+        """What a replica works on over what it should: in rows or in work, whichever is more."""
+        return max(num_rows / self.num_rows, work / self.work)
+
+
+class WorkShares:
+    """Counts the work of queued and of open shards, and shares it out by pace.
+
+    `open_batches`, `expected_replicas`: see `SchedulerSettings`.
+    """
+
+    def __init__(
+        self,
+        open_batches: float,
+        expected_replicas: int,
+        queue: DispatchRule,
+        paces: PaceEstimator,
+        lengths: LengthEstimator,
+    ) -> None:
+        self._open_batches, self._expected_replicas = open_batches, expected_replicas
+        self._queue, self._paces, self._lengths = queue, paces, lengths
+        # By shard with engine work, what a row counts; None until `weigh`.
+        self._weights: Mapping[int, float] | None = None
+        self._queued = self._open = 0.0
+
+    @property
+    def are_weighed(self) -> bool:
+        """Whether `weigh` was called; nothing counts before."""
+        return self._weights is not None
+
+    def weigh(self, shards: Sequence[Shard], queued: Iterable[Shard], batch_rows: int) -> None:
+        """Begin to count, before a shard is open. `batch_rows`: of a replica."""
+        self._weights = self._paces.row_weights(shards, batch_rows)
+        self._queued = sum(self.work(shard, shard.num_rows) for shard in queued)
+
+    def work(self, shard: Shard, num_rows: int) -> float:
+        """So many rows of a shard in mean rows of the job; 0 of one without engine work."""
+        return num_rows * (self._weights or {}).get(shard.shard_id, 0.0)
+
+    def queued(self, shard: Shard) -> None:
+        """Note that a shard is in the queue again."""
+        self._queued += self.work(shard, shard.num_rows)
+
+    def taken(self, shard: Shard) -> None:
+        """Note that a shard is in the queue no more."""
+        self._queued -= self.work(shard, shard.num_rows)
+
+    def opened(self, shard: Shard, num_rows: int) -> None:
+        """Note that so many more rows of a shard are open, or less."""
+        self._open += self.work(shard, num_rows)
+
+    def of(self, candidates: Sequence[ReplicaState], replicas: Mapping[str, ReplicaState]) -> dict[str, Share]:
+        """By candidate: two batches, but not more than its share by pace of the work left.
+
+        A replica that would not finish a row begun now before faster ones have finished the job gets none. Until its
+        pace is known it gets one batch. Shards that are a replica's own are not shared by pace.
+        """
+        if not self._queue.is_shared:
+            return {r.replica_id: Share(max(1, round(self._open_batches * r.batch_rows))) for r in candidates}
+        paces = self._paces.compare(replicas.keys())
+        num_missing = max(0, self._expected_replicas - len(replicas))
+        speed = num_missing + paces.speed
+        work_left = max(self._queued + self._open, _LEAST_WORK)
+        # While others are to come, a shard is left to them that would be half above the share.
+        spare = self._queued / max(1, len(self._queue)) / 2 if num_missing else 0.0
+        shares = {}
+        for replica in candidates:
+            factor = paces.factors[replica.replica_id]
+            each_s, alone_s = self._paces.row_seconds(self._lengths.mean(), replica.batch_rows)
+            if factor > 1.0 and factor * alone_s > work_left * each_s / speed + alone_s:
+                continue
+            batches = self._open_batches if self._paces.is_known(replica.replica_id) else 1.0
+            num_rows = max(1, round(batches * replica.batch_rows))
+            shares[replica.replica_id] = Share(num_rows, work_left / (speed * factor), spare)
+        return shares
+
+    def check_integrity(self, queued: Iterable[Shard], opened: Iterable[tuple[Shard, int]]) -> None:
+        """Raise AssertionError, with the failing sum, when what is counted is not that of these shards and rows."""
+        of_queue = sum(self.work(shard, shard.num_rows) for shard in queued)
+        assert math.isclose(of_queue, self._queued, abs_tol=1e-3), f"{of_queue} queued, counted {self._queued}"
+        of_open = sum(self.work(shard, num_rows) for shard, num_rows in opened)
+        assert math.isclose(of_open, self._open, abs_tol=1e-3), f"{of_open} open, counted {self._open}"

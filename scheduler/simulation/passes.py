@@ -1,0 +1,64 @@
+"""Forward passes of a simulated replica: what they do, and the seconds that the cost model gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost import CostModel, StepLoad, lora_load, prompt_pairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passes:
+    """`number` forward passes of one batch, by row `[num_rows]`: `adapter`; `tokens` that it generates; `stored`, its
+    tokens with keys and values before; `chunk`, how much of its prompt is computed, 0 of a row that decodes.
+    `drawn_tokens`, `scored_tokens`: of all rows.
+    """
+
+    number: int
+    adapter: NDArray[np.int32]
+    tokens: NDArray[np.int64]
+    stored: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    drawn_tokens: int = 0
+    scored_tokens: int = 0
+
+    def load(self, cost: CostModel, ranks: NDArray[np.float64], merged: int | None) -> StepLoad:
+        """What all passes together do; the cost model is linear, so sums are enough. Adapters count once."""
+        is_prompt = self.chunk > 0
+        after = self.stored + self.chunk
+        # The first token of a row comes out of its prompt.
+        decoded = self.tokens - (is_prompt & (self.tokens > 0))
+        return lora_load(
+            self.adapter,
+            self.chunk + decoded,
+            ranks,
+            merged_adapter=merged,
+            kernel=cost.kernel,
+            prefill_tokens=float(self.chunk.sum()),
+            prefill_pairs=float(prompt_pairs(self.chunk, self.stored).sum()),
+            decode_rows=float(decoded.sum()),
+            drawn_tokens=float(self.drawn_tokens),
+            scored_tokens=float(self.scored_tokens),
+            context_tokens=float(after[is_prompt].sum() + (after * decoded + decoded * (decoded + 1) / 2).sum()),
+        )
+
+    def seconds(self, load: StepLoad, cost: CostModel) -> float:
+        """Of all passes with this load: each pays for the weights and for the adapters."""
+        seconds = float(cost.step_seconds(load))
+        if self.number > 1:
+            again = StepLoad(num_adapters=load.num_adapters, rank_sum=load.rank_sum)
+            seconds += float(cost.step_seconds(again)) * (self.number - 1)
+        return seconds
+
+    def totals(self, load: StepLoad) -> NDArray[np.float64]:
+        """The fields of `StepTotals`, in order."""
+        given: Any = load
+        has_lora, is_mixed = given.num_adapters > 0, given.prefill_tokens > 0 and given.decode_rows > 0
+        of_adapters = (self.number * has_lora, self.number * given.num_adapters, self.number * given.rank_sum)
+        others = (given.rank_tokens, given.prefill_pairs, given.lora_tokens, is_mixed, self.drawn_tokens)
+        rows = (self.number, given.prefill_tokens, given.decode_rows, given.context_tokens)
+        return np.array((*rows, *of_adapters, *others, self.scored_tokens), dtype=np.float64)
