@@ -444,12 +444,13 @@ def fit_loads(loads: Sequence[tuple[int, float]], prior: CostModel) -> CostModel
     """Seconds per load and bytes per second from measured (bytes, seconds); the prior where they say nothing.
 
     What is measured is a load from the folder that the engine reads. No tier is taken to be faster than the prior
-    says, and none slower than that.
+    says, and none slower than that. Relative errors count: most adapters are small, and large ones would decide alone.
     """
     weight_bytes, seconds = np.array(loads, dtype=np.float64).reshape(-1, 2).T
     if len(np.unique(weight_bytes)) < 2:
         return prior
-    load_s, byte_s = nonnegative_least_squares(np.column_stack([np.ones(len(seconds)), weight_bytes]), seconds)
+    features, weights = np.column_stack([np.ones(len(seconds)), weight_bytes]), 1 / np.maximum(seconds, 1e-9)
+    load_s, byte_s = nonnegative_least_squares(features * weights[:, None], seconds * weights)
     if byte_s <= 0:
         return replace(prior, load_s=float(load_s))
     rate = 1.0 / float(byte_s)

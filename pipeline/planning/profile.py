@@ -135,9 +135,10 @@ def _fitted(found: Sequence[EngineProfile], request: ProfileRequest, threads: in
 
 
 StepKind = Literal["prefill", "decode", "unmerged"]
-_LOAD_RANKS = (8, 64)
+_LOAD_RANKS = (2, 8, 64)
 _SWITCHES = 5
 _SHORT_PROMPT_TOKENS = 24
+_LONG_PROMPT_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,8 @@ def probe_grid(max_batch_rows: int, max_step_tokens: int, max_context_tokens: in
     probes += [Probe(rows, prompt, 6, is_drawn=True) for rows in row_counts]
     probes += [Probe(1, tokens, 2, ranks) for tokens in (context // 8, context // 2, context) for ranks in ((), (64,))]
     probes += [Probe(4, context // 4, 8), Probe(8, context // 2, 6), Probe(8, context // 2, 6, (8, 16, 32, 64))]
+    # What pairs of tokens cost shows in prompts of several steps.
+    probes += [Probe(1, min(_LONG_PROMPT_STEPS * max_step_tokens, max_context_tokens - 16), 2)]
     # What reading the context costs shows in rows that decode behind long prompts.
     probes += [Probe(min(16, max_batch_rows), context // 2, 12)]
     return sorted(probes, key=lambda probe: probe.num_rows * (probe.prompt_tokens + probe.output_tokens))

@@ -81,7 +81,7 @@ def test_the_grid_exercises_every_term_and_stays_within_the_engines_limits() -> 
     grid = probe_grid(64, 512, 8192)
     assert {probe.num_rows for probe in grid} >= {1, 16, 32, 64}
     assert {len(probe.ranks) for probe in grid} >= {0, 1, 4, 8}
-    assert max(probe.prompt_tokens for probe in grid) == 512
+    assert sorted({probe.prompt_tokens for probe in grid})[-2:] == [512, 3 * 512]  # one prompt of several steps
     assert max(probe.prompt_tokens + probe.output_tokens for probe in probe_grid(4, 512, 100)) <= 100
 
 
@@ -101,7 +101,7 @@ def test_every_token_of_every_probe_is_in_some_measured_step(tiny_llama: Path) -
     assert any(load.prefill_tokens and load.decode_rows for load in loads)
     assert all(sample.seconds > 0 for _, sample in found.steps)
     assert len(found.merge_s) == 5
-    assert len({weight_bytes for weight_bytes, _ in found.loads}) == 2
+    assert len({weight_bytes for weight_bytes, _ in found.loads}) == 3
     assert (found.device, found.dtype) == ("cpu", "float32")
 
 
