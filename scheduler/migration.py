@@ -156,14 +156,16 @@ class TailMigration:
         return moves
 
     def _helpers(self, replicas: Mapping[str, ReplicaState], open_shards: OpenShards) -> dict[str, Pace]:
-        """Replicas that have room, the fastest first. None is much slower than the fastest of all: rows that have moved
-        do not move again, and some of them turn out to be long.
+        """Replicas that have room, the fastest first.
+
+        None is much slower than the fastest of all, or works at a pace that is not known yet: rows that have moved do
+        not move again, and some of them turn out to be long.
         """
         limit = _FASTER * self._paces.compare(replicas.keys()).fastest
         found = []
         for name in self._with_room:
             rows, slowness = self.rows_at_work(replicas[name]), self._paces.slowness(name)
-            is_known = name in self._reports or not rows
+            is_known = not rows or (name in self._reports and self._paces.is_known(name))
             if is_known and rows < replicas[name].batch_rows and slowness <= limit and name not in self._given:
                 found.append((round(slowness, 1), rows, name))
         # One more than needed: the owner may be among them.

@@ -186,3 +186,19 @@ def test_rows_move_to_no_replica_that_is_much_slower_than_the_fastest():
         totals = {"engine_s": 1000 * factor * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
         moved += [c.to_replica_id for c in scheduler.handle(replace(report, **totals)) if isinstance(c, MigrateRows)]
     assert "idle" not in moved
+
+
+def test_rows_move_to_no_replica_at_work_whose_pace_is_not_known():
+    shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 400, 16 * 10) for i in range(2)]
+    moved = {}
+    for num_steps in (0, 1000):
+        scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, tail=SETTINGS, cost=CPU))
+        for name in ("owner", "helper"):
+            scheduler.handle(ReplicaJoined(0.0, name, 64))
+        helper = Progress(5.0, "helper", 1, 1, 0.0, (), ((1, 1),), running_tokens=9)
+        steps = astuple(StepTotals(num_steps, 0, 16 * num_steps, 4800 * num_steps))
+        owner = Progress(5.0, "owner", 16, 16, 0.0, (), ((0, 16),), prefilling_rows=16, prefill_tokens_left=16 * 400)
+        scheduler.handle(replace(helper, engine_s=num_steps * STEP_S, steps=steps))
+        moved[num_steps] = [c.num_rows for c in scheduler.handle(owner) if isinstance(c, MigrateRows)]
+    assert moved[0] == []
+    assert sum(moved[1000]) > 0
