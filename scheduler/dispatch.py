@@ -61,12 +61,15 @@ class ShardState:
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there."""
+    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there. `open_work`:
+    all of them, in mean rows of the job.
+    """
 
     replica_id: str
     batch_rows: int
     rows_left: dict[int, int] = field(default_factory=dict)
     open_rows: int = 0
+    open_work: float = 0.0
 
     def set_rows_left(self, shard_id: int, rows: int) -> None:
         """Note that a shard is open here with so many unfinished rows."""

@@ -403,31 +403,45 @@ def rows_to_lend(
     """
     stay_s = _kept_s(rows, 0, owner, cost)
     best_s = min(stay_s * (1 - settings.least_gain), stay_s - settings.least_gain_s)
-    best = [0] * len(helpers)
+    none = best = [0] * len(helpers)
     hop_s = settings.hop_s + _step_s(min(rows.num_rows, owner.batch_rows), rows.context_tokens, cost) * owner.slowness
-    if hop_s >= best_s:
-        return best
+    able = [i for i, helper in enumerate(helpers) if max(hop_s, _own_s(helper, 0, rows, cost)) < best_s]
+    if not able:
+        return none
+    helpers = [helpers[i] for i in able]
     # The last row goes too: a slow owner is better rid of it. Rows that only wait may be what should move.
     splits = {*range(rows.num_rows, 0, -max(1, rows.num_rows // _MAX_SPLITS)), rows.num_waiting}
     splits |= {min(rows.num_rows, sum(helper.free_rows for helper in helpers))}
     for num_lent in sorted(splits - {0}, reverse=True):
-        shares = _shares(num_lent, helpers)
-        if sum(shares) < num_lent:
-            continue
         end_s = _kept_s(rows, num_lent, owner, cost)
         if end_s > best_s:
+            break  # with fewer rows lent the owner ends later still
+        shares = _shares(num_lent, helpers)
+        if sum(shares) < num_lent:
             continue
         # Once for helpers that are alike.
         for share, helper in set(zip(shares, helpers, strict=True)):
             moved = rows.lent(num_lent, share)
-            begins_s = cost.prefill_token_s * helper.own_prefill_tokens * helper.slowness
-            begins_s += hop_s + _prefill_s(*moved, pace=helper, cost=cost)
-            # Its own rows run in a larger batch.
-            step_s = _step_s(share + helper.own_rows, rows.context_tokens, cost) * helper.slowness
-            end_s = max(end_s, begins_s + max(_work_s(moved, helper, cost), helper.own_tokens_left * step_s))
+            prefill_s = _prefill_s(*moved, pace=helper, cost=cost)
+            moved_s = hop_s + _own_prefill_s(helper, cost) + prefill_s + _work_s(moved, helper, cost)
+            end_s = max(end_s, moved_s, prefill_s + _own_s(helper, share, rows, cost))
         if end_s <= best_s and end_s < stay_s:
-            best_s, best = end_s, shares
+            best_s, best = end_s, [*none]
+            for i, share in zip(able, shares, strict=True):
+                best[i] = share
     return best
+
+
+def _own_s(helper: Pace, num_moved: int, rows: TailRows, cost: CostModel) -> float:
+    """Seconds until a helper has ended its own rows beside so many that moved there. Contexts are taken to be those of
+    the owner's rows.
+    """
+    step_s = _step_s(helper.own_rows + num_moved, rows.context_tokens, cost) * helper.slowness
+    return _own_prefill_s(helper, cost) + helper.own_tokens_left * step_s
+
+
+def _own_prefill_s(helper: Pace, cost: CostModel) -> float:
+    return cost.prefill_token_s * helper.own_prefill_tokens * helper.slowness
 
 
 def _shares(num_rows: int, helpers: Sequence[Pace]) -> list[int]:

@@ -357,7 +357,7 @@ class Scheduler:
     def _close(self, state: ShardState) -> None:
         assert state.owner is not None, f"shard {state.shard.shard_id} has no owner"
         replica = self._replicas[state.owner]
-        self._shares.opened(state.shard, -replica.rows_left[state.shard.shard_id])
+        self._set_rows_left(replica, state.shard.shard_id, 0)
         replica.close(state.shard.shard_id)
         self._queue_of(state).closed(state.shard.shard_id, state.owner)
 
@@ -365,7 +365,9 @@ class Scheduler:
         return self._queue if state.shard.has_engine_work else self._idle_queue
 
     def _set_rows_left(self, replica: ReplicaState, shard_id: int, rows: int) -> None:
-        self._shares.opened(self._shards[shard_id].shard, rows - replica.rows_left.get(shard_id, 0))
+        work = self._shares.work(self._shards[shard_id].shard, rows - replica.rows_left.get(shard_id, 0))
+        self._shares.opened(work)
+        replica.open_work += work
         replica.set_rows_left(shard_id, rows)
 
     def _progress(self, event: Progress) -> list[Command]:
@@ -420,8 +422,10 @@ class Scheduler:
         return commands
 
     def _has_room(self, replica: ReplicaState, shares: Mapping[str, Share]) -> bool:
-        share = shares.get(replica.replica_id)
-        return share is not None and share.has_room(self._rows_at_work(replica), self._work_at(replica))
+        share, num_rows = shares.get(replica.replica_id), self._rows_at_work(replica)
+        if share is None or num_rows >= share.num_rows:
+            return False
+        return not num_rows or self._work_at(replica) < share.work - share.spare
 
     def _rows_at_work(self, replica: ReplicaState) -> int:
         """Unfinished rows that the replica has to work on itself: of its shards, and of others that moved there."""
@@ -429,8 +433,7 @@ class Scheduler:
 
     def _work_at(self, replica: ReplicaState) -> float:
         """`_rows_at_work` in mean rows of the job. A row that has moved there counts as one."""
-        own = sum(self._shares.work(self._shards[i].shard, num_rows) for i, num_rows in replica.rows_left.items())
-        return own + self._rows_at_work(replica) - replica.open_rows
+        return replica.open_work + self._rows_at_work(replica) - replica.open_rows
 
     def _open_next(
         self, replica: ReplicaState, queue: DispatchRule, among: Collection[int] | None = None
@@ -486,7 +489,9 @@ class Scheduler:
         assert uncommitted == self._num_uncommitted, f"{uncommitted} uncommitted, counted {self._num_uncommitted}"
         open_rows = [sum(r.rows_left.values()) for r in self._replicas.values()]
         assert open_rows == [r.open_rows for r in self._replicas.values()], f"open rows are {open_rows}"
-        opened = ((self._shards[i].shard, n) for r in self._replicas.values() for i, n in r.rows_left.items())
-        self._shares.check_integrity(self._queued_shards(), opened)
+        for r in self._replicas.values():
+            work = sum(self._shares.work(self._shards[i].shard, num_rows) for i, num_rows in r.rows_left.items())
+            assert math.isclose(work, r.open_work, abs_tol=1e-3), f"{r.replica_id}: {work} of work, counted otherwise"
+        self._shares.check_integrity(self._queued_shards(), sum(r.open_work for r in self._replicas.values()))
         self._queue.check_integrity()
         self._idle_queue.check_integrity()

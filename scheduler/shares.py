@@ -21,15 +21,11 @@ _LEAST_WORK = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a replica should have open at most. With less than `spare` below `work` it opens no further shard."""
+    """What a replica should have open at most. With less than `spare` below `work` it opens no second shard."""
 
     num_rows: int
     work: float = math.inf
     spare: float = 0.0
-
-    def has_room(self, num_rows: int, work: float) -> bool:
-        """Whether a replica that works on so much should open a shard: at least one."""
-        return num_rows < self.num_rows and (not num_rows or work < self.work - self.spare)
 
     def excess(self, num_rows: int, work: float) -> float:
         """What a replica works on over what it should: in rows or in work, whichever is more."""
@@ -78,9 +74,9 @@ class WorkShares:
         """Note that a shard is in the queue no more."""
         self._queued -= self.work(shard, shard.num_rows)
 
-    def opened(self, shard: Shard, num_rows: int) -> None:
-        """Note that so many more rows of a shard are open, or less."""
-        self._open += self.work(shard, num_rows)
+    def opened(self, work: float) -> None:
+        """Note that so much more work is open, or less."""
+        self._open += work
 
     def of(self, candidates: Sequence[ReplicaState], replicas: Mapping[str, ReplicaState]) -> dict[str, Share]:
         """By candidate: two batches, but not more than its share by pace of the work left.
@@ -107,9 +103,11 @@ class WorkShares:
             shares[replica.replica_id] = Share(num_rows, work_left / (speed * factor), spare)
         return shares
 
-    def check_integrity(self, queued: Iterable[Shard], opened: Iterable[tuple[Shard, int]]) -> None:
-        """Raise AssertionError, with the failing sum, when what is counted is not that of these shards and rows."""
+    def check_integrity(self, queued: Iterable[Shard], of_open: float) -> None:
+        """Raise AssertionError, with the failing sum, when what is counted is not that of these shards.
+
+        `of_open`: work of the shards that are open.
+        """
         of_queue = sum(self.work(shard, shard.num_rows) for shard in queued)
         assert math.isclose(of_queue, self._queued, abs_tol=1e-3), f"{of_queue} queued, counted {self._queued}"
-        of_open = sum(self.work(shard, num_rows) for shard, num_rows in opened)
         assert math.isclose(of_open, self._open, abs_tol=1e-3), f"{of_open} open, counted {self._open}"

@@ -7,15 +7,15 @@ were prefill. Old steps count less and less, so that a replica whose machine bec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cost import CostModel, StepLoad
-from ..messages import Progress, StepTotals
+from ..messages import Progress
 from ..planning.waves import Shard
-from .step_costs import coefficients, units
+from .step_costs import prices
 
 # Seconds of steps after which earlier ones count half.
 _HALF_LIFE_S = 20.0
@@ -34,10 +34,13 @@ _ALIKE = 1.15
 
 @dataclass(slots=True)
 class _Steps:
-    """Of one replica: its totals in the last report, and seconds of its steps, as they were and as predicted."""
+    """Of one replica: its totals in the last report, with the seconds predicted for all of them; and seconds of its
+    steps, as they were and as predicted, later ones with more weight.
+    """
 
     engine_s: float = 0.0
-    totals: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(fields(StepTotals))))
+    num_steps: float = 0.0
+    all_predicted_s: float = 0.0
     taken_s: float = 0.0
     predicted_s: float = 0.0
 
@@ -77,7 +80,7 @@ class PaceEstimator:
 
     def __init__(self, cost: CostModel | None, row: MeanRow) -> None:
         self._cost = cost
-        self._prices = None if cost is None else coefficients(cost)
+        self._prices = None if cost is None else prices(cost)
         self._row = row
         self._steps: dict[str, _Steps] = {}
         # Of all replicas together: seconds of steps, as they were and as predicted.
@@ -90,15 +93,16 @@ class PaceEstimator:
         """Take in a report. Totals that have become smaller are those of an engine that was started again."""
         if self._prices is None:
             return
-        steps, totals = self._steps.setdefault(report.replica_id, _Steps()), np.array(report.steps, dtype=np.float64)
-        if not len(totals):
+        if not report.steps:
             return
-        taken_s, did = report.engine_s - steps.engine_s, totals - steps.totals
-        if taken_s > 0 and did[0] > 0:
-            predicted_s = float(self._prices @ units(did))
+        steps = self._steps.setdefault(report.replica_id, _Steps())
+        # a report is too short for NumPy
+        all_predicted_s = sum(map(mul, self._prices, report.steps))
+        taken_s, predicted_s = report.engine_s - steps.engine_s, all_predicted_s - steps.all_predicted_s
+        if taken_s > 0 and report.steps[0] > steps.num_steps:
             kept = 0.5 ** (taken_s / _HALF_LIFE_S)
             self._count(steps, kept * steps.taken_s + taken_s, kept * steps.predicted_s + predicted_s)
-        steps.engine_s, steps.totals = report.engine_s, totals
+        steps.engine_s, steps.num_steps, steps.all_predicted_s = report.engine_s, report.steps[0], all_predicted_s
 
     def removed(self, replica_id: str) -> None:
         """Drop a replica."""

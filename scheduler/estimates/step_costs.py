@@ -85,7 +85,7 @@ class StepCosts:
         """
         if not self.is_known:
             return self._assumed
-        did, took_s = units(np.array(self._spans)), np.array(self._span_s)
+        did, took_s = _paid(np.array(self._spans)), np.array(self._span_s)
         assumed = coefficients(self._assumed)
         # One unknown per coefficient: its factor. What the model takes for free stays free.
         is_paid = assumed > 0
@@ -104,7 +104,7 @@ class StepCosts:
         """Of each replica that has worked: seconds that its steps took over what a model says for them."""
         prices = coefficients(cost)
         return {
-            name: replica.all_s / float(prices @ units(replica.all_totals))
+            name: replica.all_s / float(prices @ _paid(replica.all_totals))
             for name, replica in self._replicas.items()
             if replica.all_s > 0
         }
@@ -120,9 +120,15 @@ def coefficients(cost: CostModel) -> NDArray[np.float64]:
     return np.array([getattr(cost, name) for name in STEP_COEFFICIENTS], dtype=np.float64)
 
 
-def units(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Units of each coefficient, `[…, 12]`, in `StepTotals` `[…, 13]`: a scored token costs what a decoding row does,
-    logits included, instead of a prompt's token (`CostModel.scored_token_s`)."""
+def prices(cost: CostModel) -> tuple[float, ...]:
+    """Seconds per unit of each field of `StepTotals`. A scored token costs what a decoding row does, logits included,
+    instead of a prompt's token (`CostModel.scored_token_s`).
+    """
+    return (*coefficients(cost).tolist(), cost.decode_row_s - cost.prefill_token_s)
+
+
+def _paid(totals: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Units of each coefficient, `[…, 12]`, in `StepTotals` `[…, 13]`, scored tokens among them."""
     found, scored_tokens = totals[..., :-1].copy(), totals[..., -1]
     found[..., STEP_COEFFICIENTS.index("prefill_token_s")] -= scored_tokens
     found[..., STEP_COEFFICIENTS.index("decode_row_s")] += scored_tokens

@@ -26,6 +26,7 @@ from lorabatch.engine.config import EngineConfig
 from lorabatch.engine.errors import AdapterRefusedError, ModelFilesError
 from lorabatch.engine.request import ExportedRow, Request, Result
 from lorabatch.engine.telemetry import EngineTelemetry
+from lorabatch.scheduler.messages import StepTotals
 
 
 def answer(prompt_token_ids: Sequence[int], adapter_id: str | None, max_tokens: int) -> str:
@@ -156,4 +157,5 @@ class EchoEngine:
             num_steps=self._num_steps,
             num_step_rows=self._num_step_rows,
             running_tokens=sum(self._steps_done[request_id] for request_id in list(self._queue)[:running]),
+            steps=StepTotals(self._num_steps, self._prompt_tokens, self._generated_tokens),
         )
