@@ -24,8 +24,6 @@ class EngineTelemetry:
     """
 
     num_running: int = 0
-    num_prefilling: int = 0
-    prefill_tokens_left: int = 0
     resident_adapter_ids: tuple[str, ...] = ()
     mode: ServedMode = "base"
     pages_used: int = 0
@@ -43,6 +41,8 @@ class EngineTelemetry:
     num_switches: int = 0
     switching_s: float = 0.0
     steps: StepTotals = field(default_factory=StepTotals)
+    num_prefilling: int = 0
+    prefill_tokens_left: int = 0
 
     @property
     def computing_s(self) -> float:

@@ -1,6 +1,6 @@
 """Small jobs over a grid of shapes: this project beside four simple policies and the job's lower bound.
 
-python -m lorabatch.benchmarks.simulation.grid [--traces FOLDER] [--instances 36] [--seeds 5] [--parts] [--output FILE]
+python -m lorabatch.benchmarks.simulation.grid [--traces FOLDER] [--instances 36] [--seeds 5] [--batches 4] [--parts]
 
 A job has `--batches` full batches per worker. Adapters are popular by Zipf's law. Answers have the lengths of the Azure
 traces, or drawn ones like them, or of a mix in which one row of ten is long; all rows have one `max_tokens`. Workers
@@ -26,7 +26,7 @@ from lorabatch.benchmarks.simulation.lengths import Lengths, read_trace, synthet
 from lorabatch.pipeline.planning.settings import RunSettings
 from lorabatch.scheduler.baselines.batchers import UnmergedBatcher
 from lorabatch.scheduler.batching import Batcher, ReplicaFacts
-from lorabatch.scheduler.cost import CostModel
+from lorabatch.scheduler.cost import MACHINES, CostModel
 from lorabatch.scheduler.estimates.lengths import LengthEstimator, expected_tokens
 from lorabatch.scheduler.planning.bound import JobBound, job_bound
 from lorabatch.scheduler.planning.waves import Shard, ShardPlan
@@ -84,9 +84,9 @@ class Instance:
         return self.settings.cost
 
 
-def settings(storage_gb_per_s: float) -> RunSettings:
+def settings(storage_gb_per_s: float, machine_name: str = _MACHINE) -> RunSettings:
     """Of the grid's workers: those of a real job, with adapters that are read at this speed."""
-    machine = RunSettings.of_machine(_MACHINE, batch_rows=BATCH_ROWS)
+    machine = RunSettings.of_machine(machine_name, batch_rows=BATCH_ROWS)
     cost = replace(machine.cost, storage_bytes_per_s=storage_gb_per_s * 1e9)
     return replace(machine, engine=replace(machine.engine, cost=cost))
 
@@ -279,11 +279,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="jobs of each shape")
     parser.add_argument("--batches", type=float, default=4.0)
     parser.add_argument("--storage", type=float, default=40.0, help="GB/s of adapter loads; host memory by default")
+    parser.add_argument("--machine", choices=sorted(MACHINES), default=_MACHINE, help="cost model of the workers")
     parser.add_argument("--adding", type=int, metavar="SEEDS", help="only add slower workers, with so many seeds")
     parser.add_argument("--parts", action="store_true", help="only what the makespans on equal workers are made of")
     parser.add_argument("--output", type=Path, help="a JSON file of all instances")
     chosen = parser.parse_args()
-    traces, workers = _traces(chosen.traces), settings(chosen.storage)
+    traces, workers = _traces(chosen.traces), settings(chosen.storage, chosen.machine)
     if chosen.adding:
         adding(traces, workers, chosen.adding)
         return
