@@ -94,10 +94,6 @@ class DispatchRule(Protocol):
 
     def __contains__(self, shard_id: int) -> bool: ...
 
-    @property
-    def num_rows(self) -> int:
-        """Rows with engine work in pending shards."""
-
     def take(self, replica_id: str, is_allowed: Callable[[int], bool]) -> int | None:
         """Remove and return the shard this replica should open next; None when there is none for it."""
 
@@ -147,7 +143,7 @@ class ShardQueue:
         # Each shard of the others brings adapters of its own: a replica gains nothing by staying with them.
         self._of_one_adapter = {wave for waves in self._waves_of.values() for wave, _ in waves}
         self._all_work = 1.0 + sum(_work(shard) for shard in shards)
-        self._num_rows = self._num_shards = 0
+        self._num_shards = 0
         # replica -> wave number -> shards of that wave open there; empty entries are removed.
         self._open: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for shard in reversed(shards):
@@ -158,11 +154,6 @@ class ShardQueue:
 
     def __contains__(self, shard_id: int) -> bool:
         return shard_id in self._pending[self._wave(shard_id)]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows with engine work in pending shards."""
-        return self._num_rows
 
     def _wave(self, shard_id: int) -> int:
         return self._number[self._shards[shard_id].wave_id]
@@ -201,7 +192,6 @@ class ShardQueue:
             pending.pop()
         else:
             pending.remove(shard_id)
-        self._num_rows -= _engine_rows(self._shards[shard_id])
         self._num_shards -= 1
         self._pending_work[wave] = self._pending_work[wave] - _work(self._shards[shard_id]) if pending else 0.0
         self._classify(wave)
@@ -227,7 +217,6 @@ class ShardQueue:
     def _insert(self, shard: Shard) -> None:
         wave = self._number[shard.wave_id]
         bisect.insort(self._pending[wave], shard.shard_id, key=lambda s: -self._position[s])
-        self._num_rows += _engine_rows(shard)
         self._num_shards += 1
         self._pending_work[wave] += _work(shard)
         self._classify(wave)
@@ -250,8 +239,6 @@ class ShardQueue:
     def check_integrity(self) -> None:
         """Raise AssertionError, with the failing sum, when the totals contradict the lists."""
         pending = [self._shards[s] for shard_ids in self._pending for s in shard_ids]
-        num_rows = sum(_engine_rows(shard) for shard in pending)
-        assert num_rows == self._num_rows, f"{num_rows} pending rows, counted {self._num_rows}"
         assert len(pending) == self._num_shards, f"{len(pending)} pending shards, counted {self._num_shards}"
         for wave, shard_ids in enumerate(self._pending):
             work = sum(_work(self._shards[s]) for s in shard_ids)
@@ -276,10 +263,9 @@ class DealtShards:
         self._number: dict[str, int] = {}
         self._num_open: Counter[str] = Counter()
         self._pending: set[int] = set()
-        self.num_rows = 0
         for shard in shards:
             self._own[_owner(shard)].append(shard.shard_id)
-            self._add(shard)
+            self._pending.add(shard.shard_id)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -305,7 +291,7 @@ class DealtShards:
     def put_back(self, shard_id: int) -> None:
         """See `DispatchRule.put_back`."""
         self._returned.append(shard_id)
-        self._add(self._shards[shard_id])
+        self._pending.add(shard_id)
 
     def discard(self, shard_id: int) -> None:
         """See `DispatchRule.discard`."""
@@ -313,7 +299,6 @@ class DealtShards:
         own = self._own[_owner(shard)]
         (own if shard_id in own else self._returned).remove(shard_id)
         self._pending.remove(shard_id)
-        self.num_rows -= _engine_rows(shard)
 
     def opened(self, shard_id: int, replica_id: str) -> None:
         """See `DispatchRule.opened`. A replica of an earlier scheduler keeps the number that its shards have."""
@@ -340,16 +325,10 @@ class DealtShards:
             self._number[replica_id] = next(number for number in count() if number not in taken)
         return self._number[replica_id]
 
-    def _add(self, shard: Shard) -> None:
-        self._pending.add(shard.shard_id)
-        self.num_rows += _engine_rows(shard)
-
     def check_integrity(self) -> None:
         """See `DispatchRule.check_integrity`."""
         queued = [shard_id for shards in (*self._own.values(), self._returned) for shard_id in shards]
         assert sorted(queued) == sorted(self._pending), f"{len(queued)} shards queued, {len(self._pending)} pending"
-        num_rows = sum(_engine_rows(self._shards[shard_id]) for shard_id in queued)
-        assert num_rows == self.num_rows, f"{num_rows} pending rows, counted {self.num_rows}"
         assert min(self._num_open.values(), default=0) >= 0, f"open shards {self._num_open}"
 
 
@@ -374,10 +353,6 @@ def _waves_of_one_adapter(shards: Sequence[Shard], number: dict[int, int]) -> di
             name = together[0] if together else ""
             found[name].append((number[wave], tokens[wave] / rows[wave]))
     return dict(found)
-
-
-def _engine_rows(shard: Shard) -> int:
-    return shard.num_rows if shard.has_engine_work else 0
 
 
 def _work(shard: Shard) -> int:

@@ -111,6 +111,7 @@ class ShardLimits:
     prompt_token_weight: float = 0.1
 
 
+# Of a shard of the smallest jobs, so that a part holds more than a row.
 _FEW_ROWS = 4
 
 
