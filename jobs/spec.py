@@ -170,7 +170,7 @@ class JobSpec(_SamplingFields):
     )
     verify: bool = _option(False, "Hash the base model's weights again, also those whose files look unchanged.")
     overwrite: bool = _option(False, "Remove the job that is in the output and start over.")
-    migration: bool = _option(True, "Move running rows from slow workers to idle ones.")
+    migration: bool = _option(True, "Move rows from slow or busy workers to others.")
     policy: PolicyName = _option("planner", "How rows are batched, dispatched and moved: planner is this project's.")
     placement: PlacementName = _option("planner", "Which worker gets which rows: as the policy says, or by LoRAServe.")
     rows_per_shard: int | None = _option(None, "Rows per part file; chosen by default.", ge=1)
