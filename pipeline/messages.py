@@ -144,7 +144,7 @@ class FinishedRows:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """The state of one run's engine on one worker, about once a second.
+    """The state of one run's engine on one worker, about once a second and when a shard has all its answers.
 
     `worker`: its Dask address. `error`: why the engine was given up, or why its last process ended. `num_crashes`:
     engine processes lost. `open_shards`: (shard id, unfinished rows). `lent_shards`: (shard id, those among them that

@@ -61,13 +61,14 @@ class ShardState:
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there. `open_work`:
-    all of them, in mean rows of the job.
+    """What the scheduler believes of one replica. `rows_left`: unfinished rows of each shard open there. `reported`:
+    the shards in its last report. `open_work`: all rows left, in mean rows of the job.
     """
 
     replica_id: str
     batch_rows: int
     rows_left: dict[int, int] = field(default_factory=dict)
+    reported: frozenset[int] = frozenset()
     open_rows: int = 0
     open_work: float = 0.0
 

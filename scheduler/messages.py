@@ -137,7 +137,8 @@ class ShardFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """A replica's report of its state, about once a second. It is also the replica's heartbeat.
+    """A replica's report of its state, about once a second and when a shard there has all its answers. It is also the
+    replica's heartbeat.
 
     `open_rows`: unfinished rows of the shards open there; `running_rows`: those in its batch, of which
     `prefilling_rows` have no token yet. `prefill_tokens_left`: that rows there, waiting ones too, compute before they

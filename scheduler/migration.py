@@ -138,6 +138,7 @@ class TailMigration:
         if report is None or self._paces.slowness(owner) <= limit:
             return ()
         fastest = (name for name in replicas if self._paces.slowness(name) <= limit and name not in self._given)
+        report = _brought_up(report, replicas[owner], open_shards(replicas[owner]))
         ranked = heapq.nsmallest(
             min(num_rows, _MAX_HELPERS), fastest, key=lambda n: (self.rows_at_work(replicas[n]), n)
         )
@@ -177,6 +178,7 @@ class TailMigration:
         if report is None or not rows:
             return pace
         shards = [shard for shard in open_shards(replica) if shard.has_engine_work]
+        report = _brought_up(report, replica, shards)
         _, tokens_left = self._tokens_of(report, shards)
         return replace(pace, own_rows=rows, own_prefill_tokens=report.prefill_tokens_left, own_tokens_left=tokens_left)
 
@@ -221,9 +223,7 @@ class TailMigration:
         shards = [shard for shard in open_shards(replicas[owner]) if shard.has_engine_work]
         if report is None or not shards:
             return ()
-        # Shards may have been committed since.
-        ids = {shard.shard_id for shard in shards}
-        report = replace(report, open_shards=tuple(entry for entry in report.open_shards if entry[0] in ids))
+        report = _brought_up(report, replicas[owner], shards)
         left = rows_here(report)
         weight = sum(left.get(shard.shard_id, 0) for shard in shards)
         waits = weight > report.running_rows - report.prefilling_rows
@@ -241,6 +241,19 @@ class TailMigration:
 
     def _pace(self, replica: ReplicaState) -> Pace:
         return Pace(replica.batch_rows, self._paces.slowness(replica.replica_id))
+
+
+def _brought_up(report: Progress, replica: ReplicaState, shards: Sequence[Shard]) -> Progress:
+    """A report as it would be now: with the shards that the replica has opened since, whose rows wait, and without
+    those that have been committed.
+    """
+    known = {shard_id for shard_id, _ in report.open_shards}
+    new_tokens = sum(shard.prompt_tokens for shard in shards if shard.shard_id not in known | replica.reported)
+    return replace(
+        report,
+        open_shards=tuple((shard.shard_id, replica.rows_left[shard.shard_id]) for shard in shards),
+        prefill_tokens_left=report.prefill_tokens_left + new_tokens,
+    )
 
 
 def _may_help(helper: Pace, owner: Pace, *, waits: bool) -> bool:

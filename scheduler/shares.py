@@ -81,8 +81,8 @@ class WorkShares:
     def of(self, candidates: Sequence[ReplicaState], replicas: Mapping[str, ReplicaState]) -> dict[str, Share]:
         """By candidate: two batches, but not more than its share by pace of the work left.
 
-        A replica that would not finish a row begun now before faster ones have finished the job gets none. Until its
-        pace is known it gets one batch. Shards that are a replica's own are not shared by pace.
+        A replica that would not finish a row begun now before faster ones have finished the job gets none. One whose
+        pace is not known counts as like the others. Shards that are a replica's own are not shared by pace.
         """
         if not self._queue.is_shared:
             return {r.replica_id: Share(max(1, round(self._open_batches * r.batch_rows))) for r in candidates}
@@ -98,8 +98,7 @@ class WorkShares:
             each_s, alone_s = self._paces.row_seconds(self._lengths.mean(), replica.batch_rows)
             if factor > 1.0 and factor * alone_s > work_left * each_s / speed + alone_s:
                 continue
-            batches = self._open_batches if self._paces.is_known(replica.replica_id) else 1.0
-            num_rows = max(1, round(batches * replica.batch_rows))
+            num_rows = max(1, round(self._open_batches * replica.batch_rows))
             shares[replica.replica_id] = Share(num_rows, work_left / (speed * factor), spare)
         return shares
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -253,8 +254,11 @@ POLICIES: dict[str, Callable[[Instance], float]] = {
 }
 
 
-def adding(traces: dict[str, Lengths], workers: RunSettings, num_seeds: int) -> None:
-    """Print what adding one slower worker to one or two fast ones does, over seeds and kinds of lengths."""
+def adding(traces: dict[str, Lengths], workers: RunSettings, num_seeds: int) -> list[dict[str, Any]]:
+    """Print what adding one slower worker to one or two fast ones does, over seeds and kinds of lengths; the makespans
+    over those without it.
+    """
+    found = []
     for num_fast, slowness in itertools.product((1, 2), (2.0, 4.0, 10.0, 20.0)):
         over_alone = []
         for seed in range(num_seeds):
@@ -269,6 +273,8 @@ def adding(traces: dict[str, Lengths], workers: RunSettings, num_seeds: int) -> 
             f"({min(over_alone):.3f} to {max(over_alone):.3f}), {mean / ideal:.3f} of the ideal split",
             flush=True,
         )
+        found.append({"fast": num_fast, "slowness": slowness, "over_without": over_alone})
+    return found
 
 
 def main() -> None:
@@ -282,11 +288,13 @@ def main() -> None:
     parser.add_argument("--machine", choices=sorted(MACHINES), default=_MACHINE, help="cost model of the workers")
     parser.add_argument("--adding", type=int, metavar="SEEDS", help="only add slower workers, with so many seeds")
     parser.add_argument("--parts", action="store_true", help="only what the makespans on equal workers are made of")
-    parser.add_argument("--output", type=Path, help="a JSON file of all instances")
+    parser.add_argument("--output", type=Path, help="a JSON file of all jobs")
     chosen = parser.parse_args()
     traces, workers = _traces(chosen.traces), settings(chosen.storage, chosen.machine)
     if chosen.adding:
-        adding(traces, workers, chosen.adding)
+        found_adding = adding(traces, workers, chosen.adding)
+        if chosen.output:
+            chosen.output.write_text(json.dumps(found_adding, indent=1))
         return
     shapes = [SHAPES[i] for i in np.linspace(0, len(SHAPES) - 1, chosen.instances).round().astype(int)]
     seeds = range(1, chosen.seeds + 1)

@@ -119,7 +119,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """From the process about once a second, between two steps."""
+    """From the process four times a second, between two steps."""
 
     telemetry: EngineTelemetry
 

@@ -52,7 +52,7 @@ from .frames import (
 )
 
 logger = logging.getLogger(__name__)
-PROGRESS_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 1.0
 _VMSTAT = Path("/proc/vmstat")
 # Parts of what torch's allocators say where they raise a plain RuntimeError.

@@ -43,14 +43,15 @@ class OpenShard:
         with self._changed:
             return self._num_unfinished
 
-    def deliver(self, row: ServedRow) -> None:
-        """Add the result of one row."""
+    def deliver(self, row: ServedRow) -> bool:
+        """Add the result of one row; whether it is the last."""
         with self._changed:
             assert self._num_unfinished, f"shard {self.shard_id} has all its results, and one of a row more"
             self._num_unfinished -= 1
             self._fresh.append(row)
             if not self._num_unfinished:
                 self._changed.notify_all()
+            return not self._num_unfinished
 
     def fail(self, failure: Exception, begun: Iterable[ExportedRow] = ()) -> None:
         """End the shard: `take` raises `failure` once the finished rows are taken. `begun`: what was generated for the

@@ -58,7 +58,7 @@ class EngineQueue:
         self._expected: dict[str, int] = {}
         self._is_ready = False
         self._failure: Exception | None = None
-        #: A report is due: rows have come from another worker, or a run has no open shard left.
+        #: A report is due: a shard has all its results, or rows have come from another worker.
         self.has_news = False
 
     def lent_by_shard(self, run_id: str) -> Counter[int]:
@@ -286,8 +286,7 @@ class EngineQueue:
 
     def _deliver(self, row: QueuedRow, served: ServedRow) -> None:
         row.run.count_finished(row.request.adapter_id, served.result.completion_tokens)
-        row.shard.deliver(served)
-        self.has_news |= not row.run.shards
+        self.has_news |= row.shard.deliver(served)
 
     def process_gone(self, reason: str, *, is_spared: bool) -> int:
         """The process has died under its rows; `is_spared`: none of them is to blame. How many are given up for it."""

@@ -55,8 +55,9 @@ class Cluster:
     what happens to it) of replicas that end for good: the worker is `lost` or has `left` in good order, its engine has
     `failed`, or nothing is heard of it any more (`silent`). `takeovers_s`: when another coordinator takes over.
 
-    `progress_s`: between two reports of a replica. `tick_s`: between two ticks. `commit_s`: from a shard's last row to
-    its part file. `hop_s`: from a MigrateRows command until its rows are at the helper.
+    `progress_s`: between two reports of a replica, which also reports when a shard's last row has ended. `tick_s`:
+    between two ticks. `commit_s`: from a shard's last row to its part file. `hop_s`: from a MigrateRows command until
+    its rows are at the helper.
     """
 
     join_s: tuple[float, ...]
@@ -192,10 +193,12 @@ class JobSimulation:
                 self._is_stepping[replica] = False
                 generated = int(self._timeline.row_steps[replica])
                 self._totals[replica] = self._timeline.computing_s(replica), self._replicas[replica].totals, generated
-                self._book(now, replica, happening.outcome.finished)
+                owners = self._book(now, replica, happening.outcome.finished)
                 self._start_step(now, replica)
                 if not self._replicas[replica].num_rows:
-                    self._report(now, replica)
+                    owners.add(replica)
+                for owner in sorted(owners):
+                    self._report(now, owner)
 
     def _tell(self, event: Event) -> None:
         for command in self._decider.handle(event):
@@ -271,10 +274,13 @@ class JobSimulation:
             self._is_stepping[replica], self._step_end_s[replica] = True, outcome.end_s
             self._later(outcome.end_s, "stepped", replica=replica, outcome=outcome)
 
-    def _book(self, now: float, replica: int, finished: NDArray[np.int64]) -> None:
-        """Count finished rows for the owner of their shard; rows whose loss made them start again do not count."""
+    def _book(self, now: float, replica: int, finished: NDArray[np.int64]) -> set[int]:
+        """Count finished rows for the owner of their shard; rows whose loss made them start again do not count.
+        Returns replicas with a shard of which that was the last row.
+        """
         finished = finished[np.isfinite(self._timeline.finish_s[finished])]
         assert self._workload.output_tokens is not None
+        done: set[int] = set()
         for row in finished.tolist():
             adapter, tokens = int(self._workload.adapter_index[row]), int(self._workload.output_tokens[row])
             self._finished[replica][adapter, tokens] += 1
@@ -283,7 +289,9 @@ class JobSimulation:
             if shard in rows_left:
                 rows_left[shard] -= 1
                 if rows_left[shard] == 0:
+                    done.add(owner)
                     self._later(now + self._cluster.commit_s, "commit", replica=owner, shard=shard)
+        return done
 
     def _report(self, now: float, replica: int) -> None:
         names = self._workload.adapters

@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M as CPU
 from lorabatch.scheduler.cost import H200_LLAMA_3_8B
-from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, StepTotals
+from lorabatch.scheduler.messages import MigrateRows, Progress, ReplicaJoined, RunShard, StepTotals
 from lorabatch.scheduler.migration import Pace, TailRows, TailSettings, lend, rows_to_lend, tail_rows
 from lorabatch.scheduler.planning.waves import Shard
 from lorabatch.scheduler.scheduler import Scheduler, SchedulerSettings
@@ -150,14 +150,16 @@ STEP_S = CPU.step_s + 16 * (CPU.decode_row_s + 300 * CPU.context_token_s)
 
 
 def after_reports(slowness):
-    """A scheduler of twenty shards after the first reports of two replicas that have opened one each, and the commands
+    """A scheduler of twenty shards after the first reports of two replicas that have opened two each, and the commands
     that the second gave: it takes `slowness` times as long as the cost model says."""
     shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(20)]
     scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=2, tail=SETTINGS, cost=CPU))
-    (first,), (second,) = (scheduler.handle(ReplicaJoined(0.0, name, 16)) for name in ("fast", "slow"))
+    opened = {name: scheduler.handle(ReplicaJoined(0.0, name, 16)) for name in ("fast", "slow")}
     commands = []
-    for shard_id, name, factor in ((first.shard_id, "fast", 1.0), (second.shard_id, "slow", slowness)):
-        report = Progress(5.0, name, 16, 16, 0.0, (), ((shard_id, 16),), running_tokens=160)
+    for name, factor in (("fast", 1.0), ("slow", slowness)):
+        rows = tuple((command.shard_id, 16) for command in opened[name])
+        assert len(rows) == 2
+        report = Progress(5.0, name, 32, 16, 0.0, (), rows, running_tokens=160)
         totals = {"engine_s": 1000 * factor * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
         commands = scheduler.handle(replace(report, **totals))
     return scheduler, commands
@@ -165,7 +167,8 @@ def after_reports(slowness):
 
 def test_a_replica_so_slow_that_the_job_ends_before_its_rows_gives_them_back_while_shards_are_queued():
     scheduler, commands = after_reports(slowness=60.0)
-    assert [(c.from_replica_id, c.to_replica_id, c.num_rows) for c in commands] == [("slow", "fast", 16)]
+    assert {(c.from_replica_id, c.to_replica_id) for c in commands} == {("slow", "fast")}
+    assert sum(c.num_rows for c in commands) == 32
     assert scheduler.num_queued
     scheduler.check_integrity()
 
@@ -202,3 +205,27 @@ def test_rows_move_to_no_replica_at_work_whose_pace_is_not_known():
         moved[num_steps] = [c.num_rows for c in scheduler.handle(owner) if isinstance(c, MigrateRows)]
     assert moved[0] == []
     assert sum(moved[1000]) > 0
+
+
+def test_rows_of_a_shard_that_was_opened_after_the_last_report_move():
+    shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(3)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
+    rows = tuple((command.shard_id, 8) for command in scheduler.handle(ReplicaJoined(0.0, "owner", 16)))
+    assert len(rows) == 2
+    report = Progress(5.0, "owner", 16, 16, 0.0, (), rows, running_tokens=160)
+    totals = {"engine_s": 1000 * STEP_S, "steps": astuple(StepTotals(1000, 0, 16_000, 4_800_000))}
+    (opened,) = scheduler.handle(replace(report, **totals))
+    assert not scheduler.num_queued
+    moves = scheduler.handle(ReplicaJoined(5.1, "helper", 16))
+    assert opened.shard_id in {move.shard_id for move in moves if isinstance(move, MigrateRows)}
+    scheduler.check_integrity()
+
+
+def test_rows_of_a_shard_that_a_report_lists_no_more_count_as_done_before_it_is_committed():
+    shards = [Shard(i, 0, "unmerged", ("a",), 16, 16 * 200, 16 * 200) for i in range(4)]
+    scheduler = Scheduler(shards, settings=SchedulerSettings(expected_replicas=1, tail=SETTINGS, cost=CPU))
+    first, second = (command.shard_id for command in scheduler.handle(ReplicaJoined(0.0, "owner", 16)))
+    assert scheduler.handle(Progress(5.0, "owner", 32, 16, 0.0, (), ((first, 16), (second, 16)))) == []
+    opened = scheduler.handle(Progress(6.0, "owner", 16, 16, 0.0, (), ((second, 16),)))
+    assert [type(command) for command in opened] == [RunShard]
+    scheduler.check_integrity()

@@ -369,9 +369,9 @@ def test_while_others_are_to_come_a_replica_stops_near_its_share():
     assert len(opened(alone.handle(ReplicaJoined(0.0, "a", 64)))) == 7
 
 
-def test_a_replica_gets_one_batch_until_its_pace_is_known():
+def test_a_replica_gets_two_batches_before_its_pace_is_known():
     _, given = make_paced(100)
-    assert [len(shards) for shards in given] == [8, 8]
+    assert [len(shards) for shards in given] == [16, 16]
 
 
 def test_a_slow_replica_gets_its_share_by_pace():
