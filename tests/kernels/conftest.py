@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS
 from lorabatch.kernels.launch import is_interpreted
 from lorabatch.kernels.layouts.lora_table import CHUNK_RANK, NUM_SITES, Chunk, LoraTable, ResidentSite
 from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
 
-# Largest allowed error relative to the largest expected number: a few roundings of the dtype (the interpreter's
-# bf16 products are wrong, so bf16 is tested on devices only).
+# Largest allowed error relative to the largest expected number: a few roundings of the dtype. The interpreter's bf16
+# products are wrong: kernels widen there, and but for attention over prompts bf16 is tested on devices only.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float16] if is_interpreted() else list(TOLERANCES)
 
@@ -23,7 +24,9 @@ Ranks = Sequence[int | None]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "dtype" in metafunc.fixturenames:
+    own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]  # a name, or a tuple of them
+    is_chosen = any(names == "dtype" or (isinstance(names, tuple) and "dtype" in names) for names in own)
+    if "dtype" in metafunc.fixturenames and not is_chosen:
         # The interpreter takes as long for either; a GPU runs them all.
         short = [torch.float32] if is_interpreted() else DTYPES
         marks = {dtype: [] if dtype in short else [pytest.mark.long] for dtype in DTYPES}
@@ -123,16 +126,17 @@ class _Placer:
         return start
 
 
-@pytest.fixture
-def group() -> Callable[..., Segments]:
-    """`group(table, plus, minus=None, num_programs=1)`: the step's segments on the table's device."""
+@pytest.fixture(params=[DECODE_TILE_ROWS, pytest.param(PREFILL_TILE_ROWS, marks=pytest.mark.long)])
+def group(request: pytest.FixtureRequest) -> Callable[..., Segments]:
+    """`group(table, plus, minus=None, num_programs=1)`: the step's segments on the table's device, in tiles of steps
+    without prompts or of those with prompts."""
 
     def make(
         table: LoraTable, plus: Sequence[int], minus: Sequence[int] | None = None, num_programs: int = 1
     ) -> Segments:
         minus = minus if minus is not None else [-1] * len(plus)
         chunk_counts = table.sites[..., 1].amax(1).cpu().numpy().astype(np.int32)
-        limits = SegmentLimits(max_rows=len(plus) + 3, max_items=200, scratch_rows=2000)
+        limits = SegmentLimits(len(plus) + 3, max_items=200, scratch_rows=2000, tile_rows=request.param)
         host = plan_segments(np.array(plus, np.int32), np.array(minus, np.int32), chunk_counts, limits, num_programs)
         return Segments(limits, host.buffer.to(table.pool.device))
 

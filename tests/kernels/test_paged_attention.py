@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ import torch
 from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.paged_attention import AttentionRule, Partials, attend_pages
 from lorabatch.kernels.paged_attention.reference import attend
-from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention
+from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
 
 LAYOUT = HeadLayout(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=2, page_tokens=4)
 RULE = AttentionRule(scale=0.25)
-NUM_PAGES = 40
 # (new tokens, tokens stored before): decoding rows of several contexts, whole prompts, chunks after a prefix
 MIXED = [(1, 0), (1, 30), (7, 0), (1, 5), (9, 6)]
+# Several tiles of each size, several blocks before and behind the first query, and tiles that a prompt leaves half full
+LONG = [(1, 75), (150, 70), (43, 0)]
 
 
 def check(
@@ -31,12 +33,14 @@ def check(
     num_tokens = sum(new for new, _ in step)
     packed = torch.randn(num_tokens, layout.num_heads + 3, layout.head_dim, device=device).to(dtype)
     q = packed[:, : layout.num_heads]
-    pool = torch.randn(NUM_PAGES * layout.page_elements, device=device).to(dtype)
-    order = torch.randperm(NUM_PAGES).tolist()
-    tables = torch.full((len(step), 12), -1, dtype=torch.int32)  # an entry that is read by mistake faults
+    counts = [-(-(new + past) // layout.page_tokens) for new, past in step]
+    num_pages = sum(counts) + 8
+    pool = torch.randn(num_pages * layout.page_elements, device=device).to(dtype)
+    order = torch.randperm(num_pages).tolist()
+    tables = torch.full((len(step), max(counts) + 1), -1, dtype=torch.int32)  # an entry that is read by mistake faults
     spans, row = [], 0
     for index, (new, past) in enumerate(step):
-        pages = [order.pop() for _ in range(-(-(new + past) // layout.page_tokens))]
+        pages = [order.pop() for _ in range(counts[index])]
         tables[index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         last = (new + past) % layout.page_tokens
         if last:  # places behind the last token hold NaN
@@ -53,7 +57,9 @@ def check(
     expected = torch.empty(q.shape, dtype=torch.float64, device=device)
     attend(expected, q, pool, tables.to(device), work, partials, layout, 1, rule)
     found = attend_pages(q, pool, tables.to(device), work, partials, layout, 1, rule)
-    assert_close(found, expected.flatten(1))
+    for span in spans:  # over long contexts numbers are smaller
+        rows = slice(span.row, span.row + span.num_queries)
+        assert_close(found[rows], expected.flatten(1)[rows])
 
 
 @pytest.mark.parametrize("split_keys", [0, 8, 512])
@@ -83,3 +89,30 @@ def test_groups_and_heads_of_odd_sizes(
 
 def test_one_token_alone(assert_close: Callable[..., None], dtype: torch.dtype, device: torch.device) -> None:
     check([(1, 0)], LAYOUT, RULE, WorkLimits(4, 4, 16, 8), dtype, device, assert_close)
+
+
+def of_heads(head_dim: int) -> HeadLayout:
+    return HeadLayout(num_heads=4, num_kv_heads=2, head_dim=head_dim, num_layers=2, page_tokens=16)
+
+
+# Head size, number format, rows of a tile: up to the tile of prompts. In bf16 the interpreter cuts weights and sums off
+# instead of rounding them.
+SHORT = {(64, torch.bfloat16, 128), (96, torch.float32, 64), (128, torch.float16, 128), (256, torch.float16, 64)}
+TILES = [
+    pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.long])
+    for case in product((64, 96, 128, 256), (torch.float32, torch.float16, torch.bfloat16), (16, 64, 128))
+    if case[2] <= tile_rows_for(of_heads(case[0]), case[1], is_decode=False)
+]
+
+
+@pytest.mark.parametrize("rule", [AttentionRule(0.1), AttentionRule(0.1, window=50)], ids=["plain", "window"])
+@pytest.mark.parametrize(("head_dim", "dtype", "tile_rows"), TILES, ids=str)
+def test_tiles_of_prompts_over_contexts_of_several_blocks(
+    assert_close: Callable[..., None],
+    device: torch.device,
+    rule: AttentionRule,
+    head_dim: int,
+    dtype: torch.dtype,
+    tile_rows: int,
+) -> None:
+    check(LONG, of_heads(head_dim), rule, WorkLimits(80, 8, tile_rows, 32), dtype, device, assert_close)

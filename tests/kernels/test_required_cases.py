@@ -27,7 +27,7 @@ from lorabatch.kernels.lora_shrink import reference as shrink_reference
 
 IN, LAYER = 24, 1
 LAYOUT = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=8, num_layers=2, page_tokens=4)
-NUM_PAGES = 8
+NUM_PAGES = 20
 RANKS = (1, 8, 20, 64)
 
 
@@ -54,6 +54,7 @@ CASES = {
     "mixed popularity": Case([2, -1, 0, 0, 3, 0, -1, 1] + [0] * 14),
     "identical popularity": Case([1] * 19),
     "all distinct": Case([3, 1, 0, 2]),
+    "more rows than a tile of prompts": Case([2] * 70 + [0, 1]),
     "signed mixture chunks": Case([0, -1, 2, -1], [1, 1, 1, -1]),
     "DoRA": Case([1, 0, -1], with_dora=[1]),
     "lora_bias": Case([2, 0, -1], with_bias=[2]),
