@@ -35,6 +35,7 @@ from lorabatch.kernels.lora_residual import triton as residual
 from lorabatch.kernels.lora_shrink import triton as shrink
 from lorabatch.kernels.merge import MergeJob, MergePair
 from lorabatch.kernels.merge import triton as merge
+from lorabatch.kernels.packed_weight import triton as fp8
 from lorabatch.kernels.paged_attention import triton as attention
 from lorabatch.kernels.paged_attention.types import AttentionRule, Partials
 from lorabatch.kernels.paged_attention.work import Span, WorkLimits, plan_attention, tile_rows_for
@@ -71,35 +72,38 @@ def main() -> None:
     layout = HeadLayout(num_heads=32, num_kv_heads=8, head_dim=head_dim, num_layers=1, page_tokens=16)
     compile_all = head_dim == LLAMA_HEAD_DIM
     compiled: dict[str, Any] = {}
-    programs: dict[str, set[int]] = {}
+    reached: dict[str, set[tuple[int, int]]] = {}  # programs and the steps' sizes, by kernel
     run = JITFunction.run
-    kind = ""
+    kind, num_rows = "", 0
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         compiled[self.__name__ + kind] = kernel
-        programs.setdefault(self.__name__ + kind, set()).add(id(kernel))
+        reached.setdefault(self.__name__ + kind, set()).add((id(kernel), num_rows))
         kernel_launch._LAUNCHES.clear()  # so that Triton is asked each time whether it would compile anew
 
     JITFunction.run = compile_only
-    # as a model's layers and steps of several sizes would
-    for layer, num_rows in ((0, 2), (1, 3), (2, 40), (16, 16)):
+    # As a model's layers and steps of several sizes would. Triton compiles anew for numbers that are 1, or multiples of
+    # 16 where others were not; 255 more rows of scratch make other multiples of 16 than the rows are.
+    for layer, num_rows in ((0, 2), (1, 3), (2, 40), (16, 16), (5, 1), (3, 17)):
         _reach_kernels_of_heads(layout, layer, num_rows, DECODE_TILE_ROWS)
         if compile_all:
             _reach_tiled_kernels(layer, num_rows, DECODE_TILE_ROWS)
             _reach_other_kernels(layer, num_rows)
     kind = " in prefill"
-    _reach_kernels_of_heads(layout, 0, 200, PREFILL_TILE_ROWS)
+    for layer, num_rows in ((0, 200), (1, 97), (16, 256), (2, 37)):
+        _reach_kernels_of_heads(layout, layer, num_rows, PREFILL_TILE_ROWS)
+        if compile_all:
+            _reach_tiled_kernels(layer, num_rows, PREFILL_TILE_ROWS)
     if compile_all:
-        _reach_tiled_kernels(0, 200, PREFILL_TILE_ROWS)
+        kind = " of wide rows"
+        for num_rows in (1, 3, 64):
+            fp8.quantize(bf16(num_rows, INTERMEDIATE))
         kind = " of fp32 pairs"
         _reach_merge(1, torch.float32)
         kind = " of packed pairs"
         _reach_merge(1, torch.bfloat16, is_packed=True)
-    json.dump(
-        {name: _describe(kernel) | {"num_programs": len(programs[name])} for name, kernel in compiled.items()},
-        sys.stdout,
-    )
+    json.dump({name: _describe(kernel) | _counts(reached[name]) for name, kernel in compiled.items()}, sys.stdout)
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -153,6 +157,7 @@ def _reach_tiled_kernels(layer: int, num_rows: int, tile_rows: int) -> None:
 def _reach_other_kernels(layer: int, num_rows: int) -> None:
     x = bf16(num_rows, HIDDEN)
     rms_norm.norm(x, x, bf16(HIDDEN), 1e-5, 0.0)
+    fp8.quantize(x)
     _reach_merge(min(num_rows, 7), torch.bfloat16)
     ints = torch.zeros(num_rows, dtype=torch.int64)
     ones = torch.ones(num_rows)
@@ -167,6 +172,11 @@ def _reach_merge(num_layers: int, dtype: torch.dtype, *, is_packed: bool = False
         b = b.t().contiguous().t()
     jobs = [MergeJob(bf16(256, 256), bf16(256, 256), (MergePair(a, b, 1.0),))] * num_layers
     merge.merge(jobs, dtype, torch.zeros(1, dtype=torch.int32))
+
+
+def _counts(reached: set[tuple[int, int]]) -> dict[str, int]:
+    programs, sizes = map(set, zip(*reached, strict=True))
+    return {"num_programs": len(programs), "num_sizes": len(sizes)}
 
 
 def _describe(kernel: Any) -> dict[str, Any]:

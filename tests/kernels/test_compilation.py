@@ -36,7 +36,8 @@ OPERATORS = {
 }
 OF_HEADS = {"_qkv", "_attend", "_combine"}
 TILED = {"_shrink", "_add_residual", "_gate_up", *OF_HEADS}  # other programs for steps with prompts
-OTHERS = {"_norm", "_sample", "_merge of fp32 pairs", "_merge of packed pairs"}
+MERGES = {"_merge of fp32 pairs", "_merge of packed pairs"}
+OTHERS = {"_norm", "_sample", "_quantize", "_quantize of wide rows", *MERGES}
 # Where kernels are launched early, those that read tiles, table and B before they wait for the ones before them.
 READS_EARLY = {"_gate_up", "_add_residual"}
 # A few registers, read back from the L1 cache: of a kernel, and of the one that multiplies by the ordinary cores. The
@@ -136,6 +137,7 @@ class TestCompiled:
         """Each more would be compiled when a job first needs it. A merge has one for each number of layers' bits."""
         several = {name for _, name, kernel in each(compiled) if kernel["num_programs"] > 1}
         assert several <= {"_merge"}
+        assert {name for _, name, kernel in each(compiled) if kernel["num_sizes"] == 1} == MERGES
 
     def test_all_programs_of_a_persistent_grid_fit_at_once(self, compiled: Compiled) -> None:
         """On an H200 with Llama's heads, which the numbers of programs were chosen for."""
