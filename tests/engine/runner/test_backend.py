@@ -105,6 +105,27 @@ def test_a_format_that_would_be_slow_in_silence_is_refused(
         choose_arithmetic(config)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=lambda c: f"{c[0]}.{c[1]}")
+def test_products_of_8_bits_need_a_gpu_that_has_them(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, answer in (
+        ("is_available", lambda: True),
+        ("current_device", lambda: 0),
+        ("get_device_capability", lambda device: capability),
+        ("get_device_name", lambda device: "A GPU"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    config = EngineConfig(device="cuda", base_quantization="fp8")
+    if capability < (8, 9):
+        with pytest.raises(DeviceError, match=r"'fp8': A GPU does not multiply in 8-bit .* 8\.9 and later"):
+            choose_arithmetic(config)
+        return
+    assert choose_arithmetic(config) == (torch.device("cuda", 0), torch.bfloat16, None, torch.bfloat16)
+    with pytest.raises(DeviceError, match="'fp8', dtype='float16': products of 8 bits give bfloat16"):
+        choose_arithmetic(replace(config, dtype="float16"))
+
+
 def test_an_unknown_dtype_is_refused_by_name() -> None:
     with pytest.raises(DeviceError, match="dtype='int8': must be auto, float32, bfloat16, float16"):
         choose_arithmetic(EngineConfig(device="cpu", dtype="int8"))

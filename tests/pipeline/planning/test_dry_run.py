@@ -198,6 +198,21 @@ def test_a_plan_names_the_engines_limits_and_says_when_their_device_is_assumed(o
     assert "a GPU with the 141 GB of an H200 is assumed. Seconds and price depend on it" in assumed
 
 
+def test_a_plan_in_8_bits_on_a_gpu_says_so_and_takes_less_time(options: dict[str, Any]) -> None:
+    on_gpu = options | {"device": "cuda:77", "mode": "unmerged"}
+    plain, found = dry_run(on_gpu), dry_run(on_gpu | {"base_quantization": "fp8"})
+    said = "fp8 was not compared with float32 yet: `lorabatch compare OUTPUT` does after a job"
+    assert found.settings.notes == (f"linear layers multiply in fp8 ({found.settings.device.title})", said)
+    assert plain.settings.notes == ()
+    console = Console(width=200, record=True)
+    print_plan(found, None, console)
+    text = console.export_text()
+    assert "linear layers multiply in fp8" in text
+    assert said in text
+    assert found.settings.cost.to_json() == pytest.approx(plain.settings.cost.scaled(0.7).to_json())
+    assert found.forecast.predicted_s < plain.forecast.predicted_s
+
+
 def test_a_plan_says_first_that_compiled_kernels_are_missing(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
