@@ -108,6 +108,11 @@ class CopiedPrompts:
             yield ScoredPrompt(places.sequence, self.logprobs[here].tolist(), tops)
 
 
+def full_rows_of(device: torch.device, num_kv_heads: int) -> int:
+    """Decode rows whose attention fills the device, see `split_keys_of`."""
+    return -(-2 * num_persistent_programs(device, _ATTENTION_PROGRAMS) // num_kv_heads)
+
+
 class GpuRunner:
     """Runs `decoder` over `memory` (the flat pool). A row's `stop_tokens` are withheld until its `min_tokens`.
     `prompts`: a library that computes attention in steps with prompts (None: our kernel). `share`: what gives the
@@ -143,8 +148,7 @@ class GpuRunner:
         programs = num_persistent_programs(device, _SHRINK_PROGRAMS)
         is_exact = config.mode == "exact"
         self._num_programs = 1 if is_exact else programs
-        attention_programs = num_persistent_programs(device, _ATTENTION_PROGRAMS)
-        self.full_rows = None if is_exact else -(-2 * attention_programs // model.num_kv_heads)
+        self.full_rows = None if is_exact else full_rows_of(device, model.num_kv_heads)
         rows = bucket_of(config.batch_rows)
         self._memory = GpuMemory.allocate(
             model, self._adapters.table, first.scratch_rows, self._attention_items(rows), layout.page_tokens
