@@ -13,6 +13,9 @@ from typing import Any
 
 from lorabatch.kernels.native import native_build
 
+#: The commit of files that were copied to a machine without their repository.
+COMMIT_VARIABLE = "LORABATCH_COMMIT"
+
 
 def provenance(packages: Iterable[str]) -> dict[str, Any]:
     """Date, commit, machine and versions, as they stand in result files."""
@@ -35,7 +38,11 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The checked-out commit, marked if files differ from it; None outside a checkout or without git."""
+    """What the variable `LORABATCH_COMMIT` says, else the checked-out commit, marked if files differ from it; None
+    outside a checkout or without git."""
+    named = os.environ.get(COMMIT_VARIABLE)
+    if named:
+        return named
     command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
