@@ -1,18 +1,19 @@
-"""Ten minutes: what each section of the benchmark may take, and what is kept when it may take no more."""
+"""Ten minutes: what each section of the benchmark may take, and the names of what there was no time for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time that a section looks at before each measurement."""
+    """A point in time that a section looks at before each measurement. `left_out`: what came too late for it."""
 
     at_s: float
     clock: Callable[[], float] = time.monotonic
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def left_s(self) -> float:
@@ -22,6 +23,13 @@ class Deadline:
     @property
     def has_passed(self) -> bool:
         return self.left_s <= 0.0
+
+    def allows(self, name: str) -> bool:
+        """Whether there is time left for a measurement. One that comes too late is kept in `left_out`."""
+        is_late = self.has_passed
+        if is_late:
+            self.left_out.append(name)
+        return not is_late
 
     def within(self, seconds: float) -> Deadline:
         """The earlier of this deadline and `seconds` from now."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lorabatch.benchmarks.gpu.budget import Deadline
-from lorabatch.benchmarks.gpu.device import Peaks, median_s
+from lorabatch.benchmarks.gpu.device import Peaks, median_s, replay_s
 from lorabatch.benchmarks.gpu.shapes import ModelShape
 from lorabatch.kernels.launch import empty_pinned
 
@@ -37,10 +37,9 @@ def measure_ceilings(
         ("products", lambda: _products(shape, dtype, device, deadline)),
     ]
     for name, measure in steps:
-        if deadline.has_passed:
-            break
-        found[name] = measure()
-        save(found)
+        if deadline.allows(name):
+            found[name] = measure()
+            save(found)
     return found
 
 
@@ -66,17 +65,17 @@ def _pinned_bytes_per_s(device: torch.device) -> float:
 
 
 def _products(shape: ModelShape, dtype: torch.dtype, device: torch.device, deadline: Deadline) -> list[dict[str, Any]]:
-    """`x W^T` of each packed linear layer by torch."""
+    """`x W^T` of each packed linear layer and of the head by torch."""
     rows: list[dict[str, Any]] = []
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> float:
         return median_s(lambda: torch.nn.functional.linear(x, weight), device)
 
-    for in_features, members in shape.sites:
+    for in_features, members in (*shape.sites, (shape.hidden, (shape.vocab,))):
         weight = torch.randn(sum(members), in_features, device=device).to(dtype)
         for num_rows in _ROWS[device.type]:
-            if deadline.has_passed:
-                return rows
+            if not deadline.allows(f"product of {num_rows} rows, {in_features} x {len(weight)}"):
+                continue
             x = torch.randn(num_rows, in_features, device=device).to(dtype)
             seconds = product(x, weight)
             flops = 2.0 * num_rows * weight.numel()
@@ -110,7 +109,7 @@ def _launch_us(device: torch.device) -> float:
 def _graph_us(device: torch.device) -> float:
     """Of a graph of one small kernel: what the time of a graph contains beside its kernels."""
     one = torch.zeros(1, device=device)
-    return median_s(lambda: one.add_(1), device) * 1e6
+    return replay_s(lambda: one.add_(1), device) * 1e6
 
 
 def _graph_node_us(device: torch.device) -> float:
@@ -118,7 +117,7 @@ def _graph_node_us(device: torch.device) -> float:
     one = torch.zeros(1, device=device)
 
     def chain(length: int) -> float:
-        return median_s(lambda: [one.add_(1) for _ in range(length)], device)
+        return replay_s(lambda: [one.add_(1) for _ in range(length)], device)
 
     return (chain(2 * _NODES) - chain(_NODES)) / _NODES * 1e6
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
-from lorabatch.benchmarks.gpu.layer import DecodeLayer
+from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.shapes import TINY
 from lorabatch.kernels.merge import merge_weights
 
@@ -25,8 +25,8 @@ def check_all(
     problems = []
     for dtype in dtypes:
         torch.manual_seed(0)
-        layer = DecodeLayer(TINY, batch=6, context=40, ranks=_RANKS, dtype=dtype, device=device, num_programs=1)
-        for case in kernel_cases(layer, _RANKS, context=40):
+        layer = StepLayer(TINY, batch=6, context=40, ranks=_RANKS, dtype=dtype, device=device, num_programs=1)
+        for case in kernel_cases(layer, _RANKS):
             expected = case.twin()
             problems += _problem(f"{case.name} in {dtype}", case.run(), expected, kernel_limits[dtype])
         problems += _merged_equals_unmerged(dtype, device)
@@ -34,7 +34,7 @@ def check_all(
 
 
 def _merged_equals_unmerged(dtype: torch.dtype, device: torch.device) -> list[str]:
-    layer = DecodeLayer(TINY, batch=5, context=20, ranks=[20], dtype=dtype, device=device, num_programs=4)
+    layer = StepLayer(TINY, batch=5, context=20, ranks=[20], dtype=dtype, device=device, num_programs=4)
     x = torch.randn(5, TINY.hidden, device=device).to(dtype)
     unmerged = layer.forward(x)
     live, jobs = layer.merge_jobs(0)

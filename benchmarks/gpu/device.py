@@ -17,6 +17,7 @@ from lorabatch.benchmarks.provenance import commit, installed_versions
 # Name part -> bytes per second of memory, dense bf16 operations per second, from the makers' data sheets.
 _PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12), "L40S": (0.864e12, 362e12)}
 _FLUSH_BYTES = 256 << 20  # several times an L2 cache
+_CALLS = 8  # in one graph
 _PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "numpy")
 
 
@@ -54,11 +55,31 @@ def describe(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def median_s(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Median seconds of `call`. On a GPU it is captured once in a graph and replayed, as the engine does, with the
-    L2 cache overwritten before each replay, so that weights come from memory as they do between other layers."""
+def median_s(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of `call` as a part of a graph, as the engine runs it, without the launch of the graph.
+
+    On a GPU some calls are captured in one graph, the L2 cache overwritten before each, so that weights come from
+    memory as they do between other layers; a graph that overwrites the cache as often is subtracted.
+    """
     if device.type != "cuda":
-        return statistics.median(_wall_s(call) for _ in range(3))
+        return replay_s(call, device)
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def flushed_s(then: Callable[[], object]) -> float:
+        def calls() -> None:
+            for _ in range(_CALLS):
+                flush.zero_()
+                then()
+
+        return replay_s(calls, device, repeats=8)
+
+    return (flushed_s(call) - flushed_s(lambda: None)) / _CALLS
+
+
+def replay_s(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Median seconds of a graph in which `call` is captured once. Without a GPU of one call, which mean nothing."""
+    if device.type != "cuda":
+        return _wall_s(call)
     call()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

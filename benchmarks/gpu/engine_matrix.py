@@ -39,6 +39,12 @@ class Point:
     mode: ReplicaMode
     prompt_tokens: int
 
+    @property
+    def name(self) -> str:
+        """For the results."""
+        rank = "" if self.rank is None else f" of rank {self.rank}"
+        return f"{self.batch} x {self.prompt_tokens} tokens, {self.adapters} adapters{rank}, {self.mode}"
+
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
@@ -125,8 +131,8 @@ def measure_engine(
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> dict[str, Any]:
-    """Points measured before the deadline, those left out, and what loading took. A point that fails says why, and the
-    next one has a new engine."""
+    """Points measured before the deadline, and what loading took. A point that fails says why, and the next one has a
+    new engine."""
     config = EngineConfig(
         max_batch_rows=max(point.batch for point in matrix.points),
         max_step_tokens=matrix.max_step_tokens,
@@ -146,7 +152,6 @@ def measure_engine(
         "load_s": time.perf_counter() - start,
         "decoding": [],
         "points": rows,
-        "left_out": [],
         "failed_points": [],
     }
     for decoding in matrix.decoding:
@@ -157,11 +162,10 @@ def measure_engine(
             engine = None
             _keep_failure(decoding, error, result, save, device)
     base_of: dict[tuple[int, int], dict[str, float]] = {}
-    for index, point in enumerate(matrix.points):
+    for point in matrix.points:
         batcher.mode = "unmerged"
-        if deadline.has_passed:
-            result["left_out"] = [asdict(p) for p in matrix.points[index:]]
-            break
+        if not deadline.allows(point.name):
+            continue
         try:
             engine = engine or Engine(folder, config, batcher)
             measured = measure_point(engine, batcher, point, matrix, device)
@@ -245,8 +249,9 @@ def _measure_decoding(
     others = list(result["decoding"])
     for repeat in range(matrix.repeats):
         for count, adapter_ids in adapters.items():
-            if deadline.has_passed:
-                return
+            name = f"decoding {decoding.batch} rows behind {decoding.context} tokens, {count} adapters"
+            if not deadline.allows(f"{name}, repeat {repeat + 1}"):
+                continue
             _make_resident(engine, adapter_ids)
             if not repeat:  # graphs of this kind of step are captured
                 _decode_s(engine, decoding, adapter_ids, matrix, device)

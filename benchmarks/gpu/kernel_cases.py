@@ -1,4 +1,4 @@
-"""Each kernel at the sizes of one decode layer, with the bytes and flops that it cannot avoid, and its plain twin."""
+"""Each kernel at the sizes of one layer of a step, with the bytes and flops it cannot avoid, and its plain twin."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorabatch.benchmarks.gpu.layer import DecodeLayer
-from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, QKV
+from lorabatch.benchmarks.gpu.layer import StepLayer
+from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, O_PROJ, QKV
 from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_gate_up import reference as gate_up_reference
+from lorabatch.kernels.lora_qkv import lora_qkv_
+from lorabatch.kernels.lora_qkv import reference as qkv_reference
 from lorabatch.kernels.lora_residual import lora_residual_
 from lorabatch.kernels.lora_residual import reference as residual_reference
 from lorabatch.kernels.lora_shrink import lora_shrink
@@ -36,30 +38,39 @@ class KernelCase:
     twin: Callable[[], Tensor]
 
 
-def kernel_cases(layer: DecodeLayer, ranks: list[int], context: int) -> list[KernelCase]:
-    """Cases for the operators of `layer`, whose rows are dealt to adapters of `ranks`."""
-    return [
+def kernel_cases(layer: StepLayer, ranks: list[int]) -> list[KernelCase]:
+    """Cases for the operators of `layer`, whose sequences are dealt to adapters of `ranks`; of a layer with prompts
+    those that have other tiles there."""
+    cases = [
         _shrink(layer, ranks),
+        _qkv(layer, ranks),
+        _attention(layer),
+        _residual(layer, ranks, "o", O_PROJ),
         _gate_up(layer, ranks),
-        _residual(layer, ranks),
-        _attention(layer, context),
+        _residual(layer, ranks, "down", DOWN),
+    ]
+    if layer.new_tokens > 1:
+        return cases
+    return [
+        *cases,
         _norm(layer),
+        _argmax(layer),
         _sampling(layer, "top-p sampling", top_p=0.9, top_k=0),
         _sampling(layer, "top-k sampling", top_p=1.0, top_k=40),
     ]
 
 
-def _like(layer: DecodeLayer, features: int) -> Tensor:
+def _like(layer: StepLayer, features: int) -> Tensor:
     pool = layer.table.pool
     return torch.randn(len(layer.finish.slots), features, device=pool.device).to(pool.dtype)
 
 
-def _used_ranks(layer: DecodeLayer, ranks: list[int]) -> int:
+def _used_ranks(layer: StepLayer, ranks: list[int]) -> int:
     """Sum of the ranks of adapters that have rows: each is read once."""
-    return sum(ranks[: len(layer.finish.slots)])
+    return sum(ranks[: layer.batch])
 
 
-def _shrink(layer: DecodeLayer, ranks: list[int]) -> KernelCase:
+def _shrink(layer: StepLayer, ranks: list[int]) -> KernelCase:
     in_features, members = layer.shape.sites[QKV]
     x, item = _like(layer, in_features), layer.table.pool.element_size()
     rank_rows = _used_ranks(layer, ranks) * len(members)
@@ -78,7 +89,29 @@ def _shrink(layer: DecodeLayer, ranks: list[int]) -> KernelCase:
     )
 
 
-def _gate_up(layer: DecodeLayer, ranks: list[int]) -> KernelCase:
+def _qkv(layer: StepLayer, ranks: list[int]) -> KernelCase:
+    in_features, members = layer.shape.sites[QKV]
+    y, x, item = _like(layer, sum(members)), _like(layer, in_features), layer.table.pool.element_size()
+    lora_shrink(x, layer.table, layer.segments, layer.scratch, 0, QKV)
+    place = layer.finish, layer.shape.layout, layer.table, layer.segments, layer.scratch.clone(), 0
+    num_queries = layer.shape.num_heads * layer.shape.head_dim
+
+    def twin() -> Tensor:
+        out = y.clone()
+        qkv_reference.qkv(out, *place)
+        return out[:, :num_queries]
+
+    rank_sum = _used_ranks(layer, ranks)
+    return KernelCase(
+        "LoRA qkv + rotation",
+        num_bytes=item * (rank_sum * sum(members) + 2 * y.numel()),
+        flops=2.0 * len(y) * sum(members) * rank_sum / max(len(ranks), 1),
+        run=lambda: lora_qkv_(y, *place).flatten(1),
+        twin=twin,
+    )
+
+
+def _gate_up(layer: StepLayer, ranks: list[int]) -> KernelCase:
     in_features, members = layer.shape.sites[GATE_UP]
     y, x, item = _like(layer, sum(members)), _like(layer, in_features), layer.table.pool.element_size()
     lora_shrink(x, layer.table, layer.segments, layer.scratch, 0, GATE_UP)
@@ -99,30 +132,30 @@ def _gate_up(layer: DecodeLayer, ranks: list[int]) -> KernelCase:
     )
 
 
-def _residual(layer: DecodeLayer, ranks: list[int]) -> KernelCase:
-    in_features, (out_features,) = layer.shape.sites[DOWN]
+def _residual(layer: StepLayer, ranks: list[int], name: str, site: int) -> KernelCase:
+    in_features, (out_features,) = layer.shape.sites[site]
     y, x, item = _like(layer, out_features), _like(layer, in_features), layer.table.pool.element_size()
     residual = _like(layer, out_features)
     stream = residual.clone()
-    lora_shrink(x, layer.table, layer.segments, layer.scratch, 0, DOWN)
+    lora_shrink(x, layer.table, layer.segments, layer.scratch, 0, site)
     scratch = layer.scratch.clone()
 
     def twin() -> Tensor:
         out = torch.empty(y.shape, dtype=torch.float64, device=y.device)
-        residual_reference.add_residual(out, y, residual, None, layer.table, layer.segments, scratch, 0, DOWN)
+        residual_reference.add_residual(out, y, residual, None, layer.table, layer.segments, scratch, 0, site)
         return out
 
     rank_sum = _used_ranks(layer, ranks)
     return KernelCase(
-        "LoRA down + residual",
+        f"LoRA {name} + residual",
         num_bytes=item * (rank_sum * out_features + 3 * y.numel()),
         flops=2.0 * len(y) * out_features * rank_sum / max(len(ranks), 1),
-        run=lambda: lora_residual_(y, stream, None, layer.table, layer.segments, scratch, 0, DOWN),
+        run=lambda: lora_residual_(y, stream, None, layer.table, layer.segments, scratch, 0, site),
         twin=twin,
     )
 
 
-def _attention(layer: DecodeLayer, context: int) -> KernelCase:
+def _attention(layer: StepLayer) -> KernelCase:
     shape, pool = layer.shape, layer.table.pool
     q = _like(layer, shape.num_heads * shape.head_dim).view(-1, shape.num_heads, shape.head_dim)
     place = (pool, layer.block_tables, layer.work, layer.partials, shape.layout)
@@ -132,14 +165,15 @@ def _attention(layer: DecodeLayer, context: int) -> KernelCase:
         attention_reference.attend(out, q, *place, 0, layer.rule)
         return out.flatten(1)
 
-    num_bytes = pool.element_size() * (2 * len(q) * context * shape.num_kv_heads * shape.head_dim + 2 * q.numel())
-    flops = 4.0 * q.numel() * context
-    return KernelCase(
-        "attention decode", num_bytes, flops, lambda: attend_pages(q, *place, layer=0, rule=layer.rule), twin
-    )
+    stored = 2 * layer.batch * layer.context * shape.num_kv_heads * shape.head_dim
+    num_bytes = pool.element_size() * (stored + 2 * q.numel())
+    mean_keys = layer.context - (layer.new_tokens - 1) / 2  # of a query
+    flops = 4.0 * q.numel() * mean_keys
+    name = "attention decode" if layer.new_tokens == 1 else "attention prompts"
+    return KernelCase(name, num_bytes, flops, lambda: attend_pages(q, *place, layer=0, rule=layer.rule), twin)
 
 
-def _norm(layer: DecodeLayer) -> KernelCase:
+def _norm(layer: StepLayer) -> KernelCase:
     x, y, weight = _like(layer, layer.shape.hidden), _like(layer, layer.shape.hidden), layer.norms[0]
     stream = x.clone()
     return KernelCase(
@@ -151,12 +185,22 @@ def _norm(layer: DecodeLayer) -> KernelCase:
     )
 
 
-def _sampling(layer: DecodeLayer, name: str, *, top_p: float, top_k: int) -> KernelCase:
+def _argmax(layer: StepLayer) -> KernelCase:
     logits = _like(layer, layer.shape.vocab)
+    return _choice("argmax", logits, _rows(logits, temperature=0.0, top_p=1.0, top_k=0), lambda: logits.argmax(-1))
+
+
+def _sampling(layer: StepLayer, name: str, *, top_p: float, top_k: int) -> KernelCase:
+    logits = _like(layer, layer.shape.vocab)
+    rows = _rows(logits, temperature=0.7, top_p=top_p, top_k=top_k)
+    return _choice(name, logits, rows, lambda: sample_tokens(logits, rows))
+
+
+def _rows(logits: Tensor, *, temperature: float, top_p: float, top_k: int) -> SamplingRows:
     count, device = len(logits), logits.device
     streams = torch.arange(count, device=device)
-    rows = SamplingRows(
-        temperature=torch.full((count,), 0.7, device=device),
+    return SamplingRows(
+        temperature=torch.full((count,), temperature, device=device),
         top_k=torch.full((count,), top_k, dtype=torch.int32, device=device),
         top_p=torch.full((count,), top_p, dtype=torch.float64, device=device),
         seeds=torch.zeros_like(streams),
@@ -164,8 +208,10 @@ def _sampling(layer: DecodeLayer, name: str, *, top_p: float, top_k: int) -> Ker
         positions=torch.zeros_like(streams),
     )
 
+
+def _choice(name: str, logits: Tensor, rows: SamplingRows, run: Callable[[], Tensor]) -> KernelCase:
     def twin() -> Tensor:
-        tokens = torch.empty(count, dtype=torch.int64, device=device)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         sampling_reference.sample(tokens, logits, rows)
         return tokens
 
@@ -173,6 +219,6 @@ def _sampling(layer: DecodeLayer, name: str, *, top_p: float, top_k: int) -> Ker
         name,
         num_bytes=float(logits.numel() * logits.element_size()),
         flops=0.0,
-        run=lambda: sample_tokens(logits, rows),
+        run=run,
         twin=twin,
     )

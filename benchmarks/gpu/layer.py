@@ -1,6 +1,7 @@
-"""One decoder layer on the device, one decode step: base products by torch, everything else by the kernels.
+"""One decoder layer on the device, one step: base products by torch, everything else by the kernels.
 
-It is what the engine runs per layer in a decode graph, so a step is `num_layers` times it plus the head.
+A decode step is what the engine runs per layer in a graph: LoRA's first half beside the base product, contexts split
+where the engine splits them. So a step of the engine is `num_layers` times it plus the head.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from torch.nn.functional import linear
 
 from lorabatch.benchmarks.gpu.adapters import random_table
 from lorabatch.benchmarks.gpu.shapes import PAGE_TOKENS, ModelShape
-from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, NUM_SITES, O_PROJ, QKV, LoraTable
+from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, split_keys_of
+from lorabatch.engine.runner.gpu_runner import full_rows_of
+from lorabatch.kernels.launch import beside
+from lorabatch.kernels.layouts.lora_table import DOWN, GATE_UP, O_PROJ, QKV, LoraTable
 from lorabatch.kernels.layouts.segments import SegmentLimits, Segments, plan_segments
 from lorabatch.kernels.lora_gate_up import lora_gate_up
 from lorabatch.kernels.lora_qkv import HeadFinish, lora_qkv_
@@ -24,12 +28,14 @@ from lorabatch.kernels.paged_attention.work import AttentionWork, Span, WorkLimi
 from lorabatch.kernels.rms_norm.fused import add_rms_norm
 
 _EPS = 1e-5
+_SPLITS = 16  # of a contraction at most: scratch does not limit them, as in an engine
 
 
-class DecodeLayer:
-    """Weights, pages and step metadata of one layer for `batch` rows of `context` tokens.
+class StepLayer:
+    """Weights, pages and step metadata of one layer for `batch` sequences of `context` tokens, of which the step
+    computes the last `new_tokens`: one in decode, all of a prompt.
 
-    `ranks`: one adapter each, rows are dealt to them in turn; no ranks: the base model alone, without shrinks.
+    `ranks`: one adapter each, sequences are dealt to them in turn; no ranks: the base model alone, without shrinks.
     """
 
     def __init__(
@@ -41,8 +47,10 @@ class DecodeLayer:
         dtype: torch.dtype,
         device: torch.device,
         num_programs: int,
+        new_tokens: int = 1,
     ) -> None:
         self.shape, self.has_lora = shape, bool(ranks)
+        self.batch, self.context, self.new_tokens = batch, context, new_tokens
         pages = -(-context // PAGE_TOKENS)
         self.table = random_table(shape, ranks, batch * pages, dtype, device)
         self.weights = [
@@ -50,20 +58,21 @@ class DecodeLayer:
         ]
         self.norms = torch.ones(2, shape.hidden, dtype=dtype, device=device)
         residents = np.arange(batch, dtype=np.int32) % len(ranks) if ranks else np.full(batch, -1, np.int32)
-        self.segments = _segments(self.table, residents, num_programs, device)
+        tile_rows = DECODE_TILE_ROWS if new_tokens == 1 else PREFILL_TILE_ROWS
+        self.segments = _segments(self.table, residents.repeat(new_tokens), num_programs, tile_rows, device)
         self.scratch = self.segments.allocate_scratch()
         order = torch.randperm(batch * pages).to(torch.int32).view(batch, pages)
         self.block_tables = order.to(device)
-        position = context - 1
-        slots = order[:, position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
-        angles = torch.rand(batch, shape.head_dim // 2, device=device)
+        positions = torch.arange(context - new_tokens, context)
+        slots = (order[:, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS).flatten()
+        angles = torch.rand(len(slots), shape.head_dim // 2, device=device)
         self.finish = HeadFinish(angles.cos(), angles.sin(), slots.to(device))
-        self.work = _attention_work(shape, batch, position, dtype, device)
+        self.work = _attention_work(shape, batch, context, new_tokens, dtype, device)
         self.partials = Partials.allocate(self.work.limits.max_items, shape.num_heads, shape.head_dim, device)
         self.rule = AttentionRule(shape.head_dim**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's answer for the residual stream `x` [batch, hidden], which is kept."""
+        """The layer's answer for the residual stream `x` [batch * new_tokens, hidden], which is kept."""
         x = x.clone()
         h = add_rms_norm(x, None, self.norms[0], _EPS)
         y = self._linear(h, QKV)
@@ -93,12 +102,16 @@ class DecodeLayer:
         """Serve every row by `weights` alone from now on."""
         self.weights, self.has_lora = weights, False
         residents = np.full(len(self.finish.slots), -1, np.int32)
-        self.segments = _segments(self.table, residents, 1, self.scratch.device)
+        self.segments = _segments(self.table, residents, 1, self.segments.limits.tile_rows, self.scratch.device)
 
     def _linear(self, h: Tensor, site: int) -> Tensor:
-        if self.has_lora:
+        if not self.has_lora:
+            return linear(h, self.weights[site])
+        with beside(h.device) as join:
             lora_shrink(h, self.table, self.segments, self.scratch, 0, site)
-        return linear(h, self.weights[site])
+        y = linear(h, self.weights[site])
+        join()
+        return y
 
     def _pairs(self, resident: int, site: int) -> list[tuple[Tensor, Tensor, float, slice]]:
         """A, B, scale and output rows of each linear layer of a site; chunks joined again."""
@@ -117,22 +130,25 @@ class DecodeLayer:
         ]
 
 
-def _segments(table: LoraTable, residents: np.ndarray, num_programs: int, device: torch.device) -> Segments:
+def _segments(
+    table: LoraTable, residents: np.ndarray, num_programs: int, tile_rows: int, device: torch.device
+) -> Segments:
     counts = table.sites[:, 0, :, 1].cpu().numpy().astype(np.int32)
-    batch = len(residents)
-    most = int(counts.max(initial=1)) * batch
-    limits = SegmentLimits(max_rows=batch, max_items=most, scratch_rows=max(most, 1) * NUM_SITES)
-    host = plan_segments(residents, np.full(batch, -1, np.int32), counts, limits, num_programs)
+    num_rows = len(residents)
+    most = int(counts.max(initial=1)) * num_rows
+    limits = SegmentLimits(num_rows, most, scratch_rows=max(most, 1) * _SPLITS, tile_rows=tile_rows)
+    host = plan_segments(residents, np.full(num_rows, -1, np.int32), counts, limits, num_programs)
     return Segments(limits, host.buffer.to(device))
 
 
 def _attention_work(
-    shape: ModelShape, batch: int, position: int, dtype: torch.dtype, device: torch.device
+    shape: ModelShape, batch: int, context: int, new_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionWork:
-    split_keys = 512
-    items = batch * (position // split_keys + 1)
-    tile_rows = tile_rows_for(shape.layout, dtype, is_decode=True)
-    limits = WorkLimits(items, batch, tile_rows, split_keys)
-    spans = [Span(row, 1, position, row) for row in range(batch)]
+    is_decode = new_tokens == 1
+    contexts = np.full(batch if is_decode else 0, context, np.int64)
+    split_keys = split_keys_of(contexts, full_rows_of(device, shape.num_kv_heads))
+    items = batch * (new_tokens + (context // split_keys if split_keys else 0))
+    limits = WorkLimits(items, batch, tile_rows_for(shape.layout, dtype, is_decode), split_keys)
+    spans = [Span(row * new_tokens, new_tokens, context - new_tokens, row) for row in range(batch)]
     host = plan_attention(spans, shape.layout.group, limits)
     return AttentionWork(limits, host.buffer.to(device))

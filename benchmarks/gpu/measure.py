@@ -12,7 +12,7 @@ import torch
 from lorabatch.benchmarks.gpu.budget import Deadline
 from lorabatch.benchmarks.gpu.device import Peaks, eager_median_s, median_s
 from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
-from lorabatch.benchmarks.gpu.layer import DecodeLayer
+from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.shapes import ModelShape
 from lorabatch.kernels.launch import empty_pinned, num_persistent_programs
 from lorabatch.kernels.lora_shrink.triton import PROGRAMS_PER_MULTIPROCESSOR
@@ -24,10 +24,12 @@ _MIXED_RANKS = (8, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What the layer is measured over; combinations with more adapters than rows are left out."""
+    """What kernels and the layer are measured over, what matters most first; combinations with more adapters than rows
+    are left out. `prompts`: their number and length, each over as many adapters."""
 
-    batches: tuple[int, ...] = (64, 128, 256, 512)
-    adapters: tuple[int, ...] = (1, 16, 64, 256)
+    batches: tuple[int, ...] = (256, 64, 512, 128)
+    adapters: tuple[int, ...] = (256, 1, 16, 64)
+    prompts: tuple[tuple[int, int], ...] = ((4, 2048), (1, 8192))
     ranks: tuple[int | str, ...] = (8, 16, 64, MIXED)
     context: int = 1024
 
@@ -45,23 +47,24 @@ def measure_kernels(
     deadline: Deadline,
     save: Callable[[Any], None],
 ) -> list[dict[str, Any]]:
-    """One row per kernel, batch and number of adapters, the largest first: seconds, floor and the fraction of the
-    floor's speed that is reached.
+    """One row per kernel, batch and number of adapters, of the first batch, of prompts, and of the other batches:
+    seconds, floor and the fraction of the floor's speed that is reached. `tokens`: of a sequence in the step.
     """
     rows: list[dict[str, Any]] = []
-    for batch, count in itertools.product(matrix.batches[::-1], matrix.adapters[::-1]):
-        if count > batch:
+    first, *others = ([(batch, count, 1) for count in matrix.adapters if count <= batch] for batch in matrix.batches)
+    prompts = [(batch, batch, length) for batch, length in matrix.prompts]
+    for batch, count, tokens in itertools.chain(first, prompts, *others):
+        name = f"{batch} x {tokens} tokens, {count} adapters"
+        if not deadline.allows(name):
             continue
-        if deadline.has_passed:
-            break
-        ranks = ranks_for(16, count)
-        for case in kernel_cases(_layer(shape, batch, matrix.context, ranks, device), ranks, matrix.context):
-            if deadline.has_passed:
-                break
+        ranks, context = ranks_for(16, count), matrix.context if tokens == 1 else tokens
+        for case in kernel_cases(_layer(shape, batch, context, ranks, device, tokens), ranks):
+            if not deadline.allows(f"{name}, {case.name}"):
+                continue
             seconds = median_s(case.run, device)
             floor_s = peaks.floor_s(case.num_bytes, case.flops)
             found = {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "fraction": floor_s / seconds}
-            rows.append({"kernel": case.name, "batch": batch, "adapters": count} | found)
+            rows.append({"kernel": case.name, "batch": batch, "tokens": tokens, "adapters": count} | found)
             save(rows)
     return rows
 
@@ -72,15 +75,15 @@ def measure_layer(
     """Decode of one layer: unmerged beside the base alone, per batch, number of adapters and rank."""
     rows: list[dict[str, Any]] = []
     for batch in matrix.batches:
-        if deadline.has_passed:
-            return rows
+        if not deadline.allows(f"{batch} rows"):
+            continue
         base_s = _decode_s(shape, batch, matrix.context, [], device)
         rows.append({"batch": batch, "adapters": 0, "rank": None, "us": base_s * 1e6, "of_base": 1.0})
         for count, rank in itertools.product(matrix.adapters, matrix.ranks):
             if count > batch:
                 continue
-            if deadline.has_passed:
-                return rows
+            if not deadline.allows(f"{batch} rows, {count} adapters of rank {rank}"):
+                continue
             seconds = _decode_s(shape, batch, matrix.context, ranks_for(rank, count), device)
             of_base = base_s / seconds
             rows.append({"batch": batch, "adapters": count, "rank": rank, "us": seconds * 1e6, "of_base": of_base})
@@ -116,10 +119,12 @@ def measure_switches(shape: ModelShape, peaks: Peaks, device: torch.device) -> d
     }
 
 
-def _layer(shape: ModelShape, batch: int, context: int, ranks: list[int], device: torch.device) -> DecodeLayer:
+def _layer(
+    shape: ModelShape, batch: int, context: int, ranks: list[int], device: torch.device, new_tokens: int = 1
+) -> StepLayer:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_programs = num_persistent_programs(device, PROGRAMS_PER_MULTIPROCESSOR)
-    return DecodeLayer(shape, batch, context, ranks, dtype, device, num_programs)
+    return StepLayer(shape, batch, context, ranks, dtype, device, num_programs, new_tokens)
 
 
 def _decode_s(shape: ModelShape, batch: int, context: int, ranks: list[int], device: torch.device) -> float:

@@ -6,11 +6,21 @@ from typing import Any
 
 
 def as_table(result: dict[str, Any]) -> str:
-    """What was measured, a line each; sections that failed or were not reached say so."""
+    """What was measured, a line each. Then what failed, was skipped, or came too late, by name."""
     lines = [f"{result['model']} on {result['machine']['device']}, {result['machine']['date']}"]
-    failed = {name: value["failed"] for name, value in result.items() if isinstance(value, dict) and "failed" in value}
+    missing = [
+        f"{name} {how}: {value[how]}"
+        for name, value in result.items()
+        for how in ("failed", "skipped")
+        if isinstance(value, dict) and how in value
+    ]
+    missing += [f"{name}, no time left for: {'; '.join(late)}" for name, late in result.get("left_out", {}).items()]
     result = {name: found_until_then(value) for name, value in result.items()}
-    lines += _section(result, "kernels", "kernel                batch adapters      us   floor  fraction", _kernel)
+    lines += _section(
+        result, "kernels", "kernel                batch tokens adapters      us   floor  fraction", _kernel
+    )
+    ceilings = result.get("ceilings", {})
+    lines += ["", *(f"{name:<22}{value:>10.4g}" for name, value in ceilings.items() if _is_number(value))]
     switches = result.get("switches", {})
     lines += ["", *(f"{name:<18}{value:>8.2f}" for name, value in switches.items() if isinstance(value, float))]
     lines += [f"{name:<38}{value:>10.1f}" for name, value in result.get("loading", {}).items() if _is_number(value)]
@@ -24,16 +34,16 @@ def as_table(result: dict[str, Any]) -> str:
     lines += ["", "adapters  drawn  output t/s  steps  with prompts  host waits s", *map(_job, steady.get("jobs", []))]
     lines += ["", "batch  prompt adapters   rank      mode  prefill t/s  decode t/s   step ms  of base"]
     lines += [_point(row) for row in engine.get("points", [])]
-    lines += [f"{len(engine.get('left_out', []))} points left out for want of time"] if engine.get("left_out") else []
-    lines += [f"{len(engine['failed_points'])} points failed"] if engine.get("failed_points") else []
+    lines += [f"point failed: {point}" for point in engine.get("failed_points", [])]
     ours = result["ours"] if isinstance(result.get("ours"), list) else []
     lines += ["", *(_ours(row) for row in ours)]
-    for peer in ("peft", "vllm"):
+    for peer in ("peft", "vllm", "vllm_base"):
         lines += ["", *(f"{peer} {name}: {value}" for name, value in result.get(peer, {}).items())]
     lines += _section(result, "layer", "batch  adapters   rank  us/layer of base", _layer)
     lines += [f"{name}: {why}" for name, why in result.get("sanitizer", {}).items() if why]
-    lines += [f"{name} failed: {why}" for name, why in failed.items()]
-    return "\n".join(lines)
+    compiled = result.get("compile", {})
+    lines += [f"not compiled, {name}: {why}" for name, why in compiled.get("not_compiled", {}).items()]
+    return "\n".join([*lines, "", *missing])
 
 
 def problems_of(result: dict[str, Any]) -> list[str]:
@@ -47,13 +57,9 @@ def problems_of(result: dict[str, Any]) -> list[str]:
 
 def found_until_then(value: Any) -> Any:
     """A section's results, or those it had when it failed; nothing of one that was skipped."""
-    if not _cut(value):
+    if not isinstance(value, dict) or not value.keys() & {"failed", "skipped"}:
         return value
-    return {} if value.get("until_then") is None else value["until_then"]
-
-
-def _cut(value: Any) -> bool:
-    return isinstance(value, dict) and "failed" in value
+    return value.get("until_then") or {}
 
 
 def _section(result: dict[str, Any], name: str, head: str, line: Any) -> list[str]:
@@ -70,7 +76,7 @@ def _ours(row: dict[str, Any]) -> str:
 
 
 def _kernel(row: dict[str, Any]) -> str:
-    sizes = f"{row['kernel']:<22}{row['batch']:>5}{row['adapters']:>9}"
+    sizes = f"{row['kernel']:<22}{row['batch']:>5}{row['tokens']:>7}{row['adapters']:>9}"
     return f"{sizes}{row['us']:>8.1f}{row['floor_us']:>8.1f}{row['fraction']:>10.0%}"
 
 

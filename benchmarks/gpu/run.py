@@ -38,8 +38,9 @@ def run_all(
     grace_s: float = GRACE_S,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """All sections as one JSON object, written whenever one has ended. `grace_s`: what each may take beyond. `folder`:
-    where each keeps what it has found so far, and its other files, should this process be ended.
+    """All sections as one JSON object, written whenever one has ended, and `left_out`: by section, the names of what it
+    had no time for. `grace_s`: what each may take beyond. `folder`: where each keeps what it has found so far, and its
+    other files, should this process be ended.
     """
     with tempfile.TemporaryDirectory() as temporary:
         environment = _environment(temporary)
@@ -58,7 +59,8 @@ def run_variants(
 ) -> dict[str, Any]:
     """The section `VARIANT` under each of these, as one JSON object, written whenever one has ended."""
     deadline = Deadline.after(seconds)
-    result: dict[str, Any] = {"benchmark": "gpu variants", "model": model, "machine": describe(device), "variants": {}}
+    result: dict[str, Any] = {"benchmark": "gpu variants", "model": model, "machine": describe(device)}
+    result |= {"variants": {}, "left_out": {}}
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
             left = deadline.within(VARIANT.seconds if device.type == "cuda" else seconds).left_s
@@ -68,7 +70,8 @@ def run_variants(
                 place = (folder or Path(temporary)) / name
                 place.mkdir(parents=True, exist_ok=True)
                 environment = _environment(temporary) | dict(VARIANTS[name])
-                found = _in_a_process(VARIANT.name, left, scale_arguments, grace_s, place, environment)
+                found, late = _in_a_process(VARIANT.name, left, scale_arguments, grace_s, place, environment)
+                result["left_out"] |= {name: late} if late else {}
             result["variants"][name] = found
             write(result)
     return result
@@ -91,14 +94,17 @@ def _run_all(
     environment: dict[str, str],
 ) -> dict[str, Any]:
     start, deadline = time.monotonic(), Deadline.after(seconds)
-    result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device), "seconds": {}}
+    result: dict[str, Any] = {"benchmark": "gpu", "model": model, "machine": describe(device)}
+    result |= {"seconds": {}, "left_out": {}}
     for section in SECTIONS:
         began = time.monotonic()
         # the shares are a GPU's; in the interpreter durations mean nothing
         left = deadline.within(section.seconds if device.type == "cuda" else seconds).left_s
         print(f"{section.name} (at most {left:.0f} s)", file=sys.stderr, flush=True)
         if left > 0:
-            result[section.name] = _in_a_process(section.name, left, scale_arguments, grace_s, folder, environment)
+            found, late = _in_a_process(section.name, left, scale_arguments, grace_s, folder, environment)
+            result[section.name] = found
+            result["left_out"] |= {section.name: late} if late else {}
         else:
             result[section.name] = {"skipped": "no time left"}
         result["seconds"][section.name] = round(time.monotonic() - began, 1)
@@ -108,8 +114,9 @@ def _run_all(
 
 
 def run_one(section: Section, scale: Scale, device: torch.device, seconds: float, path: Path) -> None:
-    """One section in this process: `path` holds what it has found so far, `{"value": …}`, at any time."""
-    found: dict[str, Any] = {}
+    """One section in this process: `path` holds what it has found and left out so far, at any time."""
+    deadline = Deadline.after(seconds)
+    found: dict[str, Any] = {"left_out": deadline.left_out}
 
     def save(value: Any) -> None:
         found["value"] = value
@@ -117,7 +124,7 @@ def run_one(section: Section, scale: Scale, device: torch.device, seconds: float
 
     try:
         with torch.inference_mode():
-            save(section.measure(scale, Place(device, Deadline.after(seconds), save, path.parent)))
+            save(section.measure(scale, Place(device, deadline, save, path.parent)))
     except Exception as error:
         traceback.print_exc()
         found["failed"] = f"{type(error).__name__}: {error}"
@@ -126,7 +133,8 @@ def run_one(section: Section, scale: Scale, device: torch.device, seconds: float
 
 def _in_a_process(
     name: str, seconds: float, arguments: Sequence[str], grace_s: float, folder: Path, environment: dict[str, str]
-) -> Any:
+) -> tuple[Any, list[str]]:
+    """What a section has found, and the names of what it had no time for."""
     path = folder / f"{name}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", __package__ or "", "--only", name, "--json", str(path)]
@@ -143,7 +151,7 @@ def _in_a_process(
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     failed = found.get("failed", failed)
     value = found.get("value")
-    return value if failed is None else {"failed": failed, "until_then": value}
+    return value if failed is None else {"failed": failed, "until_then": value}, found.get("left_out", [])
 
 
 def _write_whole(path: Path, value: Any) -> None:

@@ -32,9 +32,8 @@ def run_sanitizer(device: torch.device, deadline: Deadline, save: Callable[[Any]
         return {"skipped": "compute-sanitizer is not installed"}
     found: dict[str, Any] = {}
     for tool in _TOOLS:
-        if deadline.has_passed:
-            found[tool] = "no time left"
-            break
+        if not deadline.allows(tool):
+            continue
         try:
             done = subprocess.run(
                 [command, "--tool", tool, "--error-exitcode", str(_FOUND), sys.executable, "-c", _CHECK],
@@ -43,7 +42,7 @@ def run_sanitizer(device: torch.device, deadline: Deadline, save: Callable[[Any]
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             found[tool] = "not done in time"
-            break
+            continue
         found[tool] = "" if done.returncode == 0 else "\n".join((done.stdout + done.stderr).splitlines()[:_LINES])
         save(found)
     return found

@@ -96,7 +96,7 @@ def _peers(peer: str, batch: int, prompt_tokens: int, num_tokens: int, adapters:
 
 def tiny_scale() -> Scale:
     """For a CPU and Triton's interpreter, whose numbers mean nothing."""
-    kernels = Matrix(batches=(2,), adapters=(1, 2), ranks=(8,), context=20)
+    kernels = Matrix(batches=(2,), adapters=(1, 2), prompts=((2, 5),), ranks=(8,), context=20)
     ours = tuple(_peers("peft", 2, 4, 3, 2))
     return Scale(TINY, (torch.float32,), kernels, tiny_matrix(), tiny_jobs(), tiny_variants(), ours, 2, 2, 3, 2)
 
@@ -132,9 +132,8 @@ def _engine(scale: Scale, place: Place) -> dict[str, Any]:
 def _steady(scale: Scale, place: Place) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = write_model_folder(Path(name) / "model", scale.shape)
-        trace = None if place.folder is None else place.folder / "trace.json"
         pool_bytes = _pool_bytes(place.device)
-        return measure_steady(folder, scale.steady, place.device, pool_bytes, place.deadline, place.save, trace)
+        return measure_steady(folder, scale.steady, place.device, pool_bytes, place.deadline, place.save, place.folder)
 
 
 def _loading(scale: Scale, place: Place) -> dict[str, float]:
@@ -168,10 +167,14 @@ def _peft(scale: Scale, place: Place) -> dict[str, Any]:
         return measure_peft(folder, *sizes, place.device, place.deadline)
 
 
-def _vllm(scale: Scale, place: Place) -> dict[str, Any]:
+def _vllm(scale: Scale, place: Place, has_lora: bool = True) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = write_model_folder(Path(name) / "model", scale.shape)
-        return measure_vllm(folder, scale.shape, place.device, place.deadline, place.save)
+        return measure_vllm(folder, scale.shape, place.device, place.deadline, place.save, has_lora)
+
+
+def _vllm_base(scale: Scale, place: Place) -> dict[str, Any]:
+    return _vllm(scale, place, has_lora=False)
 
 
 def _layer(scale: Scale, place: Place) -> list[dict[str, Any]]:
@@ -192,6 +195,7 @@ SECTIONS = (
     Section("sanitizer", 30.0, _sanitizer),
     Section("vllm", 100.0, _vllm),
     Section("layer", 40.0, _layer),
+    Section("vllm_base", 80.0, _vllm_base),
 )
 #: Measured for each variant, and in no other run.
 VARIANT = Section("variant", VARIANT_S, _variant)

@@ -1,14 +1,14 @@
 """A job as users have it: more rows than places, answers of unequal lengths, prompts that come while others decode.
 
 Says what a step is made of, and where its time goes: steps with prompts, time in which the host waits, a profiler's
-table of kernels and a trace for a browser (`chrome://tracing`).
+tables of kernels and traces for a browser (`chrome://tracing`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from lorabatch.scheduler.cost import H200_LLAMA_3_8B, StepLoad, StepSample, fit,
 
 _TABLE_ROWS = 30
 _RANK = 16
+_MORE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class SteadyMatrix:
-    """Jobs in the order in which they are measured, and steps that a profiler watches, behind others."""
+    """Jobs in the order in which they are measured, and steps of each kind that a profiler watches, behind others in
+    which the graph of their decode rows is captured."""
 
     jobs: tuple[Job, ...]
-    steps_before: int = 200
-    profiled_steps: int = 5
+    steps_before: int = 8
+    profiled_steps: int = 3
 
 
 def full_jobs() -> SteadyMatrix:
@@ -57,7 +59,7 @@ def full_jobs() -> SteadyMatrix:
 def tiny_jobs() -> SteadyMatrix:
     """For a machine without a GPU, to see that all of it runs."""
     jobs = (Job(4, 0, draws=False, batch=2, prompt_tokens=4.0, answer_tokens=2.0),)
-    return SteadyMatrix((*jobs, Job(4, 2, draws=True, batch=2, prompt_tokens=4.0, answer_tokens=2.0)), 1, 2)
+    return SteadyMatrix((*jobs, Job(4, 2, draws=True, batch=2, prompt_tokens=4.0, answer_tokens=2.0)), 0, 1)
 
 
 def measure_steady(
@@ -67,23 +69,24 @@ def measure_steady(
     pool_bytes: int | None,
     deadline: Deadline,
     save: Callable[[Any], None],
-    trace: Path | None,
+    folder_of_traces: Path | None,
 ) -> dict[str, Any]:
     """One row per job; the kernels of some steps of the first with adapters; a cost model fitted to the steps of all
-    jobs, as `scheduler/cost.py` takes it. `trace`: a file for the kernels."""
+    jobs, as `scheduler/cost.py` takes it."""
     rows: list[dict[str, Any]] = []
     samples: list[StepSample] = []
     found: dict[str, Any] = {"jobs": rows}
     for job in matrix.jobs:
-        if deadline.has_passed:
-            return found
+        name = f"{job.adapters} adapters, {'drawn' if job.draws else 'greedy'}"
+        if not deadline.allows(name):
+            continue
         engine = _engine(folder, job, device, pool_bytes)
         requests = _requests(engine, job)
         rows.append(asdict(job) | _served(engine, requests, job, device, samples))
         found["cost_model"] = _fitted(samples)
         save(found)
-        if job.adapters and "kernels" not in found and not deadline.has_passed:
-            found["kernels"] = _profiled(engine, requests, matrix, device, trace)
+        if job.adapters and "profiles" not in found and deadline.allows("profiles"):
+            found["profiles"] = _profiles(engine, requests[: job.batch], matrix, device, folder_of_traces)
             save(found)
         del engine
         if device.type == "cuda":
@@ -222,25 +225,48 @@ def _fitted(samples: list[StepSample]) -> dict[str, Any]:
     return cost.to_json() | {"num_steps": len(samples), "median_error": fit_quality(samples, cost).median_error}
 
 
-def _profiled(
-    engine: Engine, requests: list[Request], matrix: SteadyMatrix, device: torch.device, trace: Path | None
-) -> str:
-    """A table of the kernels of some steps in the middle of the job."""
-    from torch.profiler import ProfilerActivity, profile
-
-    engine.add(requests)
+def _profiles(
+    engine: Engine, requests: list[Request], matrix: SteadyMatrix, device: torch.device, folder: Path | None
+) -> dict[str, Any]:
+    """What a profiler sees of steps of rows that decode, and of as many that begin with the prompts of a sixteenth of
+    all rows beside the others: the steps, a table of their kernels, and a trace in `folder`."""
+    num_prompts = max(1, len(requests) // 16)
+    # none ends before the last step that is watched
+    rows = [replace(r, sampling=replace(r.sampling, max_tokens=r.sampling.max_tokens + _MORE_TOKENS)) for r in requests]
+    watch = _Watch(engine)
+    found: dict[str, Any] = {}
+    engine.add(rows[num_prompts:])
+    while engine._batch.num_waiting or not watch.num_steps or watch.load.prefill_tokens:
+        engine.step()
     for _ in range(matrix.steps_before):
         engine.step()
+    found["decode"] = _profiled(engine, watch, matrix.profiled_steps, device, folder and folder / "trace-decode.json")
+    engine.add(rows[:num_prompts])  # no others wait: they enter at once
+    found["mixed"] = _profiled(engine, watch, matrix.profiled_steps, device, folder and folder / "trace-mixed.json")
+    watch.end()
+    engine.abort([row.request_id for row in rows])
+    return found
+
+
+def _profiled(
+    engine: Engine, watch: _Watch, num_steps: int, device: torch.device, trace: Path | None
+) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile
+
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    steps = []
+    _wait(device)
     with profile(activities=kinds) as watched:
-        for _ in range(matrix.profiled_steps):
+        for _ in range(num_steps):
+            steps_before = watch.num_steps
             engine.step()
+            if watch.num_steps > steps_before:
+                steps.append({"prompt_tokens": watch.load.prefill_tokens, "decode_rows": watch.load.decode_rows})
         _wait(device)
-    engine.abort([request.request_id for request in requests])
     if trace is not None:
         watched.export_chrome_trace(str(trace))
     order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    return str(watched.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS))
+    return {"steps": steps, "kernels": str(watched.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS))}
 
 
 def _wait(device: torch.device) -> None:

@@ -97,4 +97,5 @@ def variants_table(result: Mapping[str, Any]) -> str:
             lines.append(
                 f"{name:<16}{kind:<8}{rows:>5} x{tokens:>6}{adapters:>5} adapters{ms:>10.2f} ms{times:>7.2f} x"
             )
+    lines += [f"{name}, no time left for: {'; '.join(late)}" for name, late in result.get("left_out", {}).items()]
     return "\n".join(lines)

@@ -88,7 +88,9 @@ def compile_all(
                         found["not_compiled"][asked[future].name] = f"{type(error).__name__}: {error}"
                     save(found)
             except TimeoutError:
-                found["not_compiled"]["others"] = "no time left"
+                done = found["seconds"].keys() | found["not_compiled"].keys()
+                late = [kernels.name for kernels in asked.values() if kernels.name not in done]
+                found["not_compiled"] |= dict.fromkeys(late, "no time left")
                 for process in list(pool._processes.values()):
                     process.kill()
     found["kernels"] = resources_of(Path(os.environ["TRITON_CACHE_DIR"])) if "TRITON_CACHE_DIR" in os.environ else []

@@ -20,13 +20,18 @@ import lorabatch
 from lorabatch.benchmarks.gpu import __main__ as command
 from lorabatch.benchmarks.gpu import checks, correctness, engine_matrix, run
 from lorabatch.benchmarks.gpu.budget import Deadline
-from lorabatch.benchmarks.gpu.device import Peaks, peaks_of
+from lorabatch.benchmarks.gpu.device import Peaks, describe, peaks_of
 from lorabatch.benchmarks.gpu.engine_matrix import full_matrix
+from lorabatch.benchmarks.gpu.kernel_cases import kernel_cases
+from lorabatch.benchmarks.gpu.layer import StepLayer
 from lorabatch.benchmarks.gpu.measure import MIXED, ranks_for
 from lorabatch.benchmarks.gpu.report import as_table, problems_of
 from lorabatch.benchmarks.gpu.sections import SECTIONS, Place, Section, tiny_scale
 from lorabatch.benchmarks.gpu.shapes import LLAMA_3_8B, TINY
+from lorabatch.benchmarks.provenance import COMMIT_VARIABLE
 from lorabatch.engine.engine import Engine
+from lorabatch.engine.runner.gpu_plan import SPLIT_KEYS
+from lorabatch.engine.runner.gpu_runner import full_rows_of
 from lorabatch.scheduler.cost import CPU_SMOLLM2_135M, CostModel
 
 KNOWN = CPU_SMOLLM2_135M.to_json().keys()
@@ -46,6 +51,31 @@ def test_sizes_are_those_of_the_model() -> None:
     """Llama-3-8B: 218 million weights per layer in its linear layers, 41.9 million numbers in a rank-16 adapter."""
     assert LLAMA_3_8B.layer_weights == 218_103_808
     assert LLAMA_3_8B.adapter_numbers(16) * LLAMA_3_8B.num_layers == 41_943_040
+
+
+def test_kernels_over_prompts_are_those_of_their_twins() -> None:
+    ranks = [8, 20]
+    layer = StepLayer(TINY, 2, 20, ranks, torch.float32, CPU, num_programs=2, new_tokens=13)
+    for case in kernel_cases(layer, ranks):
+        expected = case.twin()
+        torch.testing.assert_close(case.run().double(), expected.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_splits_contexts_as_an_engine_does() -> None:
+    """Where few rows decode, and not where there are enough of them to fill the device, nor in prompts."""
+    full_rows = full_rows_of(CPU, TINY.num_kv_heads)
+    few, many = (
+        StepLayer(TINY, batch, 600, [], torch.float32, CPU, num_programs=1) for batch in (full_rows - 1, full_rows)
+    )
+    prompts = StepLayer(TINY, 1, 600, [], torch.float32, CPU, num_programs=1, new_tokens=600)
+    assert [layer.work.limits.split_keys for layer in (few, many, prompts)] == [SPLIT_KEYS, 0, 0]
+
+
+def test_the_commit_of_copied_files_is_that_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc123")
+    assert describe(CPU)["commit"] == "abc123"
+    monkeypatch.delenv(COMMIT_VARIABLE)
+    assert describe(CPU)["commit"] != "abc123"
 
 
 def test_a_floor_is_the_slower_of_bytes_and_flops() -> None:
@@ -103,7 +133,11 @@ def test_a_whole_run_at_the_smallest_sizes(
     failed = {name: part for name, part in result.items() if isinstance(part, dict) and "failed" in part}
     assert not failed, done.stderr[-3000:]
     assert (done.returncode, result["problems"]) == (0, [])
-    assert {row["kernel"] for row in result["kernels"]} >= {"attention decode", "LoRA shrink qkv", "top-p sampling"}
+    assert {row["kernel"] for row in result["kernels"] if row["tokens"] == 1} >= {
+        "attention decode", "LoRA shrink qkv", "LoRA qkv + rotation", "LoRA o + residual", "argmax", "top-p sampling"
+    }  # fmt: skip
+    assert {row["kernel"] for row in result["kernels"] if row["tokens"] == 5} >= {"attention prompts"}
+    assert result["left_out"] == {}
     assert {(row["batch"], row["adapters"]) for row in result["kernels"]} == {(2, 1), (2, 2)}
     assert list(result["compile"]["seconds"]) == [
         f"{kind} in float32" for kind in ("prompts", "decode", "sampling", "merge")
@@ -120,7 +154,10 @@ def test_a_whole_run_at_the_smallest_sizes(
     assert decoding == [(3, 20, 1, 2), (3, 20, 2, 2)]
     assert [row["adapters"] for row in result["steady"]["jobs"]] == [0, 2]
     assert all(row["steps_with_prompts"] > 0 for row in result["steady"]["jobs"])
-    assert "_attend" in result["steady"]["kernels"] or "aten::" in result["steady"]["kernels"]
+    decode, mixed = (result["steady"]["profiles"][kind] for kind in ("decode", "mixed"))
+    assert all("aten::" in profile["kernels"] for profile in (decode, mixed))
+    assert all(step["prompt_tokens"] == 0 < step["decode_rows"] for step in decode["steps"])
+    assert any(step["prompt_tokens"] > 0 < step["decode_rows"] for step in mixed["steps"])
     assert [row["mode"] for row in result["engine"]["points"]] == [
         "unmerged", "unmerged", "merged", "mixture", "unmerged"
     ]  # fmt: skip
@@ -130,13 +167,14 @@ def test_a_whole_run_at_the_smallest_sizes(
     assert "switch_ms" in result["engine"]["points"][2]
     assert result["switches"].keys() >= {"merge_ms", "restore_ms", "load_rank16_ms"}
     assert result["peft"].keys() >= {"base_tokens_per_s", "mixed_2_adapters_tokens_per_s", "merged_tokens_per_s"}
-    assert result["vllm"] == {"skipped": "vllm needs a GPU"}
+    assert result["vllm"] == result["vllm_base"] == {"skipped": "vllm needs a GPU"}
     assert result["sanitizer"] == {"skipped": "compute-sanitizer needs a GPU"}
     assert result["loading"].keys() >= {"first_token_of_new_adapter_ms", "switch_from_pool_ms", "switch_from_host_ms"}
     assert [(row["peer"], row["adapters"]) for row in result["ours"]] == [("peft", 0), ("peft", 2)]
     assert CostModel.from_json({k: v for k, v in result["steady"]["cost_model"].items() if k in KNOWN}).step_s >= 0
     assert [(row["adapters"], row["rank"]) for row in result["layer"]] == [(0, None), (1, 8), (2, 8)]
     assert "attention decode" in done.stdout
+    assert all(f"{name} skipped: " in done.stdout for name in ("vllm", "vllm_base", "sanitizer"))
     assert len([line for line in done.stdout.splitlines() if "  unmerged" in line or "  merged" in line]) == 4
     assert "mixture" in done.stdout
 
@@ -156,7 +194,9 @@ def test_a_run_that_is_cut_short_leaves_what_its_sections_have_found(
     whole_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:
     folder = Path(whole_run[0].args[-1]).with_suffix("")
-    assert {path.stem for path in folder.glob("*.json")} == {section.name for section in SECTIONS} | {"trace"}
+    assert {path.stem for path in folder.glob("*.json")} == {section.name for section in SECTIONS} | {
+        "trace-decode", "trace-mixed"
+    }  # fmt: skip
 
 
 @pytest.mark.long
@@ -188,13 +228,26 @@ def place(seconds: float, saved: list[Any]) -> Place:
 
 def test_without_time_sections_end_with_what_they_have() -> None:
     scale = replace(tiny_scale(), dtypes=())
-    saved: list[Any] = []
+    places = {s.name: place(0.0, []) for s in SECTIONS}
     with torch.inference_mode():
-        found = {s.name: s.measure(scale, place(0.0, saved)) for s in SECTIONS if s.name != "switches"}
+        found = {s.name: s.measure(scale, places[s.name]) for s in SECTIONS if s.name != "switches"}
     assert found["engine"]["points"] == []
-    assert len(found["engine"]["left_out"]) == len(scale.engine.points)
     assert (found["kernels"], found["layer"], found["peft"]) == ([], [], {"skipped": "no time left"})
     assert "no time left" in found["problems"][0]
+    left_out = {name: place.deadline.left_out for name, place in places.items()}
+    assert left_out["kernels"] == ["2 x 1 tokens, 1 adapters", "2 x 1 tokens, 2 adapters", "2 x 5 tokens, 2 adapters"]
+    assert left_out["layer"] == ["2 rows"]
+    assert left_out["steady"] == ["0 adapters, greedy", "2 adapters, drawn"]
+    assert left_out["ours"] == ["peft, 0 adapters", "peft, 2 adapters"]
+    assert "copy_bytes_per_s" in left_out["ceilings"]
+    assert left_out["engine"][:2] == [
+        f"decoding 3 rows behind 20 tokens, {count} adapters, repeat 1" for count in (1, 2)
+    ]
+    assert left_out["engine"][-len(scale.engine.points) :] == [point.name for point in scale.engine.points]
+    result = {"model": "tiny", "machine": {"device": "x", "date": "y"}, "left_out": left_out}
+    table = as_table(result | {"peft": found["peft"], "loading": {"skipped": "no time left"}})
+    assert "kernels, no time left for: 2 x 1 tokens, 1 adapters; 2 x 1 tokens, 2 adapters" in table
+    assert "loading skipped: no time left" in table
 
 
 @pytest.mark.long
@@ -223,10 +276,13 @@ def test_a_point_that_fails_is_reported_and_the_next_has_a_new_engine(monkeypatc
 def test_a_section_that_fails_keeps_what_it_had(tmp_path: Path) -> None:
     def failing(scale: Any, place: Place) -> Any:
         place.save([1])
+        assert not place.deadline.allows("256 rows")
         raise RuntimeError("a kernel hung")
 
-    run.run_one(Section("kernels", 9.0, failing), tiny_scale(), CPU, 9.0, tmp_path / "found.json")
-    assert json.loads((tmp_path / "found.json").read_text()) == {"value": [1], "failed": "RuntimeError: a kernel hung"}
+    run.run_one(Section("kernels", 9.0, failing), tiny_scale(), CPU, 0.0, tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text()) == {
+        "value": [1], "left_out": ["256 rows"], "failed": "RuntimeError: a kernel hung"
+    }  # fmt: skip
 
 
 @pytest.mark.long
@@ -234,7 +290,7 @@ def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: p
     """A stand-in for the processes: one dies after it has saved, one never ends, one does its work."""
     child = (
         "import json, os, sys, time; a = sys.argv; name, path = a[a.index('--only') + 1], a[a.index('--json') + 1];"
-        "open(path, 'w').write(json.dumps({'value': [name]}));"
+        "open(path, 'w').write(json.dumps({'value': [name], 'left_out': [name + ' of 2 rows']}));"
         "name == 'ceilings' and os._exit(7); name == 'engine' and time.sleep(600)"
     )
     start = subprocess.run
@@ -244,6 +300,7 @@ def test_a_section_whose_process_dies_or_hangs_costs_itself_alone(monkeypatch: p
     written: list[Any] = []
     result = run.run_all("tiny", [], CPU, 3.0, lambda partial: written.append(sorted(partial)), grace_s=1.0)
     assert result["problems"] == ["problems"]
+    assert result["left_out"]["problems"] == ["problems of 2 rows"]
     assert result["ceilings"] == {"failed": "its process ended with 7", "until_then": ["ceilings"]}
     assert result["engine"]["until_then"] == ["engine"]
     assert result["layer"] == {"skipped": "no time left"}
