@@ -11,6 +11,7 @@ on the clock, so that a busy machine refuses nobody. The child ends when its sta
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import resource
@@ -37,6 +38,15 @@ _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MA
 _MAX_MESSAGE_CHARACTERS = 500
 _LEAVING_S = 5.0
 _READY = b"ready\n"
+# Of prctl(2).
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Have this process killed when its parent ends, stopped or not."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 class ConfinedError(Exception):

@@ -15,6 +15,9 @@ import torch
 _INTERPRETED_PROGRAMS = 2
 # Compute capability of the first GPUs with programmatic dependent launch.
 _PDL_CAPABILITY = 90
+#: Types of the devices whose operators are served by their Triton form. Where kernels are compiled without a GPU there
+#: are others.
+TRITON_DEVICES = {"cuda"}
 
 
 @cache
@@ -25,7 +28,7 @@ def is_interpreted() -> bool:
 
 def uses_triton(device: torch.device) -> bool:
     """Whether an operator on `device` is served by its Triton form."""
-    return device.type == "cuda" or is_interpreted()
+    return device.type in TRITON_DEVICES or is_interpreted()
 
 
 def num_persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
@@ -103,7 +106,7 @@ def launch(kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None
         return
     options = {"PDL": True, "launch_pdl": True} if uses_pdl() else {"PDL": False}
     compiled = kernel[num_programs,](*args, **options, **constants)
-    if is_aligned:
+    if is_aligned and compiled is not None:  # None: a hook of Triton's has noted the kernel instead
         of_kernel = options | constants
         launches.code[key] = compiled, [of_kernel[name] for name in launches.constants]
 

@@ -102,7 +102,7 @@ def dummy_weights(model: ModelConfig, dtype: torch.dtype, device: torch.device, 
             weights[name] = torch.ones(shape, dtype=dtype, device=device)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
-            weights[name] = tensor.normal_(0.0, 0.02, generator=generator)
+            weights[name] = tensor if generator is None else tensor.normal_(0.0, 0.02, generator=generator)
     return weights
 
 

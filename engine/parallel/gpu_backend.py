@@ -59,6 +59,7 @@ class GpuGroupBackend(GroupBackend, GpuBackend):
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """See `Backend`."""
+        self.await_kernels()
         prompts = self.prompt_attention(layout, config)
         runner = LeadingRunner(
             *(self.decoder, live, memory, layout, config, rules, self.executor()),

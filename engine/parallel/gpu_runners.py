@@ -11,7 +11,7 @@ next step finds them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -21,8 +21,7 @@ from ..runner.gpu_graphs import GraphKey
 from ..runner.gpu_plan import PlannedStep
 from ..runner.gpu_runner import GpuRunner
 from ..runner.runner import LaunchedStep
-from ..runner.sampler import SampledTokens, TokenRules
-from ..sequence import Sequence
+from ..runner.sampler import SampledTokens
 from .collectives import Collectives
 from .members import GroupMembers
 from .messages import LaunchStep
@@ -83,14 +82,3 @@ class FollowingRunner(GpuRunner):
 
     def _have_moved(self) -> bool:
         return self._collectives.any_of(super()._have_moved())
-
-
-class NoRules:
-    """Rules of a member's rows: the leader withholds tokens, and chooses."""
-
-    def stop_tokens(self, sequence: Sequence) -> Items[int]:
-        """None is withheld."""
-        return ()
-
-
-NO_RULES = cast("TokenRules", NoRules())

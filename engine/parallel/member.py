@@ -7,7 +7,6 @@ leader, whatever ends that one.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import signal
@@ -21,6 +20,7 @@ from typing import BinaryIO
 import torch
 
 from ..config import read_model_config
+from ..confinement import end_with
 from ..errors import AdapterRefusedError, EngineError
 from ..memory.registry import AdapterRegistry
 from ..model_config.partition import group_of
@@ -50,8 +50,6 @@ from .messages import (
 )
 from .shard import sums_of
 
-# Of prctl(2).
-_PR_SET_PDEATHSIG = 1
 # Between looks at copies in flight.
 _LOOK_S = 0.001
 Inbox = queue.SimpleQueue[ToMember | MessageError]
@@ -162,13 +160,6 @@ def serve(inbox: Inbox, outlet: BinaryIO) -> int:
         sentence = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         send(MemberFailed(sentence, isinstance(error, EngineError), is_out_of_memory(error)))
         return 1
-
-
-def end_with(leader: int) -> None:
-    """Have this process killed when the leader ends, stopped or not."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != leader:
-        os._exit(0)
 
 
 def main() -> int:

@@ -13,10 +13,11 @@ from ..models.decoder import Decoder
 from ..models.merge import LiveWeights
 from ..models.step_batch import build_step
 from ..runner.backend import Backend, GpuBackend
+from ..runner.sampler import NO_RULES
 from .collectives import Collectives, mapped
 from .device_copies import CopiesFromLeader, Slots
 from .device_sums import DeviceSums
-from .gpu_runners import NO_RULES, FollowingRunner
+from .gpu_runners import FollowingRunner
 from .messages import (
     CopySlot,
     JoinCopies,

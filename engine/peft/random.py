@@ -59,7 +59,8 @@ def dummy_adapter_weights(audit: AdapterAudit, dtype: torch.dtype, device: torch
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
 
     def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(0, deviation, generator=generator)
+        matrix = torch.empty(rows, columns, dtype=dtype, device=device)
+        return matrix if generator is None else matrix.normal_(0, deviation, generator=generator)
 
     pairs = {
         site.module: LoraPair(

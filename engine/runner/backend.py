@@ -41,6 +41,7 @@ from ..models.load import load_weights, stored_weights
 from ..models.merge import LiveWeights
 from ..models.part import PartOfModel, PartWeights
 from ..models.weight_cache import Packed, WeightCache
+from .compile_ahead import CompileAhead, EngineKernels
 from .gpu_graphs import EagerExecutor, GraphExecutor, StepExecutor
 from .gpu_runner import GpuRunner
 from .runner import CpuRunner, StepRunner
@@ -231,6 +232,29 @@ class GpuBackend(Backend):
         is_arithmetic_fixed=False,
     )
 
+    def load(self, model_folder: Path) -> tuple[dict[str, Weight], Packed]:
+        """See `Backend`. Kernels are compiled meanwhile."""
+        self._ahead = self.compile_ahead(model_folder)
+        return super().load(model_folder)
+
+    def compile_ahead(self, model_folder: Path) -> CompileAhead | None:
+        """Start to compile the kernels, not with LORABATCH_COMPILE_AHEAD=0. Members of a group have the same ones: the
+        leader has them compiled."""
+        is_leader = self._partition is None or self._partition.member == 0
+        is_nvidia = self.device.type == "cuda" and torch.version.hip is None
+        if not (is_nvidia and is_leader) or os.environ.get("LORABATCH_COMPILE_AHEAD", "1") == "0":
+            return None
+        major, minor = torch.cuda.get_device_capability(self.device)
+        kernels = EngineKernels(
+            str(model_folder.absolute()),
+            str(self.dtype).removeprefix("torch."),
+            10 * major + minor,
+            self.config.page_tokens,
+            self.config.base_quantization,
+            1 if self._partition is None else self._partition.num_members,
+        )
+        return CompileAhead(kernels)
+
     def build_decoder(self, weights: dict[str, Weight], packed: Packed) -> GpuDecoder:
         """See `Backend`."""
         decoder = GpuDecoder(self.model, weights, self.dtype, products=None, members=self._members)
@@ -271,8 +295,14 @@ class GpuBackend(Backend):
         self, live: LiveWeights, memory: Tensor, layout: PageLayout, config: EngineConfig, rules: TokenRules
     ) -> StepRunner:
         """See `Backend`."""
+        self.await_kernels()
         prompts = self.prompt_attention(layout, config)
         return GpuRunner(self.decoder, live, memory, layout, config, rules, self.executor(), prompts=prompts)
+
+    def await_kernels(self) -> None:
+        """Wait until the kernels are compiled: the first steps would compile them one by one."""
+        if self._ahead is not None:
+            self._ahead.wait()
 
     def prompt_attention(self, layout: PageLayout, config: EngineConfig) -> PromptAttention | None:
         """The library for attention over prompts that is asked for, where it can serve; None: our kernel."""

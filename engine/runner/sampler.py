@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -71,6 +71,17 @@ class TokenRules(Protocol):
 
     def allowed(self, sequences: Items[Sequence], vocab_size: int) -> NDArray[np.int32]:
         """What sequences whose tokens were refused may have instead, as `choose_tokens` reads it."""
+
+
+class NoRules:
+    """Rules where tokens are chosen elsewhere, or not at all."""
+
+    def stop_tokens(self, sequence: Sequence) -> Items[int]:
+        """None is withheld."""
+        return ()
+
+
+NO_RULES = cast(TokenRules, NoRules())
 
 
 def sample(logits: Tensor, sequences: Items[Sequence], rules: TokenRules) -> SampledTokens:

@@ -139,10 +139,8 @@ def test_a_whole_run_at_the_smallest_sizes(
     assert {row["kernel"] for row in result["kernels"] if row["tokens"] == 5} >= {"attention prompts"}
     assert result["left_out"] == {}
     assert {(row["batch"], row["adapters"]) for row in result["kernels"]} == {(2, 1), (2, 2)}
-    assert list(result["compile"]["seconds"]) == [
-        f"{kind} in float32" for kind in ("prompts", "decode", "sampling", "merge")
-    ]
     assert result["compile"]["not_compiled"] == {}
+    assert len(result["compile"]["kernels"]) >= result["compile"]["num_kernels"]["float32"] >= 14
     assert result["ceilings"].keys() >= {
         "copy_bytes_per_s",
         "pinned_bytes_per_s",

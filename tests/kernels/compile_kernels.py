@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from lorabatch.engine.runner.compile_process import TargetOnly
 from lorabatch.engine.runner.gpu_plan import DECODE_TILE_ROWS, PREFILL_TILE_ROWS, rounded
 from lorabatch.kernels import launch as kernel_launch
 from lorabatch.kernels.layouts.heads import HeadLayout
@@ -47,22 +47,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, INTERMEDIATE = 4096, 14336
 LLAMA_HEAD_DIM = 128
 PARTS = [(4096, 1024, 1024), (HIDDEN,), (INTERMEDIATE, INTERMEDIATE), (HIDDEN,)]
-
-
-class TargetOnly:
-    """The part of a driver that compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
 
 
 def main() -> None:

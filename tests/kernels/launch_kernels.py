@@ -19,6 +19,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from lorabatch.engine.runner.compile_process import TargetOnly
 from lorabatch.kernels.launch import launch, uses_pdl
 from lorabatch.kernels.layouts.heads import HeadLayout
 from lorabatch.kernels.layouts.lora_table import DOWN, NUM_SITES, O_PROJ
@@ -43,7 +44,7 @@ KERNELS = (shrink, qkv, residual, gate_up, attention, rms_norm)
 def main() -> None:
     """Launch two layers, compare, then time layers."""
     global is_recording
-    triton.runtime.driver.set_active(shapes.TargetOnly(90))
+    triton.runtime.driver.set_active(TargetOnly(90))
     num_by_triton = [0]
     _stand_in(num_by_triton)
     layer = _layer()

@@ -1,0 +1,109 @@
+"""Has an engine's kernels compiled by other processes while it loads its weights, into Triton's own cache.
+
+Triton compiles a kernel when it is first launched, one after the other: without this, the first steps of a job wait for
+it. `compile_process` says how kernels are found and compiled. What fails there costs nothing but time: a kernel that is
+not in the cache is compiled when it is first launched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..config import BaseQuantization
+
+logger = logging.getLogger(__name__)
+_MODULE = f"{__package__}.compile_process"
+_ROOT = Path(__file__).parents[2]
+# Compiling takes no GPU, and libraries' threads would only be in each other's way.
+_ENVIRONMENT = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+# On one core all kernels of an 8B take a tenth of this.
+_LONGEST_WAIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKernels:
+    """What the code of an engine's kernels depends on. `capability`: of the GPU, 90 is 9.0. `dtype`: of activations and
+    pool. `tensor_parallel`: members that have a part of the model each, all parts of equal shape."""
+
+    model_folder: str
+    dtype: str
+    capability: int
+    page_tokens: int = 16
+    base_quantization: BaseQuantization = "none"
+    tensor_parallel: int = 1
+
+    @property
+    def done(self) -> Path:
+        """The file that says that all of them are in Triton's cache. It is in the cache, and goes with it."""
+        from triton import __version__, knobs
+
+        digest = hashlib.sha256(f"{__version__} {sorted(_variables())}".encode())
+        digest.update(json.dumps(asdict(self) | {"model_folder": ""}).encode())
+        sources = (path for room in ("engine", "kernels") for path in (_ROOT / room).rglob("*.py"))
+        for path in (Path(self.model_folder, "config.json"), *sorted(sources)):
+            digest.update(path.read_bytes())
+        return Path(knobs.cache.dir) / f"lorabatch-{digest.hexdigest()[:32]}.json"
+
+
+def _variables() -> Iterator[tuple[str, str]]:
+    """Of the environment, those that kernels are compiled by."""
+    for name, value in os.environ.items():
+        if name == "LORABATCH_PDL" or (name.startswith("TRITON_") and name not in ("TRITON_CACHE_DIR", *_ENVIRONMENT)):
+            yield name, value
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """`num_kernels`: that were not in the cache for sure. `failed`: those that are not there now. `problem`: why none
+    was tried."""
+
+    num_kernels: int = 0
+    failed: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+class CompileAhead:
+    """Kernels that are being compiled by other processes. These end with this one."""
+
+    def __init__(self, kernels: EngineKernels) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem: str | None = None
+        try:
+            if not kernels.done.exists():
+                command = [sys.executable, "-m", _MODULE, str(os.getpid()), json.dumps(asdict(kernels))]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=os.environ | _ENVIRONMENT
+                )
+        except OSError as error:
+            self._problem = str(error)
+
+    def wait(self, longest_s: float = _LONGEST_WAIT_S) -> Compiled:
+        """Wait until all are compiled, at most so long; warns once of what is not."""
+        compiled = Compiled(problem=self._problem) if self._process is None else _result(self._process, longest_s)
+        missing = compiled.problem or ", ".join(compiled.failed)
+        if missing:
+            logger.warning("not compiled ahead, but when they are first launched: GPU kernels (%s)", missing)
+        return compiled
+
+
+def _result(process: subprocess.Popen[bytes], longest_s: float) -> Compiled:
+    try:
+        output, _ = process.communicate(timeout=longest_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Compiled(problem=f"compiling took longer than {longest_s:.0f} s")
+    if process.returncode:
+        return Compiled(problem=f"the process that compiles them ended with code {process.returncode}")
+    found = json.loads(output)
+    return Compiled(found["num_kernels"], tuple(found["failed"]))
