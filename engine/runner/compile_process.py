@@ -81,7 +81,7 @@ class TargetOnly:
 
 
 def note_kernels(kernels: EngineKernels) -> dict[str, Noted]:
-    """Kernels that an engine launches, by what they are compiled by: those that take longest come first."""
+    """Kernels that an engine launches, by what they are compiled by."""
     triton.runtime.driver.set_active(TargetOnly(kernels.capability))
     noted: dict[str, Noted] = {}
 
