@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.launch import empty_pinned
-from ...kernels.native import adapter_type
+from ...kernels.native import POOL_TYPES, adapter_type
 from ...kernels.native.segments import moved, record_table
-from ...kernels.packed_weight.panels import MatrixRows, pack_matrices_
+from ...kernels.packed_weight.panels import MatrixRows, RowForm, has_panels, pack_matrices_
 from ...kernels.segment_lora import AdapterSites, LoraMember, LoraSiteWeights
 from ..model_config.model import PACKED_SITES, ModelConfig, packed_members
 from ..model_config.partition import Partition
@@ -137,14 +137,12 @@ def pack_for_group(
     device: torch.device,
 ) -> PackedAdapter:
     """`pack_adapter` for each member of a group. `device`: of the leader's memory, and likewise of the others'."""
-    pairs, host = weights.lora, torch.device("cpu")
-    packed = [
-        _pack(cut_pairs(pairs, partition), partition.shard, dtype, in_panels=in_panels, device=host)
-        for partition in partitions
-    ]
-    num_elements = packed[0].numbers.numel()
-    numbers = empty_pinned(len(packed) * num_elements, dtype, device).view(len(packed), num_elements)
-    return PackedAdapter(torch.stack([each.numbers for each in packed], out=numbers), packed[0].layout)
+    cut = [cut_pairs(weights.lora, partition) for partition in partitions]
+    layout = _layout_of(cut[0], partitions[0].shard, in_panels)
+    numbers = empty_pinned(len(cut) * layout.num_elements, dtype, device).view(len(cut), layout.num_elements)
+    for of_member, pairs in zip(numbers, cut, strict=True):
+        _write(of_member, layout, pairs)
+    return PackedAdapter(numbers, layout)
 
 
 def pack_adapter(
@@ -155,27 +153,33 @@ def pack_adapter(
     `in_panels`: see `AdapterLayout`. `dtype` and `device`: of the memory where they are to go. Raises
     `AdapterRefusedError` for an adapter that is exact by merge only.
     """
-    return _pack(weights.lora, model, dtype, in_panels=in_panels, device=device)
-
-
-def _pack(
-    pairs: Mapping[str, LoraPair], model: ModelConfig, dtype: torch.dtype, *, in_panels: bool, device: torch.device
-) -> PackedAdapter:
+    pairs = weights.lora
+    layout = _layout_of(pairs, model, in_panels)
     some = next(iter(pairs.values()), None)
-    shapes = ((module, pair.rank, pair.a.shape[1], pair.b.shape[0], pair.scaling) for module, pair in pairs.items())
-    layout = _lay_out(frozenset(shapes), model, in_panels)
     if some is None or some.a.device.type == "cpu":
         numbers = empty_pinned(layout.num_elements, dtype, device)
     else:
         numbers = torch.empty(layout.num_elements, dtype=dtype, device=some.a.device)
-    if in_panels:
-        places, modules = _places(layout, dtype)
+    _write(numbers, layout, pairs)
+    return PackedAdapter(numbers, layout)
+
+
+def _layout_of(pairs: Mapping[str, LoraPair], model: ModelConfig, in_panels: bool) -> AdapterLayout:
+    shapes = ((module, pair.rank, pair.a.shape[1], pair.b.shape[0], pair.scaling) for module, pair in pairs.items())
+    return _lay_out(frozenset(shapes), model, in_panels)
+
+
+def _write(numbers: Tensor, layout: AdapterLayout, pairs: Mapping[str, LoraPair]) -> None:
+    """Write the matrices to their places. Compiled kernels do it in this thread alone: torch would start a team of
+    threads in every loader thread, and they would take cores from each other and from the thread of the steps."""
+    is_compiled = numbers.device.type == "cpu" and has_panels() and numbers.dtype in POOL_TYPES
+    if layout.in_panels or is_compiled:
+        places, modules = _places(layout, numbers.dtype)
         pack_matrices_(numbers, places, [part for m in modules for part in (pairs[m].a, pairs[m].b)])
-        return PackedAdapter(numbers, layout)
+        return
     for of_layer, views in zip(layout.layers, layout.sites(numbers), strict=True):
         for name, site in of_layer.items():
             _fill(views[name], [pairs[pair.module] for pair in site.pairs])
-    return PackedAdapter(numbers, layout)
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
@@ -206,17 +210,19 @@ def _lay_out(shapes: frozenset[tuple[str, int, int, int, float]], model: ModelCo
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def _places(layout: AdapterLayout, dtype: torch.dtype) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Where A and B of each module go, int64 [2 * num_modules, 4], and the modules in that order."""
+    """Where A and B of each module go, int64 [2 * num_modules, 5], and the modules in that order."""
     places: list[MatrixRows] = []
     modules: list[str] = []
+    a_form, b_form = (RowForm.PANELS, RowForm.PANELS) if layout.in_panels else (RowForm.ROWS, RowForm.COLUMNS)
     for site in (site for of_layer in layout.layers for site in of_layer.values()):
-        kind = adapter_type(dtype, (site.in_features, *(pair.rank_end - pair.rank_start for pair in site.pairs)))
+        depths = (site.in_features, *(pair.rank_end - pair.rank_start for pair in site.pairs))
+        kind = adapter_type(dtype, depths) if layout.in_panels else POOL_TYPES[dtype]
         for pair in site.pairs:
             modules.append(pair.module)
-            places.append(MatrixRows(site.a_start, kind, pair.rank_start, site.rank))
+            places.append(MatrixRows(site.a_start, kind, pair.rank_start, site.rank, a_form))
             out_features = pair.column_end - pair.column_start
-            places.append(MatrixRows(pair.b_start, kind, 0, out_features))
-    return np.array(places, dtype=np.int64).reshape(-1, 4), tuple(modules)
+            places.append(MatrixRows(pair.b_start, kind, 0, out_features, b_form))
+    return np.array(places, dtype=np.int64).reshape(-1, len(MatrixRows._fields)), tuple(modules)
 
 
 def _fill(site: LoraSiteWeights, pairs: list[LoraPair]) -> None:

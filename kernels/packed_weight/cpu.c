@@ -7,6 +7,12 @@
 
 #define NUMBERS_OF_LINE 16
 
+/* Rows of which as many columns are written at a time: whole lines of the cache, and what is read stays in it. */
+#define COLUMNS_AT_ONCE 64
+
+/* How rows are put down: in panels, one after the other, or as columns of a matrix. As in panels.py. */
+enum { PANELS, ROWS, COLUMNS };
+
 INLINE float number(const void *x, int64_t i, const int TYPE)
 {
     if (TYPE == FP32)
@@ -34,6 +40,17 @@ INLINE int64_t place_of(int64_t k, int64_t column, int64_t width, const int TYPE
     return TYPE == BF16_PAIRS ? (k / 2 * width + column) * 2 + k % 2 : k * width + column;
 }
 
+/* Number i of x becomes number `at` of `to`: in fp32, bf16, or what x is in. */
+INLINE void put(void *to, int64_t at, const int TO_TYPE, const void *x, int64_t i, const int TYPE)
+{
+    if (TO_TYPE == FP32)
+        ((float *)to)[at] = number(x, i, TYPE);
+    else if (TO_TYPE == FP16 || TYPE == BF16)
+        ((uint16_t *)to)[at] = ((const uint16_t *)x)[i];
+    else
+        ((uint16_t *)to)[at] = brain(number(x, i, TYPE));
+}
+
 /* Rows x [num_rows, depth] of TYPE become rows first_row and so on of a weight of `total` rows. */
 INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t total, const void *x,
                  int64_t num_rows, int64_t depth, const int TYPE)
@@ -46,34 +63,55 @@ INLINE void pack(void *panels, const int PANELS_TYPE, int64_t first_row, int64_t
         for (int64_t first = 0, end; first < depth; first = end) {
             end = smaller(depth, first + NUMBERS_OF_LINE);
             for (int64_t r = row; r < next; r++)
-                for (int64_t k = first; k < end; k++) {
-                    const int64_t to = start * depth + place_of(k, column + r - row, width, PANELS_TYPE);
-                    if (PANELS_TYPE == FP32)
-                        ((float *)panels)[to] = number(x, r * depth + k, TYPE);
-                    else if (PANELS_TYPE == FP16 || TYPE == BF16)
-                        ((uint16_t *)panels)[to] = ((const uint16_t *)x)[r * depth + k];
-                    else
-                        ((uint16_t *)panels)[to] = brain(number(x, r * depth + k, TYPE));
-                }
+                for (int64_t k = first; k < end; k++)
+                    put(panels, start * depth + place_of(k, column + r - row, width, PANELS_TYPE), PANELS_TYPE, x,
+                        r * depth + k, TYPE);
         }
     }
 }
 
-/* `panels_type`: fp32, bf16 or what x is in. */
-static void pack_rows(void *panels, int64_t panels_type, int64_t first_row, int64_t total, const void *x, int64_t num_rows,
-               int64_t depth, int64_t type)
+/* The same rows one after the other. */
+INLINE void pack_as_rows(void *to, const int TO_TYPE, int64_t first_row, const void *x, int64_t num_rows, int64_t depth,
+                         const int TYPE)
 {
-#define CASE(PANELS_TYPE, TYPE)                                                                                        \
-    if (panels_type == PANELS_TYPE && type == TYPE)                                                                    \
-        pack(panels, PANELS_TYPE, first_row, total, x, num_rows, depth, TYPE);
-    CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16_PAIRS, BF16)
-    CASE(BF16_PAIRS, FP32) CASE(BF16_PAIRS, FP16) CASE(BF16, FP32) CASE(BF16, BF16) CASE(BF16, FP16)
-#undef CASE
+    for (int64_t i = 0; i < num_rows * depth; i++)
+        put(to, first_row * depth + i, TO_TYPE, x, i, TYPE);
 }
 
-/* Rows of a matrix of `total` rows in panels that begin with number `start`. */
+/* The same rows as columns of a matrix [depth, total]. */
+INLINE void pack_as_columns(void *to, const int TO_TYPE, int64_t first_row, int64_t total, const void *x,
+                            int64_t num_rows, int64_t depth, const int TYPE)
+{
+    for (int64_t row = 0, next; row < num_rows; row = next) {
+        next = smaller(num_rows, row + COLUMNS_AT_ONCE);
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t r = row; r < next; r++)
+                put(to, k * total + first_row + r, TO_TYPE, x, r * depth + k, TYPE);
+    }
+}
+
+/* `to_type`: fp32, bf16 (in pairs only in panels) or what x is in. */
+static void pack_rows(void *to, int64_t to_type, int64_t form, int64_t first_row, int64_t total, const void *x,
+                      int64_t num_rows, int64_t depth, int64_t type)
+{
+#define PANELS_CASE(TO_TYPE, TYPE)                                                                                     \
+    if (form == PANELS && to_type == TO_TYPE && type == TYPE)                                                          \
+        pack(to, TO_TYPE, first_row, total, x, num_rows, depth, TYPE);
+#define CASE(TO_TYPE, TYPE)                                                                                            \
+    PANELS_CASE(TO_TYPE, TYPE)                                                                                         \
+    if (form == ROWS && to_type == TO_TYPE && type == TYPE)                                                            \
+        pack_as_rows(to, TO_TYPE, first_row, x, num_rows, depth, TYPE);                                                \
+    if (form == COLUMNS && to_type == TO_TYPE && type == TYPE)                                                         \
+        pack_as_columns(to, TO_TYPE, first_row, total, x, num_rows, depth, TYPE);
+    CASE(FP32, FP32) CASE(FP32, BF16) CASE(FP32, FP16) CASE(FP16, FP16) CASE(BF16, FP32) CASE(BF16, BF16)
+    CASE(BF16, FP16) PANELS_CASE(BF16_PAIRS, BF16) PANELS_CASE(BF16_PAIRS, FP32) PANELS_CASE(BF16_PAIRS, FP16)
+#undef CASE
+#undef PANELS_CASE
+}
+
+/* Rows of a matrix of `total` rows that begins with number `start`. */
 typedef struct {
-    int64_t start, panels_type, first_row, total;
+    int64_t start, to_type, first_row, total, form;
     const void *x;
     int64_t num_rows, depth, type;
 } Rows;
@@ -83,7 +121,7 @@ typedef struct {
 void pack_matrices(void *numbers, const Rows *rows, int64_t count)
 {
     for (const Rows *r = rows; r < rows + count; r++)
-        pack_rows((char *)numbers + r->start * SIZE_OF(r->panels_type), r->panels_type, r->first_row, r->total, r->x,
+        pack_rows((char *)numbers + r->start * SIZE_OF(r->to_type), r->to_type, r->form, r->first_row, r->total, r->x,
                   r->num_rows, r->depth, r->type);
 }
 
@@ -92,7 +130,7 @@ void pack_weight(void *panels, int64_t panels_type, const void *x, int64_t num_c
 {
 #pragma omp parallel for
     for (int64_t start = 0; start < num_columns; start += PANEL)
-        pack_rows(panels, panels_type, start, num_columns, (const char *)x + start * depth * SIZE_OF(type),
+        pack_rows(panels, panels_type, PANELS, start, num_columns, (const char *)x + start * depth * SIZE_OF(type),
                   smaller(PANEL, num_columns - start), depth, type);
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -132,28 +133,37 @@ def unpack(panels: Tensor, panels_type: int, shape: tuple[int, int]) -> Tensor:
     return plain
 
 
+class RowForm(IntEnum):
+    """How rows are put down: in panels, one after the other, or as columns of a matrix [in_features, num_rows]."""
+
+    PANELS = 0
+    ROWS = 1
+    COLUMNS = 2
+
+
 class MatrixRows(NamedTuple):
-    """Where rows go that are packed: `first_row` and so on of a matrix of `num_rows` rows, in panels that begin with
-    number `start` of some memory. `panels_type`: see `native.adapter_type`.
+    """Where rows go that are packed: `first_row` and so on of a matrix of `num_rows` rows that begins with number
+    `start` of some memory. `type`: of its numbers, in panels see `native.adapter_type`, else as in `POOL_TYPES`.
     """
 
     start: int
-    panels_type: int
+    type: int
     first_row: int
     num_rows: int
+    form: int = RowForm.PANELS
 
 
 def pack_matrices_(memory: Tensor, places: NDArray[np.int64], rows: Sequence[Tensor]) -> None:
     """Write each of `rows` [n, in_features] to its place in `memory` (flat, in a format of the page pool).
 
-    `places`: int64 [num_rows, 4], a `MatrixRows` each. It takes one thread and no lock of the interpreter: made for
+    `places`: int64 [num_rows, 5], a `MatrixRows` each. It takes one thread and no lock of the interpreter: made for
     threads that prepare adapters while others step.
     """
     plain = [_as_rows(each, memory.dtype) for each in rows]
     sources = np.array(
         [(each.data_ptr(), *each.shape, _ROW_TYPES[each.dtype]) for each in plain], dtype=np.int64
     ).reshape(-1, 4)
-    start, _, first_row, num_rows = places.T
+    start, _, first_row, num_rows, _ = places.T
     _, rows_of_each, depths, _ = sources.T
     ends = start + num_rows * depths
     assert (ends <= memory.numel()).all(), f"matrices end at {ends.max()} of {memory.numel()} numbers"

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from lorabatch.kernels.native import adapter_type
+from lorabatch.kernels.native import POOL_TYPES, adapter_type
 from lorabatch.kernels.packed_weight import PackedWeight, Products, can_multiply, pack
 from lorabatch.kernels.packed_weight.onednn import OneDnnWeight, has_onednn
-from lorabatch.kernels.packed_weight.panels import MatrixRows, PanelWeight, has_panels, pack_matrices_, unpack
+from lorabatch.kernels.packed_weight.panels import (
+    MatrixRows,
+    PanelWeight,
+    RowForm,
+    has_panels,
+    pack_matrices_,
+    unpack,
+)
 
 needs_library = pytest.mark.skipif(not has_panels(), reason="compiled kernels were not built on this machine")
 Layout = type[PanelWeight] | type[OneDnnWeight]
@@ -197,13 +204,35 @@ def test_parts_of_a_weight_are_packed_one_by_one_whatever_type_they_have(
 
 
 @needs_library
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# columns are written 64 at a time
+@pytest.mark.parametrize("sizes", [(1,), (8, 8, 8), (20, 3, 64), (63, 130)], ids=str)
+@pytest.mark.parametrize("depth", [1, 19, 48])
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_a_matrix_are_put_down_as_rows_or_as_columns(
+    sizes: tuple[int, ...], pool: torch.dtype, depth: int, stored: torch.dtype
+) -> None:
+    parts = [(random(size, depth) * 10.0 ** torch.randint(-7, 4, (size, depth))).to(stored) for size in sizes]
+    whole = torch.cat(parts).to(pool)
+    for form, expected in ((RowForm.ROWS, whole), (RowForm.COLUMNS, whole.t())):
+        around = torch.full((sum(sizes) * depth + 8,), torch.nan, dtype=pool)
+        firsts = accumulate(sizes[:-1], initial=0)
+        places = np.array([MatrixRows(4, POOL_TYPES[pool], first, sum(sizes), form) for first in firsts])
+        pack_matrices_(around, places, parts)
+        assert around[4:-4].view(expected.shape).equal(expected)
+        assert around[:4].isnan().all()
+        assert around[-4:].isnan().all()
+
+
+@needs_library
+@pytest.mark.parametrize("form", RowForm)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
-def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype) -> None:
+def test_packed_numbers_are_rounded_as_torch_rounds_them(stored: torch.dtype, form: RowForm) -> None:
     # halfway between two numbers of bf16, above each other; and what is no number
     ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
     rows = torch.tensor([ties], dtype=stored)
     panels = torch.empty(8, dtype=torch.bfloat16)
-    pack_matrices_(panels, np.array([MatrixRows(0, adapter_type(panels.dtype, [1]), 0, 1)]), [rows])
+    pack_matrices_(panels, np.array([MatrixRows(0, adapter_type(panels.dtype, [1]), 0, 1, form)]), [rows])
     assert panels.isnan().equal(rows[0].isnan())
     assert panels[:-1].view(torch.int16).equal(rows.to(torch.bfloat16)[0, :-1].view(torch.int16))
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lorabatch.benchmarks.gpu.shapes import TINY
 from lorabatch.engine.config import read_model_config
 from lorabatch.engine.memory.packed import PackedAdapter, pack_adapter
 from lorabatch.engine.model_config.model import ModelConfig, packed_members
 from lorabatch.engine.peft import audit_adapter
+from lorabatch.engine.peft.random import dummy_adapter_weights, dummy_audit
 from lorabatch.engine.peft.weights import AdapterWeights, load_adapter
 from lorabatch.kernels.native import adapter_type
 from lorabatch.kernels.native.segments import SiteRecord
@@ -110,3 +116,47 @@ def test_adapters_of_the_same_shapes_have_one_layout(tiny_adapters: dict[str, Pa
     assert first.layout is not third.layout
     assert not first.numbers.equal(second.numbers)
     assert first.numbers.equal(third.numbers)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rank_rows_are_the_same_by_compiled_kernels_and_by_torch(
+    tiny_adapters: dict[str, Path], model: ModelConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = read(tiny_adapters["rank20"], model)
+    compiled = pack_adapter(weights, model, dtype, in_panels=False, device=torch.device("cpu"))
+    monkeypatch.setattr("lorabatch.engine.memory.packed.has_panels", lambda: False)
+    by_torch = pack_adapter(weights, model, dtype, in_panels=False, device=torch.device("cpu"))
+    assert compiled.numbers.equal(by_torch.numbers)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_library
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("in_panels", [False, True])
+def test_a_thread_that_packs_starts_no_other(tmp_path: Path, in_panels: bool) -> None:
+    """Torch starts a team of threads for copies of this size, in every thread that makes some."""
+    settings = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(TINY.config_json() | settings))
+    wide = read_model_config(tmp_path)
+    weights = dummy_adapter_weights(dummy_audit(wide, 64, "wide"), torch.float32, torch.device("cpu"))
+
+    def num_started(copy: Callable[[], object]) -> int:
+        before = len(os.listdir("/proc/self/task"))
+        copy()
+        return len(os.listdir("/proc/self/task")) - before
+
+    def pack() -> object:
+        return pack_adapter(weights, wide, torch.bfloat16, in_panels=in_panels, device=torch.device("cpu"))
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(num_started, pack).result() == 0
+        by_torch = thread.submit(num_started, lambda: weights.stored["model.layers.0.mlp.up_proj.B"].bfloat16())
+        assert by_torch.result() > 0, "a team would have been seen"
